@@ -93,6 +93,7 @@ def streamrl_steps(options: argparse.Namespace, batch: Batch) -> None:
     from streamrl.base.types import TrainingGroup, TrainingSample, TrajectoryId, float_array, token_array
     from streamrl.learning.options import TrainerOptions
     from streamrl.learning.trainer import TorchTrainer
+    from streamrl.weights.publish.torch_tensors import start_publisher
 
     def sample(index: int, version: int) -> TrainingSample:
         row, group = batch[index], index // GROUP
@@ -119,7 +120,8 @@ def streamrl_steps(options: argparse.Namespace, batch: Batch) -> None:
                 streaming=False,
                 activation_checkpointing="checkpointing" in options.variant,
                 compile="compile" in options.variant,
-            )
+            ),
+            start_publisher,
         )
         trainer.start()
         turns, version = Turns(), 0

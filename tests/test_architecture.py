@@ -33,7 +33,7 @@ REWARD_MODEL = "streamrl/rewards/builtin/reward_model.py"
 CONFINED = {
     "zmq": ("streamrl/comm/", "streamrl/remote/", "streamrl/weights/", "streamrl/observe/telemetry.py"),
     "vllm": WORKER_SIDE,
-    "torch": ("streamrl/learning/", *WORKER_SIDE, REWARD_MODEL),
+    "torch": ("streamrl/learning/", "streamrl/weights/publish/torch_tensors.py", *WORKER_SIDE, REWARD_MODEL),
     # For training one file imports it, without the compiler that it brings along otherwise.
     "transformers": ("streamrl/learning/model/hugging_face.py", REWARD_MODEL),
     # Extras of their own: who does not ask for them starts without.

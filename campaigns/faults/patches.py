@@ -35,6 +35,7 @@ from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.simulated.engine import SimulationOptions
 from streamrl.engines.step_cost import StepCost
 from streamrl.journal import log
+from streamrl.learning import options as options_module
 from streamrl.learning import trainer as trainer_module
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.sinks import PublishSink
@@ -266,11 +267,11 @@ def _parts(world: World, put: Any) -> None:
     def trainer_options(recipe: Any, rank: int, *_: Any, **named: Any) -> tuple[int, str]:
         return rank, named.get("resume_from") or recipe.checkpoint.resume_from
 
-    def trainer(options: tuple[int, str]) -> SimulatedTrainer:
+    def trainer(options: tuple[int, str], *_: Any) -> SimulatedTrainer:
         rank, directory = options
         return SimulatedTrainer(world, rank, world.shape.ranks, Path(directory) if directory else None)
 
     put(roles, "engine_options", lambda recipe, index, sockets, **_: Named(f"engine-{index}"))
     put(roles, "_vllm", engine)
-    put(trainer_module, "trainer_options", trainer_options)
+    put(options_module, "trainer_options", trainer_options)
     put(trainer_module, "TorchTrainer", trainer)

@@ -68,7 +68,6 @@ class SimulatedTrainer:
             ranks=self.ranks,
             policy_version=self.version,
             parameters=1000,
-            state_hash=digest_of(self.content),
             tokenizer_digest=TOKENIZER_DIGEST,
         )
 

@@ -107,9 +107,12 @@ def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
 
 async def run_trainer(context: ChildContext) -> None:
     """Train as one rank until the batches end. A run that resumes goes on from its newest checkpoint."""
+    from streamrl.learning.options import trainer_options
     from streamrl.learning.state.durable_files import newest_checkpoint
-    from streamrl.learning.trainer import TorchTrainer, trainer_options
+    from streamrl.learning.trainer import TorchTrainer
+    from streamrl.prompts.tokenizer import tokenizer_digest
     from streamrl.stages.training import run_training
+    from streamrl.weights.publish.torch_tensors import start_publisher
 
     name, endpoint, recipe = context.plan.name, context.topology.endpoint, context.recipe
     newest = newest_checkpoint(context.run_directory) if context.resumes else None
@@ -123,7 +126,7 @@ async def run_trainer(context: ChildContext) -> None:
     )
     if context.plan.gpus:
         options = msgspec.structs.replace(options, device="cuda")  # the only one that it sees
-    trainer = TorchTrainer(options)
+    trainer = TorchTrainer(options, start_publisher, tokenizer_digest)
     streams = controller_streams(context.topology, name, ("batches", TrainingOrder), ("reports", TrainingEvent))
     async with streams as (batches, reports):
         await run_training(trainer, batches, reports)

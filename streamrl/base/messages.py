@@ -44,6 +44,14 @@ class WeightSource(Record, frozen=True):
     total_elements: int
 
 
+class Published(Record, frozen=True):
+    """One rank's part of a published version. ``base_version`` None: an anchor. ``state_hash``: the rank's part."""
+
+    source: WeightSource
+    base_version: int | None
+    state_hash: int
+
+
 class WeightAnnouncement(Record, frozen=True):
     """A version that engines may stage. ``base_version`` None: an anchor, complete in itself.
 
@@ -283,7 +291,6 @@ class TrainerReady(Message, frozen=True):
     ranks: int
     policy_version: int
     parameters: int
-    state_hash: int
     tokenizer_digest: str = ""
     trained_parameters: int = 0
     together_tokens: int = 0

@@ -8,6 +8,7 @@ resolves to.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 from collections.abc import Iterator
@@ -28,6 +29,12 @@ TORCHRUN = "env://"
 """Rendezvous of ranks that torchrun started: torch reads MASTER_ADDR and MASTER_PORT."""
 PEER_IS_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "timeout")
 """How gloo, whose errors have no class of their own, says that another rank died or hangs."""
+
+MAPPED_BYTES = 256 << 10
+"""Blocks from this size on are mapped on their own. Smaller ones, of small models, stay in the heap: mapping costs."""
+KEPT_BYTES = 8 << 20
+"""So much free memory stays at the end of the heap."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def choose_device(options: TrainerOptions) -> torch.device:
@@ -121,6 +128,20 @@ def leave() -> None:
 def use_threads(threads: int) -> None:
     """Torch's threads for this process; 0: every core. In the thread that computes: OpenMP keeps it per thread."""
     torch.set_num_threads(threads or os.cpu_count() or 1)
+
+
+def return_freed_memory() -> None:
+    """Let glibc, where this is the C library, give freed blocks back to the system at once. Idempotent.
+
+    By itself glibc moves the limit above which a block is mapped on its own up to the largest block that was freed, to
+    32 MiB. From then on activations of every size come from one heap, which does not shrink while something small lies
+    at its end: a step's peak and the next allocation add up. Measured with fixed limits on a 30 M-parameter model:
+    41 MiB less at 256 tokens a micro-batch, 75 MiB at 512, for 5 to 10 % more CPU time.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(M_MMAP_THRESHOLD, MAPPED_BYTES)
+        set_option(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def all_reduce(

@@ -85,13 +85,15 @@ def _look_at_object(spec: str) -> _Found:
 def _look_at_model(options: str) -> _Found:
     """Raises what says nothing about a real engine."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # vLLM warns of an engine that is none
-    from streamrl.learning.model.loading import published_tensors
+    from streamrl.learning.model.loading import published_shapes
     from streamrl.vllm.options import EngineOptions
+    from streamrl.weights.pull.replica import TensorSpec
     from streamrl.weights.vllm.load_plan_probe import probe_engine
 
     engine = msgspec.json.decode(options, type=EngineOptions)
     try:
-        probe_engine(engine, published_tensors(engine.model_path))
+        shapes = published_shapes(engine.model_path)
+        probe_engine(engine, {name: TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()})
     except StreamRLError as error:
         return _Found(problems=(str(error),))
     return _Found()

@@ -79,7 +79,7 @@ async def test_an_anchor_of_a_version_that_ranks_had_left_before_they_greeted_is
     orders, _ = memory_stream(4)
     answers, events = memory_stream(4)
     ranks = TrainerRanks([(orders, events)])
-    await answers.send(TrainerReady(rank=0, ranks=1, policy_version=7, parameters=1, state_hash=0))
+    await answers.send(TrainerReady(rank=0, ranks=1, policy_version=7, parameters=1))
     await ranks.ready()
     with pytest.raises(WeightError, match="version 6 is not held any more: 7 was ordered"):
         await ranks.publish_anchor(6)
@@ -122,9 +122,7 @@ async def test_ranks_that_compute_together_are_ordered_to_at_the_same_place() ->
     wires = [(memory_stream(32), memory_stream(4)) for _ in range(2)]
     ranks = TrainerRanks([(orders[0], events[1]) for orders, events in wires])
     for rank, (_, (answers, _)) in enumerate(wires):
-        await answers.send(
-            TrainerReady(rank=rank, ranks=2, policy_version=0, parameters=1, state_hash=0, together_tokens=40)
-        )
+        await answers.send(TrainerReady(rank=rank, ranks=2, policy_version=0, parameters=1, together_tokens=40))
     await ranks.ready()
     for group in groups:
         await ranks.train_group(group)

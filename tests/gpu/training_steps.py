@@ -13,6 +13,7 @@ from sample_groups import close_of
 from streamrl.base.types import TrainingGroup, TrainingSample
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.trainer import TorchTrainer
+from streamrl.weights.publish.torch_tensors import start_publisher
 
 
 @dataclass
@@ -40,9 +41,10 @@ def train_steps(path: str, device: str, sockets: Path, batches: list[list[Traini
     """One step for each batch."""
     endpoint = f"ipc://{sockets}/weights"
     settings = {"threads": 1} if device == "cpu" else {}
-    trainer = TorchTrainer(
-        TrainerOptions(model_path=path, run_id="gpu", weights_endpoint=endpoint, device=device, **settings, **options)
+    chosen = TrainerOptions(
+        model_path=path, run_id="gpu", weights_endpoint=endpoint, device=device, **settings, **options
     )
+    trainer = TorchTrainer(chosen, start_publisher)
     try:
         ready = trainer.start()
         done = Steps(ready.parameters, ready.trained_parameters)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from streamrl.learning import process_group
-from streamrl.learning.model.lora import save_adapter
 from streamrl.learning.model.policy import PackedPolicy, set_gradient_sync, set_sharded, shard
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.optimizer import MasterOptimizer
@@ -82,7 +81,7 @@ def main(
     arrays |= {f"master.{n}": (t.full_tensor() if ranks > 1 else t).numpy() for n, t in masters.items()}
     arrays |= {f"published.{n}": t.float().numpy() for n, t in weights.full_published().items()}  # of the first rank
     arrays |= {f"bits.{n}": bits for n, bits in weights.bits().items()}
-    save_adapter(Path(out).with_suffix(".adapter"), weights)
+    weights.save_adapter(Path(out).with_suffix(".adapter"))
     np.savez(out, **arrays)
     dist.barrier()
     del weights, optimizer, policy

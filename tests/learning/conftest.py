@@ -51,6 +51,7 @@ def start_trainer(tiny_model: str, tmp_path: Path) -> Iterator[Callable[..., Any
     """Start trainers with one rank, one after the other: a process has one process group."""
     from streamrl.learning.options import TrainerOptions
     from streamrl.learning.trainer import TorchTrainer
+    from streamrl.weights.publish.torch_tensors import start_publisher
 
     running: list[TorchTrainer] = []
 
@@ -65,7 +66,7 @@ def start_trainer(tiny_model: str, tmp_path: Path) -> Iterator[Callable[..., Any
             "learning_rate": 1e-2,
             "micro_batch_tokens": 128,
         } | changes
-        running.append(TorchTrainer(TrainerOptions(**options)))
+        running.append(TorchTrainer(TrainerOptions(**options), start_publisher))
         running[0].start()
         return running[0]
 

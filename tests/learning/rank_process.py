@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 from peak_bytes import PeakBytes
-from sample_groups import close_of, make_groups
+from sample_groups import close_of, make_groups, master_values
 from torch.distributed.fsdp import fully_shard
 
 from streamrl.base.errors import StreamRLError
@@ -24,12 +24,12 @@ from streamrl.base.messages import SaveCheckpoint
 from streamrl.learning import process_group
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state import checkpoint
-from streamrl.learning.state.device_split import DeviceTensors
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import FullWeights
 from streamrl.learning.trainer import TorchTrainer
 from streamrl.recipe.sections import Gathered
 from streamrl.weights.publish.publisher import WeightPublisher
+from streamrl.weights.publish.torch_tensors import DeviceTensors, TorchOnHost, shard_specs, start_publisher
 
 SIZES = [4, 3, 1, 5, 2]
 ODD = [(3, 5), (7,), (1, 2, 3), (6, 4)]
@@ -55,7 +55,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 def run(phase: Phase) -> None:
     while phase.options.resume_from and not Path(phase.options.resume_from).exists():
         time.sleep(0.05)  # another trainer has still to write it: it appears whole
-    trainer = TorchTrainer(phase.options)
+    trainer = TorchTrainer(phase.options, start_publisher)
     if phase.measured:
         return measure(phase, trainer)
     first = trainer.start().policy_version
@@ -78,8 +78,8 @@ def run(phase: Phase) -> None:
         report = trainer.close_batch(close_of(groups, version + 1))
         trainer.acknowledge(version + 1)
         arrays |= {f"{version + 1}/{name}": np.float64(value) for name, value in report.metrics.items()}
-    arrays |= {f"offset/{shard.name}": np.int64(shard.offset) for shard in trainer.shard_specs}
-    arrays |= {f"master/{name}": value for name, value in trainer.master_values().items()}
+    arrays |= {f"offset/{shard.name}": np.int64(shard.offset) for shard in trainer._updates.weights.shards}
+    arrays |= {f"master/{name}": value for name, value in master_values(trainer).items()}
     np.savez(phase.out, **arrays)
     trainer.close()
     return None
@@ -127,13 +127,14 @@ def odd_weights(seed: int, ranks: int = 1) -> FullWeights:
 def publish_odd(rank: int, ranks: int) -> None:
     """What FSDP gave this rank goes to engines alike from host memory and from a device (which is a CPU here)."""
     weights = odd_weights(3, ranks)
+    shards = shard_specs(weights.shards)
     publishers = [
-        WeightPublisher("ipc:///nowhere", run_id="odd", rank=rank, shards=weights.shard_specs, source=source)
-        for source in (None, DeviceTensors())
+        WeightPublisher("ipc:///nowhere", run_id="odd", rank=rank, shards=shards, source=source)
+        for source in (TorchOnHost(), DeviceTensors())
     ]
     for version in range(3):
-        for publisher, given in zip(publishers, (weights.bits(), weights.values()), strict=True):
-            publisher.publish(version, given)
+        for publisher in publishers:
+            publisher.publish(version, weights.values())
             publisher.acknowledge(version)
         assert len({publisher._chain.newest_digest for publisher in publishers}) == 1
         weights.masters.load(weights.masters.whole() * 1.01)

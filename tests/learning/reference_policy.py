@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sample_groups import close_of
+from sample_groups import train_batch
 
 from streamrl.base.types import TrainingGroup
 
@@ -33,18 +33,16 @@ def stepped_gradient(trainer: Any, groups: list[TrainingGroup]) -> dict[str, Any
     """Gradient that the optimizer saw, by tensor, in float64."""
     seen: dict[str, Any] = {}
 
-    step = trainer._optimizer.step
+    step = trainer._updates.optimizer.step
 
     def keep(gradient_L: Any, learning_rate: float) -> None:
-        shards = trainer._weights.shards
+        shards = trainer._updates.weights.shards
         seen.update({s.name: gradient_L[s.place].double().view(s.shape).clone() for s in shards})
         step(gradient_L, learning_rate)
 
-    trainer._optimizer.step = keep
-    for group in groups:
-        trainer.train_group(group)
-    trainer.close_batch(close_of(groups, trainer.policy_version + 1))
-    trainer._optimizer.step = step
+    trainer._updates.optimizer.step = keep
+    train_batch(trainer, groups, trainer.policy_version + 1)
+    trainer._updates.optimizer.step = step
     return seen
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
+
+import numpy as np
 
 from streamrl.base.messages import CloseBatch
 from streamrl.base.types import TrainingGroup, TrainingSample, TrajectoryId, float_array, token_array
@@ -46,3 +49,22 @@ def close_of(groups: list[TrainingGroup], policy_version: int) -> CloseBatch:
         samples=sum(len(group.samples) for group in groups),
         trained_tokens=sum(sample.trained_tokens for group in groups for sample in group.samples),
     )
+
+
+def master_values(trainer: Any) -> dict[str, np.ndarray]:
+    """A trainer's float32 masters as flat vectors, by tensor."""
+    weights = trainer._updates.weights
+    masters_L = weights.masters.whole().cpu().numpy()
+    return {shard.name: masters_L[shard.place] for shard in weights.master_shards}
+
+
+def published_bits(trainer: Any) -> dict[str, np.ndarray]:
+    """A copy of a trainer's published bits, by tensor."""
+    return {name: bits.copy() for name, bits in trainer._updates.weights.bits().items()}
+
+
+def train_batch(trainer: Any, groups: list[TrainingGroup], version: int) -> Any:
+    """Train the groups as one batch, which becomes ``version``. Returns the report."""
+    for group in groups:
+        trainer.train_group(group)
+    return trainer.close_batch(close_of(groups, version))

@@ -23,7 +23,7 @@ from streamrl.learning import process_group  # noqa: E402
 from streamrl.learning.batches.packing import PreparedSample, pack  # noqa: E402
 from streamrl.learning.model import loading, probe  # noqa: E402
 from streamrl.learning.model.architecture import decoder_layers  # noqa: E402
-from streamrl.learning.model.loading import load_policy, published_tensors  # noqa: E402
+from streamrl.learning.model.loading import load_policy, published_shapes  # noqa: E402
 from streamrl.learning.objective.logprobs import token_logprobs  # noqa: E402
 from streamrl.learning.state.checkpoint import save_hugging_face  # noqa: E402
 from streamrl.learning.state.published_weights import (  # noqa: E402
@@ -236,15 +236,15 @@ def test_a_weight_that_is_not_finite_is_named(value: float, tmp_path: Path) -> N
 
 def test_what_is_published_is_known_without_weights(tmp_path: Path) -> None:
     path = save_model(transformers.PhiConfig(**SHAPE), tmp_path / "phi")
-    found = {spec.name: spec.shape for spec in published_tensors(path).values()}
+    found = published_shapes(path)
     assert found == {piece.name: piece.shape for piece in load_policy(path, CPU).pieces}
     assert found["lm_head.bias"] == (32,)
     alibi = save_model(REFUSED["alibi"][0](), tmp_path / "bloom")
     with pytest.raises(StreamRLError, match="does not use transformers' attention interface"):
-        published_tensors(alibi)
+        published_shapes(alibi)
     (tmp_path / "phi" / "config.json").write_text('{"model_type": "phi-17"}')
     with pytest.raises(StreamRLError, match=r"cannot load the model of .*does not recognize this architecture"):
-        published_tensors(path)
+        published_shapes(path)
 
 
 def test_window_that_attention_is_not_told_of_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

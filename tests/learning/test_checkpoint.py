@@ -101,12 +101,12 @@ def test_a_loaded_checkpoint_goes_on_with_the_same_bits(tmp_path: Path, model_pa
 def test_every_damaged_file_is_named(tmp_path: Path, model_path: Path) -> None:
     directory = tmp_path / "step-7"
     saved(directory, model_path)
-    checkpoint.verify(directory)
+    durable_files.verify(directory)
     for name in durable_files.files_below(directory):
         whole = (directory / name).read_bytes()
         (directory / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         with pytest.raises(StreamRLError, match=rf"is damaged: {re.escape(name)} differs; resume from another"):
-            checkpoint.verify(directory)
+            durable_files.verify(directory)
         with pytest.raises(StreamRLError, match=re.escape(name)):
             checkpoint.load(directory, *part(2)[:2])
         (directory / name).write_bytes(whole)
@@ -245,7 +245,7 @@ def test_a_failed_write_leaves_what_was_there(
     with pytest.raises(StreamRLError, match=reason):
         checkpoint.save(directory, weights, optimizer, state=STATE, model_path=model_path)
     assert [path.name for path in directory.parent.iterdir()] == ["step-7"]
-    checkpoint.verify(directory)
+    durable_files.verify(directory)
 
 
 def _writer_that_fails(path: str) -> object:

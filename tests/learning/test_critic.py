@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sample_groups import close_of, make_groups  # noqa: E402
+from sample_groups import make_groups, train_batch  # noqa: E402
 
 from streamrl.learning.objective.critic import ValueHead  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
@@ -40,8 +40,6 @@ def test_the_head_learns_what_every_sample_earns_at_the_rate_of_a_large_policy(
     losses = []
     for step in range(20):
         groups = make_groups(step, [3, 2], seed=step, rewards=[[1.0] * 3, [1.0] * 2])
-        for group in groups:
-            trainer.train_group(group)
-        losses.append(trainer.close_batch(close_of(groups, step + 1)).metrics["optim/value_loss"])
+        losses.append(train_batch(trainer, groups, step + 1).metrics["optim/value_loss"])
     assert losses[0] == pytest.approx(0.5)
     assert losses[-1] < 0.4

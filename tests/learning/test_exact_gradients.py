@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from reference_policy import reference_logprobs, reference_model, relative_error, stepped_gradient  # noqa: E402
-from sample_groups import close_of, make_groups  # noqa: E402
+from sample_groups import make_groups, train_batch  # noqa: E402
 
 from streamrl.base.types import TrainingGroup, TrainingSample, VersionSpan, float_array  # noqa: E402
 from streamrl.learning.batches import gradients  # noqa: E402
@@ -280,24 +280,24 @@ def started(
         **options,
     )
     with torch.no_grad():
-        if trainer._reference is not None:
+        if trainer._updates.reference is not None:
             noisy = dict(noisy_reference(path).named_parameters())
-            for name, parameter in trainer._reference.trained_parameters().items():
+            for name, parameter in trainer._updates.reference.trained_parameters().items():
                 parameter.copy_(noisy[name])
-        if trainer._critic is not None:
-            trainer._critic._linear.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+        if trainer._updates.critic is not None:
+            trainer._updates.critic._linear.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
     return trainer
 
 
 def steps_of(trainer: Any, groups: list[TrainingGroup]) -> tuple[list[Step], dict[str, float]]:
     """Train the batch: every optimizer step of it, the critic's with the policy's, and the metrics."""
     steps: list[Step] = []
-    policy_step, critic = trainer._optimizer.step, trainer._critic
+    policy_step, critic = trainer._updates.optimizer.step, trainer._updates.critic
 
     def keep(gradient_L: Any, learning_rate: float) -> None:
-        weights = {name: p.detach().clone() for name, p in trainer._policy.trained_parameters().items()}
+        weights = {name: p.detach().clone() for name, p in trainer._updates.policy.trained_parameters().items()}
         head = (critic._linear.weight[0], critic._linear.bias[0]) if critic else (torch.zeros(32), torch.zeros(()))
-        gradient = {s.name: gradient_L[s.place].view(s.shape).clone() for s in trainer._weights.shards}
+        gradient = {s.name: gradient_L[s.place].view(s.shape).clone() for s in trainer._updates.weights.shards}
         steps.append(Step(weights, (head[0].detach().clone(), head[1].detach().clone()), gradient))
         policy_step(gradient_L, learning_rate)
 
@@ -307,12 +307,10 @@ def steps_of(trainer: Any, groups: list[TrainingGroup]) -> tuple[list[Step], dic
         steps[-1].gradient.update(found)
         critic_step(scale, times)
 
-    trainer._optimizer.step = keep
+    trainer._updates.optimizer.step = keep
     if critic:
         critic_step, critic.step = critic.step, keep_critic
-    for group in groups:
-        trainer.train_group(group)
-    metrics = trainer.close_batch(close_of(groups, trainer.policy_version + 1)).metrics
+    metrics = train_batch(trainer, groups, trainer.policy_version + 1).metrics
     return steps, metrics
 
 
@@ -455,4 +453,4 @@ def test_the_cohort_compares_with_earlier_batches(
     after = stepped_gradient(trainer, lower)
     # Within its own batch the shift by 5 changes nothing; compared with the cohort every sample got worse.
     assert relative_error(after, before) > 0.5
-    assert len(trainer._cohort) == 1
+    assert len(trainer._updates.cohort) == 1

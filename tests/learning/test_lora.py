@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from streamrl.base.errors import StreamRLError
-from streamrl.learning.model.lora import AdapterWeights, save_adapter
+from streamrl.learning.model.lora import AdapterWeights
 from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.optimizer import MasterOptimizer
@@ -116,7 +116,7 @@ def test_steps_lower_the_loss_and_move_the_adapted_weights_only(tiny_model: str)
 
     after, full = weights.bits(), weights.full_published()
     adapters = weights.as_tensors(weights.masters.whole())
-    assert [spec.name for spec in weights.shard_specs] == list(after) == list(base)
+    assert [shard.name for shard in weights.shards] == list(after) == list(base)
     assert weights.total_elements == sum(tensor.numel() for tensor in base.values())
     adapted = {name for name in base if name.endswith(("q_proj.weight", "v_proj.weight"))}
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == adapted
@@ -138,7 +138,7 @@ def test_peft_loads_the_saved_adapter(tiny_model: str, tmp_path: Path) -> None:
 
     model, weights, _ = adapters_of(tiny_model, targets=("q_proj", "up_proj"))
     move_adapters(weights)
-    save_adapter(tmp_path / "adapter", weights)
+    weights.save_adapter(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).bfloat16().float()
     with torch.no_grad():
         untrained = base(some_tokens(0)).logits

@@ -30,7 +30,7 @@ from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender  # noqa: E402
 from streamrl.learning import process_group  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.learning.rank_memory import TrainingSizes, bytes_per_rank  # noqa: E402
-from streamrl.learning.state import checkpoint  # noqa: E402
+from streamrl.learning.state import checkpoint, durable_files  # noqa: E402
 from streamrl.learning.state.optimizer import MasterOptimizer  # noqa: E402
 from streamrl.plan.model_facts import read_model_facts  # noqa: E402
 from streamrl.plan.topology import Topology, plan_topology  # noqa: E402
@@ -285,7 +285,7 @@ def test_another_number_of_ranks_holds_the_same_bits(launch: Trainers) -> None:
     loaded = []
     for name in ("two", "four"):
         directory = launch.directory / f"{name}.ckpt"
-        checkpoint.verify(directory)
+        durable_files.verify(directory)
         reader = HuggingFaceStorageReader(str(directory / "trainer"))
         tensors = {key: torch.empty(entry.size) for key, entry in reader.read_metadata().state_dict_metadata.items()}
         load_tensors(tensors, storage_reader=reader, no_dist=True)

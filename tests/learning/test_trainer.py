@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from reference_policy import reference_logprobs, reference_model, relative_error, stepped_gradient  # noqa: E402
-from sample_groups import close_of, make_groups  # noqa: E402
+from sample_groups import close_of, make_groups, master_values, published_bits, train_batch  # noqa: E402
 
 from streamrl.base.errors import StreamRLError  # noqa: E402
 from streamrl.base.messages import CloseBatch, SaveCheckpoint  # noqa: E402
@@ -114,9 +114,7 @@ def test_top_p_ratio_is_one_against_the_engines_arithmetic(start_trainer: StartT
             )
         groups.append(msgspec.structs.replace(group, samples=tuple(samples)))
     trainer = start_trainer(learning_rate=0.0, temperature=temperature, top_p=top_p)
-    for group in groups:
-        trainer.train_group(group)
-    metrics = trainer.close_batch(close_of(groups, 1)).metrics
+    metrics = train_batch(trainer, groups, 1).metrics
     assert abs(metrics["policy/is_weight_mean"] - 1) < 1e-5
     assert metrics["policy/logprob_diff_abs_p99"] < 2e-5
 
@@ -124,47 +122,39 @@ def test_top_p_ratio_is_one_against_the_engines_arithmetic(start_trainer: StartT
 def test_published_bits_are_the_forward_and_the_hash(start_trainer: StartTrainer) -> None:
     trainer = start_trainer()
     groups = make_groups(0, SIZES)
-    for group in groups:
-        trainer.train_group(group)
-    report = trainer.close_batch(close_of(groups, 1))
-    bits = trainer.published_bits()
-    for name, parameter in trainer._policy.trained_parameters().items():
+    report = train_batch(trainer, groups, 1)
+    bits = published_bits(trainer)
+    for name, parameter in trainer._updates.policy.trained_parameters().items():
         forward = parameter.detach()
         assert torch.equal(forward, forward.bfloat16().float())
         assert np.array_equal(forward.bfloat16().view(torch.int16).numpy().view(np.uint16).ravel(), bits[name])
     assert report.state_hash == sum(hash_range(name, 0, values) for name, values in bits.items()) % 2**64
     assert report.metrics["optim/grad_norm"] > 0
-    masters = torch.from_numpy(np.concatenate(list(trainer.master_values().values())))
+    masters = torch.from_numpy(np.concatenate(list(master_values(trainer).values())))
     assert not torch.equal(masters, masters.bfloat16().float()), "masters keep more than what is published"
 
 
 def test_batch_without_signal_moves_nothing(start_trainer: StartTrainer) -> None:
     trainer = start_trainer()
-    before = trainer.master_values()["model.norm.weight"].copy()
+    before = master_values(trainer)["model.norm.weight"].copy()
     groups = make_groups(0, [3, 2], rewards=[[1.0] * 3, [0.0] * 2])
-    for group in groups:
-        trainer.train_group(group)
-    metrics = trainer.close_batch(close_of(groups, 1)).metrics
+    metrics = train_batch(trainer, groups, 1).metrics
     assert metrics["optim/groups_without_signal"] == 2
     assert metrics["optim/skipped_steps_total"] == 1
     assert "policy/entropy" not in metrics
-    assert np.array_equal(before, trainer.master_values()["model.norm.weight"])
+    assert np.array_equal(before, master_values(trainer)["model.norm.weight"])
 
 
 def test_off_policy_tokens_are_clipped(start_trainer: StartTrainer) -> None:
     groups = make_groups(0, SIZES, version=-1)
     trainer = start_trainer(off_policy=OffPolicy(proximal=Proximal.BEHAVIOR, truncate=RatioLevel.NONE))
-    for group in groups:
-        trainer.train_group(group)
-    assert trainer.close_batch(close_of(groups, 1)).metrics["policy/clip_ratio"] > 0.1
+    assert train_batch(trainer, groups, 1).metrics["policy/clip_ratio"] > 0.1
 
 
 def test_the_correction_replaces_the_clip(start_trainer: StartTrainer) -> None:
     groups = make_groups(0, SIZES, version=-1)
     trainer = start_trainer(off_policy=OffPolicy(proximal=Proximal.DECOUPLED, mask=RatioLevel.TOKEN))
-    for group in groups:
-        trainer.train_group(group)
-    metrics = trainer.close_batch(close_of(groups, 1)).metrics
+    metrics = train_batch(trainer, groups, 1).metrics
     assert metrics["policy/clip_ratio"] == 0
     assert 0 < metrics["policy/masked_ratio"] < 1
     assert "policy/mismatch_abs_mean" not in metrics, "every token is stale: nothing measures the mismatch"
@@ -194,7 +184,7 @@ def test_infinite_gradient_is_an_error(start_trainer: StartTrainer) -> None:
     groups = make_groups(3, [2], rewards=[[0.0, 1.0]])
     trainer.train_group(groups[0])
     trainer.train_pending()
-    trainer._weights.gradient_L[5] = float("inf")
+    trainer._updates.weights.gradient_L[5] = float("inf")
     with pytest.raises(StreamRLError, match=r"gradient norm of batch 3 is inf.*0\.0\.0"):
         trainer.close_batch(close_of(groups, 1))
 
@@ -205,9 +195,7 @@ def test_anchor_of_the_initial_weights_then_a_delta(start_trainer: StartTrainer)
     assert anchor.source.changed_elements == anchor.source.total_elements
     trainer.acknowledge(0)
     groups = make_groups(0, SIZES)
-    for group in groups:
-        trainer.train_group(group)
-    report = trainer.close_batch(close_of(groups, 1))
+    report = train_batch(trainer, groups, 1)
     assert report.base_version == 0
     assert 0 < report.source.changed_elements <= report.source.total_elements
     assert trainer.publish_anchor(1).state_hash == report.state_hash
@@ -220,10 +208,8 @@ def test_warm_up_and_clipping(start_trainer: StartTrainer) -> None:
     rates = []
     for step in range(5):
         groups = make_groups(step, SIZES, seed=step, version=step)
-        for group in groups:
-            trainer.train_group(group)
-        rates.append(trainer.close_batch(close_of(groups, step + 1)).metrics["optim/lr"])
-        assert float(trainer._weights.gradient_L.norm()) == 0.0
+        rates.append(train_batch(trainer, groups, step + 1).metrics["optim/lr"])
+        assert float(trainer._updates.weights.gradient_L.norm()) == 0.0
         trainer.acknowledge(step + 1)
     assert rates == pytest.approx([2e-3, 4e-3, 6e-3, 8e-3, 8e-3])
 
@@ -234,12 +220,10 @@ def test_batches_that_are_closed_at_once_are_as_many_steps(start_trainer: StartT
 
     def stepped(batch_samples: int, times: int = 1) -> tuple[int, int]:
         trainer = start_trainer(batch_samples=batch_samples)
-        step = trainer._optimizer.step
-        trainer._optimizer.step = lambda *along: [step(*along) for _ in range(times)]
-        for group in groups:
-            trainer.train_group(group)
-        report = trainer.close_batch(close_of(groups, 1))
-        return report.state_hash, trainer._optimizer.steps
+        step = trainer._updates.optimizer.step
+        trainer._updates.optimizer.step = lambda *along: [step(*along) for _ in range(times)]
+        report = train_batch(trainer, groups, 1)
+        return report.state_hash, trainer._updates.optimizer.steps
 
     three = stepped(0, times=3)
     assert stepped(5) == three
@@ -257,9 +241,7 @@ def test_samples_that_failed_cost_no_step(samples: int, batches: int) -> None:
 def run_steps(trainer: Any, first: int, last: int) -> None:
     for step in range(first, last):
         groups = make_groups(step, SIZES, seed=step, version=step)
-        for group in groups:
-            trainer.train_group(group)
-        trainer.close_batch(close_of(groups, step + 1))
+        train_batch(trainer, groups, step + 1)
         trainer.acknowledge(step + 1)
 
 
@@ -270,16 +252,16 @@ def test_checkpoint_round_trip(start_trainer: StartTrainer, tmp_path: Path) -> N
     saved = trainer.save_checkpoint(SaveCheckpoint(directory=str(directory), policy_version=2))
     assert (saved.policy_version, saved.directory) == (2, str(directory))
     assert sorted(path.name for path in directory.parent.iterdir()) == ["step-2"], "no partial directory stays"
-    bits = trainer.published_bits()
+    bits = published_bits(trainer)
     trainer.save_checkpoint(SaveCheckpoint(directory=str(directory), policy_version=2))
     run_steps(trainer, 2, 4)
-    uninterrupted = trainer.master_values()
+    uninterrupted = master_values(trainer)
 
     resumed = start_trainer(resume_from=str(directory))
     assert resumed.policy_version == 2
-    assert all(np.array_equal(bits[name], values) for name, values in resumed.published_bits().items())
+    assert all(np.array_equal(bits[name], values) for name, values in published_bits(resumed).items())
     run_steps(resumed, 2, 4)
-    for name, values in resumed.master_values().items():
+    for name, values in master_values(resumed).items():
         assert np.array_equal(values, uninterrupted[name]), f"{name}: optimizer state was not restored"
 
 
@@ -293,7 +275,7 @@ def test_hugging_face_directory(start_trainer: StartTrainer, tmp_path: Path, tin
     trainer.save_checkpoint(SaveCheckpoint(directory=str(tmp_path / "c"), policy_version=1))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "c" / "hf")
     assert model.dtype is torch.bfloat16
-    bits = trainer.published_bits()
+    bits = published_bits(trainer)
     loaded = dict(model.named_parameters())
     assert loaded.keys() == bits.keys()
     for name, parameter in loaded.items():

@@ -50,7 +50,7 @@ class RecordingTrainer:
 
     def start(self) -> TrainerReady:
         self._note("start")
-        return TrainerReady(rank=0, ranks=self._ranks, policy_version=0, parameters=1, state_hash=0)
+        return TrainerReady(rank=0, ranks=self._ranks, policy_version=0, parameters=1)
 
     def train_group(self, group: TrainingGroup) -> None:
         self._note(f"group {group.group_id}")

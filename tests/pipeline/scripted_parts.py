@@ -176,9 +176,7 @@ class CountingRank:
 
     async def run(self, orders: ReceiveStream[TrainingOrder], reports: SendStream[TrainingEvent]) -> None:
         self.samples = []
-        await reports.send(
-            TrainerReady(rank=self.rank, ranks=self.ranks, policy_version=self.version, parameters=1, state_hash=0)
-        )
+        await reports.send(TrainerReady(rank=self.rank, ranks=self.ranks, policy_version=self.version, parameters=1))
         async for order in orders:
             match order:
                 case TrainGroup():

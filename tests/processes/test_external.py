@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -62,7 +63,7 @@ def test_a_rank_of_a_run_that_goes_on_begins_from_its_newest_checkpoint(
     class Begun(Exception):
         pass
 
-    def begin(options: TrainerOptions) -> None:
+    def begin(options: TrainerOptions, *_: Any) -> None:
         begun.append(options.resume_from)
         raise Begun
 

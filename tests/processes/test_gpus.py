@@ -263,7 +263,7 @@ def test_a_rank_takes_the_only_gpu_that_it_sees(cuda: Any, monkeypatch: pytest.M
     class Begun(Exception):
         pass
 
-    def begin(options: TrainerOptions) -> None:
+    def begin(options: TrainerOptions, *_: Any) -> None:
         devices.append(options.device)
         raise Begun
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import psutil
 import torch
@@ -45,7 +45,6 @@ from streamrl.learning.options import TrainerOptions
 from streamrl.learning.rank_memory import MOMENT_BYTES, TrainingSizes, activation_bytes, choose_gathered
 from streamrl.learning.state.published_weights import local_part, local_shards, published_shards
 from streamrl.recipe.sections import Gathered, OptimizerKind
-from streamrl.weights.pull.replica import TensorSpec
 
 log = logging.getLogger(__name__)
 
@@ -181,13 +180,13 @@ def _training_errors(model_path: str) -> Iterator[None]:
         raise StreamRLError(f"model {model_path!r} cannot be trained: {error}") from error
 
 
-def published_tensors(model_path: str) -> dict[str, TensorSpec]:
-    """What engines would be given of the model in a directory, by its name, without its weights. Raises
-    ``StreamRLError`` as ``load_policy`` does, except errors only a forward can show."""
+def published_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that engines would be given of the model in a directory, by name, without its weights.
+    Raises ``StreamRLError`` as ``load_policy`` does, except errors only a forward can show."""
     policy = empty_policy(model_path)
     with _training_errors(model_path):
         _check_names(policy, Path(model_path))
-    return {piece.name: TensorSpec(piece.name, "bfloat16", piece.shape) for piece in policy.pieces}
+    return {piece.name: piece.shape for piece in policy.pieces}
 
 
 def _refuse_quantised(directory: Path) -> None:
@@ -228,20 +227,11 @@ def _check_names(policy: PackedPolicy, directory: Path) -> dict[str, Path]:
     return stored
 
 
-log = logging.getLogger(__name__)
-
-
-class Models(NamedTuple):
-    """``by_layer``: parameters are gathered layer by layer, so that every forward is a collective."""
-
-    policy: PackedPolicy
-    reference: PackedPolicy | None
-    critic: ValueHead | None
-    by_layer: bool
-
-
-def load_models(options: TrainerOptions, device: torch.device) -> Models:
-    """What ``options`` ask for. Collective with several ranks. Raises ``StreamRLError``."""
+def load_models(
+    options: TrainerOptions, device: torch.device
+) -> tuple[PackedPolicy, PackedPolicy | None, ValueHead | None, bool]:
+    """Policy, reference and critic, as ``options`` ask for, and whether parameters are gathered layer by layer, so that
+    every forward is a collective. Collective with several ranks. Raises ``StreamRLError``."""
     gathered = _choose_gathered(options, device) if options.ranks > 1 else Gathered.BATCH
     policy, reference, critic = _load(options, device, gathered), None, None
     if options.compile:
@@ -255,7 +245,7 @@ def load_models(options: TrainerOptions, device: torch.device) -> Models:
         reference = _freeze(whole)
     if options.objective.has_critic:
         critic = ValueHead(options, policy.hugging_face.config.get_text_config().hidden_size, device)
-    return Models(policy, reference, critic, by_layer)
+    return policy, reference, critic, by_layer
 
 
 def _load(options: TrainerOptions, device: torch.device, gathered: Gathered) -> PackedPolicy:

@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -33,13 +32,7 @@ from streamrl.base.seeds import derive_seed
 from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.masters import Masters, WholeMasters
-from streamrl.learning.state.published_weights import (
-    PUBLISHED_DTYPE,
-    PublishedWeights,
-    bit_array,
-    local_part,
-    local_shards,
-)
+from streamrl.learning.state.published_weights import PUBLISHED_DTYPE, PublishedWeights, local_part, local_shards
 
 WHOLE_NETWORK = ("all-linear",)
 """peft's name for every linear module except the output head."""
@@ -81,7 +74,6 @@ class AdapterWeights(PublishedWeights):
         self._tensors = self.as_tensors(self.masters.whole())
         self._gradients = {n: local_part(t) for n, t in self.as_tensors(self.gradient_L).items()}
         self._whole_a: dict[str, Tensor] = {}
-        self._frozen_bits: dict[nn.Parameter, np.ndarray] = {}
         self.refresh_forward()
 
     def _adapt(self, module: str, lora_a: Tensor, lora_b: Tensor, scale: float) -> None:
@@ -147,20 +139,18 @@ class AdapterWeights(PublishedWeights):
         for adapted in self._adapted:
             adapted.parameter.grad = None
 
-    def _parameter_bits(self, parameter: nn.Parameter) -> np.ndarray:
-        if parameter.requires_grad:
-            return bit_array(local_part(parameter))
-        if parameter not in self._frozen_bits:
-            self._frozen_bits[parameter] = bit_array(local_part(parameter))
-        return self._frozen_bits[parameter]
-
-    def full_adapter(self) -> dict[str, Tensor]:
-        """All of A and B of each target, float32 on the CPU, by peft's names. Collective; every rank gets them."""
-        full: dict[str, Tensor] = {}
-        for name, tensor in self._tensors.items():
+    def save_adapter(self, directory: Path) -> None:
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self._tensors.items():  # gathered on every rank
             complete = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            full[f"base_model.model.{name}"] = complete.to("cpu", copy=True)
-        return full
+            tensors[f"base_model.model.{name}"] = complete.to("cpu", copy=True)
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        directory.mkdir(parents=True)
+        self.config.base_model_name_or_path = self.model_path
+        self.config.inference_mode = True
+        self.config.save_pretrained(str(directory))
+        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _chosen_by_peft(
@@ -194,15 +184,3 @@ def _chosen_by_peft(
         a, b = layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach()
         layers[name] = (a.float(), b.float(), float(layer.scaling["default"]))
     return layers, config
-
-
-def save_adapter(directory: Path, weights: AdapterWeights) -> None:
-    """Write the adapter in peft's format, for ``PeftModel.from_pretrained`` or an engine. Collective; rank 0 writes."""
-    tensors = weights.full_adapter()
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return
-    directory.mkdir(parents=True)
-    weights.config.base_model_name_or_path = weights.model_path
-    weights.config.inference_mode = True
-    weights.config.save_pretrained(str(directory))
-    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -32,7 +32,7 @@ from streamrl.base.whole_files import beside_folder, make_directory, take_beside
 from streamrl.learning.process_group import all_gather_bytes
 from streamrl.learning.state import durable_files
 from streamrl.learning.state.optimizer import MasterOptimizer
-from streamrl.learning.state.published_weights import FullWeights, PublishedWeights
+from streamrl.learning.state.published_weights import PublishedWeights
 
 FORMAT = 2
 SCALARS = "trainer.msgpack"
@@ -111,7 +111,7 @@ def save(
     try:
         _on_first_rank(prepare)
         _write_tensors(partial / "trainer", tensors)
-        _on_every_rank(lambda: _save_adapter(partial / "adapter", weights))
+        _on_every_rank(lambda: weights.save_adapter(partial / "adapter"))
         _on_first_rank(export)
         digests = _on_every_rank(lambda: durable_files.flush_and_digest(partial, _my_share(partial)))
         _on_first_rank(lambda: durable_files.write_digests(partial, digests))
@@ -157,11 +157,6 @@ def load(
     return scalars.state
 
 
-def verify(directory: Path) -> None:
-    """Compare every file of a checkpoint with its digest. Raises ``StreamRLError`` that names those that differ."""
-    durable_files.verify(durable_files.surviving(directory))
-
-
 def save_hugging_face(directory: Path, published: dict[str, Tensor], model_path: Path) -> None:
     """A directory that transformers and vLLM load: the published bfloat16 tensors, tied ones once, and everything
     of the original directory that is not weights (tokenizer, generation settings, chat template)."""
@@ -175,16 +170,6 @@ def save_hugging_face(directory: Path, published: dict[str, Tensor], model_path:
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     logging.getLogger("huggingface_hub").setLevel(logging.WARNING)
     save_torch_state_dict(published, directory, metadata={"format": "pt"})
-
-
-def _save_adapter(directory: Path, weights: PublishedWeights) -> None:
-    if isinstance(weights, FullWeights):
-        return
-    # Only here: peft takes more than a second to import.
-    from streamrl.learning.model.lora import AdapterWeights, save_adapter
-
-    if isinstance(weights, AdapterWeights):
-        save_adapter(directory, weights)
 
 
 # ---- tensors -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -29,7 +30,6 @@ from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.masters import Masters, SplitMasters, WholeMasters
 from streamrl.recipe.sections import OptimizerKind
-from streamrl.weights.manifest import ShardSpec
 
 PUBLISHED_DTYPE = torch.bfloat16
 UPPER_HALF = 1 if sys.byteorder == "little" else 0
@@ -111,15 +111,6 @@ class PublishedWeights(ABC):
         self._sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
 
     @property
-    def shard_specs(self) -> list[ShardSpec]:
-        """What this rank serves to engines."""
-        dtype = str(PUBLISHED_DTYPE).removeprefix("torch.")
-        return [
-            ShardSpec(name=s.name, dtype=dtype, shape=s.shape, offset=s.offset, count=s.stop - s.start)
-            for s in self.shards
-        ]
-
-    @property
     def total_elements(self) -> int:
         """Elements of all published tensors over all ranks."""
         return sum(int(np.prod(shard.shape, dtype=np.int64)) for shard in self.shards)
@@ -149,31 +140,21 @@ class PublishedWeights(ABC):
     def clear_gradient(self) -> None:
         """Before the next batch."""
 
-    @torch.no_grad()
     def bits(self) -> dict[str, np.ndarray]:
         """Published bits of this rank as flat uint16 arrays, by name. Views where they can be: valid until a step."""
-        return self._by_piece({n: self._parameter_bits(parameter) for n, parameter in self._parameters.items()})
-
-    def _parameter_bits(self, parameter: nn.Parameter) -> np.ndarray:
-        return bit_array(local_part(parameter))
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the published bits lie on a device, and what changed is best found there."""
-        return any(local_part(parameter).device.type != "cpu" for parameter in self._parameters.values())
+        return {name: bit_array(values) for name, values in self.values().items()}
 
     def values(self) -> dict[str, Tensor]:
         """What ``bits`` is made of, where it lies: flat float32 views, by name. Valid until a step."""
         flat = {name: local_part(parameter.detach()).reshape(-1) for name, parameter in self._parameters.items()}
-        return self._by_piece(flat)
-
-    def _by_piece(self, flat: Mapping[str, Any]) -> dict[str, Any]:
-        """The published tensors, given this rank's part of each parameter."""
         starts = {shard.name: shard.start for shard in self._parameter_shards}
         return {
             shard.name: flat[piece.parameter][shard.start - starts[piece.parameter] :][: shard.stop - shard.start]
             for piece, shard in zip(self._pieces, self.shards, strict=True)
         }
+
+    def save_adapter(self, directory: Path) -> None:  # noqa: B027 - where everything is trained there is none
+        """Write the adapter, if there is one, in peft's format, which engines load too. Collective; rank 0 writes."""
 
     @abstractmethod
     def _master_tensors(self) -> Mapping[str, Tensor]:
@@ -280,9 +261,9 @@ class FullWeights(PublishedWeights):
         self.gradient_L.zero_()
 
 
-def bit_array(published: Tensor) -> np.ndarray:
-    """The bits of float32 values that bfloat16 has, as flat uint16: their upper halves, a view of values on a CPU."""
-    halves = upper_halves(published.detach().reshape(-1))
+def bit_array(values: Tensor) -> np.ndarray:
+    """The bits of flat float32 values that bfloat16 has, as uint16: their upper halves, a view of values on a CPU."""
+    halves = upper_halves(values)
     # Gathered before they cross: a copy of every second half would take all.
     there = halves if halves.device.type == "cpu" else halves.contiguous().cpu()
     return there.numpy().view(np.uint16)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from streamrl.base.errors import WeightError
+from streamrl.base.messages import Published as Published
 from streamrl.base.messages import WeightSource
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_complete, encode_patch
@@ -43,14 +44,6 @@ from streamrl.weights.publish.tensor_source import HostTensors, TensorSource
 _Encoded = TypeVar("_Encoded")
 _ELEMENTS_WORTH_THREADS = 1 << 22
 _CHAIN_SHARE = 4  # a quarter of the baseline's bytes: some 70 versions that change 1 % each
-
-
-class Published(msgspec.Struct, frozen=True):
-    """One rank's part of a published version. ``base_version`` None: an anchor. ``state_hash``: the rank's part."""
-
-    source: WeightSource
-    base_version: int | None
-    state_hash: int
 
 
 class _EncodedUnit(msgspec.Struct, frozen=True, eq=False):

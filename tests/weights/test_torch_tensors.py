@@ -16,14 +16,13 @@ from synthetic_updates import adam_step, draw_weights
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.state.device_split import DeviceTensors, encode_on_device
-from streamrl.learning.state.published_weights import FullWeights, PublishedWeights
-from streamrl.learning.state.publishing import publish, start_publisher
+from streamrl.learning.state.published_weights import FullWeights
 from streamrl.weights import manifest
 from streamrl.weights.codec.bits import bit_type
 from streamrl.weights.codec.codec import encode_patch
 from streamrl.weights.manifest import MODULUS, ShardSpec
 from streamrl.weights.publish.publisher import Published, WeightPublisher
+from streamrl.weights.publish.torch_tensors import DeviceTensors, TorchOnHost, encode_on_device, start_publisher
 from streamrl.weights.pull.fetch import fetch_version
 from streamrl.weights.pull.replica import CheckpointReplica
 
@@ -161,28 +160,23 @@ def test_a_publisher_beside_a_device_sends_the_same_frames(
 
 
 @pytest.mark.usefixtures("small_units")
-def test_weights_on_a_device_are_published_from_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: ExitStack
-) -> None:
+def test_weights_on_a_device_are_published_from_there(tmp_path: Path, closed: ExitStack) -> None:
     """As the trainer does; that these lie on a CPU is kept from it."""
     named = {n: torch.nn.Parameter(v.view(SHAPES[n]).clone()) for n, v in drawn_values(1).items() if v.numel()}
     weights = FullWeights(named)
-    assert not weights.on_device
     publishers = []
-    for where in (True, False):
-        monkeypatch.setattr(PublishedWeights, "on_device", where)
+    for where in ("cuda", "cpu"):
         options = TrainerOptions(model_path="", run_id="run", weights_endpoint=f"ipc://{tmp_path}/{where}")
-        publishers.append(start_publisher(options, weights))
+        publishers.append(start_publisher(options, weights.shards, torch.device(where)))
         closed.callback(publishers[-1].close)
     for version in range(3):
-        for where, publisher in zip((True, False), publishers, strict=True):
-            monkeypatch.setattr(PublishedWeights, "on_device", where)
-            publish(publisher, version, weights)
+        for publisher in publishers:
+            publisher.publish(version, weights.values())
             publisher.acknowledge(version)
         assert_same_frames(*publishers)
         weights.masters.load(weights.masters.whole() * 1.002)
     assert isinstance(publishers[0]._source, DeviceTensors)
-    assert not isinstance(publishers[1]._source, DeviceTensors)
+    assert isinstance(publishers[1]._source, TorchOnHost)
 
 
 def test_what_is_no_shard_of_float32_values_is_refused() -> None:

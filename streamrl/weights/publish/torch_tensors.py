@@ -1,4 +1,5 @@
-"""What changed in weights that lie on a GPU, found there: only changes come to the host, to be encoded.
+"""A trainer rank's torch tensors, published (``start_publisher``). What changed in weights that lie on a GPU is found
+there: only changes come to the host, to be encoded.
 
 The same changes as ``weights.codec`` finds, element for element, by torch alone: a comparison, a running count for each
 exponent, and gathers at the places that changed. On a CPU the compiled loops are many times faster.
@@ -7,6 +8,7 @@ exponent, and gathers at the places that changed. On a CPU the compiled loops ar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor
 
 from streamrl.base.errors import WeightError
-from streamrl.learning.state.published_weights import upper_halves
+from streamrl.learning.options import TrainerOptions
+from streamrl.learning.state.published_weights import LocalShard, bit_array, upper_halves
 from streamrl.weights.codec.bits import BitArray, BitType, bit_type, exponent_field, step_symbols
 from streamrl.weights.codec.codec import (
     Changes,
@@ -25,6 +28,37 @@ from streamrl.weights.codec.codec import (
     encode_changes,
 )
 from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.publish.publisher import WeightPublisher
+from streamrl.weights.publish.tensor_source import HostTensors
+
+
+def start_publisher(options: TrainerOptions, shards: Sequence[LocalShard], device: torch.device) -> WeightPublisher:
+    """Serve a rank's shards to engines as deltas. Raises ``WeightError`` when the endpoint cannot be bound.
+
+    What changed is found where the weights lie: on a GPU by torch, with a baseline of 2 bytes an element there.
+    """
+    publisher = WeightPublisher(
+        options.weights_endpoint,
+        run_id=options.run_id,
+        rank=options.rank,
+        shards=shard_specs(shards),
+        checkpoint=Path(options.model_path),
+        source=TorchOnHost() if device.type == "cpu" else DeviceTensors(),
+    )
+    publisher.start()
+    return publisher
+
+
+def shard_specs(shards: Sequence[LocalShard]) -> list[ShardSpec]:
+    """What is published of a rank's shards."""
+    return [ShardSpec(s.name, "bfloat16", s.shape, s.offset, s.stop - s.start) for s in shards]
+
+
+class TorchOnHost(HostTensors):
+    """Reads float32 values of published bfloat16 bits in host memory."""
+
+    def checked(self, given: Any, shard: ShardSpec) -> BitArray:
+        return super().checked(bit_array(given), shard)
 
 
 class DeviceTensors:

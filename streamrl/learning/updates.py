@@ -1,0 +1,216 @@
+"""Groups in, optimizer steps out: the models of one rank, its masters, its optimizer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from streamrl.base.errors import StreamRLError
+from streamrl.base.messages import CloseBatch, SaveCheckpoint
+from streamrl.base.types import TrainingGroup
+from streamrl.learning import process_group
+from streamrl.learning.batches.gradients import BatchSums, accumulate
+from streamrl.learning.batches.packing import PreparedSample, empty_micro_batch, packed_rows
+from streamrl.learning.batches.preparation import (
+    OpenBatch,
+    prepare_group,
+    token_moments,
+    whitened,
+    worth_training,
+)
+from streamrl.learning.batches.scoring import score_samples
+from streamrl.learning.model.loading import load_models
+from streamrl.learning.model.policy import drop_unreduced_gradients, set_gradient_sync, set_sharded
+from streamrl.learning.objective.advantages import Moments
+from streamrl.learning.objective.objectives import loss_denominator
+from streamrl.learning.options import TrainerOptions
+from streamrl.learning.state.optimizer import MasterOptimizer
+from streamrl.learning.state.published_weights import global_norm, make_weights
+from streamrl.recipe.algorithms import WHOLE_BATCH
+from streamrl.recipe.objective import AdvantageKind
+
+
+class Updates:
+    """What the optimizer steps of one rank need and change. Collective to make. Raises ``StreamRLError``.
+
+    ``by_layer``: parameters are gathered layer by layer, so that every forward is a collective.
+    """
+
+    def __init__(self, options: TrainerOptions, device: torch.device) -> None:
+        self._options, self._device = options, device
+        self.policy, self.reference, self.critic, self.by_layer = load_models(options, device)
+        self.weights = make_weights(options, self.policy)
+        self.optimizer = MasterOptimizer(options, self.weights.masters, self.weights.decayed)
+        self.policy_version = self.skipped_steps = 0
+        # The batch before this one and so on: with the open one they are the cohort.
+        self.cohort: deque[Moments] = deque(maxlen=max(1, options.objective.cohort_batches) - 1)
+        if options.resume_from:
+            self._load(Path(options.resume_from))
+        self.open_gradients()
+
+    def open_gradients(self) -> None:
+        """Before the first row of a step: gradients are 0."""
+        self.weights.clear_gradient()
+        if self.critic is not None:
+            self.critic.clear_gradient()
+        if self.by_layer:
+            return
+        # While a batch is open ranks run different numbers of rows, so no row may be a collective: parameters are
+        # gathered here, once, and gradients are reduced by the one synced backward of the close.
+        set_sharded(self.policy, False)
+        set_gradient_sync(self.policy, False)
+        drop_unreduced_gradients(self.policy)
+
+    def train_waiting(self, batch: OpenBatch) -> None:
+        """Forward and backward of everything that waits. Nothing else changes: gradients stay un-normalised.
+        Collective with ``by_layer``."""
+        started = time.perf_counter()
+        self._accumulate(self._prepare(batch.take_waiting(), proximal=False), batch)
+        batch.sums.seconds += time.perf_counter() - started
+
+    def finish(self, batch: OpenBatch, close: CloseBatch) -> dict[str, float]:
+        """Train what waits, then step: once, or ``updates_per_batch`` times. Returns metrics. Collective.
+
+        Raises ``StreamRLError`` when the gradient is not finite.
+        """
+        if self._options.updates_per_batch > 1:
+            metrics = self._step_several_times(batch, close)
+        else:
+            self.train_waiting(batch)
+            sums = batch.sums
+            started = time.perf_counter()
+            metrics = self._step(batch, close, sums.loss_tokens, sums.samples, sums.tokens.computed_tokens)
+            metrics["time/optim_s"] = time.perf_counter() - started
+        self.policy_version = close.policy_version
+        return metrics | {"optim/skipped_steps_total": float(self.skipped_steps)}
+
+    def _prepare(self, groups: Sequence[TrainingGroup], *, proximal: bool) -> list[PreparedSample]:
+        """Samples of ``groups`` worth training, with their advantages. Collective for ``WHOLE_BATCH`` kinds."""
+        options = self._options
+        scores = score_samples(
+            [sample for group in groups for sample in group.samples],
+            self.policy,
+            options,
+            self._device,
+            reference=self.reference,
+            critic=self.critic,
+            proximal=proximal,
+            together=self.by_layer,
+        )
+        prepared = [item for group in groups for item in prepare_group(group, scores, options)]
+        if options.objective.advantages in WHOLE_BATCH:
+            moments = Moments(*process_group.all_reduce(list(token_moments(prepared)), self._device))
+            seen = Moments(*map(sum, zip(moments, *self.cohort, strict=True)))
+            if options.objective.advantages is AdvantageKind.COHORT:
+                self.cohort.append(moments)
+            prepared = whitened(prepared, seen)
+        return [item for item in prepared if worth_training(item, options)]
+
+    def _accumulate(self, samples: Sequence[PreparedSample], batch: OpenBatch) -> None:
+        tokens, version = self._options.micro_batch_tokens, self.policy_version
+        for row in packed_rows(samples, tokens, version, self._device, together=self.by_layer):
+            critic, sums = (self.critic, batch.sums) if row.sample_ids else (None, BatchSums())
+            accumulate(self.policy, critic, row, self._options, sums, batch.batch_id or 0)
+
+    def _step_several_times(self, batch: OpenBatch, close: CloseBatch) -> dict[str, float]:
+        """``updates_per_batch`` steps, each on its share of the batch, all against the logprobs before the first."""
+        updates = self._options.updates_per_batch
+        started = time.perf_counter()
+        sums = batch.sums
+        prepared = self._prepare(batch.take_waiting(), proximal=True)
+        sums.seconds += time.perf_counter() - started
+        # Every token of the batch weighs the same, in whichever update it is.
+        loss_tokens, samples = sums.loss_tokens / updates, sums.samples / updates
+        # Numbered over all ranks: if each began with 0, the first update would have the first group of every rank.
+        groups = sorted({item.sample.id.group_id for item in prepared})
+        first = process_group.count_before(len(groups), self._device)
+        order = {group: index for index, group in enumerate(groups, first)}
+        steps, optimizing = [], 0.0
+        for update in range(updates):
+            share = [item for item in prepared if order[item.sample.id.group_id] % updates == update]
+            started = time.perf_counter()
+            self._accumulate(share, batch)
+            trained = time.perf_counter()
+            computed = sum(item.sample.trained_tokens for item in share)
+            steps.append(self._step(batch, close, loss_tokens, samples, computed))
+            if update < updates - 1:
+                self.open_gradients()
+            sums.seconds += trained - started
+            optimizing += time.perf_counter() - trained
+        means = {name: sum(step[name] for step in steps) / updates for name in steps[0]}
+        return means | {"time/optim_s": optimizing}
+
+    def _step(
+        self, batch: OpenBatch, close: CloseBatch, loss_tokens: float, samples: float, computed: float
+    ) -> dict[str, float]:
+        """Reduce the gradients of all ranks, divide, clip, step. The counts are this rank's. Collective."""
+        options = self._options
+        if options.ranks > 1 and not self.by_layer:
+            # One synced backward of an empty row reduces what every rank added up.
+            set_gradient_sync(self.policy, True)
+            accumulate(self.policy, None, empty_micro_batch(self._device), options, BatchSums(), 0)
+        set_sharded(self.policy, True)
+        tokens, samples, computed = process_group.all_reduce([loss_tokens, samples, computed], self._device)
+        denominator = loss_denominator(
+            options.objective.loss_normalization,
+            samples=samples,
+            trained_tokens=tokens,
+            max_tokens=options.max_tokens,
+        )
+        gradient_L = self.weights.collect_gradient()
+        mean_of_ranks = dist.get_world_size()  # FSDP2 averages over the ranks
+        norm = global_norm(gradient_L) * mean_of_ranks / denominator
+        value_norm = self.critic.reduce() / denominator if self.critic else 0.0
+        if not math.isfinite(norm + value_norm):
+            names = ", ".join(batch.sample_ids[:8])
+            raise StreamRLError(
+                f"the gradient norm of batch {close.batch_id} is {norm}; samples of rank {options.rank}: {names} "
+                f"({len(batch.sample_ids)} in all); lower training.learning_rate if policy/kl_rollout grew before"
+            )
+        rate = options.learning_rate * min(1.0, close.policy_version / max(options.warmup_steps, 1))
+        if computed > 0:
+            clip = min(1.0, options.max_grad_norm / (norm + 1e-6)) / denominator
+            gradient_L.mul_(mean_of_ranks * clip)
+            for _ in range(batches := options.batches_in(close.samples)):
+                self.optimizer.step(gradient_L, rate)
+            if self.critic is not None:
+                self.critic.step(min(1.0, options.max_grad_norm / (value_norm + 1e-6)) / denominator, batches)
+            self.weights.refresh_forward()
+        else:
+            # No group had a signal: a step would only move along old momentum.
+            self.skipped_steps += 1
+        return {"optim/grad_norm": norm, "optim/lr": rate}
+
+    def _load(self, directory: Path) -> None:
+        from streamrl.learning.state import checkpoint  # 3 MiB of imports that few runs need before their first save
+
+        extra = self.critic.tensors() if self.critic else None
+        state = checkpoint.load(directory, self.weights, self.optimizer, extra=extra)
+        self.policy_version, self.skipped_steps = state.policy_version, state.skipped_steps
+        self.cohort.extend(Moments(*moments) for moments in state.cohort)
+        self.weights.refresh_forward()
+
+    def save(self, order: SaveCheckpoint) -> None:
+        """Write ``order.directory``. Collective; between batches. Raises ``StreamRLError``."""
+        from streamrl.learning.state import checkpoint
+
+        checkpoint.save(
+            Path(order.directory),
+            self.weights,
+            self.optimizer,
+            state=checkpoint.TrainerState(
+                policy_version=self.policy_version,
+                cohort=tuple((m.number, m.total, m.square) for m in self.cohort),
+                skipped_steps=self.skipped_steps,
+            ),
+            model_path=Path(self._options.model_path),
+            extra=self.critic.tensors() if self.critic else None,
+            min_free_bytes=order.min_free_bytes,
+            beside=order.beside,
+        )
