@@ -5,23 +5,19 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
+
 from streamrl.learning.rank_memory import bytes_per_rank
 from streamrl.plan.memory import estimate_memory, gib, training_sizes
 from streamrl.plan.model_facts import ModelFacts
 from streamrl.plan.topology import ProcessPlan, Role, Topology, prepared_sets
 from streamrl.recipe.algorithms import ObjectiveSettings, objective_settings, why_not_streaming
-from streamrl.recipe.objective import AdvantageKind, OffPolicy, Proximal, RatioLevel, Surrogate
+from streamrl.recipe.objective import AdvantageKind, Proximal, RatioLevel, Surrogate
 from streamrl.recipe.problems import shown
 from streamrl.recipe.scheduling import InFlight, StalePolicy
 from streamrl.recipe.sections import EngineKind, Gathered, Recipe
 
 SIMULATED_SENTENCE = "simulated: random text, whatever the weights; nothing is learnt about a model (engines.kind)"
-_OVER = {
-    RatioLevel.TOKEN: "of the token",
-    RatioLevel.SEQUENCE: "of its whole sequence",
-    RatioLevel.GEOMETRIC: "of its sequence (geometric mean)",
-}
-
 
 SMALL_MODEL, SMALL_RATE = 1e6, 5e-5
 """A policy of a million parameters learns at about this rate; larger ones at less, with the root of their size,"""
@@ -49,7 +45,7 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
         f"batch       {prompts} prompts x {size} samples = {batch} trajectories, {steps}",
         f"objective   {objective}",
         *(f"{'':<12}{line}" for line in more),
-        f"off-policy  {off_policy_sentence(recipe)}",
+        f"off-policy  {off_policy_text(recipe)}",
         f"streaming   {streaming_sentence(recipe)}",
         f"training    {_training_text(recipe)}",
         f"run         {recipe.run.steps} steps x {batch} = {trained}",
@@ -97,7 +93,7 @@ def _clip_fields(settings: ObjectiveSettings) -> tuple[str, ...]:
     return (*clipped, "dual_clip") if settings.dual_clip else clipped
 
 
-def _assignments(settings: ObjectiveSettings, *names: str) -> str:
+def _assignments(settings: msgspec.Struct, *names: str) -> str:
     return ", ".join(f"{name} = {shown(getattr(settings, name))}" for name in names)
 
 
@@ -115,39 +111,18 @@ def streaming_sentence(recipe: Recipe) -> str:
     return streaming_notice(recipe) or on
 
 
-def off_policy_sentence(recipe: Recipe) -> str:
-    """How tokens that another policy sampled are corrected."""
+def off_policy_text(recipe: Recipe) -> str:
+    """What corrects tokens that another policy sampled: the keys of ``[off_policy]`` that have an effect."""
     off_policy = recipe.off_policy
-    corrects_fresh = off_policy.correct_mismatch
-    if recipe.on_policy:
-        if not corrects_fresh:
-            return "nothing to correct: every token is trained by the version that sampled it"
-        return f"every token, for what engine and trainer differ by, is {_weighting(off_policy)}"
-    if off_policy.proximal is Proximal.BEHAVIOR:
-        sentence = "a stale token is clipped against the version that sampled it (plain PPO), and not weighted"
-        fresh = f"; a token of the trained version is {_weighting(off_policy)}" if corrects_fresh else ""
-        return sentence + fresh + _discount(off_policy)
-    proximal = {
-        Proximal.DECOUPLED: "the trainer's policy before the step",
-        Proximal.INTERPOLATED: "a policy between the trainer's and the one that sampled it, by its staleness",
-    }[off_policy.proximal]
-    tokens = "every token" if corrects_fresh else "a stale token"
-    return f"{tokens} is clipped against {proximal}, and {_weighting(off_policy)}" + _discount(off_policy)
-
-
-def _weighting(off_policy: OffPolicy) -> str:
-    parts = []
-    if off_policy.truncate is not RatioLevel.NONE:
-        parts.append(f"weighted by w {_OVER[off_policy.truncate]}, at most {off_policy.cap:g}")
-    if off_policy.mask is not RatioLevel.NONE:
-        bounds = f"[{off_policy.mask_low:g}, {off_policy.mask_high:g}]"
-        parts.append(f"left out where w {_OVER[off_policy.mask]} is outside {bounds}")
-    return " and ".join(parts) or "not corrected (truncate and mask are none)"
-
-
-def _discount(off_policy: OffPolicy) -> str:
-    discount = off_policy.staleness_discount
-    return f"; its weight shrinks by {discount:g} for each step of staleness" if discount < 1 else ""
+    if recipe.on_policy and not off_policy.correct_mismatch:
+        return "nothing to correct: every token is trained by the version that sampled it"
+    names = ["correct_mismatch"] if off_policy.correct_mismatch else []
+    names += [] if recipe.on_policy else ["proximal"]
+    if off_policy.proximal is not Proximal.BEHAVIOR or off_policy.correct_mismatch:
+        names += ["truncate", "cap"] if off_policy.truncate is not RatioLevel.NONE else ["truncate"]
+        names += ["mask", "mask_low", "mask_high"] if off_policy.mask is not RatioLevel.NONE else []
+    names += ["staleness_discount"] if off_policy.staleness_discount < 1 else []
+    return _assignments(off_policy, *names)
 
 
 def staleness_sentence(recipe: Recipe) -> str:

@@ -14,15 +14,14 @@ from streamrl.plan.model_facts import ModelDirectoryError, ModelFacts, read_mode
 from streamrl.plan.summary import (
     arithmetic_lines,
     micro_batches,
-    off_policy_sentence,
+    off_policy_text,
     process_lines,
     staleness_sentence,
     streaming_notice,
     streaming_sentence,
 )
 from streamrl.plan.topology import plan_topology
-from streamrl.recipe.algorithms import objective_settings
-from streamrl.recipe.objective import Algorithm, Objective, OffPolicy, Proximal, RatioLevel, Surrogate
+from streamrl.recipe.objective import Algorithm, Objective, OffPolicy, Proximal, RatioLevel
 from streamrl.recipe.scheduling import InFlight, Rollout, RoundKind, StalePolicy
 from streamrl.recipe.sections import (
     Checkpoint,
@@ -41,7 +40,6 @@ from streamrl.recipe.sections import (
     Transport,
     TransportKind,
 )
-from streamrl.rules.explain import algorithm_lines
 
 RECIPE = Recipe(model=Model(path="m"), prompts=Prompts(train="t"), rewards=(Reward(function="a:b"),))
 FACTS = ModelFacts(
@@ -183,67 +181,30 @@ def test_the_lines_say_what_is_asked_for() -> None:
     assert "clip_high = 0.28" in dapo[1]
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
-def test_every_algorithm_is_shown_with_what_it_resolves_to(algorithm: Algorithm) -> None:
-    settings = objective_settings(Objective(algorithm=algorithm))
-    (line,) = [
-        line for line in arithmetic_lines(change(objective=Objective(algorithm=algorithm))) if "surrogate" in line
-    ]
-    assert line.startswith(f"objective   {algorithm}: ")
-    assert f'advantages = "{settings.advantages}", loss_normalization = "{settings.loss_normalization}"' in line
-    assert ("clip_high" in line) == (settings.surrogate is not Surrogate.POLICY_GRADIENT)
-    assert any(text.startswith(f"{algorithm}: ") for text in algorithm_lines())
-
-
 @pytest.mark.parametrize(
-    ("off_policy", "expected"),
+    ("rounds", "off_policy", "expected"),
     [
+        (RoundKind.SYNCHRONOUS, OffPolicy(), "nothing to correct: every token is trained by the version that sampled"),
+        (RoundKind.SYNCHRONOUS, OffPolicy(correct_mismatch=True), 'correct_mismatch = true, truncate = "token", cap ='),
+        (RoundKind.CONTINUOUS, OffPolicy(), 'proximal = "interpolated", truncate = "token", cap = 2.0'),
+        (RoundKind.CONTINUOUS, OffPolicy(truncate=RatioLevel.NONE), 'proximal = "interpolated", truncate = "none"'),
         (
-            OffPolicy(),
-            (
-                "a stale token is clipped against a policy between the trainer's and the one that sampled it, by its "
-                "staleness, and weighted by w of the token, at most 2"
-            ),
+            RoundKind.CONTINUOUS,
+            OffPolicy(proximal=Proximal.BEHAVIOR, mask=RatioLevel.TOKEN, staleness_discount=0.9),
+            'proximal = "behavior", staleness_discount = 0.9',
         ),
         (
-            OffPolicy(
-                proximal=Proximal.DECOUPLED,
-                truncate=RatioLevel.SEQUENCE,
-                cap=3,
-                mask=RatioLevel.GEOMETRIC,
-                correct_mismatch=True,
-            ),
-            (
-                "every token is clipped against the trainer's policy before the step, and weighted by w of its whole "
-                "sequence, at most 3 and left out where w of its sequence (geometric mean) is outside [0.5, 2]"
-            ),
-        ),
-        (
-            OffPolicy(proximal=Proximal.INTERPOLATED, truncate=RatioLevel.NONE),
-            (
-                "a stale token is clipped against a policy between the trainer's and the one that sampled it, by its "
-                "staleness, and not corrected (truncate and mask are none)"
-            ),
-        ),
-        (
-            OffPolicy(proximal=Proximal.BEHAVIOR, staleness_discount=0.9),
-            (
-                "a stale token is clipped against the version that sampled it (plain PPO), and not weighted; its "
-                "weight shrinks by 0.9 for each step of staleness"
-            ),
+            RoundKind.CONTINUOUS,
+            OffPolicy(proximal=Proximal.DECOUPLED, mask=RatioLevel.GEOMETRIC),
+            'proximal = "decoupled", truncate = "token", cap = 2.0, mask = "geometric", mask_low = 0.5, mask_high = 2',
         ),
     ],
 )
-def test_off_policy_sentences(off_policy: OffPolicy, expected: str) -> None:
-    continuous = Rollout(rounds=RoundKind.CONTINUOUS, max_staleness=4)
-    assert off_policy_sentence(change(rollout=continuous, off_policy=off_policy)) == expected
-
-
-def test_off_policy_sentences_of_synchronous_rounds() -> None:
-    assert off_policy_sentence(RECIPE) == "nothing to correct: every token is trained by the version that sampled it"
-    assert off_policy_sentence(change(off_policy=OffPolicy(correct_mismatch=True))) == (
-        "every token, for what engine and trainer differ by, is weighted by w of the token, at most 2"
-    )
+def test_what_corrects_stale_tokens_is_said_by_the_keys_that_have_an_effect(
+    rounds: RoundKind, off_policy: OffPolicy, expected: str
+) -> None:
+    recipe = change(rollout=Rollout(rounds=rounds, max_staleness=4), off_policy=off_policy)
+    assert off_policy_text(recipe).startswith(expected)
 
 
 def test_streaming_sentences() -> None:
