@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,58 +64,33 @@ def test_keys_do_not_show_in_a_repr_or_a_recipe(keys: Path) -> None:
     assert pair.secret.decode() not in dump_recipe(recipe(keys=str(keys)))
 
 
-def open_secret(keys: Path) -> None:
-    (keys / "engine.secret").chmod(0o640)
-
-
-def open_directory(keys: Path) -> None:
-    keys.chmod(0o750)
-
-
-def no_secret(keys: Path) -> None:
-    (keys / "engine.secret").unlink()
-
-
-def no_public(keys: Path) -> None:
-    (keys / "engine.public").unlink()
-
-
-def empty_public(keys: Path) -> None:
-    (keys / "engine.public").write_text("\n")
-
-
-def short_key(keys: Path) -> None:
-    (keys / "engine.secret").write_text("abc\n")
-
-
-def two_secrets(keys: Path) -> None:
-    (keys / "engine.secret").write_bytes((keys / "engine.secret").read_bytes() * 2)
-
-
-def no_key_at_all(keys: Path) -> None:
-    (keys / "engine.secret").write_text("~" * 40)
-
-
-def somebody_elses_public(keys: Path) -> None:
-    (keys / "engine.public").write_bytes((keys / "trainer.public").read_bytes())
-
-
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("file", "fault", "said"),
     [
-        (open_secret, "engine.secret is open to other users .mode 640.: chmod go="),
-        (open_directory, "is open to other users .mode 750."),
-        (no_secret, "engine.secret cannot be read"),
-        (no_public, "engine.public cannot be read"),
-        (empty_public, "holds no key: nobody could be let in"),
-        (short_key, "a line of 3 characters: a key has 40"),
-        (two_secrets, "holds 2 keys: one is expected"),
-        (no_key_at_all, "holds no CURVE key"),
-        (somebody_elses_public, "does not name the public half"),
+        ("engine.secret", 0o640, "engine.secret is open to other users .mode 640.: chmod go="),
+        (".", 0o750, "is open to other users .mode 750."),
+        ("engine.secret", None, "engine.secret cannot be read"),
+        ("engine.public", None, "engine.public cannot be read"),
+        ("engine.public", "\n", "holds no key: nobody could be let in"),
+        ("engine.secret", "abc\n", "a line of 3 characters: a key has 40"),
+        ("engine.secret", "{engine.secret}" * 2, "holds 2 keys: one is expected"),
+        ("engine.secret", "~" * 40, "holds no CURVE key"),
+        ("engine.public", "{trainer.public}", "does not name the public half"),
     ],
 )
-def test_keys_that_are_not_as_they_should_be_are_refused(keys: Path, fault: Callable[[Path], None], said: str) -> None:
-    fault(keys)
+def test_keys_that_are_not_as_they_should_be_are_refused(
+    keys: Path, file: str, fault: int | str | None, said: str
+) -> None:
+    """``fault``: the mode of the file, its content (``{NAME}``: that of another file), or None: it is gone."""
+    match fault:
+        case int():
+            (keys / file).chmod(fault)
+        case None:
+            (keys / file).unlink()
+        case str():
+            for other in keys.iterdir():
+                fault = fault.replace(f"{{{other.name}}}", other.read_text())
+            (keys / file).write_text(fault)
     with pytest.raises(StreamRLError, match=said):
         read_role_keys(keys, KeyRole.ENGINE)
 

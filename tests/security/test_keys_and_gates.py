@@ -14,7 +14,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import StreamRLError, leaves
 from streamrl.base.messages import EngineOrder, Resume
 from streamrl.comm.socket_options import make_socket
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
@@ -43,12 +43,12 @@ ENDPOINTS = {
 
 
 @contextmanager
-def listening(kind: int, admits: KeyRole) -> Iterator[str]:
+def listening(kind: int, admits: KeyRole | None, at: str = LOOPBACK) -> Iterator[str]:
     """A socket of this process, as every part of streamrl makes them."""
     context = GuardedContext()
-    socket = make_socket(context, kind, endpoint=LOOPBACK, max_frame_bytes=1 << 16)
+    socket = make_socket(context, kind, endpoint=at, max_frame_bytes=1 << 16)
     try:
-        yield guarded_sockets.bind(socket, LOOPBACK, admits)
+        yield guarded_sockets.bind(socket, at, admits)
     finally:
         socket.close(linger=0)
         context.close_gate()
@@ -166,16 +166,8 @@ def test_no_socket_leaves_the_host_without_keys(monkeypatch: pytest.MonkeyPatch,
 
 def test_the_recipe_may_say_that_everybody_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OPEN_TO_ALL, "none")
-    with listening_openly() as endpoint:
-        assert knock(zmq.DEALER, endpoint) == "HANDSHAKE_SUCCEEDED"
-
-
-@contextmanager
-def listening_openly() -> Iterator[str]:
-    context = GuardedContext()
-    with make_socket(context, zmq.ROUTER, endpoint="tcp://0.0.0.0:*", max_frame_bytes=1 << 16) as socket:
-        yield guarded_sockets.bind(socket, "tcp://0.0.0.0:*").replace("0.0.0.0", "127.0.0.1")
-    context.term()
+    with listening(zmq.ROUTER, None, "tcp://0.0.0.0:*") as endpoint:
+        assert knock(zmq.DEALER, endpoint.replace("0.0.0.0", "127.0.0.1")) == "HANDSHAKE_SUCCEEDED"
 
 
 def test_a_stranger_leaves_a_line_and_the_self_test_none(
@@ -194,11 +186,8 @@ def test_a_stranger_leaves_a_line_and_the_self_test_none(
 
 def test_who_is_let_in_must_be_said(act_as: ActAs) -> None:
     act_as(KeyRole.CONTROLLER)
-    context = GuardedContext()
-    socket = make_socket(context, zmq.ROUTER, endpoint=LOOPBACK, max_frame_bytes=1)
-    with socket, pytest.raises(StreamRLError, match="does not say whose keys"):
-        guarded_sockets.bind(socket, LOOPBACK)
-    context.term()
+    with pytest.raises(StreamRLError, match="does not say whose keys"), listening(zmq.ROUTER, None):
+        pytest.fail("it started")
 
 
 # ---- the self-test at start: what would let strangers in does not start ----------------------------
@@ -316,15 +305,9 @@ async def test_the_death_of_the_gate_ends_the_streams_and_lets_nobody_in(
             with anyio.fail_after(10):
                 await receives.receive()
     context.term()
-    (leaf,) = leaves_of(raised.value)
+    (leaf,) = leaves(raised.value)
     assert isinstance(leaf, StreamRLError)
     assert "nobody decides any more who may connect" in str(leaf) and "planted" in str(leaf)
-
-
-def leaves_of(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in leaves_of(inner)]
-    return [error]
 
 
 @pytest.mark.parametrize("kind", ["metrics", "weights"])
