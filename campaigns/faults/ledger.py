@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -51,7 +52,7 @@ class ControlLedger:
         self.issued: set[TrajectoryId] = set()
         self.ended: set[TrajectoryId] = set()
         self.trained: set[TrajectoryId] = set()
-        self.batched: dict[int, set[TrajectoryId]] = defaultdict(set)
+        self.batched: dict[int, frozenset[TrajectoryId]] = defaultdict(frozenset)
         self.in_batch: dict[int, tuple[TrajectoryId, ...]] = {}
         self.group_of: dict[int, tuple[TrajectoryId, ...]] = {}
         self.outstanding = 0
@@ -63,12 +64,7 @@ class ControlLedger:
     def copy(self) -> ControlLedger:
         """As it is now."""
         other = ControlLedger()
-        other.issued, other.ended, other.trained = set(self.issued), set(self.ended), set(self.trained)
-        for batch_id, batch in self.batched.items():
-            other.batched[batch_id] = set(batch)
-        other.in_batch, other.group_of = dict(self.in_batch), dict(self.group_of)
-        other.outstanding, other.consumed, other.closed = self.outstanding, dict(self.consumed), set(self.closed)
-        other.stopping, other.live = self.stopping, self.live
+        vars(other).update((name, copy(value)) for name, value in vars(self).items())
         return other
 
 
@@ -96,8 +92,6 @@ class Ledger:
         self._faults_until = -1.0
         self.max_version = -1
         self._newest_life: dict[tuple[str, str], int] = {}
-        self.trained_tokens = 0
-        self.events = 0
 
     def violated(self, invariant: str, text: str) -> None:
         if len(self.violations) < 20:
@@ -107,7 +101,6 @@ class Ledger:
 
     def handled(self, control: Control, event: on.ControlEvent, actions: list[do.ControlAction]) -> None:
         """Control was told ``event`` and orders ``actions``."""
-        self.events += 1
         ledger = self.control = self._of(control)
         self._told(ledger, event)
         for action in actions:
@@ -133,7 +126,7 @@ class Ledger:
     def _told(self, ledger: ControlLedger, event: on.ControlEvent) -> None:
         match event:
             case on.BatchTrained():
-                batch = ledger.batched.pop(event.batch_id, set())
+                batch = ledger.batched.pop(event.batch_id, frozenset())
                 ledger.trained |= batch
                 groups = {t.group_id for t in batch}
                 ledger.consumed[event.policy_version] = sum(len(ledger.group_of[g]) for g in groups)
@@ -186,7 +179,7 @@ class Ledger:
                 continue
             for batch_id, batch in ledger.batched.items():
                 if trajectory in batch:  # a drain ends what is in a batch that is still open
-                    batch.discard(trajectory)
+                    ledger.batched[batch_id] = batch - {trajectory}
                     if batch_id in ledger.closed:
                         self.violated("once", f"{trajectory} is in closed batch {batch_id} and was dropped")
             ledger.ended.add(trajectory)
@@ -303,7 +296,6 @@ class Ledger:
         count = sample.trained_tokens
         tokens = sample.token_ids[-count:]
         stamps = sample.behavior_logprobs[-count:]
-        self.trained_tokens += count
         parts = self.sampled.get(str(sample.id), set())
         if not _is_joined(tokens.tobytes(), stamps.tobytes(), parts):
             self.violated("tokens", f"{sample.id} is trained on tokens that no engine sampled for it")

@@ -106,9 +106,8 @@ def patched_product(world: World) -> Iterator[None]:
         _files_and_user_code(world, put, put_for)
         _processes(world, put, put_for)
         _parts(world, put)
-
-        _journal(world, put)
-
+        put(log, "os", SimulatedOs(world))
+        put(log, "to_thread", SimulatedThread(world))
         _control(world, put)
         stack.enter_context(mock.patch.dict(RunReport.__init__.__kwdefaults__, {"clock": world.loop.time}))
         stack.enter_context(mock.patch.dict(Freeing.__init__.__kwdefaults__, {"settings": FREED_OFTEN}))
@@ -204,21 +203,12 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
         _named_everywhere(put, name, seconds * world.shape.poll_s)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
 def _named_everywhere(put: Any, name: str, value: Any) -> None:
     """A constant, wherever it is."""
     owners = [m for n, m in sys.modules.items() if n.split(".")[0] == "streamrl" and name in vars(m)]
     assert owners, name
     for owner in owners:
         put(owner, name, value)
-
-
-def _journal(world: World, put: Any) -> None:
-    put(log, "os", SimulatedOs(world))
-    put(log, "to_thread", SimulatedThread(world))
 
 
 def _control(world: World, put: Any) -> None:

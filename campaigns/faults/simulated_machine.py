@@ -115,7 +115,6 @@ class Machine:
                     reason = reason_of(plan.role, error)
                     if not world.over:
                         world.note("dies", plan.name, reason.kind, reason.message)
-                    world.error = world.error or error
                     if BEYOND_WINDOW in reason.message:  # which no fault can make of messages in order
                         world.ledger.violated("slots", f"{plan.name} died of {reason.message}")
                     undeclared = [leaf for leaf in failures(error) if not isinstance(leaf, DECLARED)]

@@ -59,7 +59,6 @@ class Network:
         self.binders: dict[str, SimulatedConnection] = {}
         self.waiting: dict[str, list[SimulatedConnection]] = {}
         self.links: list[Link] = []
-        self.delivered = 0
         self.accepted: Callable[[str, SimulatedProcess, int, int], None] = lambda *_: None
         self._numbers = 0
 
@@ -203,7 +202,6 @@ class SimulatedConnection:
         """A message. One of a connection that this end has left is nobody's."""
         if self.closed or (self.link is not link and link.identity not in self.links):
             return
-        self.network.delivered += 1
         accepted = self.end.received if isinstance(self.end, ReceivingEnd) else 0
         try:
             self.end.on_message(Origin(link.identity if self._binds else b"", link.number), frames)

@@ -120,7 +120,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.spins = 0
         self.callbacks = 0
         self.compute_s: Callable[[], float] = lambda: 0.0
         self.computes: Callable[[Any, bool], None] = lambda func, begins: None
@@ -195,7 +194,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         ready = self._ready
         self._turns += 1
         if not ready or self._turns > TURNS_WITHOUT_TIME:
-            self.spins += bool(ready)
             self._advance()
         self.callbacks += len(ready)
         if self.callbacks > MOST_CALLBACKS:

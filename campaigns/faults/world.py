@@ -56,10 +56,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     fired: tuple[str, ...]
     lives: int
     virtual_s: float
-    steps: int
-    trained: int
     trace: str
-    events: int
     history: tuple[str, ...] = ()
 
     @property
@@ -90,7 +87,6 @@ class World:
         self.directory = Path()
         self.sockets = "/simulated"
         self.clock: Clock
-        self.error: BaseException | None = None
         self._rank_hashes: dict[int, dict[int, int]] = defaultdict(dict)
         self._collectives: dict[tuple[int, int], list[tuple[Callable[[], None], Context]]] = defaultdict(list)
         self._progress = (0.0, -1)
@@ -254,10 +250,7 @@ class World:
             fired=tuple(self.faults.fired),
             lives=self.operator.lives,
             virtual_s=self.loop.now,
-            steps=self.ledger.max_version,
-            trained=len(self.ledger.control.trained),
             trace=self._trace.hexdigest(),
-            events=self.ledger.events,
             history=tuple(self.history),
         )
 

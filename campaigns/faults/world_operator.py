@@ -29,7 +29,6 @@ class Operator:
         self._pipeline: Pipeline | None = None
         self.asked_to_stop = False
         self._faults_before = 0
-        self._trees = 0
 
     def start(self) -> None:
         """A life of the run. It goes on from its journal, if it came to have one."""
