@@ -85,9 +85,9 @@ def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
     """Neither vllm nor torch is imported. Engines of a run share the replica of the weights as real ones do."""
     from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
     from streamrl.engines.simulated.text import sentences_of
-    from streamrl.engines.simulated.weights import SimulatedWeights
     from streamrl.prompts.tokenizer import load_tokenizer
     from streamrl.weights.pull.shared_replica import shared_replica
+    from streamrl.weights.simulated_engine import SimulatedWeights
 
     tokenizer = load_tokenizer(options.model_path)
     chosen = SimulationOptions(

@@ -17,7 +17,6 @@ from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
 from streamrl.base.types import token_array
 from streamrl.engines.simulated.engine import InstantClock, SimulatedEngine
 from streamrl.engines.simulated.text import Sentences, sentences_of
-from streamrl.engines.simulated.weights import SimulatedWeights
 from streamrl.plan.memory import estimate_memory
 from streamrl.plan.model_facts import read_model_facts
 from streamrl.plan.preflight import preflight
@@ -27,6 +26,7 @@ from streamrl.recipe.load import load_recipe
 from streamrl.weights.engine_push import announcement_of
 from streamrl.weights.publish.publisher import ShardSpec, WeightPublisher
 from streamrl.weights.pull.shared_replica import shared_replica
+from streamrl.weights.simulated_engine import SimulatedWeights
 
 MODEL = Path(__file__).parents[2] / "examples" / "sort" / "model"
 MakeRequest = Callable[..., Generate]

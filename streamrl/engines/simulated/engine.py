@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import anyio
 import anyio.lowlevel
@@ -23,9 +23,6 @@ from streamrl.base.types import Completion, FinishReason, VersionSpan, float_arr
 from streamrl.engines.resumption import accepted_prefix, remaining_tokens, without_kept
 from streamrl.engines.simulated.text import LengthMixture, SampledText, UniformText
 from streamrl.engines.step_cost import StepCost
-
-if TYPE_CHECKING:
-    from streamrl.engines.simulated.weights import SimulatedWeights
 
 __all__ = ["InstantClock", "LengthMixture", "SimulatedEngine", "SimulationOptions"]
 
@@ -61,6 +58,15 @@ class InstantClock:
         """Advance at once."""
         self.seconds += seconds
         await anyio.lowlevel.checkpoint()
+
+
+class HeldWeights(Protocol):
+    """The weights that an engine without a model holds, in the steps of a push. Raises ``WeightError``."""
+
+    async def stage(self, announcement: WeightAnnouncement) -> OrderDone: ...
+    def commit(self, policy_version: int) -> OrderDone: ...
+    def checksums(self) -> dict[str, str]: ...
+    def close(self) -> None: ...
 
 
 class _Running:
@@ -113,7 +119,7 @@ class SimulatedEngine:
         options: SimulationOptions = SimulationOptions(),  # noqa: B008 - frozen
         *,
         text: SampledText | None = None,
-        weights: SimulatedWeights | None = None,
+        weights: HeldWeights | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
     ) -> None:
