@@ -22,18 +22,19 @@ pytestmark = [
 ]
 
 
+def _says_so(_host: Any, output: str) -> bool:
+    return "ESCAPED" in output
+
+
 class Attempt(NamedTuple):
-    """``escaped(host, output)`` decides, from outside. ``control``: it does escape without the sandbox."""
+    """``escaped(host, output)`` decides, from outside (left out: the code says it itself). ``control``: it does escape
+    without the sandbox."""
 
     name: str
     source: str
-    escaped: Callable[[Any, str], bool]
+    escaped: Callable[[Any, str], bool] = _says_so
     control: bool = True
     limits: dict[str, Any] = {}
-
-
-def _says(word: str) -> Callable[[Any, str], bool]:
-    return lambda host, output: word in output
 
 
 def _reads_secret(host: Any, output: str) -> bool:
@@ -58,7 +59,7 @@ def judge(result):
 
 
 def _syscall(name: str, arguments: str, *, control: bool = True) -> Attempt:
-    return Attempt(name, f"{_SYSCALL}\njudge(syscall({arguments}))", _says("ESCAPED"), control)
+    return Attempt(name, f"{_SYSCALL}\njudge(syscall({arguments}))", control=control)
 
 
 NETWORK = [
@@ -79,14 +80,10 @@ NETWORK = [
         "import socket\na, b = socket.socketpair(type=socket.SOCK_DGRAM)\na.sendto(b'out', '\\x00d@ABSTRACT@')",
         _reached("datagram"),
     ),
-    Attempt("name lookup", "import socket; print('ESCAPED', socket.getaddrinfo('localhost', 80))", _says("ESCAPED")),
-    Attempt("listen", "import socket; s = socket.create_server(('0.0.0.0', 0)); print('ESCAPED', s)", _says("ESCAPED")),
-    Attempt(
-        "netlink",
-        "import socket; print('ESCAPED', socket.socket(socket.AF_NETLINK, socket.SOCK_RAW))",
-        _says("ESCAPED"),
-    ),
-    Attempt("vsock", "import socket; print('ESCAPED', socket.socket(40, socket.SOCK_STREAM))", _says("ESCAPED")),
+    Attempt("name lookup", "import socket; print('ESCAPED', socket.getaddrinfo('localhost', 80))"),
+    Attempt("listen", "import socket; s = socket.create_server(('0.0.0.0', 0)); print('ESCAPED', s)"),
+    Attempt("netlink", "import socket; print('ESCAPED', socket.socket(socket.AF_NETLINK, socket.SOCK_RAW))"),
+    Attempt("vsock", "import socket; print('ESCAPED', socket.socket(40, socket.SOCK_STREAM))"),
     _syscall("socket by number", "41, 2, 1, 0"),
     Attempt(
         "32-bit system call",
@@ -99,7 +96,6 @@ call = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer
 result = call()
 print("ESCAPED" if result >= 0 else "held", result)
 """,
-        _says("ESCAPED"),
         control=False,  # kernels without 32-bit programs
     ),
     _syscall("x32 system call", "0x40000000 + 39", control=False),
@@ -126,39 +122,31 @@ FILES = [
     Attempt("change a mode", "import os; os.chmod('@FILE@', 0)", lambda host, _: host.file.stat().st_mode & 0o777 == 0),
     Attempt("shared memory, read", "print(open('@SHARED@').read())", _reads_secret),
     Attempt("shared memory, write", "open('@SHARED@', 'w').write('x')", lambda host, _: host.shared.read_text() == "x"),
-    Attempt("device of memory", "open('/dev/mem', 'rb'); print('ESCAPED')", _says("ESCAPED"), control=False),
-    Attempt("log of the kernel", "open('/dev/kmsg', 'rb'); print('ESCAPED')", _says("ESCAPED"), control=False),
-    Attempt(
-        "any disk",
-        "import os\nfor name in os.listdir('/sys/class/block'): print('ESCAPED', name)",
-        _says("ESCAPED"),
-    ),
-    Attempt("sysfs", "import os; print('ESCAPED', os.listdir('/sys/kernel'))", _says("ESCAPED")),
-    Attempt("write to the standard library", "import os; open(os.__file__, 'a'); print('ESCAPED')", _says("ESCAPED")),
+    Attempt("device of memory", "open('/dev/mem', 'rb'); print('ESCAPED')", control=False),
+    Attempt("log of the kernel", "open('/dev/kmsg', 'rb'); print('ESCAPED')", control=False),
+    Attempt("any disk", "import os\nfor name in os.listdir('/sys/class/block'): print('ESCAPED', name)"),
+    Attempt("sysfs", "import os; print('ESCAPED', os.listdir('/sys/kernel'))"),
+    Attempt("write to the standard library", "import os; open(os.__file__, 'a'); print('ESCAPED')"),
     Attempt(
         "write to site-packages",
         "import os; p = os.path.join(os.path.dirname(os.__file__), 'site-packages', '@ABSTRACT@')\n"
         "open(p, 'w').close(); os.unlink(p); print('ESCAPED')",
-        _says("ESCAPED"),
     ),
     Attempt(
         "chroot and climb",
         "import os; os.mkdir('/tmp/c-@ABSTRACT@'); fd = os.open('/', 0)\n"
         "try: os.chroot('/tmp/c-@ABSTRACT@')\nfinally: os.rmdir('/tmp/c-@ABSTRACT@')\n"
         "os.fchdir(fd); [os.chdir('..') for _ in range(20)]; print('ESCAPED', open('.@FILE@').read())",
-        _says("ESCAPED"),
         control=False,  # without the sandbox it has no capability either
     ),
     Attempt(
         "inherited files",
         "import os\nfor fd in range(3, 300):\n    try: print('ESCAPED', fd, os.fstat(fd))\n    except OSError: pass",
-        _says("ESCAPED"),
         control=False,
     ),
     Attempt(
         "environment and arguments",
         "import os, sys; print(os.environ, sys.argv); print('ESCAPED' if os.environ else 'held')",
-        _says("ESCAPED"),
         control=False,
     ),
     _syscall("mount", "165, b'tmpfs', b'/tmp', b'tmpfs', 0, None", control=False),
@@ -174,50 +162,32 @@ PROCESSES = [
         "file = open('/proc/@PID@/mem', 'rb', 0); file.seek(start); print(file.read(100))",
         _reads_secret,
     ),
-    Attempt("first process", "print('ESCAPED', open('/proc/1/status').read())", _says("ESCAPED")),
+    Attempt("first process", "print('ESCAPED', open('/proc/1/status').read())"),
     Attempt(
         "list of processes",
         "import os; print('ESCAPED' if len([p for p in os.listdir('/proc') if p.isdigit()]) > 3 else 'held')",
-        _says("ESCAPED"),
     ),
-    Attempt(
-        "ptrace", f"{_SYSCALL}\nprint('ESCAPED' if syscall(101, 16, @PID@, 0, 0)[0] == 0 else 'held')", _says("ESCAPED")
-    ),
+    Attempt("ptrace", f"{_SYSCALL}\nprint('ESCAPED' if syscall(101, 16, @PID@, 0, 0)[0] == 0 else 'held')"),
     Attempt(
         "memory by process_vm_readv",
         f"{_SYSCALL}\nprint('ESCAPED' if syscall(310, @PID@, 0, 0, 0, 0, 0)[0] == 0 else 0)",
-        _says("ESCAPED"),
     ),
     _syscall("pidfd", "434, @PID@, 0"),
     Attempt("kill a process", "import os; os.kill(@PID@, 9)", lambda host, _: not host.victim_lives),
     Attempt(
-        "stop a process by its thread",
-        f"{_SYSCALL}\nsyscall(200, @PID@, 19)",
-        lambda host, _: not host.victim_lives,
+        "stop a process by its thread", f"{_SYSCALL}\nsyscall(200, @PID@, 19)", lambda host, _: not host.victim_lives
     ),
     Attempt("kill everything", "import os; os.kill(-1, 9)", lambda host, _: not host.victim_lives, control=False),
     Attempt(
         "setuid",
         "import os\nfor call in (os.setuid, os.setgid, os.seteuid):\n"
         "    try: call(0); print('ESCAPED', call)\n    except OSError: pass",
-        _says("ESCAPED"),
     ),
-    Attempt("another program", "import os; os.execv('/bin/echo', ['echo', 'ESCAPED'])", _says("ESCAPED")),
+    Attempt("another program", "import os; os.execv('/bin/echo', ['echo', 'ESCAPED'])"),
+    Attempt("the interpreter", "import os, sys; os.execv(sys.executable, ['x', '-c', 'print(\"ESCAPED\")'])"),
+    Attempt("fork where none is allowed", "import os\nif os.fork() == 0: print('ESCAPED')\nelse: os.wait()"),
     Attempt(
-        "the interpreter",
-        "import os, sys; os.execv(sys.executable, ['x', '-c', 'print(\"ESCAPED\")'])",
-        _says("ESCAPED"),
-    ),
-    Attempt(
-        "fork where none is allowed",
-        "import os\nif os.fork() == 0: print('ESCAPED')\nelse: os.wait()",
-        _says("ESCAPED"),
-    ),
-    Attempt(
-        "a clock",
-        "import time; time.clock_settime(time.CLOCK_REALTIME, time.time()); print('ESCAPED')",
-        _says("ESCAPED"),
-        control=False,
+        "a clock", "import time; time.clock_settime(time.CLOCK_REALTIME, time.time()); print('ESCAPED')", control=False
     ),
     Attempt(
         "raise the own limits",
@@ -230,7 +200,6 @@ PROCESSES = [
     Attempt(
         "sibling in the zygote's namespace",
         f"{_SYSCALL}\nprint('ESCAPED' if syscall(56, 0x8000 | 17, 0, 0, 0, 0)[0] >= 0 else 'held')",
-        _says("ESCAPED"),
         limits={"processes": 4},
     ),
 ]
