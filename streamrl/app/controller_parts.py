@@ -179,7 +179,7 @@ def elastic_engines(
     frees = engines.release is not ReleaseKind.NEVER
 
     async def decided(decision: Decision, step: int, shown: bool) -> None:
-        journal.decided(decision, report.elapsed())
+        journal.decided(decision)
         if shown:
             await report.decided(decision, step)
 

@@ -51,8 +51,9 @@ from streamrl.app.controller_parts import (
     run_report,
     training_prompts,
 )
+from streamrl.app.observers import EnginesObserver, ReportObserver, ResumeObserver
 from streamrl.app.reward_workers import change_rewards, open_reward_stage
-from streamrl.app.run_record import RunRecord, open_record
+from streamrl.app.run_record import JournalledRun, open_record
 from streamrl.base.concurrent_calls import BegunEarly
 from streamrl.base.messages import TrainerReady, TrainingEvent, TrainingOrder
 from streamrl.base.reward_changes import RewardReply, RewardsListed
@@ -71,11 +72,11 @@ from streamrl.control.actions import Decision
 from streamrl.control.settings import control_settings
 from streamrl.elastic.hosts import engine_hosts
 from streamrl.engines.slots import EngineSlot
+from streamrl.evaluate.evaluation import Evaluations
 from streamrl.evaluate.sample_files import EvaluationSamples
 from streamrl.journal.run_journal import JournalledOutcomes
 from streamrl.judge.link import JudgeLink
 from streamrl.observe.report.alarms import Alarms, alarm_rules
-from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.sinks import JsonlSink, PublishSink, Reporter
 from streamrl.plan.topology import Topology, metrics_endpoint, prepared_sets
 from streamrl.prompts.tokenizer import load_tokenizer, refuse_different_tokenizers
@@ -88,6 +89,7 @@ from streamrl.remote.transport_keys import KeyRole
 from streamrl.rules.transport_rules import transport_metrics
 from streamrl.run.checkpoints import CheckpointKeeper
 from streamrl.run.controller import Controller
+from streamrl.run.parts import Observer
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.supervise.child import ChildContext
 from streamrl.supervise.watchdog import Watchdog
@@ -196,27 +198,39 @@ async def _run_stages(
     samples = EvaluationSamples(run_directory / "evaluations", parts.tokenizer.decode)
     audit = WeightAudit(parts.pool.serving_engines, run_directory / "audits.jsonl", recipe.weights.audit_interval)
     report = run_report(recipe, run_directory, parts, rollout, reward, record.recovered)
-    controller = Controller(
-        record.control,
-        prompts=prompts,
-        held_out=held_out,
-        trainer=parts.trainer,
-        sync=sync,
-        report=report,
-        seed=recipe.run.seed,
-        save=keeper.save,
-        beside=attached.file,
-        audit=audit.after_push,
+    record.journal.elapsed = report.elapsed
+    elastic = elastic_engines(recipe, parts, sync, record.journal, report)
+    evaluations = Evaluations(
+        held_out,
+        recipe.run.seed,
+        finished=report.evaluation_finished,
+        warned=report.warned,
         scored=keeper.scored,
         store=samples.write if recipe.evaluation.store_samples else None,
-        alarms=_alarms(recipe),
-        load=parts.pool.load,
+    )
+    observers: list[Observer] = [
+        EnginesObserver(elastic, record.store, audit),
+        ReportObserver(
+            report,
+            _alarms(recipe),
+            record.control,
+            record.store,
+            evaluations,
+            load=parts.pool.load,
+            engines=lambda: elastic.figures,
+        ),
+    ]
+    if record.recovered is not None:
+        observers.append(ResumeObserver(record.recovered, parts.trainer, report, parts.watch.waits))
+    controller = Controller(
+        record,
+        prompts=prompts,
+        trainer=parts.trainer,
+        sync=sync,
+        evaluations=evaluations,
+        save=lambda version, files: keeper.save(version, {**files, **attached.file()}),
+        observers=observers,
         waits=parts.watch.waits,
-        elastic=elastic_engines(recipe, parts, sync, record.journal, report),
-        contents=record.store,
-        journal=record.journal,
-        start_version=start_version,
-        recovered=record.recovered,
     )
     parts.watch.follow(
         controller.state, rollout.statistics, parts.pool.load, reward.in_flight, parts.trainer.answers, report.waits
@@ -233,7 +247,7 @@ async def _run_stages(
             stages.start_soon(sync.run)
             stages.start_soon(rollout.run, orders_ends[1], JournalledOutcomes(record.journal, trajectories_ends[0]))
             stages.start_soon(reward.run, trajectories_ends[1], scored_ends[0])
-            stages.start_soon(change_rewards, topology, attached, run_directory, _note_rewards(record, report))
+            stages.start_soon(change_rewards, topology, attached, run_directory, _note_rewards(record))
             reason = await controller.run(orders_ends[0], scored_ends[1])
             await parts.emit(RunFinished(reason=reason, step=controller.state.live_version))
             stages.cancel_scope.cancel()
@@ -297,12 +311,12 @@ async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams:
     return batches, reports
 
 
-def _note_rewards(record: RunRecord, report: RunReport) -> Callable[[int, tuple[str, ...], str], None]:
+def _note_rewards(record: JournalledRun) -> Callable[[int, tuple[str, ...], str], None]:
     """Return what writes into the journal that other functions score from now on."""
 
     def note(version: int, rewards: tuple[str, ...], change: str) -> None:
         reason = f"{change}: version {version} is {', '.join(rewards)}"
-        record.journal.decided(Decision(subject="rewards", reason=reason), report.elapsed())
+        record.journal.decided(Decision(subject="rewards", reason=reason))
 
     return note
 

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
-import msgspec
 
 from streamrl.app.run_directory import NOT_RESUMED
 from streamrl.base.errors import RecipeError
@@ -24,17 +23,15 @@ from streamrl.policies.deterministic import check_order
 from streamrl.policies.round_policies import make_control
 from streamrl.recipe.sections import JournalKind, Recipe
 from streamrl.run.checkpoints import read_fork_point
+from streamrl.run.parts import RunRecord
 
 METRICS = "metrics.jsonl"
 
 
-class RunRecord(msgspec.Struct, frozen=True):
-    """``control``: from the beginning, from the checkpoint that the run was forked from, or as an earlier life left it
-    (``recovered``)."""
+class JournalledRun(RunRecord, frozen=True, kw_only=True):
+    """A run that writes ``file``; ``recovered``: what an earlier life of it left there."""
 
-    control: Control
     journal: RunJournal
-    store: TrajectoryStore
     file: Journal | None = None
     recovered: RecoveredRun | None = None
 
@@ -49,7 +46,9 @@ class RunRecord(msgspec.Struct, frozen=True):
             await self.file.close()
 
 
-async def open_record(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> RunRecord:
+async def open_record(
+    recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int
+) -> JournalledRun:
     """Of a new run, or of one that goes on; ranks hold ``start_version``. Blocking work is done in a thread.
 
     Raises ``StreamRLError`` where the journal is damaged, of another run, in use, or without what a run with
@@ -58,19 +57,21 @@ async def open_record(recipe: Recipe, settings: ControlSettings, run_directory: 
     return await anyio.to_thread.run_sync(partial(_open, recipe, settings, run_directory, start_version))
 
 
-def _open(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> RunRecord:
+def _open(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> JournalledRun:
     file, recovered = _open_journal(recipe, settings, run_directory, start_version)
     store = TrajectoryStore() if recovered is None else recovered.store
     journal = RunJournal(file, store, recovered)
     if recovered is not None:
-        return RunRecord(recovered.control, journal, store, file, recovered)
+        return JournalledRun(
+            control=recovered.control, store=store, journal=journal, resumed=True, file=file, recovered=recovered
+        )
     resumed = recipe.checkpoint.resume_from
     point = read_fork_point(surviving(Path(resumed))) if resumed else None
     control = make_control(settings, fork(point.control, settings) if point else None)
     if point is None:
         control.state.prompts.drawn = start_version * recipe.rollout.prompts_per_batch
     store.add_prompts(point.prompts if point else ())
-    return RunRecord(control, journal, store, file)
+    return JournalledRun(control=control, store=store, journal=journal, file=file)
 
 
 def _open_journal(

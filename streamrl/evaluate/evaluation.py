@@ -6,7 +6,7 @@ that a rollout request waits behind one filling of the engines, not behind the w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from math import comb, sqrt
 from statistics import fmean, stdev
 
@@ -114,6 +114,66 @@ class Evaluation:
 def identity(outcome: EndedOutcome) -> TrajectoryId:
     """Whose outcome it is."""
     return outcome.id if isinstance(outcome, TrajectoryLost) else outcome.outcome.trajectory.id
+
+
+class Evaluations:
+    """The evaluations of a run, one at a time, on ``held_out``; ``seed`` is the run's.
+
+    ``finished`` is given the version and figures of each that was not cancelled, ``warned`` why one was; ``scored``
+    gets the limit, too. ``store`` writes its outcomes (None: nothing does)."""
+
+    def __init__(
+        self,
+        held_out: HeldOut,
+        seed: int,
+        *,
+        finished: Callable[[int, dict[str, float]], Awaitable[None]],
+        warned: Callable[[int, str], Awaitable[None]],
+        scored: Callable[[int, dict[str, float], int], Awaitable[None]],
+        store: Callable[[int, Sequence[EndedOutcome]], Awaitable[None]] | None = None,
+    ) -> None:
+        self._held_out, self._seed = held_out, seed
+        self._finished, self._warned, self._scored, self._store_outcomes = finished, warned, scored, store
+        self.running: Evaluation | None = None
+
+    def begin(self, policy_version: int, limit: int) -> None:
+        """``run`` evaluates this version, on the first ``limit`` prompts (0: all)."""
+        self.running = Evaluation(self._held_out, policy_version, limit=limit, seed=self._seed)
+
+    async def run(self, orders: SendStream[RolloutOrder]) -> Callable[[], Awaitable[None]]:
+        """Return when all of the evaluation that was begun has ended; what is returned stores it, which may be slow."""
+        evaluation = self.running
+        assert evaluation is not None
+        figures = await evaluation.run(orders)
+        version, self.running = evaluation.policy_version, None
+        if not evaluation.cancelled:
+            await self._finished(version, figures)
+
+        async def store() -> None:
+            if not evaluation.cancelled:
+                await self._scored(version, figures, evaluation.limit)
+                if self._store_outcomes is not None:
+                    await self._store_outcomes(version, evaluation.outcomes)
+
+        return store
+
+    def take(self, outcome: EndedOutcome) -> None:
+        """One outcome of the evaluation that runs."""
+        if self.running is not None:
+            self.running.take(outcome)
+
+    async def cancel(self, orders: SendStream[RolloutOrder], why: str = "") -> None:
+        """Cancel the evaluation that runs, if one does, and say ``why`` in a warning."""
+        evaluation = self.running
+        if evaluation is None or (why and evaluation.cancelled):
+            return
+        if why:
+            await self.warn_cancelled(evaluation.policy_version, why)
+        await evaluation.cancel(orders)
+
+    async def warn_cancelled(self, policy_version: int, why: str) -> None:
+        """The evaluation of ``policy_version`` has no figures."""
+        await self._warned(policy_version, f"evaluation of version {policy_version} given up: {why}")
 
 
 def pass_at_k(samples: int, solved: int, k: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.messages import CloseBatch, StepReport
+from streamrl.base.messages import StepReport
 from streamrl.base.stage_messages import SampledSoFar
 from streamrl.base.types import ScoredTrajectory, Trajectory
 from streamrl.buffers.trajectory_store import TrajectoryStore
@@ -31,7 +31,7 @@ from streamrl.journal.records import (
     scored_trajectory,
     trajectory_of,
 )
-from streamrl.run.trainer_ranks import TrainerRanks
+from streamrl.run.trainer_ranks import TrainerRanks, close_of
 
 Restore = Callable[[Snapshot], Control]
 
@@ -207,15 +207,3 @@ async def retrain_batches(trainer: TrainerRanks, recovered: RecoveredRun, held: 
         reports = await gather()
         await trainer.acknowledge(batch.policy_version)  # engines take the newest at once, when it is announced
     return Retrained(wanted, len(batches), reports)
-
-
-def close_of(step: do.StepOptimizer) -> CloseBatch:
-    """The order to ranks that carries out ``step``."""
-    return CloseBatch(
-        batch_id=step.batch_id,
-        policy_version=step.policy_version,
-        groups=step.groups,
-        samples=step.samples,
-        trained_tokens=step.trained_tokens,
-        engines_idle=step.engines_idle,
-    )

@@ -7,7 +7,7 @@ until the next checkpoint: if the newer one turns out to be damaged, the run goe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from streamrl.base.stage_messages import FinishedTrajectory, RolloutOutcome, TrajectoryHeld
 from streamrl.base.types import Prompt, ScoredTrajectory
@@ -42,6 +42,8 @@ class RunJournal:
         self._journal = journal
         self._store = store
         self._begun = recovered is not None
+        self.elapsed: Callable[[], float] = lambda: 0.0
+        """Seconds since the run began; the report measures them."""
         self._codec = JournalCodec()
         self._last = 0
         self._events = recovered.events if recovered else 0
@@ -70,9 +72,9 @@ class RunJournal:
         self._published = JournalPublished(policy_version=policy_version, state_hash=state_hash)
         self._append(self._published)
 
-    def decided(self, decision: Decision, elapsed_s: float) -> None:
-        """For people: something beside control decided this, ``elapsed_s`` after the start of the run."""
-        self._append(JournalDecision(decision=decision, time_s=round(elapsed_s, 4)))
+    def decided(self, decision: Decision) -> None:
+        """For people: something beside control decided this."""
+        self._append(JournalDecision(decision=decision, time_s=round(self.elapsed(), 4)))
 
     async def begin(self, control: Control) -> None:
         """Control took ``RunBegan``. On the disk when it returns: no checkpoint is written before, without a journal
@@ -80,8 +82,9 @@ class RunJournal:
         self._begin_segment(control, 0.0)
         await self.settled()
 
-    def on_event(self, event: ControlEvent, control: Control, elapsed_s: float) -> None:
-        """``event`` happened, ``elapsed_s`` after the start of the run; before control takes it."""
+    def on_event(self, event: ControlEvent, control: Control) -> None:
+        """``event`` happened; before control takes it."""
+        elapsed_s = self.elapsed()
         if isinstance(event, CheckpointDone):
             self._begin_segment(control, elapsed_s)
         self._events += 1

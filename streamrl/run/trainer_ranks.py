@@ -28,6 +28,7 @@ from streamrl.base.messages import (
 )
 from streamrl.base.types import TrainingGroup
 from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.control import actions as do
 
 RankStreams = tuple[SendStream[TrainingOrder], ReceiveStream[TrainingEvent]]
 Answer = TypeVar("Answer", StepReport, AnchorPublished, CheckpointSaved)
@@ -78,6 +79,11 @@ class TrainerRanks:
                 if not waiting.done():
                     waiting.set_exception(StreamBroken(GONE))
                     waiting.exception()  # it may be that nobody waits
+
+    @property
+    def policy_version(self) -> int:
+        """The version that ranks hold, or were ordered to make."""
+        return self._ordered_version
 
     def answers(self) -> int:
         """How many there were so far."""
@@ -189,4 +195,16 @@ def announcement(reports: Sequence[StepReport]) -> WeightAnnouncement:
         state_hash=sum(r.state_hash for r in reports) % HASH_MODULUS,
         sources=tuple(r.source for r in reports),
         probe_logprobs=reports[0].probe_logprobs,
+    )
+
+
+def close_of(step: do.StepOptimizer) -> CloseBatch:
+    """The order to ranks that carries out ``step``."""
+    return CloseBatch(
+        batch_id=step.batch_id,
+        policy_version=step.policy_version,
+        groups=step.groups,
+        samples=step.samples,
+        trained_tokens=step.trained_tokens,
+        engines_idle=step.engines_idle,
     )

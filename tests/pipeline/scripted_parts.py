@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from streamrl.app.observers import EnginesObserver, ReportObserver, ResumeObserver
 from streamrl.base.messages import (
     AnchorPublished,
     CheckpointSaved,
@@ -51,6 +52,7 @@ from streamrl.base.types import (
     Trajectory,
     token_array,
 )
+from streamrl.base.waits import Waits
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
@@ -63,7 +65,7 @@ from streamrl.elastic.freeing import Freeing
 from streamrl.elastic.sets import EngineSet, SetChooser
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.evaluate.evaluation import HeldOut
+from streamrl.evaluate.evaluation import Evaluations, HeldOut
 from streamrl.evaluate.sample_files import EvaluationSamples
 from streamrl.journal.log import Journal, read_journal
 from streamrl.journal.recover import RecoveredRun, recovered_run
@@ -76,6 +78,7 @@ from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import InFlight, RoundKind, StalePolicy
 from streamrl.recipe.sections import ReleaseKind
 from streamrl.run.controller import Controller
+from streamrl.run.parts import Observer, RunRecord
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.stages.reward import RewardSettings, RewardStage
 from streamrl.stages.rollout import RolloutStage
@@ -122,8 +125,8 @@ def _let_die(journal: RunJournal, events: int) -> None:
     """Let the controller die when it journals one event more than ``events``."""
     on_event, count = journal.on_event, itertools.count()
 
-    def on_event_or_die(event: ControlEvent, control: Control, elapsed_s: float) -> None:
-        on_event(event, control, elapsed_s)
+    def on_event_or_die(event: ControlEvent, control: Control) -> None:
+        on_event(event, control)
         if next(count) >= events:
             raise Killed
 
@@ -394,29 +397,46 @@ class SimulatedRun:
             sync = self.sync = WeightSync(pool.attached, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=5)
             report = RunReport(emit, rollout.statistics, 64, clock=self.clock.now)
             control = make_control(self.settings) if recovered is None else recovered.control
-            self.controller = Controller(
-                control,
-                prompts=self._prompts,
-                held_out=HeldOut(
-                    prompts=await CountedPrompts().draw(self._held_out),
-                    samples=self._samples,
-                    in_flight=self._evaluation_in_flight,
-                ),
-                trainer=trainer,
-                sync=sync,
-                report=report,
-                seed=0,
-                save=self._save(trainer),
-                audit=WeightAudit(pool.serving_engines, self.directory / "audits.jsonl", 0).after_push,
+            journal.elapsed = report.elapsed
+            held = HeldOut(
+                prompts=await CountedPrompts().draw(self._held_out),
+                samples=self._samples,
+                in_flight=self._evaluation_in_flight,
+            )
+            evaluations = Evaluations(
+                held,
+                0,
+                finished=report.evaluation_finished,
+                warned=report.warned,
                 scored=self._scored,
                 store=EvaluationSamples(self.directory / "evaluations").write,
-                alarms=Alarms(alarm_rules(0.05)),
-                load=pool.load,
-                elastic=self._make_elastic(pool, sync, trainer, journal, report),
-                contents=contents,
-                journal=journal,
-                start_version=self.ranks[0].version,
-                recovered=recovered,
+            )
+            elastic = self._make_elastic(pool, sync, trainer, journal, report)
+            audit = WeightAudit(pool.serving_engines, self.directory / "audits.jsonl", 0)
+            waits = Waits()
+            observers: list[Observer] = [
+                EnginesObserver(elastic, contents, audit),
+                ReportObserver(
+                    report,
+                    Alarms(alarm_rules(0.05)),
+                    control,
+                    contents,
+                    evaluations,
+                    load=pool.load,
+                    engines=lambda: elastic.figures,
+                ),
+            ]
+            if recovered is not None:
+                observers.append(ResumeObserver(recovered, trainer, report, waits))
+            self.controller = Controller(
+                RunRecord(control, contents, journal, recovered is not None),
+                prompts=self._prompts,
+                trainer=trainer,
+                sync=sync,
+                evaluations=evaluations,
+                save=self._save(trainer),
+                observers=observers,
+                waits=waits,
             )
             orders: tuple[SendStream[RolloutOrder], ReceiveStream[RolloutOrder]] = memory_stream(256)
             outcomes: tuple[SendStream[RolloutOutcome], ReceiveStream[RolloutOutcome]] = memory_stream(256)
@@ -457,7 +477,7 @@ class SimulatedRun:
         self, pool: EnginePool, sync: WeightSync, trainer: TrainerRanks, journal: RunJournal, report: RunReport
     ) -> ElasticEngines:
         async def decided(decision: Decision, step: int, shown: bool) -> None:
-            journal.decided(decision, report.elapsed())
+            journal.decided(decision)
             if shown:
                 await report.decided(decision, step)
 

@@ -1,0 +1,120 @@
+"""What a controller works with and does not make: each is filled in by ``app``."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import msgspec
+from anyio.abc import TaskGroup
+
+from streamrl.base.messages import WeightAnnouncement
+from streamrl.base.stage_messages import EndedOutcome, RewardOutcome, RolloutOrder
+from streamrl.base.types import Prompt, ScoredTrajectory
+from streamrl.buffers.trajectory_store import TrajectoryStore
+from streamrl.comm.stream import SendStream
+from streamrl.control.actions import ControlAction
+from streamrl.control.events import ControlEvent
+from streamrl.control.machine import Control
+
+
+class PromptSource(Protocol):
+    """Where prompts come from; fewer than asked for means that it is exhausted."""
+
+    async def draw(self, count: int) -> list[Prompt]: ...
+
+
+class Push(Protocol):
+    """What a weight push made live."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+
+class WeightPush(Protocol):
+    """Makes versions live on the engines. ``on_version_left``: called where no engine holds the live one any more."""
+
+    on_version_left: Callable[[], object]
+
+    async def push(self, announced: WeightAnnouncement) -> Push: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+
+class Journal(Protocol):
+    """The log that a run resumes from: called before control gets to know of what happened. ``settled`` returns when
+    everything so far is on the disk."""
+
+    async def begin(self, control: Control) -> None: ...
+
+    def on_event(self, event: ControlEvent, control: Control) -> None: ...
+
+    def drawn(self, prompts: Sequence[Prompt]) -> None: ...
+
+    def scored(self, scored: ScoredTrajectory) -> None: ...
+
+    def published(self, policy_version: int, state_hash: int) -> None: ...
+
+    async def settled(self) -> None: ...
+
+
+class Evaluations(Protocol):
+    """Held-out runs, one at a time. ``begin`` returns at once; ``run`` when all of it has ended, with what then stores
+    it. ``cancel`` does nothing where none runs; ``why``: a warning says so."""
+
+    def begin(self, policy_version: int, limit: int) -> None: ...
+
+    async def run(self, orders: SendStream[RolloutOrder]) -> Callable[[], Awaitable[None]]: ...
+
+    def take(self, outcome: EndedOutcome) -> None: ...
+
+    async def cancel(self, orders: SendStream[RolloutOrder], why: str = "") -> None: ...
+
+    async def warn_cancelled(self, policy_version: int, why: str) -> None: ...
+
+
+class Observer:
+    """Sees what happens in a run, and may act beside it. Nothing need be overridden. ``run`` goes on beside the rounds
+    until ``end``; with ``notify`` an observer sends events of its own to control."""
+
+    async def run(self, notify: Callable[[ControlEvent], None]) -> None:
+        """Begin when the first version is live."""
+
+    def end(self) -> None:
+        """The run is over: ``run`` returns."""
+
+    async def prepare(self) -> None:
+        """Nothing is published or sampled before this returns."""
+
+    async def on_began(self, anchor: WeightAnnouncement) -> None:
+        """The first version of this life of the controller is live."""
+
+    async def on_event(self, event: ControlEvent) -> None:
+        """``event`` is in the journal; control takes it next."""
+
+    async def on_action(self, action: ControlAction, beside: TaskGroup) -> None:
+        """``action`` is carried out next. ``beside``: the nursery of the run."""
+
+    def on_outcome(self, outcome: RewardOutcome) -> None:
+        """One trajectory of a round came back: before it is looked at, also one that was dropped meanwhile."""
+
+    def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: dict[str, float]) -> None:
+        """Ranks stepped on ``batch``, with these figures of their own; control does not know yet."""
+
+    async def on_weights_live(self, push: Push, *, last: bool) -> None:
+        """Every engine holds the version of ``push``; control does not know yet. ``last``: no round follows."""
+
+    async def on_progress(self) -> None:
+        """Something came back."""
+
+
+class RunRecord(msgspec.Struct, frozen=True):
+    """``control``: from the beginning, from the checkpoint that the run was forked from, or as an earlier life left it
+    (``resumed``)."""
+
+    control: Control
+    store: TrajectoryStore
+    journal: Journal
+    resumed: bool = False
