@@ -9,8 +9,6 @@ from streamrl.base.errors import StreamBroken
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import send_hello
 
-pytestmark = pytest.mark.asyncio
-
 
 async def test_a_hello_is_said_once_and_the_orders_stay_as_they_are() -> None:
     reports, heard = memory_stream(4)

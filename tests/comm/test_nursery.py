@@ -8,8 +8,6 @@ from anyio.abc import TaskGroup
 
 from streamrl.base.concurrent_calls import start_unless_ending
 
-pytestmark = pytest.mark.asyncio
-
 
 async def test_work_is_done_while_the_group_runs_and_dropped_when_it_has_ended_of_something() -> None:
     done: list[str] = []

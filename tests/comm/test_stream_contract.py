@@ -23,8 +23,6 @@ from streamrl.base.types import (
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import CLOSE_SECONDS
 
-pytestmark = pytest.mark.asyncio
-
 
 class Note(Record):
     number: int

@@ -18,7 +18,6 @@ from streamrl.comm.zmq_stream import CLOSE_SECONDS
 from streamrl.remote.guarded_sockets import KeyGuard
 from streamrl.remote.transport_keys import OPEN_TO_ALL, KeyRole
 
-pytestmark = pytest.mark.asyncio
 NewEndpoint = Callable[[str], str]
 # Who may connect over tcp: everybody on this host, since no test here has keys.
 zmq_sender = partial(zmq_stream.zmq_sender, guard=KeyGuard(KeyRole.CONTROLLER))

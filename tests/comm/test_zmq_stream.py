@@ -31,7 +31,6 @@ from streamrl.remote.transport_keys import KeyRole
 zmq_sender = partial(zmq_stream.zmq_sender, guard=KeyGuard(KeyRole.CONTROLLER))
 zmq_receiver = partial(zmq_stream.zmq_receiver, guard=KeyGuard(KeyRole.CONTROLLER))
 
-pytestmark = pytest.mark.asyncio
 NewEndpoint = Callable[[str], str]
 
 CHILD = """

@@ -22,8 +22,6 @@ from streamrl.recipe.scheduling import InFlight
 from streamrl.stages.rollout import RolloutStage
 from streamrl.sync.weight_sync import WeightSync
 
-pytestmark = pytest.mark.asyncio
-
 
 class PacedEngine(SimulatedEngine):
     """Says that a token takes a second, of the real clock: what runs has no token yet, as far as is known."""

@@ -24,8 +24,6 @@ from streamrl.remote.guarded_sockets import KeyGuard
 from streamrl.remote.transport_keys import KeyRole
 from streamrl.sync.weight_sync import WeightSync
 
-pytestmark = pytest.mark.asyncio
-
 REQUEST = Generate(request_id="r", token_ids=token_array([3]), max_tokens=40, seed=1, temperature=1.0)
 
 

@@ -17,8 +17,6 @@ from streamrl.control.actions import Decision
 from streamrl.elastic.elastic_engines import OTHER_SET, ElasticEngines
 from streamrl.elastic.sets import EngineSet, SetChooser, SetPlan
 
-pytestmark = pytest.mark.asyncio
-
 WIDE = EngineSet(name="2x1", engines=2, tensor_parallel_size=1, kv_tokens=2_000, hosts=("engine-0", "engine-1"))
 DEEP = EngineSet(name="1x2", engines=1, tensor_parallel_size=2, kv_tokens=5_000, hosts=("engine-2",))
 

@@ -24,8 +24,6 @@ from streamrl.recipe.scheduling import InFlight
 from streamrl.stages.rollout import RolloutStage
 from streamrl.sync.weight_sync import WeightSync
 
-pytestmark = pytest.mark.asyncio
-
 MakeRequest = Callable[..., Generate]
 
 

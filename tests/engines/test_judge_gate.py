@@ -80,7 +80,6 @@ class Engine:
                 await anyio.lowlevel.checkpoint()
 
 
-@pytest.mark.asyncio
 async def test_it_wakes_for_a_batch_and_rests_after_it() -> None:
     engine = Engine(GatePolicy(batch=3, batch_wait_s=3600.0, actor_share=0.5, max_wait_s=3600.0))
     async with anyio.create_task_group() as tasks:
@@ -111,7 +110,6 @@ async def test_it_wakes_for_a_batch_and_rests_after_it() -> None:
     assert engine.moves == ["rest", "wake", "rest"]
 
 
-@pytest.mark.asyncio
 async def test_a_question_that_is_given_up_leaves_no_trace() -> None:
     """Past its time limit: one that waits at the gate, and one that is being answered."""
     engine = Engine(GatePolicy(batch=2, batch_wait_s=3600.0, actor_share=1.0, max_wait_s=3600.0))
@@ -138,7 +136,6 @@ async def test_a_question_that_is_given_up_leaves_no_trace() -> None:
     assert engine.moves == ["rest", "wake", "rest"]
 
 
-@pytest.mark.asyncio
 async def test_patience_and_the_longest_wait_end_by_the_clock() -> None:
     """Fewer than a batch, and an actor that never leaves room: both are asked in the end."""
     for policy in (
@@ -155,7 +152,6 @@ async def test_patience_and_the_longest_wait_end_by_the_clock() -> None:
             tasks.cancel_scope.cancel()
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_cannot_be_woken_ends_the_judge() -> None:
     engine = Engine(AT_ONCE)
 

@@ -17,8 +17,6 @@ from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
 
-pytestmark = pytest.mark.asyncio
-
 MakeRequest = Callable[..., Generate]
 
 

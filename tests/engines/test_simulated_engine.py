@@ -13,8 +13,6 @@ from streamrl.base.types import Completion, VersionSpan
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.engines.step_cost import StepCost
 
-pytestmark = pytest.mark.asyncio
-
 MakeRequest = Callable[..., Generate]
 FIXED = LengthMixture(median=100.0, sigma=0.0, long_share=0.0)
 

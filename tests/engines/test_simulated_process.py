@@ -136,7 +136,6 @@ def pushes(tmp_path: Path) -> Iterator[Pushes]:
     made.publisher.close()
 
 
-@pytest.mark.asyncio
 async def test_engines_hold_what_is_published_bit_for_bit(pushes: Pushes) -> None:
     for _ in range(3):
         await pushes.push(pushes.publish(), pushes.engines)
@@ -151,7 +150,6 @@ async def test_engines_hold_what_is_published_bit_for_bit(pushes: Pushes) -> Non
     assert not [t for t in threading.enumerate() if t.name == "weight staging"]
 
 
-@pytest.mark.asyncio
 async def test_what_was_announced_wrongly_or_written_by_somebody_else_is_refused(pushes: Pushes) -> None:
     [engine, other] = pushes.engines
     first = pushes.publish()

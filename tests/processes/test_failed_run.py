@@ -55,7 +55,6 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     return recipe
 
 
-@pytest.mark.asyncio
 async def test_a_run_that_fails_leaves_one_bundle_that_tells_why(recipe: Recipe) -> None:
     async with Pipeline(recipe) as pipeline:
         run = pipeline.run_directory
@@ -90,7 +89,6 @@ async def test_a_run_that_fails_leaves_one_bundle_that_tells_why(recipe: Recipe)
     assert files["metrics.jsonl"] == b"judge got [rewards.judge.api_key removed]\n"
 
 
-@pytest.mark.asyncio
 async def test_a_bundle_that_cannot_be_written_hides_no_failure(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +105,6 @@ async def test_a_bundle_that_cannot_be_written_hides_no_failure(
     assert str(died.value).endswith("no crash bundle could be written: [Errno 28] No space left on device")
 
 
-@pytest.mark.asyncio
 async def test_no_bundle_is_written_where_secrets_cannot_be_known(recipe: Recipe) -> None:
     async with Pipeline(recipe) as pipeline:
         run = pipeline.run_directory
@@ -119,7 +116,6 @@ async def test_no_bundle_is_written_where_secrets_cannot_be_known(recipe: Recipe
     assert "no crash bundle could be written: " in str(died.value) and not (run / "crash").exists()
 
 
-@pytest.mark.asyncio
 async def test_only_processes_of_a_run_that_catch_the_signal_are_asked_for_stacks() -> None:
     catches = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: open('caught', 'w')); "
     waits = "print(flush=True); time.sleep(600)"

@@ -143,7 +143,6 @@ def judged(*overrides: str) -> Recipe:
     )
 
 
-@pytest.mark.asyncio
 async def test_each_process_sees_the_gpus_that_it_was_given(
     cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +176,6 @@ async def test_each_process_sees_the_gpus_that_it_was_given(
     }
 
 
-@pytest.mark.asyncio
 async def test_a_run_gives_them_to_its_processes(cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Begun(Exception):
         pass

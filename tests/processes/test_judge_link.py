@@ -21,7 +21,6 @@ from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Model, Prompts, Recipe
 
-pytestmark = pytest.mark.asyncio
 STEP = StepFinished(step=1, policy_version=1, metrics={"reward/mean": 0.5})
 
 

@@ -55,7 +55,6 @@ def test_a_controller_that_ends_the_run_on_purpose_says_so(error: Exception) -> 
 # ---- started again alone ---------------------------------------------------------------------------
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["engine-0", "reward-0"])
 async def test_who_serves_is_started_again_alone_with_nothing_left_of_the_last_one(
     name: str, trial: Callable[..., Trial]
@@ -71,7 +70,6 @@ async def test_who_serves_is_started_again_alone_with_nothing_left_of_the_last_o
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["engine-0", "reward-0"])
 async def test_who_takes_a_broken_stream_for_the_end_is_replaced(name: str, trial: Callable[..., Trial]) -> None:
     one = trial(**{name.replace("-", "_"): "leave"})
@@ -82,7 +80,6 @@ async def test_who_takes_a_broken_stream_for_the_end_is_replaced(name: str, tria
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_a_reward_worker_is_replaced_as_often_as_it_asks_until_that_is_spent(trial: Callable[..., Trial]) -> None:
     one = trial(reward_0="restart")
     async with one.supervisor(restarts=2) as supervisor:
@@ -92,7 +89,6 @@ async def test_a_reward_worker_is_replaced_as_often_as_it_asks_until_that_is_spe
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_only_reward_workers_may_ask(trial: Callable[..., Trial]) -> None:
     one = trial(engine_0="restart")
     async with one.supervisor() as supervisor:
@@ -100,7 +96,6 @@ async def test_only_reward_workers_may_ask(trial: Callable[..., Trial]) -> None:
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_cannot_serve_the_model_is_not_started_again(trial: Callable[..., Trial]) -> None:
     one = trial(engine_0="refuse")
     async with surviving(one, ENGINE_1, alone=2) as supervisor:
@@ -111,7 +106,6 @@ async def test_an_engine_that_cannot_serve_the_model_is_not_started_again(trial:
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_dies_too_often_is_retired_and_the_last_one_ends_the_run_by_the_first_cause(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +130,6 @@ async def test_an_engine_that_dies_too_often_is_retired_and_the_last_one_ends_th
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_with_fewer_engines_than_must_serve_the_run_ends(trial: Callable[..., Trial]) -> None:
     one = trial()
     async with surviving(one, ENGINE_1, alone=1, min_serving=2) as supervisor, anyio.create_task_group() as tasks:
@@ -154,7 +147,6 @@ async def test_with_fewer_engines_than_must_serve_the_run_ends(trial: Callable[.
 # ---- resumed ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("victim", ["controller", "trainer-1"])
 async def test_the_death_of_controller_or_rank_resumes_the_run_with_processes_that_are_all_new(
     victim: str, trial: Callable[..., Trial], caplog: pytest.LogCaptureFixture
@@ -185,7 +177,6 @@ async def test_the_death_of_controller_or_rank_resumes_the_run_with_processes_th
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_a_run_is_resumed_until_its_budget_is_spent(trial: Callable[..., Trial]) -> None:
     one = trial()
     async with surviving(one, resumes=1) as supervisor, anyio.create_task_group() as tasks:
@@ -201,7 +192,6 @@ async def test_a_run_is_resumed_until_its_budget_is_spent(trial: Callable[..., T
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_the_budget_is_whole_again_after_long_service(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +208,6 @@ async def test_the_budget_is_whole_again_after_long_service(
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_a_run_that_a_controller_ended_on_purpose_is_not_resumed(trial: Callable[..., Trial]) -> None:
     one = trial(controller="verdict")
     async with surviving(one, resumes=3) as supervisor:
@@ -228,7 +217,6 @@ async def test_a_run_that_a_controller_ended_on_purpose_is_not_resumed(trial: Ca
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_a_controller_that_dies_while_it_drains_ends_the_run(trial: Callable[..., Trial]) -> None:
     one = trial(controller="hang")
     async with surviving(one, resumes=3) as supervisor:
@@ -240,7 +228,6 @@ async def test_a_controller_that_dies_while_it_drains_ends_the_run(trial: Callab
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_a_drain_that_finds_no_controller_is_meant_for_its_successor(trial: Callable[..., Trial]) -> None:
     one = trial()
     async with surviving(one, resumes=2) as supervisor:
@@ -255,7 +242,6 @@ async def test_a_drain_that_finds_no_controller_is_meant_for_its_successor(trial
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("victim", ["reward-0", "controller"])
 async def test_a_run_may_be_left_while_it_is_resumed_or_a_dead_process_is_cleared_up(
     victim: str, trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
@@ -282,7 +268,6 @@ async def test_a_run_may_be_left_while_it_is_resumed_or_a_dead_process_is_cleare
 # ---- engines, as the controller orders -------------------------------------------------------------
 
 
-@pytest.mark.asyncio
 async def test_an_engine_may_be_stopped_and_started_while_the_run_goes_on(trial: Callable[..., Trial]) -> None:
     one = trial(engine_0="orphan")
     async with surviving(one) as supervisor, watched(supervisor):
@@ -304,7 +289,6 @@ async def test_an_engine_may_be_stopped_and_started_while_the_run_goes_on(trial:
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_an_engine_of_a_set_that_does_not_serve_is_started_when_it_does(trial: Callable[..., Trial]) -> None:
     one = trial()
     async with surviving(one, RESTING) as supervisor, watched(supervisor):
@@ -316,7 +300,6 @@ async def test_an_engine_of_a_set_that_does_not_serve_is_started_when_it_does(tr
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_the_death_of_an_engine_before_it_should_stop_or_after_it_was_started_again_is_a_death(
     trial: Callable[..., Trial],
 ) -> None:
@@ -332,7 +315,6 @@ async def test_the_death_of_an_engine_before_it_should_stop_or_after_it_was_star
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_a_stopped_engine_has_time_to_end_by_itself(trial: Callable[..., Trial]) -> None:
     one = trial(engine_0="leave")
     async with surviving(one) as supervisor:
@@ -354,7 +336,6 @@ async def is_killed(supervisor: Supervisor, order: KillEngine) -> bool:
     return bool(killed)
 
 
-@pytest.mark.asyncio
 async def test_orders_to_kill_mean_one_host_and_its_death_is_one_like_another(trial: Callable[..., Trial]) -> None:
     one = trial(engine_0="hang")
     async with surviving(one, alone=3) as supervisor, anyio.create_task_group() as tasks:
@@ -378,7 +359,6 @@ async def test_orders_to_kill_mean_one_host_and_its_death_is_one_like_another(tr
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_orders_of_a_controller_that_died_mean_nothing_to_the_next_life(trial: Callable[..., Trial]) -> None:
     one, patience_s = trial(), 60.0
     async with surviving(one, RESTING, resumes=1) as supervisor, anyio.create_task_group() as tasks:
@@ -418,7 +398,6 @@ class Refusals:
         return self._start(*arguments, **named)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("name", "spared"), [("engine-0", 0), ("reward-0", 0), ("controller", 0), ("trainer-0", 3)])
 async def test_who_cannot_be_started_at_once_is_started_later(
     name: str, spared: int, trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
@@ -434,7 +413,6 @@ async def test_who_cannot_be_started_at_once_is_started_later(
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["engine-0", "controller"])
 async def test_who_can_never_be_started_again_ends_the_run(
     name: str, trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
@@ -450,7 +428,6 @@ async def test_who_can_never_be_started_again_ends_the_run(
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_is_ordered_is_tried_again(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,7 +445,6 @@ async def test_an_engine_that_is_ordered_is_tried_again(
     one.assert_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_the_kernel_does_not_let_go_is_in_nobody_s_way(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:

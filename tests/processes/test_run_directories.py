@@ -71,7 +71,6 @@ def test_runs_that_begin_at_the_same_moment_have_a_directory_each(
         shutil.rmtree(parent)
 
 
-@pytest.mark.asyncio
 async def test_a_run_that_was_refused_is_not_held(run: Path) -> None:
     text = (run / "recipe.toml").read_text()
     (run / "recipe.toml").write_text(text.replace("steps = ", "steps = 1", 1))
@@ -108,7 +107,6 @@ def test_a_run_without_its_journal_is_not_begun_over_its_own_files(run: Path) ->
     refuse_lost_journal(run)  # whether it can be read is for the controller to say
 
 
-@pytest.mark.asyncio
 async def test_control_does_not_begin_anew_beside_checkpoints(recipe: Recipe, run: Path) -> None:
     """The segment with the base may be gone after a power cut, where nothing is flushed."""
     checkpoint, settings = save(run, 10), control_settings(recipe)

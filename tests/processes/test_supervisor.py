@@ -19,7 +19,6 @@ from streamrl.plan.topology import ProcessPlan, Role
 from streamrl.supervise.clean_up import remove_killed_life
 from streamrl.supervise.supervisor import Supervisor
 
-pytestmark = pytest.mark.asyncio
 ENDS_WITHIN_S = 10.0
 
 

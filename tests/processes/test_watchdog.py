@@ -128,7 +128,6 @@ def test_the_limit_is_beyond_every_other_one() -> None:
     assert stall_limit_s(replace(QUICK, rewards=(slow,))) == 1.5 * 4 * 400
 
 
-@pytest.mark.asyncio
 async def test_a_run_that_stands_still_ends_with_what_it_waits_for(tmp_path: Path) -> None:
     trial = Trial(tmp_path)
     with pytest.raises(ExceptionGroup) as raised:
@@ -152,7 +151,6 @@ async def test_a_run_that_stands_still_ends_with_what_it_waits_for(tmp_path: Pat
     assert "await anyio.sleep(60)" in text, "the stack of the coroutine that waits"
 
 
-@pytest.mark.asyncio
 async def test_time_in_which_the_process_was_stopped_is_not_counted(tmp_path: Path) -> None:
     clock = Clock()
     trial = Trial(tmp_path, replace(QUICK, run=Run(stall_timeout_s=10.0)), clock)
@@ -166,7 +164,6 @@ async def test_time_in_which_the_process_was_stopped_is_not_counted(tmp_path: Pa
     assert trial.watch.still_s == 0.0
 
 
-@pytest.mark.asyncio
 async def test_a_signal_asks_where_everything_stands_and_nothing_ends(tmp_path: Path) -> None:
     trial = Trial(tmp_path, replace(QUICK, run=Run(stall_timeout_s=0.0)))
     async with anyio.create_task_group() as nursery:
@@ -185,7 +182,6 @@ async def test_a_signal_asks_where_everything_stands_and_nothing_ends(tmp_path: 
     assert trial.seen == [] and trial.watch.take_loop_lag() >= 0.0
 
 
-@pytest.mark.asyncio
 async def test_a_person_who_starts_a_process_may_take_their_time(tmp_path: Path) -> None:
     by_hand = Transport(kind=TransportKind.TCP, engines=Launch.EXTERNAL)
     trial = Trial(tmp_path, replace(QUICK, transport=by_hand, run=Run(stall_timeout_s=0.05)))
@@ -196,7 +192,6 @@ async def test_a_person_who_starts_a_process_may_take_their_time(tmp_path: Path)
     assert trial.seen == []
 
 
-@pytest.mark.asyncio
 async def test_stacks_of_coroutines_go_down_to_where_they_wait() -> None:
     gate = anyio.Event()
 
@@ -217,7 +212,6 @@ async def test_stacks_of_coroutines_go_down_to_where_they_wait() -> None:
     assert places == sorted(places)
 
 
-@pytest.mark.asyncio
 async def test_a_loop_that_does_not_answer_is_lag_then_stacks_once_then_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,7 +244,6 @@ async def test_a_loop_that_does_not_answer_is_lag_then_stacks_once_then_the_end(
     )
 
 
-@pytest.mark.asyncio
 async def test_a_blocked_loop_is_seen_by_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "STACKS_AFTER_S", 0.02)
     written = threading.Event()

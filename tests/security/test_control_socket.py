@@ -77,7 +77,6 @@ async def serving(run: Run, path: Path, *, request_limit_s: float = 5.0) -> Asyn
         tasks.cancel_scope.cancel()
 
 
-@pytest.mark.asyncio
 async def test_looking_is_free_for_this_user_and_changes_need_the_key(tmp_path: Path) -> None:
     run, path = Run(), tmp_path / "control"
     async with serving_control(path, tmp_path, run.carry_out):
@@ -132,7 +131,6 @@ NONSENSE: dict[str, bytes] = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", NONSENSE)
 async def test_nonsense_is_refused_and_the_run_goes_on(name: str, tmp_path: Path) -> None:
     run, path = Run(), tmp_path / "control"
@@ -166,7 +164,6 @@ def test_no_part_of_a_request_decodes_to_anything() -> None:
             length_of(struct.pack(">I", length), LARGEST_REQUEST)
 
 
-@pytest.mark.asyncio
 async def test_who_says_nothing_is_told_so_and_takes_no_place(tmp_path: Path) -> None:
     run, path = Run(), tmp_path / "control"
     silent = [socket.socket(socket.AF_UNIX) for _ in range(control_socket.MOST_CONNECTIONS)]
@@ -184,7 +181,6 @@ async def test_who_says_nothing_is_told_so_and_takes_no_place(tmp_path: Path) ->
         assert await ask_control(path, ListRewards(), "", 5) == LISTED
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("failure", "problems"),
     [
@@ -208,7 +204,6 @@ async def test_what_fails_is_refused(failure: Exception, problems: tuple[str, ..
         assert await ask_control(path, ListRewards(), "", 5) == LISTED
 
 
-@pytest.mark.asyncio
 async def test_another_user_is_neither_served_nor_told_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, path = Run(), tmp_path / "control"
     users: list[Callable[[], int]] = [lambda: 12345, control_socket.os.getuid]  # type: ignore[attr-defined]
@@ -223,7 +218,6 @@ async def test_another_user_is_neither_served_nor_told_the_key(tmp_path: Path, m
         assert run.done == []
 
 
-@pytest.mark.asyncio
 async def test_a_path_that_is_too_long_is_named_with_the_remedy(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 107)
     with pytest.raises(StreamRLError, match="TMPDIR"):
@@ -248,7 +242,6 @@ LOOKS = {"ListRewards"}
 """Every operation that needs no key. One that is added here must not change anything, nor tell a secret."""
 
 
-@pytest.mark.asyncio
 async def test_whoever_asks_without_pause_is_told_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("streamrl.remote.control_socket.time.monotonic", lambda: now)
@@ -262,7 +255,6 @@ async def test_whoever_asks_without_pause_is_told_to_wait(tmp_path: Path, monkey
         assert [isinstance(answer, ControlRefused) for answer in again] == [False, False, True]
 
 
-@pytest.mark.asyncio
 async def test_changes_and_wrong_keys_leave_a_line_without_the_key(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -278,7 +270,6 @@ async def test_changes_and_wrong_keys_leave_a_line_without_the_key(
     assert "the key'" not in caplog.text
 
 
-@pytest.mark.asyncio
 async def test_what_a_reward_is_given_is_in_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reward = Reward(function="judges.py:strict", options={"api_key": "swordfish", "headers": [{"x": "swordfish"}]})
     async with serving(Run(), tmp_path / "c"):
@@ -292,7 +283,6 @@ async def test_what_a_reward_is_given_is_in_no_log(tmp_path: Path, caplog: pytes
     ]
 
 
-@pytest.mark.asyncio
 async def test_every_operation_needs_the_key_but_those_that_look() -> None:
     operations = typing.get_args(control_protocol.ControlOperation)
     assert {kind.__name__ for kind in control_protocol.READ_ONLY} == LOOKS

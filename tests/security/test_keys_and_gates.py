@@ -116,7 +116,6 @@ def test_each_role_reaches_what_is_its_own_and_nothing_else(
         assert knock(partner, endpoint, stranger) == "HANDSHAKE_FAILED_AUTH"
 
 
-@pytest.mark.asyncio
 async def test_streams_run_between_processes_with_keys(act_as: ActAs) -> None:
     act_as(KeyRole.CONTROLLER)
     async with zmq_receiver(EngineOrder, LOOPBACK, bind=True, guard=KeyGuard(KeyRole.ENGINE)) as receives:
@@ -290,7 +289,6 @@ def break_gate(gate: KeyGate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "_answer", fail)
 
 
-@pytest.mark.asyncio
 async def test_the_death_of_the_gate_ends_the_streams_and_lets_nobody_in(
     keys: Path, act_as: ActAs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
