@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
+from oracle.control_world import control_settings
 
 from streamrl.buffers.rollout_buffer import PromptRef
 from streamrl.control.events import RoundsAdvised, RoundTimed
@@ -27,18 +28,8 @@ SECONDS = {SYNCHRONOUS: {"synchronous": 1.0}, RACE: {"short": 0.5, "long": 1.2}}
 
 
 def settings(prompts: int = 8, **changes: Any) -> ControlSettings:
-    return ControlSettings(
-        steps=10_000,
-        batch_groups=prompts,
-        group_size=8,
-        rounds=RoundKind.AUTO,
-        max_staleness=0,
-        when_stale=StalePolicy.WAIT,
-        dynamic_sampling=False,
-        max_failed_share=0.1,
-        failure_window=100,
-        tail_batching=TailBatching(**changes),
-    )
+    tail, auto = TailBatching(**changes), RoundKind.AUTO
+    return control_settings(steps=10_000, batch_groups=prompts, group_size=8, rounds=auto, tail_batching=tail)
 
 
 def advice(race: float, *, small: float = 0.9) -> RoundsAdvised:

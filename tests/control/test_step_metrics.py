@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle.control_world import control_settings
 
 from streamrl.base.messages import EngineLoad
 from streamrl.base.run_events import RunEvent, StepFinished
@@ -32,7 +33,6 @@ from streamrl.base.types import (
 )
 from streamrl.control.actions import LaunchGroup
 from streamrl.control.events import PromptsDrawn, RunBegan
-from streamrl.control.settings import ControlSettings
 from streamrl.observe.metrics.all_metrics import unregistered
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
@@ -41,7 +41,6 @@ from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStat
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace, read_trace
 from streamrl.observe.report.wait_reason import WaitReason
 from streamrl.policies.round_policies import make_control
-from streamrl.recipe.scheduling import RoundKind, StalePolicy
 from streamrl.sync.weight_sync import PushReport
 
 HEADER = TraceHeader(
@@ -323,19 +322,7 @@ class Story:
             clock=self.clock,
             recovering=recovering,
         )
-        self.control = make_control(
-            ControlSettings(
-                steps=9,
-                batch_groups=2,
-                group_size=2,
-                rounds=RoundKind.SYNCHRONOUS,
-                max_staleness=0,
-                when_stale=StalePolicy.WAIT,
-                dynamic_sampling=False,
-                max_failed_share=0.5,
-                failure_window=64,
-            )
-        )
+        self.control = make_control(control_settings(steps=9, max_failed_share=0.5, failure_window=64))
 
     async def emit(self, event: RunEvent) -> None:
         self.emitted.append(event)

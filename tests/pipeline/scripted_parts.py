@@ -13,6 +13,7 @@ from pathlib import Path
 
 import anyio
 import msgspec
+from oracle.control_world import control_settings
 
 from streamrl.app.observers import EnginesObserver, ReportObserver, ResumeObserver
 from streamrl.base.messages import (
@@ -75,7 +76,7 @@ from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader
 from streamrl.policies.round_policies import make_control
-from streamrl.recipe.scheduling import InFlight, RoundKind, StalePolicy
+from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.sections import ReleaseKind
 from streamrl.run.controller import Controller
 from streamrl.run.parts import Observer, RunRecord
@@ -102,19 +103,11 @@ TRACE_HEADER = TraceHeader(
 )
 
 
+RUN = {"steps": 6, "batch_groups": 4, "group_size": 4, "max_failed_share": 0.5, "failure_window": 64}
+
+
 def run_settings(**changes: object) -> ControlSettings:
-    defaults: dict[str, object] = {
-        "steps": 6,
-        "batch_groups": 4,
-        "group_size": 4,
-        "rounds": RoundKind.SYNCHRONOUS,
-        "max_staleness": 0,
-        "when_stale": StalePolicy.WAIT,
-        "dynamic_sampling": False,
-        "max_failed_share": 0.5,
-        "failure_window": 64,
-    }
-    return ControlSettings(**{**defaults, **changes})  # type: ignore[arg-type]
+    return control_settings(**RUN | changes)
 
 
 class Killed(Exception):

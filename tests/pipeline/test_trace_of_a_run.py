@@ -14,10 +14,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import scripted_parts
 
-from streamrl.control.settings import ControlSettings
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_trace import TRAINED, TrajectoryTrace, read_trace
-from streamrl.recipe.scheduling import LengthSorted, RoundKind, StalePolicy, TailBatching
+from streamrl.recipe.scheduling import LengthSorted, RoundKind, TailBatching
 
 POLICIES: list[dict[str, Any]] = [
     {"rounds": RoundKind.SYNCHRONOUS},
@@ -43,17 +42,8 @@ async def test_the_trace_of_a_run_agrees_with_its_accounting(
     """Controller, stages and simulated engines: each trajectory is in the trace once, with the end control gave it."""
     trace = TrajectoryTrace(tmp_path / "trace.jsonl", scripted_parts.TRACE_HEADER)
     monkeypatch.setattr(scripted_parts, "RunReport", partial(RunReport, trace=trace))
-    defaults: dict[str, Any] = {
-        "steps": 6,
-        "batch_groups": 4,
-        "group_size": 4,
-        "max_staleness": 0,
-        "when_stale": StalePolicy.WAIT,
-        "dynamic_sampling": True,
-        "max_failed_share": 0.9,
-        "failure_window": 64,
-    }
-    run = scripted_parts.SimulatedRun(ControlSettings(**defaults | policy), tmp_path, failing=13)
+    settings = scripted_parts.run_settings(**{"dynamic_sampling": True, "max_failed_share": 0.9} | policy)
+    run = scripted_parts.SimulatedRun(settings, tmp_path, failing=13)
     with closing(trace):
         assert await run.run() == "finished"
     recorded = read_trace(tmp_path / "trace.jsonl")

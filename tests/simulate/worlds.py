@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import msgspec
+from oracle.control_world import control_settings as any_settings
 
-from streamrl.control.settings import ControlSettings
-from streamrl.recipe.scheduling import RoundKind, StalePolicy
 from streamrl.simulate.cluster import ClusterModel, Engines
 from streamrl.simulate.engines import EngineModel
 from streamrl.simulate.lengths import LengthModel
@@ -21,20 +21,7 @@ TINY = ClusterModel(
     engines=Engines(count=2, prompt_tokens=10),
 )
 
-
-def control_settings(**changes: Any) -> ControlSettings:
-    defaults: dict[str, Any] = {
-        "steps": 1,
-        "batch_groups": 4,
-        "group_size": 4,
-        "rounds": RoundKind.SYNCHRONOUS,
-        "max_staleness": 0,
-        "when_stale": StalePolicy.WAIT,
-        "dynamic_sampling": False,
-        "max_failed_share": 1.0,
-        "failure_window": 8,
-    }
-    return ControlSettings(**{**defaults, **changes})
+control_settings = partial(any_settings, steps=1, batch_groups=4, group_size=4)
 
 
 def with_part(model: ClusterModel, part: str, **changes: Any) -> ClusterModel:
