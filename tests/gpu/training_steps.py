@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sample_groups import close_of
+from sample_groups import train_batch
 
 from streamrl.base.types import TrainingGroup, TrainingSample
 from streamrl.learning.options import TrainerOptions
@@ -53,9 +53,7 @@ def train_steps(path: str, device: str, sockets: Path, batches: list[list[Traini
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
             groups, began = groups_of(samples, batch), time.perf_counter()
-            for group in groups:
-                trainer.train_group(group)
-            done.metrics.append(trainer.close_batch(close_of(groups, batch + 1)).metrics)
+            done.metrics.append(train_batch(trainer, groups, batch + 1).metrics)
             if device == "cuda":
                 torch.cuda.synchronize()
                 done.peak = torch.cuda.max_memory_allocated()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from reference_policy import reference_model  # noqa: E402
-from sample_groups import VOCABULARY, close_of, make_groups  # noqa: E402
+from sample_groups import VOCABULARY, make_groups, train_batch  # noqa: E402
 
 from streamrl.recipe.canary import PROBE_TOKENS, probe_tokens  # noqa: E402
 
@@ -24,11 +23,9 @@ def test_a_step_tells_what_the_weights_before_it_find(start_trainer: Callable[..
     with torch.no_grad():
         logprobs = reference_model(tiny_model)(tokens[None]).logits[0].log_softmax(-1)
     expected = logprobs[:-1].gather(1, tokens[1:, None])[:, 0].tolist()
-    trainer, groups, told = start_trainer(canary=True), make_groups(0, [4, 3]), []
+    trainer, told = start_trainer(canary=True), []
     for version in range(2):
-        for group in groups:
-            trainer.train_group(msgspec.structs.replace(group, batch_id=version))
-        report = trainer.close_batch(msgspec.structs.replace(close_of(groups, version + 1), batch_id=version))
+        report = train_batch(trainer, make_groups(version, [4, 3]), version + 1)
         trainer.acknowledge(version + 1)
         told.append(report.probe_logprobs)
     assert told[0] == pytest.approx(expected, abs=1e-5)
@@ -38,9 +35,7 @@ def test_a_step_tells_what_the_weights_before_it_find(start_trainer: Callable[..
 
 
 def test_nothing_is_told_where_nobody_asks(start_trainer: Callable[..., Any]) -> None:
-    trainer, groups = start_trainer(), make_groups(0, [4])
-    trainer.train_group(groups[0])
-    assert trainer.close_batch(close_of(groups, 1)).probe_logprobs == ()
+    assert train_batch(start_trainer(), make_groups(0, [4]), 1).probe_logprobs == ()
 
 
 def test_the_tokens_are_spread_over_the_vocabulary() -> None:

@@ -284,14 +284,12 @@ def test_hugging_face_directory(start_trainer: StartTrainer, tmp_path: Path, tin
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_resume_from_something_else_is_an_error(start_trainer: StartTrainer, tmp_path: Path) -> None:
-    with pytest.raises(StreamRLError, match="is not a checkpoint"):
-        start_trainer(resume_from=str(tmp_path))
-
-
-def test_missing_model_is_an_error(start_trainer: StartTrainer, tmp_path: Path) -> None:
-    with pytest.raises(StreamRLError, match="cannot load the model"):
-        start_trainer(model_path=str(tmp_path / "nothing"))
+@pytest.mark.parametrize(
+    ("option", "refusal"), [("resume_from", "is not a checkpoint"), ("model_path", "cannot load the model")]
+)
+def test_an_empty_directory_is_refused(start_trainer: StartTrainer, tmp_path: Path, option: str, refusal: str) -> None:
+    with pytest.raises(StreamRLError, match=refusal):
+        start_trainer(**{option: str(tmp_path)})
 
 
 def test_empty_close_is_a_version(start_trainer: StartTrainer) -> None:
