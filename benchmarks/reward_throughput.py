@@ -238,7 +238,7 @@ async def serve(recipe: Recipe, *endpoints: str) -> None:
         zmq_sender(RewardResult, results_at, bind=False, name="results") as results,
         zmq_receiver(RewardOrder, orders_at, bind=False, name="orders") as orders,
     ):
-        await run_reward_worker(recipe, 0, orders, results)
+        await run_reward_worker(recipe, load_tokenizer(recipe.model.path), 0, orders, results)
 
 
 async def measure(given: argparse.Namespace) -> None:

@@ -134,6 +134,7 @@ async def run_trainer(context: ChildContext) -> None:
 
 async def run_reward(context: ChildContext) -> None:
     """Score with the user's functions, in a process that can be killed, until the orders end."""
+    from streamrl.prompts.tokenizer import load_tokenizer
     from streamrl.rewards.worker import run_reward_worker
 
     os.environ[JUDGE_SOCKET] = str(judge_socket(context.topology) or "")
@@ -141,7 +142,8 @@ async def run_reward(context: ChildContext) -> None:
     name = context.plan.name
     streams = controller_streams(context.topology, name, ("orders", RewardOrder), ("results", RewardResult))
     async with streams as (orders, results):
-        await run_reward_worker(context.recipe, context.plan.index, orders, results)
+        tokenizer = load_tokenizer(context.recipe.model.path)
+        await run_reward_worker(context.recipe, tokenizer, context.plan.index, orders, results)
 
 
 async def run_judge(context: ChildContext) -> None:

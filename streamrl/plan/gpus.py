@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.run_process import CUDA_DEVICES
 from streamrl.plan.memory import device_bytes
 from streamrl.plan.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
 from streamrl.plan.placement import Demand, Gpu, Placement, place
-from streamrl.plan.topology import CUDA_DEVICES
 from streamrl.recipe.sections import Recipe
 from streamrl.vllm.options import installed_device, max_model_len, model_config
 

@@ -10,7 +10,6 @@ import msgspec
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.recipe.sections import Launch, Recipe, TransportKind
 
-CUDA_DEVICES, CUDA_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 TOPOLOGY_FILE = "topology.json"
 JOURNAL_DIRECTORY = "journal"
 """In the directory of a run."""

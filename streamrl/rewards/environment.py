@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from streamrl.plan.topology import CUDA_DEVICES, CUDA_ORDER
+from streamrl.base.run_process import CUDA_DEVICES, CUDA_ORDER
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.recipe.rewards import Reward
 

@@ -12,13 +12,12 @@ import msgspec
 
 from streamrl.base.stage_messages import SampleReward, ScoreGroup
 from streamrl.base.types import Prompt, Trajectory
-from streamrl.prompts.tokenizer import Tokenizer
 from streamrl.recipe.rewards import COMBINE_SEPARATE, COMBINE_WEIGHTS, Reward, RewardLimits
 from streamrl.rewards.calls.pool import CallPool
 from streamrl.rewards.calls.trusted import TrustedCoroutines, call_at_once, close_functions
 from streamrl.rewards.reward_exchange import outcome_of, score_message
 from streamrl.rewards.reward_queue import RewardQueue
-from streamrl.rewards.scoring import Outcome, SampleTexts, SampleValue, column_failure, combine
+from streamrl.rewards.scoring import Outcome, SampleTexts, SampleValue, Tokenizer, column_failure, combine
 from streamrl.rewards.signature import RewardFunction, RewardSignature, load_reward
 from streamrl.rewards.values import CallFailure, CallResult
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -25,7 +25,6 @@ from streamrl.base.types import (
     TokenArray,
     token_array,
 )
-from streamrl.prompts.tokenizer import Tokenizer
 from streamrl.recipe.rewards import FailurePolicy, Reward
 from streamrl.rewards.reward_queue import total_of
 from streamrl.rewards.signature import PROVIDED, RewardSignature
@@ -33,6 +32,14 @@ from streamrl.rewards.values import CallFailure, CallResult, CheckedValue, faile
 
 Outcome = ScoredTrajectory | RewardFailure
 _PLAIN = (str, int, float, bool, type(None))
+
+
+class Tokenizer(Protocol):
+    """What makes texts of tokens: a part of ``prompts.tokenizer.Tokenizer``."""
+
+    def decode(self, token_ids: TokenArray) -> str:
+        """Text of ``token_ids``."""
+        ...
 
 
 class SampleValue(msgspec.Struct, frozen=True):

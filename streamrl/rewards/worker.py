@@ -41,12 +41,12 @@ from streamrl.base.stage_messages import (
 )
 from streamrl.base.wakeup import Wakeup
 from streamrl.comm.stream import ReceiveStream, SendStream, send_hello
-from streamrl.prompts.tokenizer import Tokenizer, load_tokenizer
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.calls.pool import LOAD_LIMIT_S
 from streamrl.rewards.calls.trusted import ExitTimer
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
 from streamrl.rewards.reward_set import RewardSet, RewardsOf, Scoring
+from streamrl.rewards.scoring import Tokenizer
 
 _HEARTBEAT_S = 0.5
 _STALL_GRACE_S = 2.0
@@ -63,6 +63,7 @@ _log = logging.getLogger(__name__)
 
 async def run_reward_worker(
     recipe: Recipe,
+    tokenizer: Tokenizer,
     worker: int,
     orders: ReceiveStream[RewardOrder],
     results: SendStream[RewardResult],
@@ -74,10 +75,9 @@ async def run_reward_worker(
     What the recipe says is version 0 to orders. ``owns_process`` False (tests): nothing ends the process, so a trusted
     function that never stops makes this hang. Otherwise the process ends by ``os._exit`` when trusted code
     cannot be stopped: with code 75 while orders may come, with code 0 when they ended and all are answered (``results``
-    is closed, hence flushed, before). Raises ``RecipeError`` when a function or the tokenizer cannot be loaded,
+    is closed, hence flushed, before). Raises ``RecipeError`` when a function cannot be loaded,
     ``StreamBroken`` when the controller is gone, and ``StreamRLError`` when call processes cannot be started any more.
     """
-    tokenizer = load_tokenizer(recipe.model.path)
     timer = _open_timer() if owns_process else None
     user_calls = asyncio.TaskGroup()
     serving = _Serving(recipe, tokenizer, user_calls, orders, results, timer, owns_process=owns_process)

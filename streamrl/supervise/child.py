@@ -22,10 +22,10 @@ from typing import NoReturn
 import anyio
 import msgspec
 
-from streamrl.base.run_process import name_shared_memory
+from streamrl.base.run_process import CUDA_DEVICES, CUDA_ORDER, name_shared_memory
 from streamrl.observe.terminal.printable import log_to
 from streamrl.observe.terminal.screen import open_screen
-from streamrl.plan.topology import CUDA_DEVICES, CUDA_ORDER, ProcessPlan, Role, Topology, read_topology
+from streamrl.plan.topology import ProcessPlan, Role, Topology, read_topology
 from streamrl.recipe.sections import Recipe
 from streamrl.remote.transport_keys import transport_environment
 from streamrl.rules.transport_rules import insecure_notice

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from streamrl.judge.options import judge_options, judge_problems
+from streamrl.judge.reward import JUDGE as JUDGE_REWARD
 from streamrl.learning.threads import judge_threads, trainer_threads
 from streamrl.plan.topology import JUDGE, Role, judge_socket, plan_topology
 from streamrl.recipe.load import dump_recipe, load_recipe
@@ -92,4 +93,5 @@ def test_paths_among_options_are_relative_to_the_recipe(tmp_path: Path) -> None:
 
 def test_the_options_that_are_paths_are_there() -> None:
     for name, options in PATH_OPTIONS.items():
-        assert set(options) <= set(BUILTIN[name].options.__struct_fields__)  # type: ignore[attr-defined]
+        reward = {**BUILTIN, "judge": JUDGE_REWARD}[name]
+        assert set(options) <= set(reward.options.__struct_fields__)  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from streamrl.base.types import ScoredTrajectory, Trajectory
 from streamrl.cli.main import main
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.zmq_stream import zmq_receiver
+from streamrl.prompts.tokenizer import load_tokenizer
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.attachments import RewardAttachments
@@ -101,7 +102,8 @@ async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
             results_in, results_out = memory_stream(64)
 
             async def work() -> None:
-                await run_reward_worker(recipe, 0, orders_out, results_in, owns_process=False)
+                tokenizer = load_tokenizer(recipe.model.path)
+                await run_reward_worker(recipe, tokenizer, 0, orders_out, results_in, owns_process=False)
                 await results_in.aclose()
 
             group.start_soon(work)

@@ -36,6 +36,7 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.wire import WireCodec
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.prompts.tokenizer import load_tokenizer
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
@@ -54,7 +55,8 @@ async def answers_of(recipe: Recipe, *groups: tuple[Trajectory, ...]) -> dict[in
     results, receive_result = memory_stream(64)
     answers: dict[int, GroupScored] = {}
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(run_reward_worker(recipe, 0, orders, results, owns_process=False))
+        tokenizer = load_tokenizer(recipe.model.path)
+        tasks.create_task(run_reward_worker(recipe, tokenizer, 0, orders, results, owns_process=False))
         assert await receive_result.receive() == RewardWorkerReady(worker=0)
         for number, group in enumerate(groups):
             await send_order.send(order(number, *group))
@@ -71,7 +73,8 @@ async def message_answers(recipe: Recipe, orders: ScoreGroups) -> list[list[Grou
     send_order, taken = memory_stream(1)
     results, receive_result = memory_stream(64)
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(run_reward_worker(recipe, 0, taken, results, owns_process=False))
+        tokenizer = load_tokenizer(recipe.model.path)
+        tasks.create_task(run_reward_worker(recipe, tokenizer, 0, taken, results, owns_process=False))
         assert await receive_result.receive() == RewardWorkerReady(worker=0)
         await send_order.send(orders)
         await send_order.aclose()
@@ -136,8 +139,10 @@ def test_a_message_has_each_prompt_once_and_the_sampled_tokens_only(make_traject
 async def test_reward_that_does_not_load_raises(make_recipe: MakeRecipe) -> None:
     _, orders = memory_stream(1)
     results, _ = memory_stream(1)
+    recipe = make_recipe("no_such_function")
+    tokenizer = load_tokenizer(recipe.model.path)
     with pytest.raises(RecipeError, match="no_such_function"):
-        await run_reward_worker(make_recipe("no_such_function"), 0, orders, results, owns_process=False)
+        await run_reward_worker(recipe, tokenizer, 0, orders, results, owns_process=False)
 
 
 @pytest.mark.asyncio

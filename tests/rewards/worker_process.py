@@ -11,6 +11,7 @@ from streamrl.base.stage_messages import (
     RewardResult,
 )
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.prompts.tokenizer import load_tokenizer
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.worker import run_reward_worker
 
@@ -20,7 +21,7 @@ async def main(recipe: Recipe, orders_at: str, results_at: str) -> None:
         zmq_sender(RewardResult, results_at, bind=False, name="results") as results,
         zmq_receiver(RewardOrder, orders_at, bind=False, name="orders") as orders,
     ):
-        await run_reward_worker(recipe, 3, orders, results)
+        await run_reward_worker(recipe, load_tokenizer(recipe.model.path), 3, orders, results)
 
 
 if __name__ == "__main__":

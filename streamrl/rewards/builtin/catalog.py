@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from streamrl.judge.reward import JUDGE
 from streamrl.rewards.builtin.declared import BuiltinReward, RewardCallable
 from streamrl.rewards.builtin.length import LENGTH, OVERLONG
 from streamrl.rewards.builtin.mathematics import MATH
@@ -20,17 +19,19 @@ from streamrl.rewards.builtin.sequence_classifier import REWARD_MODEL
 from streamrl.rewards.builtin.text import EXACT, FORMAT, REGEX
 
 
-def code(**options: Any) -> RewardCallable:
-    """The program of a completion against test cases, in the sandbox, which is imported when a recipe asks for it."""
-    reward: BuiltinReward = import_module("streamrl.sandbox.reward").CODE
-    return reward(**options)
+def _of_package(module: str, name: str) -> Callable[..., RewardCallable]:
+    """A reward of a package, which is imported when a recipe asks for it."""
+
+    def make(**options: Any) -> RewardCallable:
+        reward: BuiltinReward = getattr(import_module(module), name)
+        return reward(**options)
+
+    return make
 
 
 BUILTIN: Mapping[str, Callable[..., RewardCallable]] = {
-    **{
-        reward.name: reward
-        for reward in (EXACT, REGEX, MATH, REASONING_GYM, LENGTH, OVERLONG, FORMAT, JUDGE, REWARD_MODEL)
-    },
-    "code": code,
+    **{reward.name: reward for reward in (EXACT, REGEX, MATH, REASONING_GYM, LENGTH, OVERLONG, FORMAT, REWARD_MODEL)},
+    "code": _of_package("streamrl.sandbox.reward", "CODE"),
+    "judge": _of_package("streamrl.judge.reward", "JUDGE"),
 }
 """Name in the recipe -> what makes the reward function. Raises ``RecipeError`` for options that are wrong."""
