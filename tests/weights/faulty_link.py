@@ -13,8 +13,9 @@ import zmq
 
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.codec.bits import bit_type
+from streamrl.weights.engine_push import announcement_of
 from streamrl.weights.manifest import ShardSpec
-from streamrl.weights.publish.publisher import Published, WeightPublisher
+from streamrl.weights.publish.publisher import WeightPublisher
 from streamrl.weights.publish.server import ServedPart
 from streamrl.weights.pull.fetch import KeptParts, fetch_version
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion
@@ -22,7 +23,7 @@ from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion
 Bits = dict[str, np.ndarray]
 Frames = list[bytes]
 Fault = Callable[[int, Frames], Sequence[Frames]]
-"""What becomes of one reply: its number, counted from 0, and its frames (header, payload)."""
+"""What the link makes of one reply: its number, counted from 0, and its frames (header, payload)."""
 
 TENSORS = {"norm": ("bfloat16", (40,)), "layer": ("bfloat16", (60, 50)), "head": ("float32", (11, 30))}
 LOST: Sequence[Frames] = ()
@@ -63,10 +64,10 @@ class SmallPush:
         self.commit(self.publish(0, self.bits))
 
     def publish(self, version: int, bits: Bits) -> WeightAnnouncement:
-        return announcement(version, self.publisher.publish(version, bits))
+        return announcement_of(version, [self.publisher.publish(version, bits)])
 
     def anchor(self, version: int) -> WeightAnnouncement:
-        return announcement(version, self.publisher.publish_anchor(version))
+        return announcement_of(version, [self.publisher.publish_anchor(version)])
 
     def fetch(
         self,
@@ -106,15 +107,6 @@ def flip(frame: bytes, bit: int) -> bytes:
     flipped = bytearray(frame)
     flipped[bit // 8] ^= 1 << bit % 8
     return bytes(flipped)
-
-
-def announcement(version: int, published: Published) -> WeightAnnouncement:
-    return WeightAnnouncement(
-        policy_version=version,
-        base_version=published.base_version,
-        state_hash=published.state_hash,
-        sources=(published.source,),
-    )
 
 
 def served(publisher: WeightPublisher, announced: WeightAnnouncement) -> ServedPart:

@@ -253,7 +253,7 @@ def test_no_worker_rebuilds_when_another_one_failed(monkeypatch: pytest.MonkeyPa
         live.apply(writes, anchor=False)
     assert model.first.quant_method.calls == 0
     assert told[:2] == ["", ""]
-    assert "'norm'" in told[2], "the others are told, so that they do not wait"
+    assert "'norm'" in told[2], "the others hear, so that they do not wait"
 
 
 def test_refuses_by_name_what_a_reload_makes_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

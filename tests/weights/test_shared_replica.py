@@ -76,6 +76,13 @@ def shared_bits(worker: Receiver) -> Bits:
         return {name: replica._shared.bits(name).copy() for name in replica._shared.tensors}
 
 
+def assert_live(bits: Bits, *workers: Receiver) -> None:
+    """Every one of ``workers`` serves with ``bits``."""
+    for worker in workers:
+        for name, expected in bits.items():
+            assert np.array_equal(worker.model.bits(name), expected), name
+
+
 def test_two_workers_fetch_each_version_once_and_hold_one_set_of_bits(machine: Machine) -> None:
     push, bits = machine.push, machine.push.bits
     first, second = machine.worker(), machine.worker()
@@ -89,8 +96,7 @@ def test_two_workers_fetch_each_version_once_and_hold_one_set_of_bits(machine: M
         for worker in order:
             held = worker.transaction.live_report()
             assert (held.policy_version, held.state_hash) == (version, announced.state_hash)
-            for name, expected in bits.items():
-                assert np.array_equal(worker.model.bits(name), expected)
+            assert_live(bits, worker)
         bits = changed(bits, version)
     announced = push.publish(5, bits)
     assert not first.stage(machine.link.through(announced)).error
@@ -120,9 +126,7 @@ def test_a_worker_that_was_late_and_one_that_begins_take_all_from_memory(machine
     announced = push.publish(4, bits)
     machine.commit(announced, begins, fast, late)
     assert machine.chunks_sent() == 1
-    for worker in (fast, late, begins):
-        for name, expected in bits.items():
-            assert np.array_equal(worker.model.bits(name), expected)
+    assert_live(bits, fast, late, begins)
 
 
 def test_a_late_worker_that_fetches_first_does_it_for_all(machine: Machine) -> None:
@@ -138,9 +142,7 @@ def test_a_late_worker_that_fetches_first_does_it_for_all(machine: Machine) -> N
     announced = push.publish(2, twice)
     machine.commit(announced, late, fast)
     assert machine.chunks_sent() == 1
-    for worker in (fast, late):
-        for name, expected in twice.items():
-            assert np.array_equal(worker.model.bits(name), expected)
+    assert_live(twice, fast, late)
 
 
 def test_a_version_that_nobody_committed_is_no_obstacle(machine: Machine) -> None:
@@ -154,9 +156,7 @@ def test_a_version_that_nobody_committed_is_no_obstacle(machine: Machine) -> Non
     announced = push.publish(2, bits)
     assert announced.base_version == 1
     machine.commit(announced, first, second)
-    for worker in (first, second):
-        for name, expected in bits.items():
-            assert np.array_equal(worker.model.bits(name), expected)
+    assert_live(bits, first, second)
 
 
 def test_a_failed_commit_is_undone_though_others_went_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,11 +180,9 @@ def test_a_failed_commit_is_undone_though_others_went_on(machine: Machine, monke
         with pytest.raises(WeightError, match="planted"):
             failing.transaction.apply(1)
     assert failing.transaction.tainted == ""
-    for name, expected in push.bits.items():
-        assert np.array_equal(failing.model.bits(name), expected)
+    assert_live(push.bits, failing)
     failing.commit(push.anchor(2))
-    for name, expected in changed(once, 2).items():
-        assert np.array_equal(failing.model.bits(name), expected)
+    assert_live(changed(once, 2), failing)
 
 
 def test_workers_begin_on_one_checkpoint_and_a_restarted_one_joins(tmp_path: Path) -> None:
@@ -203,9 +201,7 @@ def test_workers_begin_on_one_checkpoint_and_a_restarted_one_joins(tmp_path: Pat
         bits = changed(bits, 2)
         machine.commit(push.publish(1, bits), restarted, *workers)
         assert machine.chunks_sent() == 1
-        for worker in (restarted, *workers):
-            for name, expected in bits.items():
-                assert np.array_equal(worker.model.bits(name), expected)
+        assert_live(bits, restarted, *workers)
     push.close()
 
 
@@ -226,9 +222,7 @@ def test_a_worker_that_did_not_load_the_checkpoint_takes_the_anchor_from_memory(
             machine.commit(announced, wrong)
         machine.commit(announced, wrong, other)
         assert machine.chunks_sent() == 0
-        for worker in (sound, wrong, other):
-            for name, expected in bits.items():
-                assert np.array_equal(worker.model.bits(name), expected)
+        assert_live(bits, sound, wrong, other)
     push.close()
 
 
@@ -310,14 +304,12 @@ def test_a_worker_that_is_killed_holds_up_nobody_and_leaves_no_memory(
         dying.communicate()
     if late:
         survivor.commit(announced[1])
-        for name, expected in versions[1].items():
-            assert np.array_equal(survivor.model.bits(name), expected)
+        assert_live(versions[1], survivor)
     survivor.commit(announced[2])
     push.publisher.acknowledge(2)
     bits = changed(bits, 7)
     survivor.commit(push.publish(3, bits))
-    for name, expected in bits.items():
-        assert np.array_equal(survivor.model.bits(name), expected)
+    assert_live(bits, survivor)
     survivor.stage(push.publish(4, bits))
     for name, expected in bits.items():
         assert np.array_equal(survivor.transaction.replica.bits(name), expected)
@@ -338,8 +330,7 @@ def test_memory_whose_holders_are_gone_is_begun_anew(machine: Machine) -> None:
     (machine.directory / "state").write_bytes(msgspec.msgpack.encode(msgspec.structs.replace(state, **gone)))
     begins = machine.worker()
     machine.commit(push.publish(1, push.bits), begins)
-    for name, expected in push.bits.items():
-        assert np.array_equal(begins.model.bits(name), expected)
+    assert_live(push.bits, begins)
 
 
 def test_the_last_one_removes_the_directory_and_no_descriptor_is_left(machine: Machine) -> None:

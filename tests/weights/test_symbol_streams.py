@@ -49,10 +49,6 @@ def test_coin_flips_take_a_bit_each() -> None:
         decoded(bytes((33, 0b1000)), np.empty(3, dtype=U16))
 
 
-def test_a_constant_stream_is_next_to_nothing() -> None:
-    assert len(encode_symbols(np.zeros(1_000_000, dtype=U32))) < 100
-
-
 @pytest.mark.parametrize("count", [30, 10_000])
 def test_refuses_a_byte_more_or_less(count: int) -> None:
     symbols = geometric(count, U32)

@@ -54,6 +54,7 @@ def assert_exact(base: np.ndarray, new: np.ndarray, dtype: str) -> None:
     if delta is None:
         assert np.array_equal(base, new)
     else:
+        assert not np.array_equal(base, new), "nothing changed, so there is nothing to send"
         assert np.array_equal(applied(base, delta.encoded, dtype), new)
         assert np.array_equal(delta.patch.positions, np.flatnonzero(base != new))
         assert np.array_equal(delta.patch.values, new[base != new])
@@ -111,35 +112,12 @@ def test_every_half_pattern_survives_from_and_to_every_edge(dtype: str) -> None:
             assert np.array_equal(applied(base, encoded_delta(base, new, dtype).encoded, dtype), new), hex(edge)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("flipped", [0x0001, 0x0080, 0x7FFF, 0x8000, 0xFFFF])
-def test_every_half_pattern_survives_as_base_of_every_flip(dtype: str, flipped: int) -> None:
-    base = np.arange(65536, dtype=U16)
-    assert_exact(base, base ^ U16.type(flipped), dtype)
-
-
 def test_every_pair_of_single_precision_edges_survives() -> None:
     edges = np.array(SINGLE_EDGES, dtype=U32)
     base, new = np.repeat(edges, edges.size), np.tile(edges, edges.size)
     assert_exact(base, new, "float32")
     for offset in (1, 0x007FFFFF, 0x7FFFFFFF, 0x80000000):
         assert_exact(base, new + U32.type(offset), "float32")
-
-
-def test_a_zero_that_changes_its_sign_is_a_change() -> None:
-    base = np.tile(np.array([0x0000, 0x8000], dtype=U16), 100)
-    new = base.copy()
-    new[0] = 0x8000
-    patch = decode_patch(encoded_delta(base, new, "bfloat16").encoded, "bfloat16", 200, "t", base)
-    assert patch.positions is not None
-    assert (patch.positions.tolist(), patch.values.tolist()) == ([0], [0x8000])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_changed_is_nothing_to_send(dtype: str) -> None:
-    for count in (0, 1, 5000):
-        bits = normal_bits(count, dtype)
-        assert encode_patch(bits.copy(), bits, dtype) is None
 
 
 def test_bits_that_lie_apart_are_read_where_they_lie() -> None:

@@ -18,13 +18,12 @@ from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement, WeightSource
 from streamrl.weights import manifest
 from streamrl.weights.codec.bits import bit_type
-from streamrl.weights.manifest import CHUNK_BYTES, MODULUS, ShardSpec
+from streamrl.weights.engine_push import announcement_of
+from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish import publisher as publisher_module
 from streamrl.weights.publish.chain import MAXIMUM_LINKS, UNACKNOWLEDGED_LINKS
 from streamrl.weights.publish.publisher import Published, WeightPublisher
-from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.pull.fetch import fetch_version
-from streamrl.weights.pull.received_part import CHUNK_ATTEMPTS
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion
 
 Bits = dict[str, np.ndarray]
@@ -81,10 +80,10 @@ class Ranks:
             parts.append(
                 publisher.publish(version, {s.name: bits[s.name][s.offset : s.offset + s.count] for s in mine})
             )
-        return announce(version, parts)
+        return announcement_of(version, parts)
 
     def publish_anchor(self, version: int) -> WeightAnnouncement:
-        return announce(version, [publisher.publish_anchor(version) for publisher in self.publishers])
+        return announcement_of(version, [publisher.publish_anchor(version) for publisher in self.publishers])
 
     def commit(self, announcement: WeightAnnouncement, *, acknowledge: bool = True) -> FetchedVersion:
         fetched = fetch_version(announcement, held=self.replica, progress_seconds=5.0)
@@ -98,16 +97,6 @@ class Ranks:
         assert self.replica.policy_version == version
         for name, expected in bits.items():
             assert np.array_equal(self.replica.bits(name), expected), name
-
-
-def announce(version: int, parts: list[Published]) -> WeightAnnouncement:
-    state_hash = sum(part.state_hash for part in parts) % MODULUS
-    return WeightAnnouncement(
-        policy_version=version,
-        base_version=parts[0].base_version,
-        state_hash=state_hash,
-        sources=tuple(part.source for part in parts),
-    )
 
 
 @pytest.fixture(params=["ipc", "tcp"])
@@ -146,46 +135,6 @@ def test_anchor_then_deltas_arrive_bit_for_bit(make_ranks: Callable[[int], Ranks
         assert run.replica.state_hash == announcement.state_hash
 
 
-def test_a_delta_is_small(make_ranks: Callable[[int], Ranks]) -> None:
-    run, bits = make_ranks(1), random_bits(0)
-    dense = run.commit(run.publish(0, bits)).payload_bytes
-    sparse = run.publish(1, changed(bits, 1, density=0.001))
-    assert sparse.sources[0].payload_bytes < dense / 200
-    assert sparse.sources[0].changed_elements == pytest.approx(0.001 * sum(b.size for b in bits.values()), rel=0.3)
-
-
-def test_each_version_is_made_on_the_one_before_and_what_was_missed_is_taken_too(
-    make_ranks: Callable[[int], Ranks],
-) -> None:
-    """Version 1 never reaches the engine; 2 changes some of it back; 3 is made while 2 is unanswered."""
-    run, bits = make_ranks(2), random_bits(0)
-    run.commit(run.publish(0, bits))
-    lost = changed(bits, 1, density=0.2)
-    assert run.publish(1, lost).base_version == 0
-    second = {name: np.where(np.arange(b.size) % 2 == 0, b, lost[name]) for name, b in bits.items()}
-    announcement = run.publish(2, second)
-    assert announcement.base_version == 1
-    third = {name: np.where(np.arange(b.size) % 3 == 0, b, second[name]) for name, b in bits.items()}
-    early = run.publish(3, third)
-    assert early.base_version == 2
-    assert run.commit(announcement).base_version == 0, "both, as one on what is held"
-    run.assert_holds(2, second)
-    assert run.commit(early).base_version == 2
-    run.assert_holds(3, third)
-
-
-def test_an_engine_that_starts_late_gets_an_anchor(make_ranks: Callable[[int], Ranks]) -> None:
-    run, bits = make_ranks(2), random_bits(0)
-    run.commit(run.publish(0, bits))
-    bits = changed(bits, 1)
-    run.commit(run.publish(1, bits))
-    run.replica = CheckpointReplica()
-    with pytest.raises(WeightError, match=r"holds no published version yet.*publish an anchor"):
-        run.commit(run.publish(2, bits))
-    run.commit(run.publish_anchor(2))
-    run.assert_holds(2, bits)
-
-
 def test_a_delta_for_other_weights_of_the_same_version_is_refused(make_ranks: Callable[[int], Ranks]) -> None:
     run, other = make_ranks(1), make_ranks(1)
     bits = random_bits(0)
@@ -200,10 +149,10 @@ def test_a_delta_for_other_weights_of_the_same_version_is_refused(make_ranks: Ca
 def test_a_wrong_announced_hash_is_refused(make_ranks: Callable[[int], Ranks]) -> None:
     run = make_ranks(2)
     right = run.publish(0, random_bits(0))
-    wrong = announce(0, run_parts(right, state_hash=right.state_hash ^ 1))
+    wrong = announcement_of(0, run_parts(right, state_hash=right.state_hash ^ 1))
     with pytest.raises(WeightError, match=r"add up to state hash 0x[0-9a-f]{16}; announced was 0x[0-9a-f]{16}"):
         fetch_version(wrong)
-    missing = announce(0, run_parts(right, state_hash=right.state_hash)[:1])
+    missing = announcement_of(0, run_parts(right, state_hash=right.state_hash)[:1])
     with pytest.raises(WeightError, match="add up to state hash"):
         fetch_version(missing)
 
@@ -253,7 +202,7 @@ def test_large_shards_are_published_in_pieces_by_several_threads(
     bits = random_bits(0)
     replica = CheckpointReplica()
     with publisher_of(endpoint(), threads=3) as publisher:
-        anchor = announce(0, [publisher.publish(0, bits)])
+        anchor = announcement_of(0, [publisher.publish(0, bits)])
         fetched = fetch_version(anchor)
         assert len(fetched.patches) == 3 + 13 + 8
         replica.advance(replica.stage(fetched))
@@ -261,7 +210,7 @@ def test_large_shards_are_published_in_pieces_by_several_threads(
         next_bits = {name: b.copy() for name, b in bits.items()}
         next_bits["embed"][[0, 70_001, 70_002, 899_999]] ^= 1
         next_bits["head"][-3:] ^= 7
-        delta = announce(1, [publisher.publish(1, next_bits)])
+        delta = announcement_of(1, [publisher.publish(1, next_bits)])
         assert delta.sources[0].changed_elements == 7
         fetched = fetch_version(delta, held=replica)
         assert [(p.shard.name, p.shard.offset) for p in fetched.patches] == [
@@ -286,7 +235,7 @@ def publisher_of(endpoint: str, threads: int) -> Iterator[WeightPublisher]:
 
 
 def test_what_is_served_is_bounded(make_ranks: Callable[..., Ranks]) -> None:
-    """Newest links stay while no engine has them, whatever they take; others go, the oldest first, beyond their bytes
+    """Newest links stay while no engine has them, however many bytes they take; others go, the oldest first, beyond their bytes
     and their number; complete versions when a newer one is acknowledged."""
     run, bits = make_ranks(1, chain_bytes=1), random_bits(0)
     run.commit(run.publish(0, bits))
@@ -308,72 +257,6 @@ def test_what_is_served_is_bounded(make_ranks: Callable[..., Ranks]) -> None:
     assert len([*publisher._chain]) == MAXIMUM_LINKS
 
 
-def run_announcement_of(announcement: WeightAnnouncement, version: int) -> WeightAnnouncement:
-    return WeightAnnouncement(
-        policy_version=version,
-        base_version=announcement.base_version,
-        state_hash=announcement.state_hash,
-        sources=announcement.sources,
-    )
-
-
-def test_an_announcement_that_contradicts_the_manifest_is_refused(make_ranks: Callable[[int], Ranks]) -> None:
-    announcement = make_ranks(1).publish(0, random_bits(0))
-    with pytest.raises(WeightError, match="announced was"):
-        fetch_version(run_announcement_of(announcement, 1))
-
-
-def serve_corrupted(run: Ranks, stack: ExitStack, endpoint: str, *, times: int) -> tuple[WeightAnnouncement, list[int]]:
-    """Publish, and serve the same part with a flipped bit in chunk 1 for the first ``times`` requests."""
-    announcement = run.publish(0, random_bits(0))
-    (served,) = run.publishers[0]._chain
-    asked: list[int] = []
-
-    class FlippingChunks(list[memoryview]):
-        def __getitem__(self, index: int) -> memoryview:  # type: ignore[override]
-            chunk = super().__getitem__(index)
-            asked.append(index)
-            if index == 1 and asked.count(1) <= times:
-                flipped = bytearray(chunk)
-                flipped[17] ^= 4
-                return memoryview(flipped)
-            return chunk
-
-    thread = PublisherServer(endpoint, "corrupting")
-    stack.callback(thread.close)
-    thread.start()
-    thread.serve([ServedPart(0, served.manifest_digest, served.manifest, FlippingChunks(served.chunks))])
-    (source,) = announcement.sources
-    moved = WeightSource(
-        rank=0,
-        endpoint=thread.endpoint,
-        manifest_digest=source.manifest_digest,
-        payload_bytes=source.payload_bytes,
-        changed_elements=source.changed_elements,
-        total_elements=source.total_elements,
-    )
-    return announce(0, [Published(moved, None, announcement.state_hash)]), asked
-
-
-def test_a_corrupt_chunk_is_fetched_again(make_ranks: Callable[[int], Ranks], endpoint: Callable[[], str]) -> None:
-    with ExitStack() as stack:
-        run = make_ranks(1)
-        announcement, asked = serve_corrupted(run, stack, endpoint(), times=CHUNK_ATTEMPTS - 1)
-        run.commit(announcement)
-        run.assert_holds(0, random_bits(0))
-        assert asked.count(1) == CHUNK_ATTEMPTS
-        assert asked.count(0) == 1
-
-
-def test_a_chunk_that_stays_corrupt_is_refused(make_ranks: Callable[[int], Ranks], endpoint: Callable[[], str]) -> None:
-    with ExitStack() as stack:
-        run = make_ranks(1)
-        announcement, _ = serve_corrupted(run, stack, endpoint(), times=CHUNK_ATTEMPTS)
-        with pytest.raises(WeightError, match=rf"chunk 1 from .* came 3 times with digest \w+ \({CHUNK_BYTES} bytes\)"):
-            run.commit(announcement)
-        assert run.replica.policy_version is None
-
-
 def test_a_silent_source_is_named(tmp_path: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     silent = context.socket(zmq.ROUTER)
@@ -386,7 +269,7 @@ def test_a_silent_source_is_named(tmp_path: Path) -> None:
         changed_elements=1,
         total_elements=1,
     )
-    announcement = announce(3, [Published(source, None, 0)])
+    announcement = announcement_of(3, [Published(source, None, 0)])
     try:
         with pytest.raises(WeightError, match=r"nothing arrived from ipc://.*rank 5.*manifest is missing"):
             fetch_version(announcement, progress_seconds=0.3)
@@ -435,9 +318,11 @@ def test_shards_must_cover_each_tensor_once(make_ranks: Callable[[int], Ranks]) 
         WeightPublisher("ipc:///tmp/unused", run_id="run", rank=0, shards=[spec])
     run = make_ranks(3)
     whole = run.publish(0, random_bits(0))
-    without_the_last = announce(0, [Published(s, None, 0) for s in whole.sources[:2]])
+    without_the_last = announcement_of(0, [Published(s, None, 0) for s in whole.sources[:2]])
     parts = [run.publishers[r]._part_hash for r in range(2)]
-    honest_hash = announce(0, [Published(s, None, h) for s, h in zip(without_the_last.sources, parts, strict=True)])
+    honest_hash = announcement_of(
+        0, [Published(s, None, h) for s, h in zip(without_the_last.sources, parts, strict=True)]
+    )
     with pytest.raises(WeightError, match="a rank is missing"):
         run.replica.stage(fetch_version(honest_hash))
 

@@ -276,7 +276,7 @@ def test_a_newer_version_does_not_wait_in_the_engine_for_the_staging_before(
     monkeypatch.setattr(replica, "stage_announced", slow)
     receiver.transaction.begin_stage(announced)
     assert entered.wait(10)
-    receiver.transaction.begin_stage(announced)  # it would stand still here
+    receiver.transaction.begin_stage(announced)  # it would wait here
     assert receiver.transaction.stage_report() == StageReport(fetched=False)
     reading.set()
     receiver.commit(announced)
