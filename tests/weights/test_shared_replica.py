@@ -1,4 +1,4 @@
-"""Workers of one machine: one set of bits, one fetch of each version, whoever comes late, dies or begins again."""
+"""Workers of one machine: one set of bits, one fetch of each version, and workers that come late, die or begin again."""
 
 from __future__ import annotations
 

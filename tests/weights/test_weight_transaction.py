@@ -317,72 +317,70 @@ def test_an_audit_finds_a_foreign_write_that_no_delta_touches(push: SmallPush) -
     receiver.assert_holds(2, {**bits, "head": bits["head"] ^ 1})
 
 
-def test_a_restarted_worker_takes_all_deltas_on_the_checkpoint_that_it_has_loaded(tmp_path: Path) -> None:
+OnCheckpoint = tuple[Bits, Path, SmallPush]
+
+
+@pytest.fixture
+def on_checkpoint(tmp_path: Path) -> Iterator[OnCheckpoint]:
+    """Bits, the checkpoint that holds them, and a push whose first delta is made on it."""
     first = random_bits(0)
     path = save_checkpoint(tmp_path / "model", first, TENSORS)
     push = SmallPush(tmp_path, checkpoint=path)
-    try:
-        push.bits = first
-        push.publish(0, first)
-        new = changed(first, 1)
-        announced = push.publish(1, new)
-        restarted = Receiver(push, checkpoint=path)
-        restarted.load(first)
-        report = restarted.stage(announced)
-        assert not report.error
-        assert report.payload_bytes < sum(b.nbytes for b in first.values()) / 2
-        assert restarted.transaction.live_report().policy_version is None, "it has committed nothing yet"
-        restarted.commit(announced)
-        restarted.assert_holds(1, new)
-        push.publisher.acknowledge(1)
-        restarted.commit(push.publish(2, changed(new, 2)))
-        restarted.assert_holds(2, changed(new, 2))
-    finally:
-        push.close()
+    yield first, path, push
+    push.close()
 
 
-def test_a_worker_that_did_not_load_the_checkpoint_it_says_needs_an_anchor(tmp_path: Path) -> None:
-    first = random_bits(0)
-    path = save_checkpoint(tmp_path / "model", first, TENSORS)
-    push = SmallPush(tmp_path, checkpoint=path)
-    try:
-        delta = push.publish(0, first)
-        wrong = Receiver(push, checkpoint=path)
-        wrong.load({**first, "norm": first["norm"] ^ (np.arange(40) == 7).astype(np.uint16)})
-        with pytest.raises(WeightError, match=r"not those of the checkpoint .*'norm'.*in an audit.*publish an anchor"):
-            wrong.commit(delta)
-        assert wrong.transaction.live_report().policy_version is None
-        wrong.commit(push.anchor(0))
-        wrong.assert_holds(0, first)
-    finally:
-        push.close()
+def test_a_restarted_worker_takes_all_deltas_on_the_checkpoint_that_it_has_loaded(on_checkpoint: OnCheckpoint) -> None:
+    first, path, push = on_checkpoint
+    push.bits = first
+    push.publish(0, first)
+    new = changed(first, 1)
+    announced = push.publish(1, new)
+    restarted = Receiver(push, checkpoint=path)
+    restarted.load(first)
+    report = restarted.stage(announced)
+    assert not report.error
+    assert report.payload_bytes < sum(b.nbytes for b in first.values()) / 2
+    assert restarted.transaction.live_report().policy_version is None, "it has committed nothing yet"
+    restarted.commit(announced)
+    restarted.assert_holds(1, new)
+    push.publisher.acknowledge(1)
+    restarted.commit(push.publish(2, changed(new, 2)))
+    restarted.assert_holds(2, changed(new, 2))
+
+
+def test_a_worker_that_did_not_load_the_checkpoint_it_says_needs_an_anchor(on_checkpoint: OnCheckpoint) -> None:
+    first, path, push = on_checkpoint
+    delta = push.publish(0, first)
+    wrong = Receiver(push, checkpoint=path)
+    wrong.load({**first, "norm": first["norm"] ^ (np.arange(40) == 7).astype(np.uint16)})
+    with pytest.raises(WeightError, match=r"not those of the checkpoint .*'norm'.*in an audit.*publish an anchor"):
+        wrong.commit(delta)
+    assert wrong.transaction.live_report().policy_version is None
+    wrong.commit(push.anchor(0))
+    wrong.assert_holds(0, first)
 
 
 def test_a_crash_before_the_first_version_leaves_what_was_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_checkpoint: OnCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = random_bits(0)
-    path = save_checkpoint(tmp_path / "model", first, TENSORS)
-    push = SmallPush(tmp_path, checkpoint=path)
-    try:
-        push.publish(0, first)
-        push.publisher.acknowledge(0)
-        delta = push.publish(1, changed(first, 1))
-        receiver = Receiver(push, checkpoint=path)
-        receiver.load(first)
-        assert not receiver.stage(delta).error
-        with monkeypatch.context() as planted:
-            planted.setattr(
-                receiver.transaction.live, "_write_and_check", CrashAt(receiver.transaction.live._write_and_check, 1)
-            )
-            with pytest.raises(Crash):
-                receiver.transaction.apply(1)
-        for name, loaded in first.items():
-            assert np.array_equal(receiver.model.bits(name), loaded)
-        receiver.commit(delta)
-        receiver.assert_holds(1, changed(first, 1))
-    finally:
-        push.close()
+    first, path, push = on_checkpoint
+    push.publish(0, first)
+    push.publisher.acknowledge(0)
+    delta = push.publish(1, changed(first, 1))
+    receiver = Receiver(push, checkpoint=path)
+    receiver.load(first)
+    assert not receiver.stage(delta).error
+    with monkeypatch.context() as planted:
+        planted.setattr(
+            receiver.transaction.live, "_write_and_check", CrashAt(receiver.transaction.live._write_and_check, 1)
+        )
+        with pytest.raises(Crash):
+            receiver.transaction.apply(1)
+    for name, loaded in first.items():
+        assert np.array_equal(receiver.model.bits(name), loaded)
+    receiver.commit(delta)
+    receiver.assert_holds(1, changed(first, 1))
 
 
 @pytest.mark.parametrize("point", POINTS)
