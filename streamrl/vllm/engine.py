@@ -33,8 +33,7 @@ from streamrl.vllm.fork import fork_engine_core
 from streamrl.vllm.options import EngineOptions, batched_tokens
 from streamrl.vllm.processes import ProcessWatch
 from streamrl.vllm.statistics import EngineStatistics, kv_tokens, stat_loggers
-from streamrl.weights import engine_push
-from streamrl.weights.vllm_names import engine_environment
+from streamrl.weights import engine_environment, engine_push
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput

@@ -12,7 +12,7 @@ import signal
 from multiprocessing.util import register_after_fork
 
 from streamrl.vllm.plugin import die_with_parent
-from streamrl.weights.vllm_names import ENGINE_VARIABLE
+from streamrl.weights import ENGINE_VARIABLE
 
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from streamrl.base.run_process import name_shared_memory
-from streamrl.weights.vllm_names import ENGINE_VARIABLE, TEXT_METHODS, WEIGHT_BACKEND
+from streamrl.weights import ENGINE_VARIABLE, TEXT_METHODS, WEIGHT_BACKEND
 
 LINEAR_VARIABLE = "STREAMRL_CPU_LINEAR"  # "plain" (default), "packed": see keep_linear_weights; "stock": as vLLM does
 _PR_SET_PDEATHSIG = 1

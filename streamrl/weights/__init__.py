@@ -21,6 +21,7 @@ errors         ``WeightError``: a version is refused, nothing has changed
 from __future__ import annotations
 
 import importlib
+import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,12 +34,6 @@ if TYPE_CHECKING:
     from streamrl.weights.publish.publisher import Published, WeightPublisher
     from streamrl.weights.pull.fetch import KeptParts, fetch_version
     from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, StagedVersion
-    from streamrl.weights.vllm_names import (
-        SERVER_OPTIONS,
-        WEIGHT_BACKEND,
-        engine_environment,
-        server_environment,
-    )
     from streamrl.weights.vllm_server import VllmServer
 
 __all__ = [
@@ -69,6 +64,18 @@ __all__ = [
     "stage",
 ]
 
+ENGINE_VARIABLE = "STREAMRL_ENGINE"
+"""Environment variable that must be "1" in a vLLM that is to have the backend."""
+
+WEIGHT_BACKEND = "streamrl"
+"""``WeightTransferConfig(backend=...)``."""
+
+SERVER_OPTIONS = ("--weight-transfer-config", json.dumps({"backend": WEIGHT_BACKEND}))
+"""What ``vllm serve MODEL`` needs on its command line."""
+
+TEXT_METHODS = {"streamrl_begin_stage": "streamrl_begin_stage_from_text"}
+"""Worker methods that take bytes, and those that take the same in base64: ``vllm serve`` passes on text only."""
+
 _HOMES = {
     "streamrl.weights.publish.loaded_checkpoint": ("CheckpointBase",),
     "streamrl.weights.codec.codec": ("EncodedPatch", "WeightPatch", "decode_patch", "encode_complete", "encode_patch"),
@@ -77,16 +84,20 @@ _HOMES = {
     "streamrl.weights.manifest": ("ShardSpec",),
     "streamrl.weights.pull.replica": ("CheckpointReplica", "FetchedVersion", "StagedVersion"),
     "streamrl.weights.publish.publisher": ("Published", "WeightPublisher"),
-    "streamrl.weights.vllm_names": (
-        "SERVER_OPTIONS",
-        "WEIGHT_BACKEND",
-        "engine_environment",
-        "server_environment",
-    ),
     "streamrl.weights.vllm_server": ("VllmServer",),
     "streamrl.base.errors": ("WeightError",),
     "streamrl.base.messages": ("WeightAnnouncement",),
 }
+
+
+def engine_environment() -> dict[str, str]:
+    """Environment of the process that owns an engine, to be set before vllm is imported."""
+    return {"VLLM_PLUGINS": "streamrl", ENGINE_VARIABLE: "1"}
+
+
+def server_environment() -> dict[str, str]:
+    """What ``vllm serve`` needs in its environment."""
+    return {**engine_environment(), "VLLM_SERVER_DEV_MODE": "1"}
 
 
 def __getattr__(name: str) -> Any:

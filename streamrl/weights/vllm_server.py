@@ -1,9 +1,9 @@
 """A ``vllm serve`` as the target of weight pushes: what ``engine_push`` asks of an ``AsyncLLM``, over HTTP.
 
 The server must run in vLLM's developer mode (that is where its weight routes are) and with streamrl's backend; see
-``server_environment`` and ``SERVER_OPTIONS`` of ``vllm_names``. Those routes can stop the server or change its weights:
-keep the port on a private network. Weight bytes do not pass here; the server's workers pull them
-from the publisher.
+``server_environment`` and ``SERVER_OPTIONS`` of ``streamrl.weights``. Those routes can stop the server or change its
+weights: keep the port on a private network. Weight bytes do not pass here; the server's workers pull them from the
+publisher.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import anyio.to_thread
 
 from streamrl.base.errors import EngineError
-from streamrl.weights.vllm_names import TEXT_METHODS
+from streamrl.weights import TEXT_METHODS
 
 
 class VllmServer:

@@ -1,4 +1,4 @@
-"""Workers of one machine: one set of bits, one fetch of each version, and workers that come late, die or begin again."""
+"""Workers of one machine: one set of bits, one fetch of each version; workers that come late, die or begin again."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ import pytest
 
 from streamrl.base.errors import EngineError, WeightError
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.weights import VllmServer, push
-from streamrl.weights.vllm_names import TEXT_METHODS
+from streamrl.weights import TEXT_METHODS, VllmServer, push
 
 HASH = 2**64 - 3  # more than a float holds
 HELD = {"policy_version": 7, "state_hash": HASH, "expected_hash": HASH, "error": ""}

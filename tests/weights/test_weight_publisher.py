@@ -235,8 +235,8 @@ def publisher_of(endpoint: str, threads: int) -> Iterator[WeightPublisher]:
 
 
 def test_what_is_served_is_bounded(make_ranks: Callable[..., Ranks]) -> None:
-    """Newest links stay while no engine has them, however many bytes they take; others go, the oldest first, beyond their
-    bytes and their number; complete versions when a newer one is acknowledged."""
+    """Newest links stay while no engine has them, however many bytes they take; others go, the oldest first, beyond
+    their bytes and their number; complete versions when a newer one is acknowledged."""
     run, bits = make_ranks(1, chain_bytes=1), random_bits(0)
     run.commit(run.publish(0, bits))
     (publisher,) = run.publishers

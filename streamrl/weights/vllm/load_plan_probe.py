@@ -11,10 +11,10 @@ import msgspec
 import torch
 
 from streamrl.vllm.options import EngineOptions
+from streamrl.weights import engine_environment
 from streamrl.weights.pull.replica import TensorSpec
 from streamrl.weights.vllm.load_plan import record_load_plan, run_loader, without_values
 from streamrl.weights.vllm.load_plan_reload import observe_after_loading
-from streamrl.weights.vllm_names import engine_environment
 
 
 def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec]) -> None:
