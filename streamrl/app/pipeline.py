@@ -308,7 +308,7 @@ def recipe_of_run(run_directory: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _crash_note(run_directory: Path, failure: str) -> str:
-    """Write the crash bundle. Returns what the user is told of it; a failure to write it hides no other."""
+    """Write the crash bundle. Returns the line for the user; a failure to write it hides no other."""
     try:
         kept = read_rewards_file(run_directory)
         bundle = write_crash_bundle(run_directory, failure, rewards=kept.rewards if kept else ())

@@ -67,8 +67,8 @@ class TrainerRanks:
         return hellos
 
     async def run(self) -> None:
-        """Receive answers until every rank ended its stream. Then whoever still waits for one, also where it cannot be
-        cancelled, is told that none will come."""
+        """Receive answers until every rank ended its stream. A wait for another answer, also one that cannot be
+        cancelled, then raises ``StreamBroken``."""
         try:
             async with anyio.create_task_group() as pumps:
                 for index in range(len(self._ranks)):
@@ -94,7 +94,7 @@ class TrainerRanks:
             waiting = self._answers.pop((type(event), rank), None)
             if waiting is None:
                 raise StreamRLError(f"trainer-{rank} sent {type(event).__name__}, which nobody asked for")
-            if not waiting.done():  # whoever asked was cancelled: the run is about to end, of something else
+            if not waiting.done():  # the wait was cancelled: the run is about to end, of something else
                 waiting.set_result(event)
             self._answered += 1
 
@@ -113,7 +113,7 @@ class TrainerRanks:
                     await batches.send(TrainTogether())
 
     async def close_batch(self, close: CloseBatch) -> Callable[[], Awaitable[list[StepReport]]]:
-        """Tell every rank to step. Returns when they were told; call the result for the reports, in rank order."""
+        """Order every rank to step. Returns when that is sent; call the result for the reports, in rank order."""
         self._open_tokens, self._waiting_tokens = [0] * len(self._ranks), 0
         self._ordered_version = close.policy_version
         return await self._ask(close, StepReport)
