@@ -73,7 +73,7 @@ from streamrl.control.settings import control_settings
 from streamrl.elastic.hosts import engine_hosts
 from streamrl.engines.slots import EngineSlot
 from streamrl.evaluate.evaluation import Evaluations
-from streamrl.evaluate.sample_files import EvaluationSamples
+from streamrl.evaluate.sample_files import write_evaluation
 from streamrl.journal.run_journal import JournalledOutcomes
 from streamrl.judge.link import JudgeLink
 from streamrl.observe.report.alarms import Alarms, alarm_rules
@@ -195,7 +195,7 @@ async def _run_stages(
     saved, places = run_directory / "checkpoints", {"limit": recipe.evaluation.limit, "held": start_version}
     keeper = CheckpointKeeper(parts.trainer, saved, recipe.checkpoint, forget=_remove_directory, **places)
     await keeper.begin()
-    samples = EvaluationSamples(run_directory / "evaluations", parts.tokenizer.decode)
+    store = partial(write_evaluation, run_directory / "evaluations", parts.tokenizer.decode)
     audit = WeightAudit(parts.pool.serving_engines, run_directory / "audits.jsonl", recipe.weights.audit_interval)
     report = run_report(recipe, run_directory, parts, rollout, reward, record.recovered)
     record.journal.elapsed = report.elapsed
@@ -206,7 +206,7 @@ async def _run_stages(
         finished=report.evaluation_finished,
         warned=report.warned,
         scored=keeper.scored,
-        store=samples.write if recipe.evaluation.store_samples else None,
+        store=store if recipe.evaluation.store_samples else None,
     )
     observers: list[Observer] = [
         EnginesObserver(elastic, record.store, audit),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,23 +65,22 @@ def sample_of(
     ).shortened(LONGEST_TEXT)
 
 
-class EvaluationSamples:
-    """Writes one file for each evaluation under ``directory``. ``decode``: text of token ids; None: ids only."""
-
-    def __init__(self, directory: Path, decode: Callable[[TokenArray], str] | None = None) -> None:
-        self._directory = directory
-        self._decode = decode
-
-    async def write(self, policy_version: int, outcomes: Sequence[EndedOutcome]) -> None:
-        """Write ``step-N.jsonl``, whole or not at all, in a thread. Raises ``StreamRLError`` when the disk refuses."""
-        path = self._directory / f"step-{policy_version:06d}.jsonl"
-        try:
-            await anyio.to_thread.run_sync(partial(_write_lines, path, list(outcomes), self._decode))
-        except OSError as error:
-            raise StreamRLError(
-                f"the samples of the evaluation at step {policy_version} could not be written to {path}: {error}; "
-                "free the disk, or set evaluation.advanced.store_samples = false"
-            ) from error
+async def write_evaluation(
+    directory: Path,
+    decode: Callable[[TokenArray], str] | None,
+    policy_version: int,
+    outcomes: Sequence[EndedOutcome],
+) -> None:
+    """Write ``step-N.jsonl`` in ``directory``, whole or not at all, in a thread. ``decode``: text of token ids; None:
+    ids only. Raises ``StreamRLError`` when the disk refuses."""
+    path = directory / f"step-{policy_version:06d}.jsonl"
+    try:
+        await anyio.to_thread.run_sync(_write_lines, path, list(outcomes), decode)
+    except OSError as error:
+        raise StreamRLError(
+            f"the samples of the evaluation at step {policy_version} could not be written to {path}: {error}; "
+            "free the disk, or set evaluation.advanced.store_samples = false"
+        ) from error
 
 
 def _write_lines(path: Path, outcomes: list[EndedOutcome], decode: Callable[[TokenArray], str] | None) -> None:

@@ -18,6 +18,7 @@ from streamrl.base.types import RewardFailure, ScoredTrajectory, TokenArray
 from streamrl.evaluate.sample_files import sample_of
 from streamrl.evaluate.trial_completions import CompletedGroup
 from streamrl.observe.report.step_metrics import part_values
+from streamrl.observe.report.trajectory_stats import percentile
 from streamrl.observe.terminal.printable import printable
 from streamrl.observe.terminal.step_line import sample_block
 from streamrl.rewards.scoring import Outcome
@@ -141,13 +142,8 @@ def spread(values: Sequence[float]) -> Spread | None:
     """None of no values. ``std`` of the population; quantiles are values that occurred."""
     if not values:
         return None
-    ordered = sorted(values)
-
-    def quantile(share: float) -> float:
-        return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
-
-    deviation = statistics.pstdev(ordered)
-    return Spread(statistics.fmean(ordered), deviation, ordered[0], quantile(0.5), quantile(0.95), ordered[-1])
+    mean, deviation = statistics.fmean(values), statistics.pstdev(values)
+    return Spread(mean, deviation, min(values), percentile(values, 0.5), percentile(values, 0.95), max(values))
 
 
 def histogram(values: Sequence[float]) -> tuple[Bin, ...]:

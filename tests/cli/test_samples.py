@@ -20,7 +20,7 @@ from streamrl.base.types import (
     token_array,
 )
 from streamrl.cli.main import main
-from streamrl.evaluate.sample_files import EvaluationSamples, TrainingSamples
+from streamrl.evaluate.sample_files import TrainingSamples, write_evaluation
 
 
 def decode(token_ids: TokenArray) -> str:
@@ -62,7 +62,7 @@ def run(tmp_path: Path) -> Path:
     outcomes: list[EndedOutcome] = [Scored(outcome=scored(n, f"held out {n}", n / 10, group=-1 - n)) for n in range(4)]
     one = TrajectoryId(prompt_id="p9", group_id=-9, sample=0)
     outcomes.append(TrajectoryLost(id=one, group_size=1, cancelled=False, reason="too long"))
-    anyio.run(EvaluationSamples(tmp_path / "evaluations", decode).write, 2, outcomes)
+    anyio.run(write_evaluation, tmp_path / "evaluations", decode, 2, outcomes)
     return tmp_path
 
 

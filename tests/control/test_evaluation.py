@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ from streamrl.base.types import (
     token_array,
 )
 from streamrl.evaluate.evaluation import Evaluation, HeldOut, evaluation_metrics, pass_at_k, pass_sizes
-from streamrl.evaluate.sample_files import EvaluationSamples
+from streamrl.evaluate.sample_files import write_evaluation
 from streamrl.observe.report.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
 from streamrl.recipe.load import load_recipe
 
@@ -254,8 +255,8 @@ async def test_an_evaluation_of_nothing_ends() -> None:
 
 @pytest.mark.asyncio
 async def test_every_sample_is_a_line_with_its_text(tmp_path: Path) -> None:
-    samples = EvaluationSamples(tmp_path / "evaluations", decode=lambda ids: "-".join(map(str, ids)))
-    await samples.write(7, [lost(1, 0), failed(0, 1), *rewarded(0, 0.5)])
+    write = partial(write_evaluation, tmp_path / "evaluations", lambda ids: "-".join(map(str, ids)))
+    await write(7, [lost(1, 0), failed(0, 1), *rewarded(0, 0.5)])
     [path] = (tmp_path / "evaluations").iterdir()
     assert path.name == "step-000007.jsonl"
     whose = {"prompt": 0, "prompt_id": "p0", "policy_version": 7}
@@ -277,7 +278,7 @@ async def test_every_sample_is_a_line_with_its_text(tmp_path: Path) -> None:
 async def test_samples_that_cannot_be_written_name_the_path_and_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "evaluations").write_text("a file in the way")
     with pytest.raises(StreamRLError, match=r"step 3 could not be written to .*store_samples = false"):
-        await EvaluationSamples(tmp_path / "evaluations").write(3, rewarded(0, 1.0))
+        await write_evaluation(tmp_path / "evaluations", None, 3, rewarded(0, 1.0))
 
 
 # ---- alarms --------------------------------------------------------------------------------------

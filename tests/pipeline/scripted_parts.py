@@ -67,7 +67,7 @@ from streamrl.elastic.sets import EngineSet, SetChooser
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.evaluate.evaluation import Evaluations, HeldOut
-from streamrl.evaluate.sample_files import EvaluationSamples
+from streamrl.evaluate.sample_files import write_evaluation
 from streamrl.journal.log import Journal, read_journal
 from streamrl.journal.recover import RecoveredRun, recovered_run
 from streamrl.journal.run_journal import JournalledOutcomes, RunJournal
@@ -402,7 +402,7 @@ class SimulatedRun:
                 finished=report.evaluation_finished,
                 warned=report.warned,
                 scored=self._scored,
-                store=EvaluationSamples(self.directory / "evaluations").write,
+                store=partial(write_evaluation, self.directory / "evaluations", None),
             )
             elastic = self._make_elastic(pool, sync, trainer, journal, report)
             audit = WeightAudit(pool.serving_engines, self.directory / "audits.jsonl", 0)

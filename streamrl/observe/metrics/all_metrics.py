@@ -30,13 +30,12 @@ class Aggregation(StrEnum):
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """One metric. ``line``: its label on the step line, empty where it is not shown there."""
+    """One metric."""
 
     name: str
     unit: str
     aggregation: Aggregation
     meaning: str
-    line: str = ""
 
 
 MEAN, STD, MIN, MAX = Aggregation.MEAN, Aggregation.STD, Aggregation.MIN, Aggregation.MAX
@@ -45,7 +44,7 @@ SUM, RATE, TOTAL, LAST = Aggregation.SUM, Aggregation.RATE, Aggregation.TOTAL, A
 
 METRICS: tuple[Metric, ...] = (
     # What rewards and the judge report.
-    Metric("reward/mean", "reward", MEAN, "Total reward over the samples that were trained.", "reward"),
+    Metric("reward/mean", "reward", MEAN, "Total reward over the samples that were trained."),
     Metric("reward/std", "reward", STD, "Total reward over the samples that were trained."),
     Metric("reward/min", "reward", MIN, "Smallest total reward of a trained sample."),
     Metric("reward/max", "reward", MAX, "Largest total reward of a trained sample."),
@@ -55,7 +54,6 @@ METRICS: tuple[Metric, ...] = (
         "share",
         SHARE,
         "Groups of two and more in the batch whose rewards are all equal: no signal.",
-        "no-signal",
     ),
     Metric("reward/func/<name>/mean", "reward", MEAN, "What one reward function returned, before its weight."),
     Metric("reward/func/<name>/std", "reward", STD, "What one reward function returned, before its weight."),
@@ -122,16 +120,12 @@ METRICS: tuple[Metric, ...] = (
         "Trajectories that were rewarded and then dropped since the last step.",
     ),
     # Metrics of completions: those trained, those sampled, those of an evaluation.
-    Metric("completion/length_mean", "tokens", MEAN, "Generated tokens of a trained sample.", "len"),
+    Metric("completion/length_mean", "tokens", MEAN, "Generated tokens of a trained sample."),
     Metric("completion/length_p50", "tokens", P50, "Generated tokens of a trained sample."),
     Metric("completion/length_p95", "tokens", P95, "Generated tokens of a trained sample."),
     Metric("completion/length_max", "tokens", MAX, "Generated tokens of a trained sample."),
     Metric(
-        "completion/truncated_ratio",
-        "share",
-        SHARE,
-        "Trained samples cut by the token limit (finish reason length).",
-        "cut",
+        "completion/truncated_ratio", "share", SHARE, "Trained samples cut by the token limit (finish reason length)."
     ),
     Metric("completion/eos_ratio", "share", SHARE, "Trained samples that ended by themselves (finish reason stop)."),
     Metric(
@@ -174,7 +168,6 @@ METRICS: tuple[Metric, ...] = (
         MEAN,
         "Score over k samples of each held-out prompt, then over prompts (accuracy for 0/1): the value of the first "
         "reward, or of evaluation.advanced.reward.",
-        "held-out",
     ),
     Metric("eval/<set>/standard_error", "reward", STD, "Of avg@k, over prompts."),
     Metric("eval/<set>/func/<name>/mean", "reward", MEAN, "What one reward function returned, before its weight."),
@@ -203,7 +196,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/logprob_diff_abs_mean", "nats", MEAN, "Absolute difference of trainer and behaviour logprob."),
     Metric("policy/logprob_diff_abs_p99", "nats", P99, "Absolute difference of trainer and behaviour logprob."),
     Metric("policy/ess", "share", MEAN, "Effective sample size of the importance weights over their number."),
-    Metric("policy/entropy", "nats", MEAN, "Entropy of the policy at trained tokens.", "entropy"),
+    Metric("policy/entropy", "nats", MEAN, "Entropy of the policy at trained tokens."),
     Metric("policy/clip_ratio", "share", SHARE, "Trained tokens whose ratio was clipped, either side."),
     Metric("policy/is_weight_mean", "ratio", MEAN, "Trainer over behaviour probability, before any correction."),
     Metric("policy/correction_mean", "ratio", MEAN, "Off-policy weight of a token's loss, 0 where masked."),
@@ -213,12 +206,11 @@ METRICS: tuple[Metric, ...] = (
         "nats",
         MEAN,
         "Absolute difference of trainer and engine logprob over tokens that the trained version sampled itself.",
-        "mismatch",
     ),
-    Metric("policy/reference_kl", "nats", MEAN, "Estimated KL to the reference model at trained tokens.", "kl"),
+    Metric("policy/reference_kl", "nats", MEAN, "Estimated KL to the reference model at trained tokens."),
     Metric("optim/loss", "loss", SUM, "The value that was differentiated, normalised as the recipe says."),
     Metric("optim/value_loss", "loss", SUM, "The critic's loss, normalised as the policy's."),
-    Metric("optim/grad_norm", "norm", LAST, "Global gradient norm before clipping.", "grad"),
+    Metric("optim/grad_norm", "norm", LAST, "Global gradient norm before clipping."),
     Metric(
         "optim/lr", "1", LAST, "Learning rate of the step, or of each one where several batches are trained at once."
     ),
@@ -235,7 +227,6 @@ METRICS: tuple[Metric, ...] = (
         "steps",
         MEAN,
         "Version that trains minus newest version that sampled a token of the sample.",
-        "stale",
     ),
     Metric("async/staleness_p95", "steps", P95, "As async/staleness_mean."),
     Metric("async/staleness_max", "steps", MAX, "As async/staleness_mean."),
@@ -255,7 +246,6 @@ METRICS: tuple[Metric, ...] = (
         "trajectories",
         MEAN,
         "Samples of a trained group; there for the one kind of round that the step trained.",
-        "round",
     ),
     Metric("round/<kind>/total", "rounds", TOTAL, "Rounds of this kind that were trained."),
     Metric(
@@ -314,19 +304,12 @@ METRICS: tuple[Metric, ...] = (
         SUM,
         "Time in which no engine served because another set took over: stop or sleep, start or wake, weights.",
     ),
-    Metric(
-        "util/trainer_idle_ratio",
-        "share",
-        SHARE,
-        "Share of the step in which the trainer computed nothing.",
-        "trainer-idle",
-    ),
+    Metric("util/trainer_idle_ratio", "share", SHARE, "Share of the step in which the trainer computed nothing."),
     Metric(
         "util/bubble_ratio",
         "share",
         SHARE,
         "Idle share of the capacity c (util/capacity) over the whole step: 1 - sum(min(running, c) dt) / (c sum(dt)).",
-        "engine-idle",
     ),
     Metric(
         "util/rollout_bubble_ratio",
@@ -349,12 +332,9 @@ METRICS: tuple[Metric, ...] = (
         "Longest time since the last step in which the controller's event loop answered nothing.",
     ),
     Metric("util/capacity", "requests", LAST, "What the bubble ratios count as full: requests that run at once."),
-    Metric("perf/train_tok_s", "tokens/s", RATE, "Trained tokens per second of wall time: goodput.", "tok/s"),
+    Metric("perf/train_tok_s", "tokens/s", RATE, "Trained tokens per second of wall time: goodput."),
     Metric(
-        "perf/gen_tok_s",
-        "tokens/s",
-        RATE,
-        "Generated tokens per second of wall time, dropped and evaluation ones too.",
+        "perf/gen_tok_s", "tokens/s", RATE, "Generated tokens per second of wall time, dropped and evaluation ones too."
     ),
     Metric(
         "perf/forward_backward_tok_s",

@@ -5,17 +5,18 @@ from __future__ import annotations
 import sys
 
 from streamrl.observe.metrics.all_metrics import METRICS
+from streamrl.observe.terminal.step_line import COLUMNS, FURTHER
 
 
 def metrics_page() -> str:
     """The page as it must stand in the repository."""
     lines = [_HEAD]
-    heading = ""
+    heading, shown = "", {column.metric for column in (*COLUMNS, *FURTHER)}
     for metric in METRICS:
         if (section := metric.name.partition("/")[0]) != heading:
             heading = section
             lines += ["", f"## {heading}", "", "| name | unit | made by | meaning |", "|---|---|---|---|"]
-        name = f"**`{metric.name}`**" if metric.line else f"`{metric.name}`"
+        name = f"**`{metric.name}`**" if metric.name in shown else f"`{metric.name}`"
         lines.append(f"| {name} | {metric.unit} | {metric.aggregation} | {metric.meaning} |")
     return "\n".join([*lines, "", _PLACES])
 

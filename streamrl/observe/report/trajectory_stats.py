@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from streamrl.base.stage_messages import EndedOutcome, RewardOutcome, Scored, TrajectoryHeld, TrajectoryLost
-from streamrl.base.types import DropReason, FinishReason, RewardFailure, ScoredTrajectory, Trajectory, TrajectoryId
+from streamrl.base.types import (
+    DropReason,
+    FinishReason,
+    RewardCall,
+    RewardFailure,
+    ScoredTrajectory,
+    Trajectory,
+    TrajectoryId,
+)
 from streamrl.control.actions import LaunchGroup
 from streamrl.observe.report.trajectory_trace import TRAINED, UNFINISHED, TrajectoryLine, TrajectoryTrace
 
@@ -201,22 +210,16 @@ class RewardCalls:
     """Latencies of calls since the last step, and failures since the run began."""
 
     def __init__(self) -> None:
-        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
-        self._waited: defaultdict[str, list[float]] = defaultdict(list)
-        self._limits: defaultdict[str, list[float]] = defaultdict(list)
+        self._calls: defaultdict[str, list[RewardCall]] = defaultdict(list)
         self._failures: Counter[str] = Counter()
 
     def came_back(self, item: Scored) -> None:
         """The outcome of one trajectory arrived, also of one that was dropped."""
         outcome = item.outcome
         for call in outcome.calls:
-            name = call.function
-            self._seconds[name].append(call.seconds)
-            self._waited[name].append(call.waited_s)
-            if call.adapted:
-                self._limits[name].append(call.limit_s)
+            self._calls[call.function].append(call)
             if call.failure is not None:
-                self._failures[f"reward/func/{name}/{call.failure}_total"] += 1
+                self._failures[f"reward/func/{call.function}/{call.failure}_total"] += 1
         failed = {call.function for call in outcome.calls if call.failure is not None}
         if isinstance(outcome, RewardFailure) and outcome.function not in failed:
             self._failures[f"reward/func/{outcome.function}/{outcome.kind}_total"] += 1
@@ -224,18 +227,17 @@ class RewardCalls:
     def take(self) -> dict[str, float]:
         """Figures as metrics; once a step."""
         metrics: dict[str, float] = {}
-        for name, seconds in self._seconds.items():
+        for name, calls in self._calls.items():
+            seconds = [call.seconds for call in calls]
             metrics[f"reward/func/{name}/latency_p50_s"] = percentile(seconds, 0.5)
             metrics[f"reward/func/{name}/latency_p95_s"] = percentile(seconds, 0.95)
-            metrics[f"reward/func/{name}/waited_p95_s"] = percentile(self._waited[name], 0.95)
-        for name, limits in self._limits.items():
-            metrics[f"reward/func/{name}/adapted_limit_p50_s"] = percentile(limits, 0.5)
-        for figures in (self._seconds, self._waited, self._limits):
-            figures.clear()
+            metrics[f"reward/func/{name}/waited_p95_s"] = percentile([call.waited_s for call in calls], 0.95)
+            if limits := [call.limit_s for call in calls if call.adapted]:
+                metrics[f"reward/func/{name}/adapted_limit_p50_s"] = percentile(limits, 0.5)
+        self._calls.clear()
         return metrics | {name: float(count) for name, count in self._failures.items()}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of ``values`` lie (nearest rank). 0.0 for no values."""
-    ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+    """The least of ``values`` that ``share`` of them do not exceed (nearest rank). 0.0 for no values."""
+    return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)] if values else 0.0

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from textwrap import TextWrapper
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from streamrl.base.run_events import (
     CompletionSampled,
@@ -53,24 +53,6 @@ HEADER_EVERY = 20
 SHOWN_WAITS = 8
 
 
-class Screen(Protocol):
-    """Where lines go, and a place for what changes."""
-
-    is_table: bool
-
-    def width(self) -> int | None:
-        """Characters of a row of the table; None: as many as it takes."""
-
-    def line(self, text: str, *, dim: bool = False) -> None:
-        """Print one line that stays."""
-
-    def progress(self, text: str, done: int, total: int) -> None:
-        """Show what is going on now. ``total`` 0: not known."""
-
-    def close(self) -> None:
-        """Take the progress away."""
-
-
 class PlainScreen:
     """For files, pipes and CI: whole lines, no control characters."""
 
@@ -82,18 +64,22 @@ class PlainScreen:
         self._printed = clock()
 
     def width(self) -> int | None:
+        """Characters of a row of the table; None: as many as it takes."""
         return None
 
     def line(self, text: str, *, dim: bool = False) -> None:
+        """Print one line that stays."""
         self._stream.write(printable(text) + "\n")
         self._stream.flush()
         self._printed = self._clock()
 
     def progress(self, text: str, done: int, total: int) -> None:
+        """Show what is going on now. ``total`` 0: not known."""
         if self._clock() - self._printed >= SILENCE_S:
             self.line(f"{text} {done}/{total}" if total else text)
 
     def close(self) -> None:
+        """Take the progress away."""
         self._stream.flush()
 
 
@@ -155,7 +141,7 @@ class StdoutReporter:
     ) -> None:
         stream = sys.stdout if stream is None else stream
         wants_table = stream.isatty() if terminal is None else terminal
-        self._screen: Screen = TerminalScreen(stream) if wants_table else PlainScreen(stream, clock)
+        self._screen = TerminalScreen(stream) if wants_table else PlainScreen(stream, clock)
         self._history = RunHistory(clock)
         self._rows = 0
         self._round: tuple[str, float] | None = None
