@@ -22,7 +22,9 @@ def imported(source: str) -> set[str]:
 def test_everything_listed_is_there_and_everything_there_is_listed() -> None:
     assert all(getattr(weights, name) is not None for name in weights.__all__)
     homes = [name for names in weights._HOMES.values() for name in names]
-    assert sorted(homes) == sorted(weights.__all__)
+    direct = [name for name in weights.__all__ if name not in homes]
+    assert sorted([*homes, *direct]) == sorted(weights.__all__)
+    assert set(direct) <= vars(weights).keys()
     assert all(name in (weights.__doc__ or "") for name in weights.__all__)
 
 
