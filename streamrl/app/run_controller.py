@@ -29,7 +29,6 @@ A supervisor without torch is the parent of the controller, the engine hosts, th
 
 from __future__ import annotations
 
-import shutil
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
@@ -192,8 +191,8 @@ async def _run_stages(
     record = await open_record(recipe, settings, run_directory, start_version)
     prompts = training_prompts(recipe, parts, start=record.control.state.prompts.drawn)
     sync = await open_weight_sync(recipe, parts, rollout)
-    saved, places = run_directory / "checkpoints", {"limit": recipe.evaluation.limit, "held": start_version}
-    keeper = CheckpointKeeper(parts.trainer, saved, recipe.checkpoint, forget=_remove_directory, **places)
+    saved, limit = run_directory / "checkpoints", recipe.evaluation.limit
+    keeper = CheckpointKeeper(parts.trainer, saved, recipe.checkpoint, held=start_version, limit=limit)
     await keeper.begin()
     store = partial(write_evaluation, run_directory / "evaluations", parts.tokenizer.decode)
     audit = WeightAudit(parts.pool.serving_engines, run_directory / "audits.jsonl", recipe.weights.audit_interval)
@@ -333,7 +332,3 @@ async def _stop_on_sigterm(controller: Controller) -> None:
     with anyio.open_signal_receiver(signal.SIGTERM) as signals:
         async for _ in signals:
             controller.stop("drained")
-
-
-async def _remove_directory(path: Path) -> None:
-    await anyio.to_thread.run_sync(partial(shutil.rmtree, path, ignore_errors=True))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
@@ -68,6 +70,10 @@ def to_forget(
     return set(written) - set(written[-keep:]) - set(best) - set(permanent)
 
 
+async def _remove_directory(path: Path) -> None:
+    await anyio.to_thread.run_sync(partial(shutil.rmtree, path, ignore_errors=True))
+
+
 class CheckpointKeeper:
     """The checkpoints of one run in ``directory``: ``step-N`` of version N, the link ``latest``, held-out scores.
 
@@ -82,10 +88,10 @@ class CheckpointKeeper:
         trainer: TrainerRanks,
         directory: Path,
         rules: Checkpoint,
-        forget: Callable[[Path], Awaitable[None]],
-        limit: int = 0,
         *,
         held: int,
+        limit: int = 0,
+        forget: Callable[[Path], Awaitable[None]] = _remove_directory,
     ) -> None:
         self._trainer = trainer
         self._directory = directory

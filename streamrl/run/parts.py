@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 from anyio.abc import TaskGroup
 
+from streamrl.base.errors import RecipeError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.base.stage_messages import EndedOutcome, RewardOutcome, RolloutOrder
 from streamrl.base.types import Prompt, ScoredTrajectory
@@ -60,6 +61,17 @@ class Journal(Protocol):
     async def settled(self) -> None: ...
 
 
+class NoJournal:
+    """A ``Journal`` that writes nothing: a run that ends early is begun again."""
+
+    async def begin(self, control: Control) -> None: ...
+    def on_event(self, event: ControlEvent, control: Control) -> None: ...
+    def drawn(self, prompts: Sequence[Prompt]) -> None: ...
+    def scored(self, scored: ScoredTrajectory) -> None: ...
+    def published(self, policy_version: int, state_hash: int) -> None: ...
+    async def settled(self) -> None: ...
+
+
 class Evaluations(Protocol):
     """Held-out runs, one at a time. ``begin`` returns at once; ``run`` when all of it has ended, with what then stores
     it. ``cancel`` does nothing where none runs; ``why``: a warning says so."""
@@ -73,6 +85,18 @@ class Evaluations(Protocol):
     async def cancel(self, orders: SendStream[RolloutOrder], why: str = "") -> None: ...
 
     async def warn_cancelled(self, policy_version: int, why: str) -> None: ...
+
+
+class NoEvaluations:
+    """``Evaluations`` of a recipe without held-out prompts: control orders none."""
+
+    def begin(self, policy_version: int, limit: int) -> None: ...
+    def take(self, outcome: EndedOutcome) -> None: ...
+    async def cancel(self, orders: SendStream[RolloutOrder], why: str = "") -> None: ...
+    async def warn_cancelled(self, policy_version: int, why: str) -> None: ...
+
+    async def run(self, orders: SendStream[RolloutOrder]) -> Callable[[], Awaitable[None]]:
+        raise RecipeError(["evaluation.prompts: this run has no held-out runs"])
 
 
 class Observer:

@@ -77,7 +77,7 @@ def keeper_of(
         ranks or Ranks(),  # type: ignore[arg-type]
         directory,
         Checkpoint(**rules),  # type: ignore[arg-type]
-        forget,
+        forget=forget,
         limit=limit,
         held=held,
     )

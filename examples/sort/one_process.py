@@ -1,0 +1,184 @@
+"""The whole loop in one process, of streamrl's kernel alone: what a run consists of, on a page.
+
+    python one_process.py [synchronous | continuous] [DIRECTORY]
+
+Two simulated engines sample random text, so only the second reward, the share of digits, tells completions apart: this
+shows the parts, not learning. `streamrl train recipe.toml` trains on vLLM's engines, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import anyio
+import tokenizers
+from msgspec.structs import replace
+
+from streamrl.base.types import Prompt, ScoredTrajectory, TokenArray, token_array
+from streamrl.base.waits import Waits
+from streamrl.buffers.trajectory_store import TrajectoryStore
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.control.continuous import ContinuousRounds
+from streamrl.control.fixed_size import FixedSize
+from streamrl.control.machine import Control
+from streamrl.control.round_policy import RoundPolicy
+from streamrl.control.settings import control_settings
+from streamrl.control.synchronous import SynchronousRounds
+from streamrl.engines.pool import EnginePool
+from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
+from streamrl.engines.simulated.file_weights import FileWeights
+from streamrl.engines.simulated.text import LengthMixture
+from streamrl.learning.options import trainer_options
+from streamrl.learning.state.file_publisher import FilePublisher
+from streamrl.learning.trainer import TorchTrainer
+from streamrl.recipe.load import load_recipe
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.sections import Recipe
+from streamrl.rewards.worker import run_reward_worker
+from streamrl.run.checkpoints import CheckpointKeeper
+from streamrl.run.controller import Controller
+from streamrl.run.parts import NoEvaluations, NoJournal, Observer, Push, RunRecord
+from streamrl.run.plain_push import PlainPush
+from streamrl.run.trainer_ranks import TrainerRanks
+from streamrl.stages.reward import RewardSettings, RewardStage
+from streamrl.stages.rollout import RolloutStage
+from streamrl.stages.training import run_training
+
+HERE = Path(__file__).resolve().parent
+STEPS, ENGINES, WINDOW = 30, 2, 64
+
+
+class SortTokenizer:
+    """The tokenizer of the example's model, as a reward worker needs it."""
+
+    def __init__(self) -> None:
+        self._backend = tokenizers.Tokenizer.from_file(str(HERE / "model" / "tokenizer.json"))
+
+    def encode(self, text: str) -> TokenArray:
+        return token_array(self._backend.encode(text).ids)
+
+    def decode(self, token_ids: TokenArray) -> str:
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+
+
+class SortPrompts:
+    """The rows of train.jsonl, each once."""
+
+    def __init__(self, tokenizer: SortTokenizer) -> None:
+        rows = (json.loads(line) for line in (HERE / "train.jsonl").read_text().splitlines())
+        self._rows = (Prompt(f"row-{n}", tokenizer.encode(row["prompt"]), row) for n, row in enumerate(rows))
+
+    async def draw(self, count: int) -> list[Prompt]:
+        return list(islice(self._rows, count))
+
+
+class StepLines(Observer):
+    """Prints a line a step: what was trained, and the weights that each engine holds afterwards."""
+
+    def __init__(self, weights: Sequence[FileWeights]) -> None:
+        self._weights = weights
+        self._reward = 0.0
+
+    def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: dict[str, float]) -> None:
+        self._reward = sum(trajectory.reward for trajectory in batch) / len(batch)
+
+    async def on_weights_live(self, push: Push, *, last: bool) -> None:
+        digests = [hash(tuple(sorted(held.checksums().items()))) for held in self._weights]
+        print(json.dumps({"step": push.policy_version, "reward": round(self._reward, 3), "weights": digests}))
+
+
+def digits(completion: str, **_columns: object) -> float:
+    """The share of digits in a completion."""
+    return sum(character.isdigit() for character in completion) / max(len(completion), 1)
+
+
+async def train(recipe: Recipe, directory: Path) -> str:
+    """Train as ``recipe`` says, with checkpoints and published versions in ``directory``. Returns why the run ended."""
+    settings, continuous = control_settings(recipe), recipe.rollout.max_staleness > 0
+    policy: RoundPolicy = ContinuousRounds(settings) if continuous else SynchronousRounds(settings)
+    control = Control(settings, policy, FixedSize(settings.group_size))
+    weights = [FileWeights() for _ in range(ENGINES)]
+    lengths = LengthMixture(median=8, long_median=16)
+    engines = {
+        f"engine-{index}": SimulatedEngine(SimulationOptions(vocabulary=16, lengths=lengths), weights=held)
+        for index, held in enumerate(weights)
+    }
+    pool, tokenizer = EnginePool(engines), SortTokenizer()
+    trainer = TorchTrainer(trainer_options(recipe, 0, recipe.run.name, ""), FilePublisher.into(directory))
+    rollout = RolloutStage(pool, max_tokens=recipe.sampling.max_tokens, temperature=1.0, top_p=1.0)
+    scoring = RewardSettings(functions="sort", per_group=False, timeout_s=30.0, concurrency=64)
+    rewards = RewardStage(scoring, [partial(reward_worker, recipe, tokenizer)])
+    # For all that is in flight: control waits for no stage.
+    orders, trajectories, scored = (memory_stream(2 * control.rules.slots + WINDOW) for _ in range(3))
+    batches, reports = memory_stream(WINDOW), memory_stream(WINDOW)
+
+    async def serve_rank() -> None:
+        async with reports[0]:
+            await run_training(trainer, batches[1], reports[0])
+
+    async with anyio.create_task_group() as parts:
+        await pool.start()
+        parts.start_soon(serve_rank)
+        ranks = TrainerRanks([(batches[0], reports[1])])
+        await ranks.ready()
+        parts.start_soon(ranks.run)
+        controller = Controller(
+            RunRecord(control, TrajectoryStore(), NoJournal()),
+            prompts=SortPrompts(tokenizer),
+            trainer=ranks,
+            sync=PlainPush(list(engines.values()), keep=continuous),
+            evaluations=NoEvaluations(),
+            save=CheckpointKeeper(ranks, directory, recipe.checkpoint, held=ranks.policy_version).save,
+            observers=[StepLines(weights)],
+            waits=Waits(),
+        )
+        parts.start_soon(rollout.run, orders[1], trajectories[0])
+        parts.start_soon(rewards.run, trajectories[1], scored[0])
+        reason = await controller.run(orders[0], scored[1])
+        await pool.aclose()
+    return reason
+
+
+@asynccontextmanager
+async def reward_worker(recipe: Recipe, tokenizer: SortTokenizer) -> AsyncIterator[Any]:
+    """Open the streams of a reward worker in this process; user functions still run in processes of their own."""
+    orders, results = memory_stream(WINDOW), memory_stream(WINDOW)
+
+    async def serve() -> None:
+        async with results[0]:
+            await run_reward_worker(recipe, tokenizer, 0, orders[1], results[0], owns_process=False)
+
+    async with anyio.create_task_group() as worker:
+        worker.start_soon(serve)
+        yield orders[0], results[1]
+        await orders[0].aclose()
+
+
+def main(rounds: str = "synchronous", directory: str = "run") -> None:
+    recipe = load_recipe(
+        HERE / "recipe.toml",
+        [
+            f"run.steps={STEPS}",
+            "rollout.prompts_per_batch=4",
+            "rollout.group_size=4",
+            f'rollout.rounds="{rounds}"',
+            f"rollout.max_staleness={1 if rounds == 'continuous' else 0}",
+            'evaluation.prompts=""',
+            "sampling.max_tokens=24",
+        ],
+    )
+    recipe = replace(recipe, rewards=(*recipe.rewards, Reward(function=f"{HERE / 'one_process.py'}:digits")))
+    place = Path(directory).absolute()
+    place.mkdir(parents=True, exist_ok=True)
+    print(anyio.run(train, recipe, place))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

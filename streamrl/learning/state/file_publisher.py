@@ -1,0 +1,73 @@
+"""A plain weight push, the trainer's side: each version complete in one safetensors file.
+
+For one trainer rank and engines that read the same directory. ``streamrl.weights`` publishes deltas, to any host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from streamrl.base.errors import WeightError
+from streamrl.base.messages import Published, WeightSource
+from streamrl.base.whole_files import write_durable
+from streamrl.learning.options import TrainerOptions
+from streamrl.learning.state.published_weights import LocalShard
+
+
+class FilePublisher:
+    """Writes the versions of a trainer with one rank to ``directory``, bfloat16; the newest two stay. See
+    ``trainer.Publisher``; a ``WeightSource`` has the path of the file as its endpoint."""
+
+    def __init__(self, directory: Path, shards: Sequence[LocalShard]) -> None:
+        self._directory = directory
+        self._shards = {shard.name: shard for shard in shards}
+        self._newest: tuple[int, Published] | None = None
+
+    @classmethod
+    def into(cls, directory: Path) -> Callable[[TrainerOptions, Sequence[LocalShard], torch.device], FilePublisher]:
+        """Return what ``TorchTrainer`` takes as ``start_publisher``."""
+
+        def start(options: TrainerOptions, shards: Sequence[LocalShard], device: torch.device) -> FilePublisher:
+            if options.ranks != 1:
+                raise WeightError(
+                    f"{options.ranks} trainer ranks: whole files are published by one; use streamrl.weights"
+                )
+            return cls(directory, shards)
+
+        return start
+
+    def publish(self, policy_version: int, values: Mapping[str, Tensor], /) -> Published:
+        """Write a version. Raises ``OSError`` where the directory takes no file."""
+        tensors = {
+            name: values[name].to("cpu", torch.bfloat16).reshape(shard.shape) for name, shard in self._shards.items()
+        }
+        content = save(tensors)
+        path = self._directory / f"version-{policy_version}.safetensors"
+        write_durable(path, content)
+        digest = blake2b(content, digest_size=8).digest()
+        elements = sum(tensor.numel() for tensor in tensors.values())
+        source = WeightSource(0, str(path), digest.hex(), len(content), elements, elements)
+        published = Published(source, None, int.from_bytes(digest, "big"))
+        self._newest = policy_version, published
+        return published
+
+    def publish_anchor(self, policy_version: int) -> Published:
+        """Return the newest version again. Raises ``WeightError`` for another one."""
+        if self._newest is None or self._newest[0] != policy_version:
+            raise WeightError(f"version {policy_version} is not the newest that was published")
+        return self._newest[1]
+
+    def acknowledge(self, policy_version: int) -> None:
+        """Remove the files of versions older than the one before ``policy_version``."""
+        for path in self._directory.glob("version-*.safetensors"):
+            if int(path.stem.partition("-")[2]) < policy_version - 1:
+                path.unlink()
+
+    def close(self) -> None:
+        """Nothing to close: files stay."""

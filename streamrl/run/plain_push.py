@@ -1,0 +1,44 @@
+"""A plain weight push: the whole version, on every engine. ``streamrl.sync`` pushes to engines that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import anyio
+
+from streamrl.base.messages import PauseMode, WeightAnnouncement
+from streamrl.engines.engine import Engine
+
+
+class PlainPush:
+    """Every engine stages a version while it samples, then all pause, take it and go on. See ``parts.WeightPush``."""
+
+    def __init__(self, engines: Sequence[Engine], *, keep: bool) -> None:
+        """``keep``: requests in flight are frozen during the push and go on; otherwise there are none."""
+        self._engines = engines
+        self._mode = PauseMode.KEEP if keep else PauseMode.ABORT
+        self.on_version_left: Callable[[], object] = lambda: None
+
+    async def push(self, announced: WeightAnnouncement) -> WeightAnnouncement:
+        """Make ``announced`` live. Raises ``WeightError`` or ``EngineError``: then the run ends."""
+        await self._each(lambda engine: engine.stage(announced))
+        await self.pause()
+        await self._each(lambda engine: engine.commit(announced.policy_version))
+        await self.resume()
+        return announced
+
+    async def pause(self) -> None:
+        """Pause every engine."""
+        await self._each(lambda engine: engine.pause(self._mode, clear_cache=True))
+
+    async def resume(self) -> None:
+        """Let every engine sample again."""
+        await self._each(lambda engine: engine.resume())
+
+    async def _each(self, order: Callable[[Engine], Awaitable[object]]) -> None:
+        async def give(engine: Engine) -> None:
+            await order(engine)
+
+        async with anyio.create_task_group() as tasks:
+            for engine in self._engines:
+                tasks.start_soon(give, engine)
