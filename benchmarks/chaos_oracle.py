@@ -15,7 +15,7 @@ from chaos_plan import Cell
 from chaos_records import Record
 
 BEHIND = {"synchronous": 0, "tail_batching": 5, "continuous": 4}
-"""Batches of prompts that may be drawn and not trained yet: in flight, or losers that wait for a long round."""
+"""Batches of prompts that may be drawn and not trained yet: in flight, or deferred to a long round."""
 
 
 class Verdict(msgspec.Struct, kw_only=True):

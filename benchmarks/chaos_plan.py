@@ -11,7 +11,7 @@ TREE = "tree"
 """All processes of the run, the supervisor too."""
 
 MUST_RESUME = frozenset({"supervisor", TREE})
-"""Whoever dies of these takes the run along: it is resumed by hand, by ``streamrl resume``."""
+"""If one of these dies, the run ends: it is resumed by hand, with ``streamrl resume``."""
 
 
 class Phase(StrEnum):

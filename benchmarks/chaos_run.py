@@ -65,7 +65,7 @@ class CellResult(msgspec.Struct, kw_only=True):
 
 
 class ChaosRun:
-    """A run and its witnesses. ``steps`` 0: it goes on until it is told to end."""
+    """A run and its witnesses. ``steps`` 0: it goes on until it is stopped."""
 
     def __init__(self, cell: Cell, folder: Path, temporary: Path, *, steps: int) -> None:
         self.cell, self.folder, self.temporary, self.steps = cell, folder, temporary, steps

@@ -146,7 +146,7 @@ def left_behind(mark: str, sockets: str, segments: set[str]) -> list[str]:
 
 
 def report(steps: list[dict[str, Any]], memory: dict[str, Any]) -> None:
-    """A line for each step, and what it comes to."""
+    """A line for each step, and a summary."""
     for step in steps:
         latency = [step.get(f"reward/func/judge/latency_{p}_s", float("nan")) for p in ("p50", "p95")]
         asked, batches = step.get("judge/questions_total", 0), step.get("judge/batches_total", 0)

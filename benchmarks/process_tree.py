@@ -23,7 +23,7 @@ def process_tree(root_pid: int) -> list[psutil.Process]:
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
-    """Every living process whose environment carries ``MARK=mark``, whoever its parent is by now."""
+    """Every living process whose environment carries ``MARK=mark``, whichever parent it has by now."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -310,7 +310,7 @@ def sized(regime: Regime, size: int) -> dict[str, object]:
 def sizing_overrides(
     regime: Regime, arm: str, *, best: str, sagc: Mapping[str, float], shares: Mapping[int, float]
 ) -> dict[str, object]:
-    """The overrides of an arm of ``SIZING_ARMS``, with its prefix. ``sagc``: what its controller is told;
+    """The overrides of an arm of ``SIZING_ARMS``, with its prefix. ``sagc``: the settings of its controller;
     ``shares``: of each size, for ``random_sizes``."""
     prefix = next((prefix for prefix in PREFIXES if prefix and arm.startswith(prefix)), "")
     kind = arm.removeprefix(prefix)

@@ -82,7 +82,7 @@ def part(model: ClusterModel, name: str, **changes: Any) -> ClusterModel:
 
 
 def race(prompt_oversampling: float, response_oversampling: float) -> ControlSettings:
-    """RollPacker's own rule: losers are regenerated. Both 1: synchronous."""
+    """RollPacker's own rule: deferred prompts are regenerated. Both 1: synchronous."""
     if prompt_oversampling == response_oversampling == 1:
         return settings()
     racing = TailBatching(

@@ -5,9 +5,9 @@
     python benchmarks/soak.py --minutes 60 --faults-per-minute 0
 
 Every few seconds each process of the run is asked for its resident and proportional memory, its file descriptors and
-threads; ``/dev/shm`` and the run's socket directory are counted. A fault ends a process, and its successor begins anew:
-slopes are fitted over all lives of a name together, each with a level of its own, without its first minute. Passes
-when no process grows by more than 1 MiB a minute, nothing else grows, and the run was never stuck.
+threads; ``/dev/shm`` and the run's socket directory are counted. A fault ends a process, and its successor starts
+from zero: slopes are fitted over all lives of a name together, each with a level of its own, without its first
+minute. Passes when no process grows by more than 1 MiB a minute, nothing else grows, and the run was never stuck.
 """
 
 from __future__ import annotations

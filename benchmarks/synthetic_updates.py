@@ -1,7 +1,7 @@
 """Updates to measure with where none was recorded: what an AdamW step on noise does to published weights.
 
 Masters in float32 lay on the grid of the published dtype ``STEPS`` optimizer steps ago, as they do when training starts
-from a published checkpoint. Gradients are independent normal noise of unit variance, and Adam's second moment has
+from a published checkpoint. Gradients are independent normal noise with unit variance, and Adam's second moment has
 settled at it; then its steps are sums of the noise with known weights, the displacement before the last step and that
 step itself are two correlated normal numbers, and ``STEPS`` steps cost two draws an element (Kingma and Ba, 2015,
 algorithm 1; beta1 0.9). The learning rate is chosen so that the wanted share of published elements changes.

@@ -49,7 +49,7 @@ class EarlyRace(StatelessRounds):
         return True
 
     def remainder(self, view: RoundView) -> Remainder:
-        """DeferredPrompts queue."""
+        """Unfinished groups are requeued."""
         return Remainder.REQUEUE
 
     @property

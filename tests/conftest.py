@@ -107,7 +107,7 @@ def socket_directory() -> Iterator[Path]:
 def free_ports() -> Callable[[int], int]:
     """The first of so many free ports in a row on loopback.
 
-    Below those that the kernel hands out to whoever connects: one of those may be taken before a test binds it.
+    Below those that the kernel hands out to connecting sockets: one of those may be taken before a test binds it.
     """
 
     def find(count: int) -> int:

@@ -145,7 +145,7 @@ def test_third_party_libraries_are_confined() -> None:
     assert_none(problems(wrong))
 
 
-def test_base_imports_msgspec_and_the_standard_library_only() -> None:
+def test_base_imports_anyio_msgspec_numpy_and_the_standard_library_only() -> None:
     def wrong(path: Path) -> Iterator[str]:
         if package_of(path) in BASE and path.name != "user_code.py":
             for module in imports_of(path):

@@ -31,7 +31,6 @@ def test_what_a_notebook_lists() -> None:
     assert {"Pipeline", "Recipe", "load_recipe"} <= set(dir(streamrl))
 
 
-@pytest.mark.asyncio
 async def test_a_recipe_of_dicts_structs_and_functions() -> None:
     pipeline = streamrl.Pipeline(table(rollout=Rollout(group_size=4), run={"name": "mine"}))
     recipe = pipeline.recipe

@@ -273,7 +273,6 @@ class RecordingEngine(SimulatedEngine):
         return completion
 
 
-@pytest.mark.asyncio
 async def test_ids_that_text_cannot_carry_reach_the_trainer(tmp_path: Path) -> None:
     """A completion of "a", "b" and special tokens, cut once and resumed, read by a reward as text."""
     tokenizer = load_tokenizer(write_model(tmp_path, CHATML))

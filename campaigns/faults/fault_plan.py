@@ -59,11 +59,11 @@ NEEDS: dict[str, tuple[Phase, ...]] = {
 """Kinds that mean nothing in other phases."""
 
 ENDS_PROCESSES = {"crash", "disconnect", "duplicate", "reorder", "corrupt", "torn_write", "restart"}
-"""Kinds that end a process, which is started again where deaths are forgiven."""
+"""Kinds that end a process, which is started again where the restart policy allows it."""
 
 ENDS_RUNS = {"stop", "disk_full", "write_error"}
 """Kinds that end the whole run, on purpose or because its disk cannot be trusted; so does ``tree/crash``, and every
-death where none is forgiven. Somebody says ``streamrl resume`` then, and it must go on to its end."""
+death where no restart is allowed. The operator then calls ``streamrl resume``, and the run must reach its end."""
 
 ENDING_SHARE = 0.25
 """Of the faults of a plan. A death costs a world ten times what a fault costs that only takes time."""

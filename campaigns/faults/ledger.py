@@ -100,7 +100,7 @@ class Ledger:
     # ---- control ---------------------------------------------------------------------------------
 
     def handled(self, control: Control, event: on.ControlEvent, actions: list[do.ControlAction]) -> None:
-        """Control was told ``event`` and orders ``actions``."""
+        """Control has handled ``event`` and orders ``actions``."""
         ledger = self.control = self._of(control)
         self._told(ledger, event)
         for action in actions:
@@ -273,7 +273,7 @@ class Ledger:
         self.version_of[stamp_of(state_hash)] = version
 
     def acknowledged(self, version: int) -> None:
-        """A rank is told that every engine holds it. Where all were lost meanwhile, none does; but one that takes it
+        """A rank hears that every engine holds it. Where all were lost meanwhile, none does; but one that takes it
         later, and to which nothing had been done since it took the version before, was not lost."""
         if version not in self.held:
             self.early.add(version)
@@ -318,7 +318,7 @@ class Ledger:
         self.held.discard(made)
         self.early.discard(made)
         if made != version + 1:
-            self.violated("once", f"trainer-{rank} holds {version} and is told to make {made}")
+            self.violated("once", f"trainer-{rank} holds {version} and is ordered to make {made}")
         self.closing[made][rank] = tuple(f"{s.id}:{s.reward}:{digest_of(s.token_ids.tobytes())}" for s in samples)
         if len(self.closing[made]) < ranks:
             return

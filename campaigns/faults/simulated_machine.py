@@ -61,7 +61,7 @@ class SimulatedPopen:
 
 
 class Machine:
-    """Processes of one world by pid. ``exited`` is told of every end."""
+    """Processes of one world by pid. ``exited`` is called at every end."""
 
     def __init__(self, world: World, exited: Callable[[SimulatedPopen], None]) -> None:
         self.world = world
@@ -157,7 +157,7 @@ class Machine:
         return 1 if process is None else process.pid
 
     def leave(self, code: int) -> NoReturn:
-        """``os._exit`` of whoever calls."""
+        """``os._exit`` of the calling process."""
         process = PROCESS.get()
         popen = next(p for p in self.by_pid.values() if p.process is process)
         self._left(popen, code)

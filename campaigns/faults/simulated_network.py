@@ -25,7 +25,7 @@ ONE_TURN_S = 1e-6
 
 
 class Wire:
-    """One direction of one connection. ``twist``: what becomes of the next message of a fault's choice."""
+    """One direction of one connection. ``twist``: what is done to the next message that a fault chooses."""
 
     def __init__(self) -> None:
         self.free_at = 0.0
@@ -205,7 +205,7 @@ class SimulatedConnection:
         accepted = self.end.received if isinstance(self.end, ReceivingEnd) else 0
         try:
             self.end.on_message(Origin(link.identity if self._binds else b"", link.number), frames)
-        except Exception as error:  # noqa: BLE001 - whoever runs the connection is told, as where a socket is read
+        except Exception as error:  # noqa: BLE001 - raised in the task that runs the connection, as where a socket is read
             self._failure = error
             self.stop()
             return

@@ -89,11 +89,11 @@ class StampedEngine(SimulatedEngine):
             raise WeightError(f"{self.name}: planted: version {announcement.policy_version} is refused")
         if any(part.life is not None and part.life.dead for part in parts):  # type: ignore[attr-defined]
             raise WeightError(f"{self.name}: nobody serves version {announcement.policy_version} any more")
-        folds = world.shape.folds and announcement.base_version is not None
-        if folds:  # it asks for one delta on what it holds, as the real one does
+        cumulative = world.shape.cumulative and announcement.base_version is not None
+        if cumulative:  # it asks for one delta on what it holds, as the real one does
             announcement = msgspec.structs.replace(announcement, base_version=self._policy_version)
         taken = [
-            part.content if folds or part.base in (None, held) else digest_of("mixed", held, part.content)
+            part.content if cumulative or part.base in (None, held) else digest_of("mixed", held, part.content)
             for held, part in zip(self.content, parts, strict=True)
         ]
         if mischief == "corrupt_delta":

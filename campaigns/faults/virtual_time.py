@@ -1,6 +1,6 @@
 """An event loop on virtual time, and processes on it that can be killed, hung and slowed as real ones are.
 
-Time stands still while anything can run and then jumps to the next timer. A process is a context variable: every
+Time is frozen while anything can run and then jumps to the next timer. A process is a context variable: every
 callback of its tasks carries it, so the loop knows whose callback it is about to run. Killed is frozen for ever: not
 one line of it runs any more, no ``finally`` either, exactly as after SIGKILL; its tasks are kept (so that nothing
 collects them) until the world ends. Hung is frozen for a while: its timers and messages wait in order.
@@ -112,7 +112,7 @@ class _Callback(asyncio.TimerHandle):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """``compute_s``: how long a function takes that is given to a thread; ``computes`` is told of both ends, and
+    """``compute_s``: how long a function takes that is given to a thread; ``computes`` is called at both ends, and
     ``together`` ends it: at once, or when others have come as far."""
 
     _ready: deque[Any]  # of BaseEventLoop, which its stub leaves out
@@ -241,7 +241,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self.computes(func, False)
             try:
                 result = func(*arguments)
-            except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
+            except BaseException as error:  # noqa: BLE001 - it belongs to the task that waits
                 if not future.cancelled():
                     future.set_exception(error)
             else:
@@ -286,7 +286,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             try:
                 task.get_coro().close()
-            except BaseException:  # noqa: BLE001 - nobody is left who could be told
+            except BaseException:  # noqa: BLE001 - no task is left that could raise it
                 continue
         self._graveyard.clear()
         self._ready.clear()

@@ -150,7 +150,7 @@ class World:
             self.ledger.published(version, sum(known.values()) % MODULUS)
 
     def handled(self, control: Control, event: Any, actions: Any) -> None:
-        """Control was told ``event``."""
+        """Control has handled ``event``."""
         self.note("event", type(event).__name__, *(getattr(event, name, "") for name in ("id", "policy_version")))
         self.ledger.handled(control, event, actions)
         if isinstance(event, on.RunBegan):
@@ -221,7 +221,7 @@ class World:
             self._ended.set_result(None)
 
     def progressed(self) -> None:
-        """Whoever waits for progress begins to wait anew."""
+        """The wait for progress starts again from now."""
         self._progress = (self.loop.now, self.ledger.max_version)
 
     def _look(self) -> None:

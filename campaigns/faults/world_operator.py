@@ -1,5 +1,5 @@
-"""Whoever runs the run: starts it as ``streamrl train`` does, looks at how each of its lives ended, and says ``streamrl
-resume`` until it has made all of its steps. What a life may end of is judged here."""
+"""The operator of the run: starts it as ``streamrl train`` does, looks at how each of its lives ended, and calls
+``streamrl resume`` until it has made all of its steps. What a life may end of is judged here."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Operator:
         elif not any(suspect in message for suspect in (*self._world.faults.suspects, "disk", "journal")):
             ledger.violated("blame", f"nothing was done to what the run blames: {message}")
         elif self._world.recipe.run.restarts and not kinds & ENDS_RUNS:
-            ledger.violated("progress", f"deaths are forgiven, and the run failed: {message}")
+            ledger.violated("progress", f"restarts are allowed, and the run failed: {message}")
         elif sum(cell.split("/")[1] in REFUSED for cell in fired) > 1:
             pass  # an engine that refuses a version as delta and as anchor, too
         elif not any(fault.ends_something for fault in self._world.faults.plan if fault.cell in fired):

@@ -52,7 +52,7 @@ JOURNALS = (JournalKind.FSYNC, JournalKind.PROCESS)
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """``..._s``: means, in virtual seconds. ``patience_s``: a run in which nothing was done for so long is stuck.
-    ``poll_s``: how often whoever looks after processes does so; ``folds``: engines ask for deltas on what they hold;
+    ``poll_s``: the interval at which processes are checked; ``cumulative``: engines ask for deltas on what they hold;
     ``window``: no stream between processes has a larger one, so that senders wait for who is slow or dead."""
 
     seed: int
@@ -68,7 +68,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float
     poll_s: float
     pace: float
-    folds: bool
+    cumulative: bool
     window: int
 
     @property
@@ -157,7 +157,7 @@ def draw_shape(seed: int, *, steps: int = 0) -> Shape:
         patience_s=1500.0 * max(pace, 1.0),
         poll_s=0.25 * max(pace, 1.0),
         pace=pace,
-        folds=random.random() < 0.5,
+        cumulative=random.random() < 0.5,
         window=random.choice((2, 5, 4096)),
     )
 

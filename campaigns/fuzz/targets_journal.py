@@ -30,7 +30,7 @@ from streamrl.journal.records import (
 
 _REFUSALS = (StreamRLError,)
 _FIRST = [[b"the state"], [b"", b"a"], [b"\0" * 20, b"event " * 9], [bytes(range(200))]]
-_SECOND = [[b"the whole state", b"\xff" * 33], *_FIRST[:0:-1]]
+_SECOND = [[b"state snapshots", b"\xff" * 33], *_FIRST[:0:-1]]
 """A base and groups of records."""
 
 

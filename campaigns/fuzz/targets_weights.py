@@ -63,7 +63,7 @@ def manifests() -> Target:
         return "accepted"
 
     made = [message(seed(content, MSGPACK)) for content in plain]
-    made += [message(seed(part.manifest, PLAIN), seed(b"folded", PLAIN)) for part in parts]
+    made += [message(seed(part.manifest, PLAIN), seed(b"merged", PLAIN)) for part in parts]
     return Target(name="weights.manifest", messages=made, run=run, refusals=_REFUSALS, spare_bytes=64 << 20)
 
 

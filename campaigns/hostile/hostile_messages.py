@@ -44,7 +44,7 @@ _SOCKET_KINDS = (zmq.DEALER, zmq.REQ, zmq.SUB, zmq.XSUB, zmq.PUSH, zmq.PAIR, zmq
 
 
 def raw_content(draw: random.Random) -> bytes:
-    """Bytes below the ZMTP layer: old peers, broken greetings, foreign protocols, valid greetings and nonsense."""
+    """Bytes below the ZMTP layer: old peers, broken handshakes, foreign protocols, valid handshakes and nonsense."""
     noise = draw.randbytes(draw.choice((1, 7, 64, 600, 20_000)))
     return draw.choice(
         (

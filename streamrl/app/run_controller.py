@@ -138,7 +138,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             scoring = BegunEarly(nursery, partial(open_reward_stage, recipe, topology, run_directory, emit))
             began = anyio.current_time()
             ready_after = partial(_say_ready, emit, began)
-            training = BegunEarly(nursery, partial(_greetings, trainer, ready_after))
+            training = BegunEarly(nursery, partial(_ready_ranks, trainer, ready_after))
             with watch.waits.waiting_for("the engines to start"):
                 pool, ready, recovery = await open_engines(recipe, slots, steps.send, emit, nursery)
             await ready_after(prepared_sets(recipe)[0].engines)
@@ -270,7 +270,7 @@ async def _say_ready(emit: Emit, began: float, names: Iterable[str]) -> None:
     await emit(StartProgress(process=", ".join(names), state="ready", seconds=seconds))
 
 
-async def _greetings(
+async def _ready_ranks(
     trainer: TrainerRanks, ready_after: Callable[[Iterable[str]], Awaitable[None]]
 ) -> list[TrainerReady]:
     hellos = await trainer.ready()

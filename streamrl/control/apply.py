@@ -1,4 +1,4 @@
-"""What an event changes: ``apply(state, event)``. What follows from it is decided afterwards (``decide``)."""
+"""What an event changes: ``apply(state, event, rules, out)``. Afterwards ``decide`` orders what follows from it."""
 
 from __future__ import annotations
 
@@ -133,10 +133,10 @@ def _scored(state: RunState, event: on.TrajectoryScored, rules: Rules, out: Acti
         return False
     _note_failure(state, rules.settings, failed=False)
     if group.open and len(group.members) - group.open >= group.keep:
-        deferred = group.open_ids
-        for trajectory in deferred:
+        surplus = group.open_ids
+        for trajectory in surplus:
             state.buffer.drop_member(trajectory, DropReason.LOST_RACE)
-        out.append(do.Drop(ids=deferred, reason=DropReason.LOST_RACE, abort=True))
+        out.append(do.Drop(ids=surplus, reason=DropReason.LOST_RACE, abort=True))
     return _group_changed(state, group, rules, out)
 
 

@@ -1,4 +1,4 @@
-"""What is to be done after an event: ``decide(state, policy)``.
+"""What is to be done after an event: ``decide(state, rules, out)``.
 
 In this order: drop what became stale, hand ready groups to training, settle a full batch and close it, publish,
 launch, end. An event costs time in proportion to the group that it is about, and to nothing else that is in flight.

@@ -12,7 +12,8 @@ from streamrl.recipe.sections import Recipe
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Fields mean what they mean in the recipe; ``batch_groups`` is ``rollout.prompts_per_batch``. ``policy``: the
     class of rounds = "custom". ``seed``: of the random group sizes. ``deterministic``: what is decided does not depend
-    on who answers first (``arrival_order``). ``compares_siblings``: a sample alone in its group has no advantage."""
+    on who answers first (``policies/deterministic.py``). ``compares_siblings``: a sample alone in its group has no
+    advantage."""
 
     steps: int
     batch_groups: int

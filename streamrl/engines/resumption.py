@@ -126,7 +126,7 @@ class KeptTokens:
         self._most = 0
 
     def __len__(self) -> int:
-        """DeferredPrompts that are kept."""
+        """Number of kept partial completions."""
         return len(self._lost)
 
     def open(self, trajectories: int) -> None:

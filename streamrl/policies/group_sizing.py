@@ -22,7 +22,7 @@ from streamrl.recipe.scheduling import GroupSizing, SizingKind
 def make_group_sizer(settings: GroupSizing, fixed_size: int, batch_trajectories: int, seed: int) -> GroupSizer:
     """The sizer of a recipe. ``fixed_size``: ``rollout.group_size``, which the straggler-aware one starts with.
 
-    Raises ``ValueError`` where ``settings`` do not fit together (``streamrl.rules.sizing_rules`` says so earlier).
+    Raises ``ValueError`` where ``settings`` do not fit together (``streamrl.rules.scheduling_rules`` says so earlier).
     """
     if settings.kind is SizingKind.SAGC:
         return StragglerAwareSize(settings, fixed_size, batch_trajectories)

@@ -191,7 +191,7 @@ def cohorts(recipe: Recipe) -> Broken:
 @rule("run.deterministic", *_ROUNDS)
 def reproducible_rounds(recipe: Recipe) -> Broken:
     """What ``run.deterministic`` asks of rounds: decisions that outcomes alone lead to, and tokens that do not depend
-    on when weights change (``policies/arrival_order.py``)."""
+    on when weights change (``policies/deterministic.py``)."""
     rollout, tail = recipe.rollout, recipe.tail_batching
     if not recipe.run.deterministic:
         return

@@ -122,7 +122,7 @@ class Controller:
             self._sync.on_version_left = lambda: None  # no evaluation waits for an engine that joins now
             await self._journal.settled()
             await orders.aclose()
-        # Not before the last reward of a deferred prompt came back: the supervisor misses ranks that ended long ago.
+        # Not before the last reward of a dropped trajectory came back: the supervisor misses ranks that ended long ago.
         await self._trainer.aclose()
         return reason
 

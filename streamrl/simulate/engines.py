@@ -284,7 +284,7 @@ class EngineClock:
             self.preemptions += 1
 
     def pause(self, now: float) -> None:
-        """Stand still until ``resume``."""
+        """Run nothing until ``resume``."""
         self.advance(now)
         if not self.paused:
             self._held_up_s = max(self.blocked_until - now, 0.0)

@@ -1,7 +1,7 @@
 """How long completions get: mixtures with a tail and a mass at the cap, correlated within a prompt; or recorded ones.
 
-A length is a function of (seed, prompt, noise, sample) alone: a replayed loser, which keeps its noise, is as long as it
-was; a regenerated one is drawn anew around the same prompt.
+A length is a function of (seed, prompt, noise, sample) alone: a deferred prompt that is replayed keeps its noise and so
+its lengths; for one that is regenerated they are drawn again around the same prompt.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def recorded_rows(run: RecordedRun, seed: int = 0) -> list[list[int]]:
     source = np.random.default_rng([seed, 11])
     rows = []
     for groups in sorted(attempts.values(), key=min):
-        # A replayed loser repeats its lengths: the attempt that got furthest has them all.
+        # A replayed prompt repeats its lengths: the attempt that got furthest has them all.
         lines = max(groups.values(), key=lambda group: sum(bool(line.finish_reason) for line in group))
         row = []
         for line in sorted(lines, key=lambda line: line.sample):

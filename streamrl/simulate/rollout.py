@@ -48,12 +48,11 @@ class DeferredTokens:
 
 
 class SimulatedRollout:
-    """``requests``: all trajectories that have not ended, those that are being scored included. Whoever changes
+    """``requests``: all trajectories that have not ended, those that are being scored included. A caller that changes
     something calls ``settle`` before time goes on. ``aborted``: requests were stopped since it was last set to False;
-    ``engines``: those of the largest set, of which the first
-    ``serving`` ones serve; ``together``: what runs on all of them; ``fullest``: largest share of a cache that was in
-    use when a request ended, since it was last set to 0. ``verifies_losers``: what was cancelled keeps its tokens until
-    the same draw is launched again."""
+    ``engines``: those of the largest set, of which the first ``serving`` ones serve; ``together``: what runs on all
+    of them; ``fullest``: largest share of a cache that was in use when a request ended, since it was last set to 0.
+    ``verifies_losers``: what was cancelled keeps its tokens until the same draw is launched again."""
 
     def __init__(
         self,
@@ -238,7 +237,7 @@ class SimulatedRollout:
             self._submit(request)
 
     def pause(self) -> None:
-        """All engines stand still; what is submitted waits in them."""
+        """Pause all engines; requests that are submitted meanwhile wait in them."""
         for index, engine in enumerate(self.engines):
             engine.pause(self._agenda.now)
             self._dirty.add(index)

@@ -157,7 +157,7 @@ class Simulation:
         rollout.settle()
         while not self.finished:
             if not agenda:
-                self._stands_still()
+                self._raise_stalled()
             time, _, kind, subject, stamp = agenda.next()
             if kind == Kind.ENGINE:
                 for request in rollout.finished(subject, stamp, time):
@@ -171,9 +171,9 @@ class Simulation:
             rollout.settle()
         return self.ledger.report(self.finished, self.core.state.accounting())
 
-    def _stands_still(self) -> None:
+    def _raise_stalled(self) -> None:
         raise StreamRLError(
-            f"the simulation stands still at {self.agenda.now:.3f} s, version {self.core.state.live_version} of "
+            f"the simulation is stalled at {self.agenda.now:.3f} s, version {self.core.state.live_version} of "
             f"{self.core.settings.steps}: nothing to wait for; that is a bug of the round policy"
         )
 

@@ -176,7 +176,7 @@ class Agenda:
         return bool(self._heap)
 
     def add(self, time: float, kind: int, subject: Any, stamp: int = 0) -> None:
-        """``kind`` happens to ``subject`` at ``time``; ``stamp`` tells whoever made it whether it still holds."""
+        """``kind`` happens to ``subject`` at ``time``; by ``stamp`` the caller tells whether it still holds."""
         self._serial += 1
         heapq.heappush(self._heap, (time, self._serial, kind, subject, stamp))
 

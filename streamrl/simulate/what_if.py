@@ -115,7 +115,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Search:
-    """One search. ``progress`` is told what is simulated now, and how many simulations are behind and ahead."""
+    """One search. ``progress`` is called with what is simulated now and the numbers of simulations done and to do."""
 
     def __init__(
         self, world: World, budget: Budget, progress: Callable[[str, int, int], None] = lambda *_: None
@@ -243,10 +243,10 @@ class Search:
 def grid(recipe: Recipe, budget: Budget) -> dict[str, Recipe]:
     """Candidates by name. Whatever is not about forming rounds stays as it is in ``recipe``."""
     kept = recipe.tail_batching
-    losers = (
+    deferred = (
         TailBatching().deferred_prompts if kept.deferred_prompts is DeferredPrompts.RESUME else kept.deferred_prompts
     )
-    plain = TailBatching(domain_column=kept.domain_column, domains=kept.domains, deferred_prompts=losers)
+    plain = TailBatching(domain_column=kept.domain_column, domains=kept.domains, deferred_prompts=deferred)
     of_recipe = replace(plain, long_round_batches=kept.long_round_batches)
     found = {str(kind): _formed(recipe, kind, tail=of_recipe) for kind in (RoundKind.SYNCHRONOUS, RoundKind.AUTO)}
     races = [replace(plain, prompt_oversampling=eta) for eta in ETAS]
@@ -304,8 +304,8 @@ def _races_prompts(recipe: Recipe) -> bool:
 def _race_name(tail: TailBatching) -> str:
     both = f"/{tail.response_oversampling:g}" if tail.response_oversampling > 1 else ""
     long = f" long {tail.long_round_batches}" if tail.long_round_batches > 1 else ""
-    losers = "" if tail.deferred_prompts is DeferredPrompts.REPLAY else f" {tail.deferred_prompts}"
-    return f"tail_batching {tail.prompt_oversampling:.4g}{both}{long}{losers}"
+    deferred = "" if tail.deferred_prompts is DeferredPrompts.REPLAY else f" {tail.deferred_prompts}"
+    return f"tail_batching {tail.prompt_oversampling:.4g}{both}{long}{deferred}"
 
 
 def _figures(reports: list[SimulationReport]) -> Figures:

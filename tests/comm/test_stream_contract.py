@@ -100,7 +100,7 @@ async def test_a_receiver_that_stops_breaks_the_sender(open_ends: Any) -> None:
 
 
 async def tell_break(end: Any, told: list[str]) -> None:
-    """Of whoever only watches ``end``."""
+    """Append to ``told`` the break that a task sees which only watches ``end``."""
     with pytest.raises(StreamBroken) as broken:
         await end.watch()
     told.append(str(broken.value))
@@ -234,7 +234,7 @@ async def test_many_coroutines_may_send_at_once(open_ends: Any) -> None:
             assert own == sorted(own)
 
 
-async def test_whoever_never_has_to_wait_lets_others_have_their_turn(open_ends: Any) -> None:
+async def test_a_task_that_never_has_to_wait_lets_others_have_their_turn(open_ends: Any) -> None:
     """Operations that are over at once do not turn the loop each, but now and then they do."""
     async with open_ends(Note, window=512) as (sender, receiver), anyio.create_task_group() as tasks:
         await sender.send(Note(number=0))

@@ -202,10 +202,10 @@ async def test_two_senders_break(new_endpoint: NewEndpoint) -> None:
                 await end.send(1)
 
 
-async def test_another_wire_version_is_told_and_breaks(new_endpoint: NewEndpoint) -> None:
+async def test_another_wire_version_is_reported_and_breaks(new_endpoint: NewEndpoint) -> None:
     async with zmq_receiver(EngineOrder, new_endpoint("tcp"), bind=True) as receives:
         with raw_dealer(receives.endpoint) as dealer:
-            dealer.send_multipart([pack_header(Kind.HELLO, version=99), b"whatever it says then"])
+            dealer.send_multipart([pack_header(Kind.HELLO, version=99), b"any other frame"])
             with pytest.raises(StreamBroken, match="wire version 99 at one end, 1 at the other"):
                 await receives.receive()
             kind, reason = await answer(dealer)
@@ -272,7 +272,7 @@ async def test_strangers_at_the_port_are_ignored(new_endpoint: NewEndpoint) -> N
         ([b"noise"], "not streamrl"),
     ],
 )
-async def test_a_peer_that_breaks_the_protocol_is_told(
+async def test_a_peer_that_breaks_the_protocol_is_reported(
     new_endpoint: NewEndpoint, frames: list[bytes], message: str
 ) -> None:
     limits = WireLimits(message_bytes=4000)
@@ -414,7 +414,7 @@ async def test_the_same_address_serves_a_restarted_peer(new_endpoint: NewEndpoin
         second.__exit__(None, None, None)
 
 
-async def test_an_exception_in_another_process_is_told(new_endpoint: NewEndpoint) -> None:
+async def test_an_exception_in_another_process_is_reported(new_endpoint: NewEndpoint) -> None:
     async with zmq_receiver(EngineOrder, new_endpoint("ipc"), bind=True, window=4, name="results") as receives:
         told = pytest.raises(StreamBroken, match=r"'results'.*the sender failed: ValueError: a bad day")
         with child("sender", receives.endpoint, "raise"), told:
@@ -427,7 +427,7 @@ async def test_a_peer_that_computes_is_not_dead(new_endpoint: NewEndpoint, monke
     monkeypatch.setattr(socket_options, "HEARTBEAT_TIMEOUT_MS", 300)
     async with zmq_receiver(EngineOrder, new_endpoint("ipc"), bind=True, window=4) as receives:
         with child("sender", receives.endpoint, "block") as process:
-            await until_ready(process)  # from here its event loop stands still for 1.5 s
+            await until_ready(process)  # from here its event loop is blocked for 1.5 s
             assert [order.order_id async for order in receives] == [0, 1, 2]
 
 

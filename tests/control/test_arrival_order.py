@@ -143,7 +143,7 @@ def test_without_it_a_race_is_won_by_who_arrives_first() -> None:
     assert any(other != first for other in others), "the test of the order would see nothing"
 
 
-def test_the_shortest_win_a_race_whoever_arrives_first_and_none_before_all_have_ended() -> None:
+def test_the_shortest_win_a_race_in_any_order_of_arrival_and_none_before_all_have_ended() -> None:
     settings = control_settings(
         rounds=RoundKind.TAIL_BATCHING,
         tail_batching=TailBatching(prompt_oversampling=2.0),

@@ -248,7 +248,6 @@ def test_a_failed_save_moves_and_removes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "latest").readlink() == Path("step-000001")
 
 
-@pytest.mark.asyncio
 async def test_what_control_keeps_reaches_a_checkpoint_whatever_its_size(tmp_path: Path) -> None:
     """Waiting prompts of more bytes than a message may have; and what was left by a kill goes."""
     waiting = b"prompts " * (WireLimits().body_bytes // 8 + 1)

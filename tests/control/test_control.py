@@ -1,4 +1,4 @@
-"""The invariants of design section 5 on the pure core, against a world that answers in any order."""
+"""The invariants of README, "What always holds", on the pure core, against a world that answers in any order."""
 
 from __future__ import annotations
 

@@ -199,7 +199,6 @@ def end(evaluation: Evaluation, order: LaunchTrajectory) -> None:
     evaluation.take(TrajectoryLost(id=order.id, group_size=1, cancelled=False, reason="x", evaluation=True))
 
 
-@pytest.mark.asyncio
 async def test_at_most_so_many_requests_are_open_and_every_sample_is_its_own() -> None:
     evaluation, orders = Evaluation(held_out(4, 3, in_flight=5), 7, limit=3, seed=1), Orders()
     figures: dict[str, float] = {}
@@ -223,7 +222,6 @@ async def test_at_most_so_many_requests_are_open_and_every_sample_is_its_own() -
     assert figures["eval/held_out/failed"] == 9
 
 
-@pytest.mark.asyncio
 async def test_a_cancelled_evaluation_ends_when_what_was_launched_has_ended() -> None:
     evaluation, orders = Evaluation(held_out(9, 1, in_flight=3), 7, limit=0, seed=1), Orders()
     ended = anyio.Event()
@@ -244,7 +242,6 @@ async def test_a_cancelled_evaluation_ends_when_what_was_launched_has_ended() ->
     assert len(orders.launched) == 3
 
 
-@pytest.mark.asyncio
 async def test_an_evaluation_of_nothing_ends() -> None:
     figures = await Evaluation(HeldOut(), 0, limit=0, seed=1).run(Orders())  # type: ignore[arg-type]
     assert figures["eval/held_out/prompts"] == 0
@@ -253,7 +250,6 @@ async def test_an_evaluation_of_nothing_ends() -> None:
 # ---- the file of samples -------------------------------------------------------------------------
 
 
-@pytest.mark.asyncio
 async def test_every_sample_is_a_line_with_its_text(tmp_path: Path) -> None:
     write = partial(write_evaluation, tmp_path / "evaluations", lambda ids: "-".join(map(str, ids)))
     await write(7, [lost(1, 0), failed(0, 1), *rewarded(0, 0.5)])
@@ -274,7 +270,6 @@ async def test_every_sample_is_a_line_with_its_text(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.asyncio
 async def test_samples_that_cannot_be_written_name_the_path_and_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "evaluations").write_text("a file in the way")
     with pytest.raises(StreamRLError, match=r"step 3 could not be written to .*store_samples = false"):
@@ -294,7 +289,7 @@ def told(rule: AlarmRule, values: list[float | None]) -> list[int]:
 RULE = AlarmRule(metric="m", bound=0.5, advice="look there")
 
 
-def test_an_alarm_is_told_when_it_begins_and_again_while_it_lasts() -> None:
+def test_an_alarm_is_reported_when_it_begins_and_again_while_it_lasts() -> None:
     assert told(RULE, [0.4, 0.5, 0.6, 0.7] + [0.6] * 2 * REPEAT_STEPS) == [3, 3 + REPEAT_STEPS, 3 + 2 * REPEAT_STEPS]
     assert told(RULE, [0.6, 0.4] * REPEAT_STEPS) == [1, 1 + REPEAT_STEPS], "a value around the bound tells each time"
     assert told(RULE, [0.6] + [0.1] * REPEAT_STEPS + [0.6]) == [1, 2 + REPEAT_STEPS]

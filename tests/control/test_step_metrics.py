@@ -202,7 +202,7 @@ def test_each_ends_once_whatever_comes_first(tmp_path: Path) -> None:
     assert work.ended_tokens == 10 + 7 + 20 + 30 + 40 + 8
     assert sorted(length.tokens for length in window.sampled) == [0, 7, 8, 10, 20, 30, 40]
     assert window.discarded_rewards == {"short": [0.5, 0.25]}
-    assert window.rewards_snapshot == {"short": [1.0]}
+    assert window.kept_rewards == {"short": [1.0]}
     assert [length.tokens for length in window.trained] == [10]
 
 
@@ -368,8 +368,7 @@ def batch_of(groups: int, size: int, tokens: int, first: int = 0) -> list[Scored
     return [scored(identity(first + g, s), tokens, reward=float(s)) for g in range(groups) for s in range(size)]
 
 
-@pytest.mark.asyncio
-async def test_a_step_is_told_as_it_was(tmp_path: Path) -> None:
+async def test_a_step_is_reported_as_it_was(tmp_path: Path) -> None:
     trace = TrajectoryTrace(tmp_path / "t", HEADER)
     story = Story(trace)
     story.report.began()

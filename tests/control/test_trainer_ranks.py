@@ -20,8 +20,6 @@ from streamrl.base.types import TrainingGroup, TrainingSample, TrajectoryId, flo
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.run.trainer_ranks import TrainerRanks
 
-pytestmark = pytest.mark.asyncio
-
 
 def group_of(group_id: int, tokens: int) -> TrainingGroup:
     sample = TrainingSample(
@@ -36,7 +34,7 @@ def group_of(group_id: int, tokens: int) -> TrainingGroup:
     return TrainingGroup(group_id=group_id, batch_id=0, samples=(sample,))
 
 
-async def test_an_answer_after_whoever_asked_was_cancelled_is_no_error_of_its_own() -> None:
+async def test_an_answer_after_the_caller_was_cancelled_is_no_error_of_its_own() -> None:
     orders, taken = memory_stream(4)
     answers, events = memory_stream(4)
     ranks = TrainerRanks([(orders, events)])
@@ -52,7 +50,7 @@ async def test_an_answer_after_whoever_asked_was_cancelled_is_no_error_of_its_ow
     assert ranks.answers() == 1
 
 
-async def test_who_waits_for_an_answer_and_cannot_be_cancelled_is_told_that_the_ranks_are_gone() -> None:
+async def test_who_waits_for_an_answer_and_cannot_be_cancelled_is_notified_that_the_ranks_are_gone() -> None:
     orders, taken = memory_stream(4)
     _, events = memory_stream(4)
     ranks = TrainerRanks([(orders, events)])

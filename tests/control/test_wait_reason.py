@@ -192,7 +192,6 @@ def assert_fits(state: RunState, found: WaitReason) -> None:
             raise AssertionError(f"{found}: nothing explains it")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("rounds", [RoundKind.SYNCHRONOUS, RoundKind.CONTINUOUS])
 async def test_the_shares_of_a_step_sum_to_its_time(rounds: RoundKind, tmp_path: Path) -> None:
     staleness = 2 if rounds is RoundKind.CONTINUOUS else 0

@@ -37,7 +37,7 @@ def plan_of(*engines: ServingEngine, lengths: Lengths = LENGTHS, finished: int =
     return plan_release(finished, 100, engines, lengths)
 
 
-def test_the_engines_with_the_least_to_move_are_freed_and_each_request_is_told_where_it_goes() -> None:
+def test_the_engines_with_the_least_to_move_are_freed_and_each_request_learns_where_it_goes() -> None:
     plan = plan_of(*(engine(i, [(20, 100)] * n) for i, n in enumerate((4, 1, 3, 2))))
     assert plan.free == ("e1", "e3")
     assert sorted(move.request_id for move in plan.moves) == ["1.0", "3.0", "3.1"]

@@ -161,7 +161,7 @@ async def test_a_host_that_dies_while_it_starts_or_serves_is_an_error_that_names
     assert any("engine-0: planted" in str(e) for e in raised.value.exceptions), raised.value
 
 
-async def test_a_host_that_dies_when_it_is_told_to_end_is_gone_all_the_same() -> None:
+async def test_a_host_that_dies_when_it_is_ordered_to_end_is_gone_all_the_same() -> None:
     async with started() as one:
         await one.pool.drain("engine-1", "test")
         one.engines.detach("engine-1")

@@ -33,7 +33,7 @@ LENGTHS = LengthMixture(median=60.0, sigma=0.5, long_share=0.0)
 
 
 class Engine(SimulatedEngine):
-    """Misbehaves as it is told."""
+    """Misbehaves as ``behaviour`` says."""
 
     def __init__(self, name: str, behaviour: str) -> None:
         step = StepCost(base_s=2e-3, per_running_s=0.027e-3)

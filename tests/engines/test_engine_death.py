@@ -17,7 +17,6 @@ from streamrl.base.errors import EngineError
 from streamrl.base.messages import Generate, PauseMode
 
 pytestmark = [
-    pytest.mark.asyncio,
     pytest.mark.vllm,
     pytest.mark.torch,
     pytest.mark.timeout(200),

@@ -244,7 +244,7 @@ async def test_a_readmitted_engine_gets_requests_again() -> None:
     await roll.run(during)
 
 
-async def test_what_a_lost_engine_served_is_told_until_it_has_come_back() -> None:
+async def test_what_a_lost_engine_served_is_reported_until_it_has_come_back() -> None:
     roll = Roll(2, 8)
 
     async def during() -> None:

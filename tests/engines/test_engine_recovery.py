@@ -21,7 +21,7 @@ from streamrl.base.stage_messages import FinishedTrajectory
 from streamrl.base.types import FinishReason, token_array
 from streamrl.comm import socket_options
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
 async def tokens_made(one: Controller, name: str) -> None:
@@ -108,7 +108,7 @@ async def keep_busy(one: Controller, source: random.Random, ended: anyio.Event) 
         await anyio.sleep(source.uniform(0.0, 0.1))
 
 
-async def test_an_engine_that_stands_still_is_ended_and_replaced() -> None:
+async def test_an_engine_that_stalls_is_ended_and_replaced() -> None:
     async with controlled(2, silence_timeout_s=1.5) as one:
         await one.launch(30)
         await tokens_made(one, "engine-1")
@@ -122,7 +122,7 @@ async def test_an_engine_that_stands_still_is_ended_and_replaced() -> None:
     one.assert_whole()
 
 
-async def test_an_engine_whose_streams_break_first_because_it_stands_still_is_ended_too(
+async def test_an_engine_whose_streams_break_first_because_it_stalls_is_ended_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(socket_options, "HEARTBEAT_INTERVAL_MS", 300)

@@ -75,7 +75,6 @@ def test_what_the_rule_writes_is_right_for_every_row_and_no_letter_of_it_may_cha
         assert not task.is_right(prompt, other), (prompt, other)
 
 
-@pytest.mark.asyncio
 async def test_the_reward_needs_a_stop_of_its_own(task: ModuleType) -> None:
     from rolling_reward import right_row
 

@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.timeout(400), pyt
 STEPS = 10
 
 
-@pytest.mark.asyncio
 @ON_A_GPU
 async def test_ten_steps_of_the_demo_with_a_killed_core(device: str, tmp_path: Path, record_property: Any) -> None:
     recipe, began = short_demo(EngineKind.VLLM, STEPS, str(tmp_path)), time.monotonic()

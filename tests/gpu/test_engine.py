@@ -181,7 +181,7 @@ def test_a_seed_gives_its_tokens_again_alone_in_a_batch_and_resumed(served: Serv
     record_property("same_in_a_batch", list(among.token_ids) == list(alone.token_ids))
     record_property("same_resumed", resumed == list(alone.token_ids))
     assert list(part.token_ids) == list(alone.token_ids)[:20]
-    if served.device == "cuda":  # the noise of the V2 sampler is a function of seed and position
+    if served.device == "cuda":  # the V2 sampler's noise is a function of seed and position
         assert resumed == list(alone.token_ids)
 
 

@@ -23,7 +23,6 @@ from streamrl.journal import log
 from streamrl.journal.log import Journal, read_journal
 from streamrl.journal.log_errors import JournalDamaged, JournalFailed, JournalRefused
 
-pytestmark = pytest.mark.asyncio
 BASE, MORE = [b"the state", b"\xff" * 33], [[b"first"], [b"", b"a" * 40, b"\xf5JF\n" * 3], [b"the last"]]
 
 

@@ -34,7 +34,7 @@ def test_a_step_tells_what_the_weights_before_it_find(start_trainer: Callable[..
     )
 
 
-def test_nothing_is_told_where_nobody_asks(start_trainer: Callable[..., Any]) -> None:
+def test_nothing_is_reported_where_nobody_asks(start_trainer: Callable[..., Any]) -> None:
     assert train_batch(start_trainer(), make_groups(0, [4]), 1).probe_logprobs == ()
 
 

@@ -47,7 +47,7 @@ DEFAULT, BEHAVIOR = OffPolicy(cap=1.3), OffPolicy(proximal=Proximal.BEHAVIOR)
 
 @pytest.fixture(scope="module")
 def groups(tiny_model: str) -> list[TrainingGroup]:
-    """The batch of the module's docstring; behaviour logprobs are the policy's with noise of deviation 0.4."""
+    """The batch of the module's docstring; behaviour logprobs are the policy's plus noise (standard deviation 0.4)."""
     model, rng, found, index = reference_model(tiny_model), random.Random(1), [], 0
     for group in make_groups(0, SIZES, seed=4):
         members = []

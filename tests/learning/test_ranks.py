@@ -1,4 +1,4 @@
-"""1, 2 and 4 ranks as real processes: equal weights and metrics, whoever got which groups, also after a resume."""
+"""1, 2 and 4 ranks as real processes: equal weights and metrics for any split of the groups, also after a resume."""
 
 from __future__ import annotations
 

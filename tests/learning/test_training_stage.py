@@ -102,7 +102,6 @@ def streams() -> tuple[Any, Any, Any, Any]:
     return orders_in, orders, reports_in, reports
 
 
-@pytest.mark.asyncio
 async def test_every_order_is_carried_out_in_order_in_one_thread() -> None:
     trainer = RecordingTrainer()
     orders_in, orders, reports_in, reports = streams()
@@ -140,7 +139,6 @@ async def test_every_order_is_carried_out_in_order_in_one_thread() -> None:
     assert threading.get_ident() not in trainer.threads
 
 
-@pytest.mark.asyncio
 async def test_pending_work_runs_when_nothing_is_ordered() -> None:
     trainer = RecordingTrainer()
     orders_in, orders, reports_in, reports = streams()
@@ -158,7 +156,6 @@ async def test_pending_work_runs_when_nothing_is_ordered() -> None:
     assert trainer.calls == ["start", "group 0", "pending", "close batch", "close"]
 
 
-@pytest.mark.asyncio
 async def test_orders_are_read_while_torch_computes() -> None:
     gate = threading.Event()
     trainer = RecordingTrainer(gate=gate)
@@ -178,7 +175,6 @@ async def test_orders_are_read_while_torch_computes() -> None:
     assert trainer.calls.count("close batch") == 1
 
 
-@pytest.mark.asyncio
 async def test_the_trainers_error_is_what_the_caller_sees() -> None:
     trainer = RecordingTrainer(error=StreamRLError("the loss of batch 3 is nan"))
     orders_in, orders, reports_in, _ = streams()
@@ -189,7 +185,6 @@ async def test_the_trainers_error_is_what_the_caller_sees() -> None:
     assert trainer.calls[-1] == "close"
 
 
-@pytest.mark.asyncio
 async def test_a_broken_stream_ends_the_stage_and_closes_the_trainer() -> None:
     trainer = RecordingTrainer()
     _, orders, reports_in, reports = streams()
@@ -199,7 +194,6 @@ async def test_a_broken_stream_ends_the_stage_and_closes_the_trainer() -> None:
     assert trainer.calls == ["start", "close"]
 
 
-@pytest.mark.asyncio
 async def test_cancellation_waits_for_torch_and_closes_the_trainer() -> None:
     gate = threading.Event()
     trainer = RecordingTrainer(gate=gate)

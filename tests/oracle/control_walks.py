@@ -80,7 +80,7 @@ SIZINGS: dict[str, GroupSizing] = {
 
 
 def varies(composition: str) -> bool:
-    """Whether group sizes may vary under ``composition`` (``streamrl.rules.sizing_rules``)."""
+    """Whether group sizes may vary under ``composition`` (``streamrl.rules.scheduling_rules``)."""
     waits = COMPOSITIONS[composition].get("when_stale", StalePolicy.WAIT) is StalePolicy.WAIT
     continuous = COMPOSITIONS[composition].get("rounds") is CONTINUOUS
     return composition != "sorted, single" and not (continuous and waits)

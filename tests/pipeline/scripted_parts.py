@@ -158,7 +158,7 @@ class CountedPrompts:
 class CountingRank:
     """One trainer rank: answers orders as the real one does, and keeps what it was given.
 
-    ``happened`` is told ``("group", batch id)`` and ``("close", version)``.
+    ``happened`` is called with ``("group", batch id)`` and ``("close", version)``.
     """
 
     def __init__(self, rank: int, ranks: int, version: int, happened: Callable[[str, int], None]) -> None:
@@ -274,7 +274,7 @@ class PacedEngine(SimulatedEngine):
 
 
 class MemoryHosts:
-    """Stops engines of ``run`` and makes new ones; ``happened`` is told ``("stop", engine)``, ``("start", engine)``."""
+    """Stops and makes engines of ``run``; calls ``happened`` with ``("stop", engine)``, ``("start", engine)``."""
 
     def __init__(self, run: SimulatedRun, pool: EnginePool) -> None:
         self.run, self.pool = run, pool

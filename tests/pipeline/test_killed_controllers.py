@@ -39,7 +39,7 @@ STALE = control_settings(checkpoint_every=1, rounds=RoundKind.CONTINUOUS, max_st
 
 
 async def one_life(run: SimulatedRun, events: int) -> str:
-    """Until it has been told so many events; empty when it was killed then."""
+    """Run until it has handled ``events`` events; the result is empty if it was killed then."""
     run.events_to_live = events
     try:
         with anyio.fail_after(20):
@@ -61,7 +61,6 @@ def batches_of(rank: CountingRank) -> list[Counter[str]]:
     return [Counter(f"{sample.id} {sample.reward}" for sample in batch) for batch in rank.batches]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("damaged", [False, True], ids=["newest checkpoint", "the one before"])
 @pytest.mark.parametrize(
     "settings", [SYNCHRONOUS, SUBMITTED, RACING, STALE], ids=["synchronous", "submitted", "racing", "continuous"]
@@ -100,8 +99,7 @@ async def test_lives_of_a_controller_make_one_run(settings: ControlSettings, dam
         assert accounting.trained == STEPS * settings.batch_trajectories
 
 
-@pytest.mark.asyncio
-async def test_of_a_step_that_began_in_another_life_no_time_is_told(
+async def test_of_a_step_that_began_in_another_life_no_time_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     untimed = 0
@@ -121,7 +119,6 @@ async def test_of_a_step_that_began_in_another_life_no_time_is_told(
     assert untimed
 
 
-@pytest.mark.asyncio
 async def test_only_what_was_not_scored_is_scored_again(tmp_path: Path) -> None:
     run = SimulatedRun(SYNCHRONOUS, tmp_path, kept=True)
     assert not await one_life(run, 5)
@@ -134,7 +131,6 @@ async def test_only_what_was_not_scored_is_scored_again(tmp_path: Path) -> None:
     assert STEPS * 6 <= before + again.scorer.seen <= STEPS * 6 + 2
 
 
-@pytest.mark.asyncio
 async def test_what_was_whole_and_not_scored_is_not_sampled_again(tmp_path: Path) -> None:
     run = SimulatedRun(SYNCHRONOUS, tmp_path, kept=True)
     run.outcomes_to_live, run.scorer.mute = 4, True
@@ -150,7 +146,6 @@ async def test_what_was_whole_and_not_scored_is_not_sampled_again(tmp_path: Path
     assert sampled == trained - sum(sample.trained_tokens for sample in first[:4])
 
 
-@pytest.mark.asyncio
 async def test_an_evaluation_that_died_with_its_controller_is_done_again_or_given_up_aloud(tmp_path: Path) -> None:
     settings, given_up = control_settings(evaluate_every=1, evaluate_at_end=True), 0
     for events in range(6, 40, 2):

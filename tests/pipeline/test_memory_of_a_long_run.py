@@ -57,7 +57,6 @@ RACING = run_settings(
 )
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("settings", "kept"), [(CONTINUOUS, True), (RACING, False)], ids=["continuous", "racing"])
 async def test_a_longer_run_holds_no_more(
     settings: ControlSettings, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -86,7 +85,6 @@ async def test_a_longer_run_holds_no_more(
     assert not grown
 
 
-@pytest.mark.asyncio
 async def test_what_was_recovered_is_forgotten_once_the_run_goes_on(tmp_path: Path) -> None:
     settings = msgspec.structs.replace(CONTINUOUS, steps=6)
     first = SimulatedRun(settings, tmp_path, kept=True)

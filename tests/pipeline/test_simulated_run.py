@@ -19,9 +19,6 @@ from streamrl.journal.records import JournalCodec, JournalDecision
 from streamrl.recipe.scheduling import InFlight, RoundKind, StalePolicy
 from streamrl.recipe.sections import ReleaseKind
 
-pytestmark = pytest.mark.asyncio
-
-
 CONTINUOUS = {"rounds": RoundKind.CONTINUOUS, "max_staleness": 2}
 TAIL = {"rounds": RoundKind.TAIL_BATCHING}
 
@@ -185,7 +182,7 @@ async def test_a_resumed_run_begins_at_the_version_of_the_ranks(tmp_path: Path) 
     assert run.summary().accounting == run.controller.state.accounting()
 
 
-async def test_an_alarm_is_told_and_logged(tmp_path: Path) -> None:
+async def test_an_alarm_is_reported_and_logged(tmp_path: Path) -> None:
     run = SimulatedRun(run_settings(), tmp_path)
     run.ranks[0].mismatch = 0.125
     await run.run()

@@ -34,7 +34,6 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_the_trace_of_a_run_agrees_with_its_accounting(
     policy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

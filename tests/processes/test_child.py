@@ -43,7 +43,7 @@ def run_directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_failure_is_told_in_the_log_and_in_the_reason_file(tmp_path: Path) -> None:
+def test_a_failure_is_reported_in_the_log_and_in_the_reason_file(tmp_path: Path) -> None:
     with start(Role.REWARD, tmp_path) as process:
         output, _ = process.communicate(timeout=30)
     assert process.returncode == 1

@@ -84,7 +84,7 @@ def test_kind_of_an_exception(role: Role, error: Exception, kind: ExitKind) -> N
     assert reason_of(role, error).kind is kind
 
 
-def test_the_cause_inside_a_group_is_told() -> None:
+def test_the_cause_inside_a_group_is_reported() -> None:
     group = BaseExceptionGroup(
         "nursery", [asyncio.CancelledError(), StreamBroken("peer gone"), ExceptionGroup("inner", [ValueError("nan")])]
     )

@@ -36,7 +36,7 @@ ATTACHED = "canary-of-a-reward-4711"
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    """The demo's, with stand-ins for its processes. They serve, but for the engine, which fails when it is told to."""
+    """The demo's, with stand-ins for its processes. They serve, except the engine, which fails on command."""
     recipe = load_recipe(DEMO, [f"run.directory={tmp_path / 'runs'}", "engines.advanced.restarts=0"])
     monkeypatch.setenv("HF_TOKEN", CANARY)
     monkeypatch.setattr(streamrl.app.pipeline, "Supervisor", partial(Supervisor, entry=(str(STAND_IN),)))

@@ -1,4 +1,4 @@
-"""The controller's side of a judge, with judges that are told what to say: loads, figures, death and successor."""
+"""The controller's side of a judge, with judges whose answers are scripted: loads, figures, death and successor."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ async def test_who_serves_is_started_again_alone_with_nothing_left_of_the_last_o
         await until(lambda: one.started(name, 1))
         assert not any(map(lives, one.grandchildren())), "also the one with a session of its own"
         assert lives(one.pid("controller")) and lives(one.pid("trainer-0"))
-        assert not (one.directory / "resumed").exists(), "it begins anew"
+        assert not (one.directory / "resumed").exists(), "it is started afresh"
     one.assert_nothing_left()
 
 

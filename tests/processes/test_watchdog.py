@@ -128,7 +128,7 @@ def test_the_limit_is_beyond_every_other_one() -> None:
     assert stall_limit_s(replace(QUICK, rewards=(slow,))) == 1.5 * 4 * 400
 
 
-async def test_a_run_that_stands_still_ends_with_what_it_waits_for(tmp_path: Path) -> None:
+async def test_a_stalled_run_ends_with_what_it_waits_for(tmp_path: Path) -> None:
     trial = Trial(tmp_path)
     with pytest.raises(ExceptionGroup) as raised:
         async with anyio.create_task_group() as nursery:
@@ -147,7 +147,7 @@ async def test_a_run_that_stands_still_ends_with_what_it_waits_for(tmp_path: Pat
     assert seen.waits[0].startswith("the run waits for prompts, for ")
     assert seen.waits[1].startswith("control waits for 2 prompts, for ")
     text = Path(seen.file).read_text()  # noqa: ASYNC240
-    assert "'tokens': (7, 0)" in text and "test_a_run_that_stands_still" in text
+    assert "'tokens': (7, 0)" in text and "test_a_stalled_run" in text
     assert "await anyio.sleep(60)" in text, "the stack of the coroutine that waits"
 
 

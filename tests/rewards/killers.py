@@ -360,7 +360,7 @@ class NeverWritten:
         threading.Event().wait()
 
 
-def stands_still_after_z(completion):
+def stalls_after_z(completion):
     """Answers, and then takes no other call: what it printed is flushed between two of them."""
     if completion == "z":
         sys.stdout = NeverWritten()

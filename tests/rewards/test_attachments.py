@@ -72,7 +72,6 @@ def test_paths_of_a_command_are_relative_to_where_it_is_given(
     assert made.function == (f"{here}/mine.py:f" if ":" in function else function)
 
 
-@pytest.mark.asyncio
 async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, tmp_path: Path
 ) -> None:
@@ -176,8 +175,7 @@ async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
     ]
 
 
-@pytest.mark.asyncio
-async def test_the_end_of_the_run_ends_whoever_waits(tmp_path: Path) -> None:
+async def test_the_end_of_the_run_ends_all_waiting_tasks(tmp_path: Path) -> None:
     attachments = RewardAttachments()
     async with anyio.create_task_group() as group:
         group.start_soon(attachments.run, f"ipc://{tmp_path}/changes")

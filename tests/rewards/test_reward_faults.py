@@ -33,8 +33,6 @@ RAISED, TIMED_OUT = RewardFailureKind.RAISED, RewardFailureKind.TIMED_OUT
 NOT_FINITE, WRONG_TYPE = RewardFailureKind.NOT_FINITE, RewardFailureKind.WRONG_TYPE
 MOST_SHUTDOWN_S = 5.0
 
-pytestmark = pytest.mark.asyncio
-
 
 def everything_left() -> tuple[set[int], set[str]]:
     """Our processes, and our open descriptors other than those that the test's own loop has."""
@@ -365,7 +363,7 @@ async def test_processes_that_never_begin_are_given_up_with_the_reason(
 async def test_call_that_leaves_its_output_blocked_is_late_and_its_process_is_replaced(
     pool: Pool, make_trajectory: MakeTrajectory
 ) -> None:
-    rewards = await pool.open(Reward(function=f"{KILLERS}:stands_still_after_z", timeout_s=0.2), processes=1)
+    rewards = await pool.open(Reward(function=f"{KILLERS}:stalls_after_z", timeout_s=0.2), processes=1)
     async with asyncio.timeout(20):
         outcomes = [(await rewards.score([make_trajectory(text)]))[0] for text in ("z", "ab")]
     assert [o.reward for o in outcomes if isinstance(o, ScoredTrajectory)] == [2.0]

@@ -94,7 +94,6 @@ def one_message(*trajectories: Trajectory) -> ScoreGroups:
     return message.message()
 
 
-@pytest.mark.asyncio
 async def test_what_is_scored_together_is_answered_together_and_waits_for_nobody_slow(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
@@ -106,7 +105,6 @@ async def test_what_is_scored_together_is_answered_together_and_waits_for_nobody
     assert [(g.order_id, g.rewards[0].reward) for g in slow] == [(3, 1.0)]
 
 
-@pytest.mark.asyncio
 async def test_plain_functions_that_take_long_let_the_loop_turn_between_them(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
@@ -135,7 +133,6 @@ def test_a_message_has_each_prompt_once_and_the_sampled_tokens_only(make_traject
     assert codec.decode(codec.encode(message)) == message
 
 
-@pytest.mark.asyncio
 async def test_reward_that_does_not_load_raises(make_recipe: MakeRecipe) -> None:
     _, orders = memory_stream(1)
     results, _ = memory_stream(1)
@@ -145,7 +142,6 @@ async def test_reward_that_does_not_load_raises(make_recipe: MakeRecipe) -> None
         await run_reward_worker(recipe, tokenizer, 0, orders, results, owns_process=False)
 
 
-@pytest.mark.asyncio
 async def test_custom_reward_example(make_recipe: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
     assert len(EXAMPLE.read_text().splitlines()) < 40
     right, close = make_trajectory("abc", answer="abc"), make_trajectory("abd", answer="abc", sample=1)
@@ -209,7 +205,6 @@ def order(number: int, *trajectories: Trajectory) -> ScoreGroups:
     return score_message(trajectories, order_id=number)
 
 
-@pytest.mark.asyncio
 async def test_trusted_function_that_holds_the_interpreter_ends_the_process_with_75(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
@@ -222,7 +217,6 @@ async def test_trusted_function_that_holds_the_interpreter_ends_the_process_with
         assert "holds_interpreter" in (await worker.process.stderr.read()).decode()  # the log names what hung
 
 
-@pytest.mark.asyncio
 async def test_the_time_that_user_code_may_hold_the_loop_follows_what_is_attached(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, tmp_path: Path
 ) -> None:
@@ -246,7 +240,6 @@ async def test_the_time_that_user_code_may_hold_the_loop_follows_what_is_attache
             assert await worker.process.wait() == REWARD_RESTART_EXIT_CODE
 
 
-@pytest.mark.asyncio
 async def test_answers_before_the_end_are_not_lost(make_recipe: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
     async with worker_process(make_recipe("blocks_on_z", timeout_s=0.3, trusted=True)) as worker:
         for number in range(20):
@@ -260,7 +253,6 @@ async def test_answers_before_the_end_are_not_lost(make_recipe: MakeRecipe, make
         assert await worker.process.wait() == 75
 
 
-@pytest.mark.asyncio
 async def test_too_many_coroutines_left_behind_ends_the_process_when_idle(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
@@ -275,7 +267,6 @@ async def test_too_many_coroutines_left_behind_ends_the_process_when_idle(
             await worker.results.receive()
 
 
-@pytest.mark.asyncio
 async def test_stuck_call_does_not_keep_the_worker_when_orders_end(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
@@ -291,7 +282,6 @@ async def test_stuck_call_does_not_keep_the_worker_when_orders_end(
         assert await worker.process.wait() == 0
 
 
-@pytest.mark.asyncio
 async def test_worker_ends_with_its_controller(make_recipe: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
     """A broken stream must end the process although a user's coroutine swallows its cancellation, and although nothing
     is left to be answered: one of two streams that breaks alone would be waited for on the other side."""
@@ -304,7 +294,6 @@ async def test_worker_ends_with_its_controller(make_recipe: MakeRecipe, make_tra
             assert await worker.process.wait() != 0
 
 
-@pytest.mark.asyncio
 async def test_user_code_that_ends_the_process_breaks_the_stream(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
@@ -315,7 +304,6 @@ async def test_user_code_that_ends_the_process_breaks_the_stream(
         assert await worker.process.wait() == 9
 
 
-@pytest.mark.asyncio
 async def test_killed_worker_takes_along_whatever_it_started(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:

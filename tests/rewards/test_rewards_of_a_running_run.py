@@ -140,7 +140,6 @@ def live_run(make_recipe: MakeRecipe, tmp_path: Path) -> Callable[..., LiveRun]:
     return make
 
 
-@pytest.mark.asyncio
 async def test_rewards_are_changed_from_the_command_line(
     live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,7 +206,6 @@ ADAPTIVE = Reward(
 )
 
 
-@pytest.mark.asyncio
 async def test_what_is_attached_and_learnt_outlives_the_worker_and_the_run(
     live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory, tmp_path: Path
 ) -> None:
@@ -241,13 +239,12 @@ async def test_what_is_attached_and_learnt_outlives_the_worker_and_the_run(
         assert call(scored, "shade").value == 0.5
         listed = await again.attachments.attached()
         assert [(r.name, r.since) for r in listed.rewards] == [("takes", 0), ("shade", 1)]
-        # One that is replaced begins anew, whatever its name.
+        # A function that replaces another starts without its state, whatever its name.
         assert await again.attachments.replace("takes", ADAPTIVE) == 2
         assert call(await again.score(make_trajectory("ab", group=0, seconds=0.0))).limit_s == 9.0
     assert again.log[0] == (1, ("takes", "shade"), "resume")
 
 
-@pytest.mark.asyncio
 async def test_the_next_controller_of_a_run_scores_with_what_was_attached(
     live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory, tmp_path: Path
 ) -> None:
@@ -262,7 +259,6 @@ async def test_the_next_controller_of_a_run_scores_with_what_was_attached(
     assert [call.function for call in after.calls] == [call.function for call in before.calls]
 
 
-@pytest.mark.asyncio
 async def test_a_new_worker_has_the_functions_that_began_with_a_group(
     live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory
 ) -> None:
@@ -278,7 +274,7 @@ async def test_a_new_worker_has_the_functions_that_began_with_a_group(
     assert one.reward == other.reward
 
 
-def test_a_resumed_run_is_told_which_rewards_it_cannot_have(
+def test_a_resumed_run_reports_which_rewards_it_cannot_have(
     live_run: Callable[..., LiveRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from streamrl.rewards.rewards_snapshot import fresh_rewards, rewards_file
@@ -325,7 +321,6 @@ def test_limits_that_were_learnt_belong_to_one_attachment() -> None:
     assert {key for piece in pieces for key in piece} == {str(key) for key in range(45_000)}
 
 
-@pytest.mark.asyncio
 async def test_built_in_rewards_give_back_what_they_hold_when_they_are_detached(
     live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory
 ) -> None:

@@ -74,7 +74,6 @@ def rewards_of(outcomes: Sequence[Any]) -> list[float]:
     return [outcome.reward for outcome in outcomes]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("function", "reward"),
     [
@@ -137,7 +136,6 @@ FAILURES = [
 ]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("in_processes", [False, True])
 async def test_failure_is_recorded_with_its_reason(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, in_processes: bool
@@ -164,7 +162,6 @@ async def test_failure_is_recorded_with_its_reason(
         ]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("function", "message"),
     [("none", "not applicable"), ("mapping_of_nothing", "not applicable"), ("match", 'no column "answer"')],
@@ -177,7 +174,6 @@ async def test_no_reward_is_no_zero(
     assert message in outcome.message
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("function", ["hangs_async", "swallows_cancellation", "late"])
 async def test_time_limit_of_trusted_coroutines_holds(
     trusted: MakeRecipe, make_trajectory: MakeTrajectory, release: Any, function: str
@@ -193,7 +189,6 @@ async def test_time_limit_of_trusted_coroutines_holds(
         assert rewards.stuck == (function == "swallows_cancellation")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("seconds", "kinds"), [(0.3, []), (30.0, [TIMED_OUT])])
 async def test_time_in_which_the_loop_is_held_is_not_counted_against_others(
     trusted: MakeRecipe, make_trajectory: MakeTrajectory, seconds: float, kinds: list[RewardFailureKind]
@@ -207,7 +202,6 @@ async def test_time_in_which_the_loop_is_held_is_not_counted_against_others(
     assert [outcome.kind for outcome in outcomes if isinstance(outcome, RewardFailure)] == kinds
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("in_processes", [False, True])
 async def test_arguments_are_columns_and_what_is_provided(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, in_processes: bool
@@ -219,7 +213,6 @@ async def test_arguments_are_columns_and_what_is_provided(
     assert extra == [1, 2]
 
 
-@pytest.mark.asyncio
 async def test_group_function_sees_one_group_at_a_time(trusted: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
     texts = ["abc", "a", "ab", "abcd", "a"]
     groups = [0, 0, 0, 1, 1]
@@ -229,7 +222,6 @@ async def test_group_function_sees_one_group_at_a_time(trusted: MakeRecipe, make
     assert rewards_of(await score(trusted("ranks"), *order)) == [2.0, 0.0, 1.0, 1.0, 0.0]
 
 
-@pytest.mark.asyncio
 async def test_weights_and_none(trusted: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
     recipe = trusted("length", "half", "group_none", weights=(2.0, -1.0, 10.0))
     outcomes = await score(recipe, make_trajectory("abc"), make_trajectory("a", sample=1))
@@ -249,7 +241,6 @@ def killer(name: str, **options: Any) -> Reward:
     return Reward(function=f"{KILLERS}:{name}", trusted=True, **options)
 
 
-@pytest.mark.asyncio
 async def test_named_parts_are_weighted_and_reported(trusted: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
     recipe = with_rewards(trusted("length"), killer("mapping", weight=2.0, part_weights={"style": 0.5}))
     (outcome,) = await score(recipe, make_trajectory())
@@ -258,7 +249,6 @@ async def test_named_parts_are_weighted_and_reported(trusted: MakeRecipe, make_t
     assert outcome.reward_parts == {"mapping": 1.5, "mapping.score": 1.0, "mapping.style": 1.0}
 
 
-@pytest.mark.asyncio
 async def test_a_shadow_is_reported_and_neither_counts_nor_fails(
     trusted: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
@@ -270,7 +260,6 @@ async def test_a_shadow_is_reported_and_neither_counts_nor_fails(
     assert [call.failure for call in outcome.calls] == [None, RAISED, None]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("trust", [True, False])
 async def test_a_function_of_the_recipe_combines_the_values(
     trusted: MakeRecipe, make_trajectory: MakeTrajectory, trust: bool
@@ -289,7 +278,6 @@ async def test_a_function_of_the_recipe_combines_the_values(
     assert (outcome.function, outcome.kind) == ("combine", WRONG_TYPE)
 
 
-@pytest.mark.asyncio
 async def test_options_are_bound_and_no_column_overrides_them(
     trusted: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
@@ -298,7 +286,6 @@ async def test_options_are_bound_and_no_column_overrides_them(
     assert rewards_of([outcome]) == [6.5]
 
 
-@pytest.mark.asyncio
 async def test_late_is_wrong_only_where_the_recipe_says_so(
     trusted: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
@@ -315,7 +302,6 @@ async def test_late_is_wrong_only_where_the_recipe_says_so(
     assert (raised.kind, raised.policy) == (RAISED, "stop")
 
 
-@pytest.mark.asyncio
 async def test_first_failure_of_the_recipe_is_named_and_a_failure_is_never_outvoted(
     trusted: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
@@ -408,7 +394,6 @@ def result_of(value: Any, seconds: float = 0.0) -> CallResult:
     return CallResult(check_returned(value, 1, per_group=False), seconds)
 
 
-@pytest.mark.asyncio
 async def test_a_queue_bounds_its_calls_and_takes_the_smallest_rank_first() -> None:
     queue = RewardQueue(Reward(function="m:f", concurrency=2), 64)
     began: list[int] = []
@@ -440,7 +425,6 @@ async def test_a_queue_bounds_its_calls_and_takes_the_smallest_rank_first() -> N
     assert queue.running == 0 and queue.free
 
 
-@pytest.mark.asyncio
 async def test_calls_a_second_are_bounded() -> None:
     queue = RewardQueue(Reward(function="m:f", rate_per_s=50.0), 64)
 
@@ -454,7 +438,6 @@ async def test_calls_a_second_are_bounded() -> None:
     assert time.monotonic() - started >= 5 / 50
 
 
-@pytest.mark.asyncio
 async def test_a_short_limit_holds_beside_a_long_one(release: Any) -> None:
     function = load_reward(Reward(function=f"{KILLERS}:hangs_async"))
     ended: list[CallResult] = []
@@ -493,7 +476,6 @@ def test_limits_follow_the_slowest_correct_call() -> None:
     assert next_limit("b", 1.0, 1.0) == 30.0  # each for itself
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("is_trusted", [True, False])
 async def test_limits_follow_the_column_that_the_recipe_names(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, is_trusted: bool

@@ -46,7 +46,6 @@ RECIPE = Recipe(
 )
 
 
-@pytest.mark.asyncio
 async def test_a_real_engine_judges_in_batches_when_the_actor_leaves_it_room(
     make, tmp_path: Path, socket_directory: Path, monkeypatch
 ) -> None:

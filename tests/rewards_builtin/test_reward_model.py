@@ -61,7 +61,6 @@ async def ask(reward: RewardFunction, *completions: str, **columns: Any) -> list
         await reward.call.aclose()  # type: ignore[attr-defined]
 
 
-@pytest.mark.asyncio
 async def test_scores_are_those_of_each_text_alone_whatever_shares_its_batch(make: Callable, classifier: Path) -> None:
     texts = ["4", "five, I think", "", "it is 4 and nothing else at all"]
     reward = make("reward_model", path=str(classifier), batch=3)
@@ -74,13 +73,11 @@ async def test_scores_are_those_of_each_text_alone_whatever_shares_its_batch(mak
     assert chat == pytest.approx(by_hand(classifier, "[user]1+3?[assistant]4"), abs=1e-5)
 
 
-@pytest.mark.asyncio
 async def test_plain_text_and_a_sigmoid(make: Callable, classifier: Path) -> None:
     (score,) = await ask(make("reward_model", path=str(classifier), chat=False, sigmoid=True), "4")
     assert score == pytest.approx(float(torch.sigmoid(torch.tensor(by_hand(classifier, "2+2?4")))), abs=1e-5)
 
 
-@pytest.mark.asyncio
 async def test_a_text_that_is_too_long_fails_and_its_siblings_do_not(make: Callable, classifier: Path) -> None:
     reward = make("reward_model", path=str(classifier), max_tokens=24)
     with pytest.raises(ExceptionGroup) as caught:
@@ -89,7 +86,6 @@ async def test_a_text_that_is_too_long_fails_and_its_siblings_do_not(make: Calla
     assert len(await ask(reward, "4")) == 1
 
 
-@pytest.mark.asyncio
 async def test_a_cancelled_call_takes_nobody_of_its_batch_with_it(classifier: Path) -> None:
     from streamrl.rewards.builtin.reward_model import BatchedClassifier
 

@@ -49,7 +49,6 @@ def test_this_machine_has_every_layer() -> None:
     [("namespaces",), ("seccomp",), ("landlock", "seccomp"), ("namespaces", "landlock")],
     ids="+".join,
 )
-@pytest.mark.asyncio
 async def test_layers_hold_without_the_others(chosen: tuple[str, ...], host: Any, limits: Any) -> None:
     async with Sandbox(chosen) as sandbox:
         assert (await sandbox.layers()).held == tuple(name for name in ALL_LAYERS if name in chosen)
@@ -60,7 +59,6 @@ async def test_layers_hold_without_the_others(chosen: tuple[str, ...], host: Any
     assert (report.status, ended.status, printed) == (0, 0, b"7\n")
 
 
-@pytest.mark.asyncio
 async def test_the_file_tree_is_read_only(limits: Any) -> None:
     """Also where the code's user owns the library."""
     source = (
@@ -71,7 +69,6 @@ async def test_the_file_tree_is_read_only(limits: Any) -> None:
     assert output.split() == [b"1", b"1", b"1", b"0"]
 
 
-@pytest.mark.asyncio
 async def test_without_layers_it_reaches_everything(host: Any, limits: Any) -> None:
     async with Sandbox(()) as sandbox:
         _, output = await sandbox.run_program(host.fill(REACH), b"", limits())
@@ -79,7 +76,6 @@ async def test_without_layers_it_reaches_everything(host: Any, limits: Any) -> N
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("/usr/bin/python3"), reason="needs root, to become another")
-@pytest.mark.asyncio
 async def test_an_unprivileged_user_has_the_same_layers(host: Any, limits: Any) -> None:
     try:
         async with Sandbox(interpreter="/usr/bin/python3", user=65534) as sandbox:

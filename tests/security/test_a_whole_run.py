@@ -29,7 +29,7 @@ STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 RECORDER = """
 import os, sys
 
-def of_numba():  # its cache of compiled code, beside that code: whoever can write there can change the code
+def of_numba():  # its cache of compiled code, beside that code: a process that can write there can change the code
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename.endswith("numba/core/caching.py"):

@@ -164,7 +164,7 @@ def test_no_part_of_a_request_decodes_to_anything() -> None:
             length_of(struct.pack(">I", length), LARGEST_REQUEST)
 
 
-async def test_who_says_nothing_is_told_so_and_takes_no_place(tmp_path: Path) -> None:
+async def test_who_says_nothing_is_notified_and_takes_no_place(tmp_path: Path) -> None:
     run, path = Run(), tmp_path / "control"
     silent = [socket.socket(socket.AF_UNIX) for _ in range(control_socket.MOST_CONNECTIONS)]
     async with serving(run, path, request_limit_s=0.2):
@@ -242,7 +242,7 @@ LOOKS = {"ListRewards"}
 """Every operation that needs no key. One that is added here must not change anything, nor tell a secret."""
 
 
-async def test_whoever_asks_without_pause_is_told_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_asks_without_pause_has_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("streamrl.remote.control_socket.time.monotonic", lambda: now)
     monkeypatch.setattr(control_socket, "BURST", 5)

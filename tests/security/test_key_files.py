@@ -95,7 +95,7 @@ def test_keys_that_are_not_as_they_should_be_are_refused(
         read_role_keys(keys, KeyRole.ENGINE)
 
 
-def test_each_role_is_told_of_its_own_keys_and_others_of_none(keys: Path) -> None:
+def test_each_role_gets_its_own_keys_and_others_get_none(keys: Path) -> None:
     given = recipe(keys=str(keys))
     for role in Role:
         told = transport_environment(given, role)

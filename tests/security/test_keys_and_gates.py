@@ -58,7 +58,7 @@ def listening(kind: int, admits: KeyRole | None, at: str = LOOPBACK) -> Iterator
 def knock(
     kind: int, endpoint: str, configure: Callable[[zmq.Socket[bytes]], Any] = lambda _: None, patience_ms: int = 3_000
 ) -> str:
-    """What becomes of a connection: the name of the event, or "silence"."""
+    """The first event of a connection by name, or "silence"."""
     with zmq.Context() as context, context.socket(kind) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)

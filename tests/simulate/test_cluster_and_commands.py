@@ -50,7 +50,7 @@ def test_simulate_compares_policies(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "short" in shown and "goodput" in shown
 
 
-def test_what_of_the_recipe_the_cluster_decides_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_the_cluster_decides_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     simulated = ["simulate", str(RECIPE), *SMALL, "--json"]
     assert main(simulated) == 0
     as_recipe = capsys.readouterr()
@@ -103,7 +103,7 @@ def test_a_timeline_has_every_step_and_every_request(tmp_path: Path, capsys: pyt
     assert main(["simulate", str(RECIPE), *SMALL, "--timeline", str(tmp_path / "no" / "file")]) == EXIT_BAD_INPUT
 
 
-def test_wrong_input_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(RECIPE), "--compare", "sychronous"]) == EXIT_BAD_INPUT
     assert "rollout.rounds" in capsys.readouterr().err
     assert main(["simulate", str(RECIPE), "--steps", "0"]) == EXIT_BAD_INPUT

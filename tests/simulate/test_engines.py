@@ -132,7 +132,7 @@ def test_siblings_share_the_prompt_in_cache_and_prefill() -> None:
     assert shared.held_kv == pytest.approx(0, abs=1e-6)
 
 
-def test_a_paused_engine_stands_still_and_runs_what_came_meanwhile_cheaply() -> None:
+def test_a_paused_engine_runs_nothing_and_then_what_came_meanwhile_cheaply() -> None:
     model = EngineModel(base_s=1e-3, per_running_s=0.0, max_num_seqs=8, admission_s=5e-3, presubmitted_s=1e-3)
     engine = EngineClock(model)
     engine.submit(request(0, 100))

@@ -127,14 +127,14 @@ def test_a_prompt_beyond_its_record_takes_after_its_neighbours_in_length() -> No
     assert source.draw(30, 7, 2, 0) == [40, 42], "its own at first"
     again = {tuple(source.draw(30, noise, 2, 0)) for noise in range(100, 200)}
     assert len(again) > 3 and all(36 <= value <= 46 for lengths in again for value in lengths)
-    assert source.draw(30, 7, 2, 0) == [40, 42], "a replayed loser keeps them"
+    assert source.draw(30, 7, 2, 0) == [40, 42], "a replayed prompt keeps them"
     longer = source.draw(30, 7, 5, 0)
     assert longer[:2] == [40, 42] and all(37 <= value <= 47 for value in longer), "more samples than were recorded"
 
 
-def test_losers_are_counted_once_and_what_was_stopped_is_longer() -> None:
+def test_deferred_prompts_are_counted_once_and_stopped_samples_are_longer() -> None:
     run = recorded_run(
-        [("loser", [5, -20, -8]), ("winner", [6, 7, 30]), ("loser", [5, 25, 9]), ("open", [4, -28]), ("last", [-60])]
+        [("late", [5, -20, -8]), ("winner", [6, 7, 30]), ("late", [5, 25, 9]), ("open", [4, -28]), ("last", [-60])]
     )
     rows = recorded_rows(run)
     assert rows[:2] == [[5, 25, 9], [6, 7, 30]], "of two attempts the whole one"

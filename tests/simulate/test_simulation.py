@@ -25,7 +25,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "presubmitted": {"presubmit": True},
     "short and long": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(response_oversampling=1.25)},
-    "losers resumed": {
+    "deferred prompts resumed": {
         "rounds": RoundKind.TAIL_BATCHING,
         "tail_batching": TailBatching(deferred_prompts=DeferredPrompts.RESUME),
         "max_staleness": 8,
@@ -95,30 +95,30 @@ def test_tail_batching_of_the_demo_takes_what_the_reference_says() -> None:
     assert report.wait_max == 4
 
 
-def test_a_replayed_loser_keeps_its_length_and_a_regenerated_one_gets_shorter() -> None:
+def test_a_replayed_prompt_keeps_its_length_and_a_regenerated_one_gets_shorter() -> None:
     """Selection cancels over the cycle when deferred prompts keep their seed."""
     ratio = {}
-    for losers in (DeferredPrompts.REPLAY, DeferredPrompts.REGENERATE):
-        racing = TailBatching(deferred_prompts=losers)
+    for deferred in (DeferredPrompts.REPLAY, DeferredPrompts.REGENERATE):
+        racing = TailBatching(deferred_prompts=deferred)
         chosen = control_settings(batch_groups=8, group_size=8, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
-        ratio[losers] = simulate(chosen, HEAVY, 30).length_ratio
+        ratio[deferred] = simulate(chosen, HEAVY, 30).length_ratio
     assert ratio[DeferredPrompts.REPLAY] == pytest.approx(1.0, abs=1e-9), (
         "whole cycles: each draw is trained exactly once"
     )
     assert ratio[DeferredPrompts.REGENERATE] < 0.96
 
 
-def test_verified_losers_are_replayed_ones_that_take_less_time() -> None:
+def test_verified_prompts_equal_replayed_ones_and_take_less_time() -> None:
     """Nothing is generated twice at d = 0, a little at d = 0.001."""
     report = {}
-    for losers, rejected in (
+    for deferred, rejected in (
         (DeferredPrompts.REPLAY, 0.0),
         (DeferredPrompts.VERIFY, 0.0),
         (DeferredPrompts.VERIFY, 0.001),
     ):
-        racing = TailBatching(deferred_prompts=losers)
+        racing = TailBatching(deferred_prompts=deferred)
         chosen = control_settings(batch_groups=16, group_size=8, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
-        report[losers, rejected] = simulate(chosen, with_part(HEAVY, "engine", rejected_per_token=rejected), 30)
+        report[deferred, rejected] = simulate(chosen, with_part(HEAVY, "engine", rejected_per_token=rejected), 30)
     replayed, at_once, verified = report.values()
     assert replayed.trained == at_once.trained == verified.trained, "the same trajectories"
     assert (
@@ -131,7 +131,7 @@ def test_verified_losers_are_replayed_ones_that_take_less_time() -> None:
     assert replayed.goodput < verified.goodput <= at_once.goodput
 
 
-def test_tokens_of_losers_that_never_run_again_are_not_kept_for_ever() -> None:
+def test_tokens_of_deferred_prompts_that_never_run_again_are_not_kept_for_ever() -> None:
     """Responses that come too late for their prompt, which won."""
     racing = TailBatching(prompt_oversampling=1.0, response_oversampling=1.5, deferred_prompts=DeferredPrompts.VERIFY)
     chosen = control_settings(steps=150, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)

@@ -29,7 +29,6 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.stages.rollout import RolloutStage
 
-pytestmark = pytest.mark.asyncio
 LONG = LengthMixture(median=200, sigma=0.01, long_share=0.0)
 
 

@@ -38,7 +38,6 @@ def rows(count: int) -> Rows:
     return Rows(["code" if n % 4 == 3 else "math" for n in range(count)])
 
 
-@pytest.mark.asyncio
 async def test_any_number_of_prompts_has_the_shares_and_a_resumed_run_gets_those_that_follow() -> None:
     mixed = MixedPrompts(rows(400), "kind", SHARES)
     drawn = [prompt for _ in range(60) for prompt in await mixed.draw(3)]
@@ -50,14 +49,12 @@ async def test_any_number_of_prompts_has_the_shares_and_a_resumed_run_gets_those
     assert [prompt.prompt_id for prompt in resumed] == [prompt.prompt_id for prompt in drawn[50:70]]
 
 
-@pytest.mark.asyncio
 async def test_an_exhausted_source_gives_all_that_it_has_whatever_the_shares() -> None:
     mixed = MixedPrompts(rows(20), "kind", SHARES)
     assert len(await mixed.draw(30)) == 20
     assert await mixed.draw(5) == []
 
 
-@pytest.mark.asyncio
 async def test_a_domain_that_is_not_named_or_never_comes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecipeError, match='has "math": add it there'):
         await MixedPrompts(Rows(["code"]), "kind", {"math": 1.0}).draw(1)

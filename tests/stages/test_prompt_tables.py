@@ -98,7 +98,6 @@ async def draw(spec: str, tokenizer: Tokenizer, count: int, **options: Any) -> l
         await source.aclose()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", list(SOURCES))
 async def test_the_same_rows_give_the_same_prompts_ids_and_order_from_any_source(
     kind: str, tokenizer: Tokenizer, tmp_path: Path
@@ -192,7 +191,6 @@ def test_one_split_needs_no_name_and_one_configuration_no_path(tokenizer: Tokeni
 # ---- columns of other names ----------------------------------------------------------------------
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("write", [write_parquet, write_jsonl])
 async def test_the_prompt_may_have_another_name_and_become_a_chat(
     write: Callable[..., Path], tokenizer: Tokenizer, tmp_path: Path
@@ -208,7 +206,6 @@ async def test_the_prompt_may_have_another_name_and_become_a_chat(
     assert chat.token_ids == tokenizer.encode(json.dumps(messages))
 
 
-@pytest.mark.asyncio
 async def test_a_system_message_goes_before_a_chat(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}, {"prompt": 3}])
     source = open_prompts(f"{path}?system=Be+kind", tokenizer, seed=0, shuffle=False)
@@ -232,7 +229,6 @@ def test_specs_are_taken_apart_and_made_absolute(tmp_path: Path) -> None:
 # ---- reasoning-gym -------------------------------------------------------------------------------
 
 
-@pytest.mark.asyncio
 async def test_a_task_gives_the_same_prompts_for_a_seed(tokenizer: Tokenizer) -> None:
     pytest.importorskip("reasoning_gym")
     spec = "reasoning_gym:chain_sum?size=12&seed=7&min_terms=3"

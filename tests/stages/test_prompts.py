@@ -194,7 +194,6 @@ def test_missing_files_are_named_with_the_remedy(tmp_path: Path) -> None:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.asyncio
 async def test_rows_become_prompts(tokenizer: Tokenizer, write_rows) -> None:
     path = write_rows(
         "\ufeff" + json.dumps({"prompt": "ab", "answer": [1, {"x": None}], "prompt_id": 7}),
@@ -212,7 +211,6 @@ async def test_rows_become_prompts(tokenizer: Tokenizer, write_rows) -> None:
     assert len(second.prompt_id) == 16
 
 
-@pytest.mark.asyncio
 async def test_epochs_are_permutations_that_depend_on_seed_and_epoch_only(tokenizer: Tokenizer, write_rows) -> None:
     path = write_rows(*({"prompt": f"p{i}"} for i in range(50)))
     rows = [f"p{i}" for i in range(50)]
@@ -230,7 +228,6 @@ async def test_epochs_are_permutations_that_depend_on_seed_and_epoch_only(tokeni
     assert await epochs(5, 100, shuffle=False) == [rows, rows]
 
 
-@pytest.mark.asyncio
 async def test_ids_are_stable_and_differ_between_equal_rows(tokenizer: Tokenizer, write_rows) -> None:
     path = write_rows({"prompt": "a"}, {"prompt": "a"}, {"prompt": "b"})
     drawn = [
@@ -241,7 +238,6 @@ async def test_ids_are_stable_and_differ_between_equal_rows(tokenizer: Tokenizer
     assert len(drawn[0]) == 3
 
 
-@pytest.mark.asyncio
 async def test_cancelled_draw_loses_nothing(tokenizer: Tokenizer, write_rows) -> None:
     path = write_rows(*({"prompt": f"p{i}"} for i in range(20)))
     source = open_prompts(str(path), tokenizer, seed=0, shuffle=False)
@@ -337,7 +333,6 @@ def test_any_line_is_a_prompt_or_a_bad_row(tokenizer: Tokenizer, line: bytes) ->
 # ---- user code -----------------------------------------------------------------------------------
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("name", "count"), [("rows", 5), ("agenerate", 7), ("opens", 5), ("Dataset", 7), ("empty", 0)])
 async def test_iterators_end(tokenizer: Tokenizer, module: Path, name: str, count: int) -> None:
     source = open_prompts(f"{module}:{name}", tokenizer, seed=0, shuffle=True)
@@ -348,7 +343,6 @@ async def test_iterators_end(tokenizer: Tokenizer, module: Path, name: str, coun
     assert drawn[2] == []
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("name", "start", "expected", "logged"),
     [
@@ -381,7 +375,6 @@ async def test_an_iterator_goes_on_behind_what_an_earlier_life_drew(
     assert logged in caplog.text
 
 
-@pytest.mark.asyncio
 async def test_generator_runs_on_its_own_thread_and_is_closed(tokenizer: Tokenizer, module: Path) -> None:
     from streamrl.recipe.user_code import load_user_object
 
@@ -392,7 +385,6 @@ async def test_generator_runs_on_its_own_thread_and_is_closed(tokenizer: Tokeniz
     assert load_user_object(f"{module}:closed") == ["generate"]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["gated", "agated"])
 async def test_blocking_iterator_leaves_the_loop_free_and_a_cancelled_draw_loses_nothing(
     tokenizer: Tokenizer, module: Path, name: str
@@ -408,7 +400,6 @@ async def test_blocking_iterator_leaves_the_loop_free_and_a_cancelled_draw_loses
     assert [texts(batch) for batch in drawn] == [["p0", "p1"], ["p2"]]
 
 
-@pytest.mark.asyncio
 async def test_iterator_that_never_returns_does_not_keep_anybody(tokenizer: Tokenizer, module: Path) -> None:
     source = open_prompts(f"{module}:blocks", tokenizer, seed=0, shuffle=True)
     with pytest.raises(TimeoutError):
@@ -419,7 +410,6 @@ async def test_iterator_that_never_returns_does_not_keep_anybody(tokenizer: Toke
     assert time.monotonic() - started < 5
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -460,7 +450,6 @@ def test_check_draws_the_first_row_in_another_process(
         assert 'row 1 has no column "level", which the reward exact needs' in problem
 
 
-@pytest.mark.asyncio
 async def test_rows_that_are_edited_while_they_are_read_are_not_trained(tmp_path: Path) -> None:
     file, tokenizer = tmp_path / "rows.jsonl", load_tokenizer(str(write_model(tmp_path / "model")))
     file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')

@@ -45,7 +45,6 @@ from streamrl.comm.wire import WireCodec
 from streamrl.recipe.rewards import Reward
 from streamrl.stages.reward import RewardSettings, RewardStage
 
-pytestmark = pytest.mark.asyncio
 PROMPT = Prompt(prompt_id="p", token_ids=token_array([2, 3]))
 
 
@@ -165,7 +164,7 @@ async def test_a_function_that_scores_groups_gets_whole_groups_even_when_a_sibli
     assert sorted(seen) == [2, 2] and len(outcomes) == 5
 
 
-async def test_a_held_trajectory_is_told_at_once_and_its_group_waits_for_it() -> None:
+async def test_a_held_trajectory_is_reported_at_once_and_its_group_waits_for_it() -> None:
     held = TrajectoryHeld(id=TrajectoryId(prompt_id="p", group_id=0, sample=1), tokens=5)
     incoming = [
         FinishedTrajectory(trajectory=trajectory(0), group_size=2),
@@ -396,7 +395,7 @@ async def test_functions_are_replaced_between_orders_and_each_sample_is_scored_b
 
 
 @pytest.mark.parametrize("deadly_loads", [1, 100])
-async def test_functions_that_end_whoever_loads_them_are_refused_instead_of_asking_for_ever(deadly_loads: int) -> None:
+async def test_functions_that_end_each_process_that_loads_them_are_refused_after_one_retry(deadly_loads: int) -> None:
     """The first death may have had another reason: one successor is asked."""
     asked: list[int] = []
 

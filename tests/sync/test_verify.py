@@ -19,15 +19,13 @@ from streamrl.sync.verify import CanaryReport, WeightCanary, deviation
 from streamrl.sync.weight_sync import PushReport, WeightSync
 from tests.sync.test_weight_sync import Recorded, Trainer, announced
 
-pytestmark = pytest.mark.asyncio
-
 TOKENS = probe_tokens(300)
 LIMIT = 0.05
 EXPECTED = tuple(-0.25 * place for place in range(1, PROBE_TOKENS))
 
 
 class ComputingEngine(Recorded):
-    """Its logprobs are off by ``error``. An anchor ends the error where it is told so. ``room``: a full engine answers
+    """Its logprobs are off by ``error``. An anchor ends the error if the test says so. ``room``: a full engine answers
     when it is set. ``version``: what it says it scored with, if not the version that it holds."""
 
     def __init__(self, error: float = 0.0, healed: bool = False) -> None:
@@ -156,7 +154,7 @@ async def test_a_question_that_is_aborted_or_whose_engine_dies_is_no_answer() ->
         sound.aborts = True
         assert (await this.push(6)).canary == CanaryReport(5, 0.0, 1)
         assert len(aborting.asked) == 2, "it is asked again"
-        assert (await this.push(7)).canary is None, "an answer is told of once"
+        assert (await this.push(7)).canary is None, "an answer is reported once"
 
 
 async def test_an_engine_that_leaves_is_not_waited_for() -> None:

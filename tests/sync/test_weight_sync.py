@@ -16,8 +16,6 @@ from streamrl.engines.simulated.engine import InstantClock, SimulatedEngine, Sim
 from streamrl.recipe.scheduling import InFlight
 from streamrl.sync.weight_sync import WeightSync
 
-pytestmark = pytest.mark.asyncio
-
 
 def announced(version: int, base: int | None) -> WeightAnnouncement:
     source = WeightSource(
@@ -41,7 +39,7 @@ class Trainer:
 
 
 class Recorded(SimulatedEngine):
-    """Remembers in which order it was told to pause, commit and resume. Refuses as many commits as ``refusals``; waits
+    """Remembers the order of its calls to pause, commit and resume. Refuses as many commits as ``refusals``; waits
     in the step ``at`` until ``let`` is set, or dies there; ``lies``: about what it holds."""
 
     def __init__(self, version: int, *, refusals: int = 0, waits: str = "", dies: str = "", lies: bool = False) -> None:
@@ -87,12 +85,12 @@ class Recorded(SimulatedEngine):
 
 
 class Run:
-    """A sync over ``engines``; where it ``forgives``, failed engines are noted in ``failed``."""
+    """A sync over ``engines``; with ``tolerates``, engines may fail and are noted in ``failed``."""
 
     def __init__(
         self,
         *engines: SimulatedEngine,
-        forgives: bool = True,
+        tolerates: bool = True,
         timeout_s: float = 5.0,
         in_flight: InFlight = InFlight.KEEP,
     ) -> None:
@@ -106,7 +104,7 @@ class Run:
             in_flight=in_flight,
             timeout_s=timeout_s,
             on_pause=self.pauses.append,
-            on_failure=self.on_failure if forgives else None,
+            on_failure=self.on_failure if tolerates else None,
             waits=self.waits,
         )
 
@@ -136,12 +134,12 @@ async def test_an_engine_goes_on_as_soon_as_it_has_committed_whatever_the_others
     assert slow.told == TAKEN and not run.waits.open()
 
 
-@pytest.mark.parametrize("forgives", [False, True])
-async def test_what_refuses_the_anchor_too_is_left_out_or_ends_the_run_with_its_reason(forgives: bool) -> None:
+@pytest.mark.parametrize("tolerates", [False, True])
+async def test_what_refuses_the_anchor_too_is_left_out_or_ends_the_run_with_its_reason(tolerates: bool) -> None:
     sound, broken = Recorded(4), Recorded(4, refusals=9)
-    run = Run(sound, broken, forgives=forgives)
+    run = Run(sound, broken, tolerates=tolerates)
     reason = "engine-1 refused version 5 as delta and as anchor: planted"
-    if not forgives:
+    if not tolerates:
         with pytest.raises(EngineError, match=reason):
             await run.sync.push(announced(5, 4))
         return
@@ -155,12 +153,12 @@ async def test_what_refuses_the_anchor_too_is_left_out_or_ends_the_run_with_its_
 async def test_a_wrong_state_hash_is_never_resumed_on() -> None:
     lying = Recorded(4, lies=True)
     with pytest.raises(EngineError, match="live weights hash to"):
-        await Run(lying, forgives=False).sync.push(announced(5, 4))
+        await Run(lying, tolerates=False).sync.push(announced(5, 4))
     assert "resume" not in lying.told
 
 
 async def test_a_push_that_takes_too_long_names_the_limit() -> None:
-    run = Run(Recorded(4, waits="stage"), forgives=False, timeout_s=0.05)
+    run = Run(Recorded(4, waits="stage"), tolerates=False, timeout_s=0.05)
     with pytest.raises(EngineError, match=r"within 0\.05 s \(weights\.advanced\.push_timeout_s\)"):
         await run.sync.push(announced(5, 4))
 

@@ -189,7 +189,7 @@ def test_rounding_to_bfloat16_is_to_the_nearest_ties_to_even() -> None:
 
 
 def test_weights_and_steps_are_drawn_independently() -> None:
-    """numpy takes seeds that differ in zeros at their end for one: weights and noise of tensor 0 once were the same."""
+    """To numpy, seeds that differ only in trailing zeros are equal: tensor 0 once had its weights as its noise."""
     weights = from_bfloat16(draw_weights(50_000, 0, 0))
     assert weights.std() == pytest.approx(SIGMA, rel=0.02)
     old, _ = adam_step(draw_weights(50_000, 0, 0), 1e-3, 0, 0)

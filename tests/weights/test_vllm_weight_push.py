@@ -83,7 +83,6 @@ def engine_variables(monkeypatch: pytest.MonkeyPatch, socket_directory: Path) ->
     return lambda **options: set_engine_variables(monkeypatch.setenv, socket_directory, **options)
 
 
-@pytest.mark.asyncio
 async def test_pushes_into_a_running_engine(tmp_path: Path, engine_variables: Callable[..., None]) -> None:
     """Tied Qwen2 in float32: deltas with requests in flight, then everything that must be refused, and an anchor; a
     second engine, which loads the old checkpoint, takes all deltas since as one."""
@@ -175,7 +174,6 @@ def corrupt_last_chunk(publisher: WeightPublisher) -> None:
     publisher._server.serve([*others, ServedPart(part.policy_version, part.manifest_digest, part.manifest, chunks)])
 
 
-@pytest.mark.asyncio
 async def test_packed_and_quantised_layers(tmp_path: Path, engine_variables: Callable[..., None]) -> None:
     """Query and key norms, untied heads, a bfloat16 engine, packed kernels beside the parameters: what is computed with
     is only seen in the output. One kind of layer is quantised while it is loaded, and rebuilt: it equals that of an
@@ -208,7 +206,6 @@ async def test_packed_and_quantised_layers(tmp_path: Path, engine_variables: Cal
         assert list((await sample(fresh, 40)).token_ids) == outputs[-1]
 
 
-@pytest.mark.asyncio
 @pytest.mark.timeout(480)
 async def test_experts_on_two_workers_after_many_deltas(tmp_path: Path, engine_variables: Callable[..., None]) -> None:
     """Experts that vLLM packs after loading, cut between two tensor-parallel workers, against an engine that loads the

@@ -112,7 +112,7 @@ def discard_metrics(window: StepWindow, *, by_kind: bool) -> dict[str, float]:
     if discarded:
         metrics["reward/discarded_mean"] = fmean(discarded)
     if by_kind:
-        metrics |= {f"round/{kind}/kept_reward_mean": fmean(kept) for kind, kept in window.rewards_snapshot.items()}
+        metrics |= {f"round/{kind}/kept_reward_mean": fmean(kept) for kind, kept in window.kept_rewards.items()}
         metrics |= {f"round/{kind}/discarded_reward_mean": fmean(r) for kind, r in window.discarded_rewards.items()}
     return metrics
 

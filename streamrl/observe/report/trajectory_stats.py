@@ -37,7 +37,7 @@ class StepWindow(msgspec.Struct):
 
     sampled: list[SampledLength] = []
     trained: list[SampledLength] = []
-    rewards_snapshot: dict[str, list[float]] = msgspec.field(default_factory=lambda: defaultdict(list))
+    kept_rewards: dict[str, list[float]] = msgspec.field(default_factory=lambda: defaultdict(list))
     discarded_rewards: dict[str, list[float]] = msgspec.field(default_factory=lambda: defaultdict(list))
 
 
@@ -118,7 +118,7 @@ class TrajectoryStats:
             members.append((one.came_back_s, one.outcome))
             length = _length(one.outcome, one.round_kind)
             self._window.trained.append(length)
-            self._window.rewards_snapshot[one.round_kind].append(scored.reward)
+            self._window.kept_rewards[one.round_kind].append(scored.reward)
             self.lengths.trained_samples += 1
             self.lengths.trained_tokens += length.tokens
             self.ended_tokens += length.tokens

@@ -7,7 +7,6 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import msgspec
-import pytest
 
 from streamrl.base.messages import PauseMode
 from streamrl.base.stage_messages import CancelTrajectories, FinishedTrajectory, LaunchTrajectory
@@ -16,7 +15,6 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.stages.rollout import RolloutStage
 
-pytestmark = pytest.mark.asyncio
 PROMPT = Prompt(prompt_id="p", token_ids=token_array([2, 3]))
 LONG = LengthMixture(median=200, sigma=0.01, long_share=0.0)
 
@@ -69,7 +67,7 @@ class Rollout:
         return int(lost.tokens)
 
 
-async def test_a_loser_that_is_launched_again_goes_on_where_it_was() -> None:
+async def test_a_deferred_prompt_that_is_launched_again_continues_where_it_was() -> None:
     async with Rollout(verifies=False) as plain:
         expected, whole_s = await plain.finish(launch(0))
     async with Rollout() as rollout:
@@ -90,7 +88,7 @@ async def test_a_loser_that_is_launched_again_goes_on_where_it_was() -> None:
     assert seconds < 0.5 * whole_s
 
 
-async def test_nothing_is_kept_of_other_draws_of_evaluation_or_where_losers_are_replayed() -> None:
+async def test_nothing_is_kept_of_other_draws_of_evaluation_or_where_deferred_prompts_are_replayed() -> None:
     async with Rollout() as rollout:
         await rollout.lose(launch(0), 60)
         await rollout.lose(launch(1, seed=50, evaluation=True), 60)
