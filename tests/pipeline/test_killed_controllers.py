@@ -151,9 +151,9 @@ async def test_an_evaluation_that_died_with_its_controller_is_done_again_or_give
     for events in range(6, 40, 2):
         directory = tmp_path / str(events)
         directory.mkdir()
-        run = SimulatedRun(settings, directory, kept=True, held_out=30, evaluation_in_flight=2)
+        run = SimulatedRun(settings, directory, kept=True, held_out=120, evaluation_in_flight=2)
         assert not await one_life(run, events)
-        again = resumed(run, directory, held_out=30, evaluation_in_flight=2)
+        again = resumed(run, directory, held_out=120, evaluation_in_flight=2)
         assert await one_life(again, 10**9) == "finished"
         told = [*run.events, *again.events]
         finished = {event.step for event in told if isinstance(event, EvaluationFinished)}
