@@ -23,14 +23,13 @@ from typing import Any
 import numpy as np
 from synthetic_updates import adam_step, draw_weights, learning_rate_for, synthetic_model
 
-from streamrl.base.messages import WeightAnnouncement, WeightSource
+from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement, WeightSource
 from streamrl.weights.codec.bits import BitArray, as_bits, bit_type
 from streamrl.weights.codec.codec import WeightPatch, decode_patch
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.manifest import (
     CHUNK_BYTES,
     FORMAT_VERSION,
-    MODULUS,
     UNIT_ELEMENTS,
     ChunkEntry,
     Manifest,
@@ -78,7 +77,7 @@ class Setting:
             start = draw_weights(shape.elements, 0, place)
             self.old[shape.name], self.new[shape.name] = adam_step(start, rate, 0, place)
         self.shards = [ShardSpec(s.name, "bfloat16", (s.elements,), 0, s.elements) for s in shapes]
-        self.old_hash = sum(hash_range(name, 0, bits) for name, bits in self.old.items()) % MODULUS
+        self.old_hash = sum(hash_range(name, 0, bits) for name, bits in self.old.items()) % HASH_MODULUS
         self.changed = sum(int(np.count_nonzero(self.old[name] != self.new[name])) for name in self.old)
 
     def replica(self) -> CheckpointReplica:
@@ -187,7 +186,7 @@ def publish_raw(setting: Setting, server: PublisherServer) -> WeightAnnouncement
     payload = memoryview(b"".join(patches))
     chunks = [payload[start : start + CHUNK_BYTES] for start in range(0, len(payload), CHUNK_BYTES)]
     table = tuple(ChunkEntry(digest_of(chunk), len(chunk)) for chunk in chunks)
-    part_hash %= MODULUS
+    part_hash %= HASH_MODULUS
     manifest = Manifest(FORMAT_VERSION, "link", 0, 1, 0, setting.old_hash, "", part_hash, tuple(entries), table)
     encoded = encode_manifest(manifest)
     server.serve([ServedPart(1, digest_of(encoded), encoded, chunks)])

@@ -118,7 +118,7 @@ class ReportObserver(Observer):
 
 
 class ResumeObserver(Observer):
-    """What the run goes on from: ranks train again what they lack, then ``report`` says it (begun before)."""
+    """Brings the trainer ranks of a resumed run to the version of the journal, then reports what was restored."""
 
     def __init__(self, recovered: RecoveredRun, trainer: TrainerRanks, report: RunReport, waits: Waits) -> None:
         self._recovered, self._trainer, self._report, self._waits = recovered, trainer, report, waits

@@ -13,6 +13,7 @@ stream              from -> to               item                bounded by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 from streamrl.base.types import (
@@ -28,6 +29,8 @@ class Message(Record, frozen=True, tag=True):
 
 
 # ---- weights -------------------------------------------------------------------------------------
+
+HASH_MODULUS = 2**64  # state hashes of the parts of a version add up modulo this
 
 
 class WeightSource(Record, frozen=True):
@@ -65,6 +68,21 @@ class WeightAnnouncement(Record, frozen=True):
     state_hash: int
     sources: tuple[WeightSource, ...]
     probe_logprobs: tuple[float, ...] = ()
+
+
+def announcement_of(
+    policy_version: int,
+    parts: Sequence[Published | StepReport | AnchorPublished],
+    probe_logprobs: tuple[float, ...] = (),
+) -> WeightAnnouncement:
+    """The announcement to engines of a version that every trainer rank has published; ``parts``: one of each rank."""
+    return WeightAnnouncement(
+        policy_version=policy_version,
+        base_version=parts[0].base_version,
+        state_hash=sum(part.state_hash for part in parts) % HASH_MODULUS,
+        sources=tuple(part.source for part in parts),
+        probe_logprobs=probe_logprobs,
+    )
 
 
 # ---- controller -> engine ------------------------------------------------------------------------

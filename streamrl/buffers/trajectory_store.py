@@ -49,22 +49,22 @@ class TrajectoryStore:
             self._full = max(2 * len(self.prompts), FEW_PROMPTS)
 
     def add(self, trajectory: Trajectory | ScoredTrajectory) -> None:
-        """Store what replaces all that there was of it."""
+        """Store a whole trajectory, or the same with its reward, in place of what was stored of it."""
         whole = trajectory.trajectory if isinstance(trajectory, ScoredTrajectory) else trajectory
         self.trajectories[whole.id] = trajectory
 
     def add_part(self, trajectory: TrajectoryId, done: SampledSoFar) -> None:
-        """Store what one that was cut has; nothing changes for one that is whole."""
+        """Store what was sampled of a cut trajectory; does nothing where the whole one is stored."""
         if isinstance(self.trajectories.get(trajectory, done), SampledSoFar):
             self.trajectories[trajectory] = done
 
     def forget(self, ids: Iterable[TrajectoryId]) -> None:
-        """They will not be trained, or are already."""
+        """Remove trajectories that were trained or will not be. Unknown ids are ignored."""
         for trajectory in ids:
             self.trajectories.pop(trajectory, None)
 
     def done(self, trajectory: TrajectoryId) -> SampledSoFar | None:
-        """What an earlier life of the controller sampled of one that is launched again, for the rollout stage."""
+        """What was sampled of a trajectory before the controller restarted, for the rollout stage; None: nothing."""
         content = self.trajectories.get(trajectory)
         if content is None or isinstance(content, SampledSoFar):
             return content

@@ -100,38 +100,38 @@ class NoEvaluations:
 
 
 class Observer:
-    """Sees what happens in a run, and may act beside it. Nothing need be overridden. ``run`` goes on beside the rounds
-    until ``end``; with ``notify`` an observer sends events of its own to control."""
+    """Is called with what happens in a run. Every method does nothing until it is overridden. ``run`` is a task of its
+    own from the first live version until ``end``; with ``notify`` an observer sends events to control."""
 
     async def run(self, notify: Callable[[ControlEvent], None]) -> None:
-        """Begin when the first version is live."""
+        """Run beside the rounds until ``end`` is called."""
 
     def end(self) -> None:
-        """The run is over: ``run`` returns."""
+        """End ``run``: the last round is over."""
 
     async def prepare(self) -> None:
-        """Nothing is published or sampled before this returns."""
+        """Prepare: nothing is published or sampled before this returns."""
 
     async def on_began(self, anchor: WeightAnnouncement) -> None:
-        """The first version of this life of the controller is live."""
+        """Called once, when the first version of this controller is live on every engine."""
 
     async def on_event(self, event: ControlEvent) -> None:
-        """``event`` is in the journal; control takes it next."""
+        """Called with each event after it is journalled and before control handles it."""
 
     async def on_action(self, action: ControlAction, beside: TaskGroup) -> None:
-        """``action`` is carried out next. ``beside``: the nursery of the run."""
+        """Called with each action before it is carried out. ``beside``: the task group of the run."""
 
     def on_outcome(self, outcome: RewardOutcome) -> None:
-        """One trajectory of a round came back: before it is looked at, also one that was dropped meanwhile."""
+        """Called with each outcome of a training trajectory on arrival, also of one that control has dropped."""
 
     def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: dict[str, float]) -> None:
-        """Ranks stepped on ``batch``, with these figures of their own; control does not know yet."""
+        """Called after the optimizer step on ``batch``, before control is notified. ``metrics``: the trainer's."""
 
     async def on_weights_live(self, push: Push, *, last: bool) -> None:
-        """Every engine holds the version of ``push``; control does not know yet. ``last``: no round follows."""
+        """Called when every engine serves the version, before control is notified. ``last``: no round follows."""
 
     async def on_progress(self) -> None:
-        """Something came back."""
+        """Called after each event and each held-out outcome."""
 
 
 class RunRecord(msgspec.Struct, frozen=True):

@@ -25,6 +25,7 @@ from streamrl.base.messages import (
     TrainTogether,
     WeightAnnouncement,
     WeightsAcknowledged,
+    announcement_of,
 )
 from streamrl.base.types import TrainingGroup
 from streamrl.comm.stream import ReceiveStream, SendStream
@@ -32,7 +33,6 @@ from streamrl.control import actions as do
 
 RankStreams = tuple[SendStream[TrainingOrder], ReceiveStream[TrainingEvent]]
 Answer = TypeVar("Answer", StepReport, AnchorPublished, CheckpointSaved)
-HASH_MODULUS = 2**64
 GONE = "the trainer ranks are gone: they answer nothing any more"
 
 
@@ -126,13 +126,7 @@ class TrainerRanks:
         if policy_version < self._ordered_version:
             raise VersionLeft(f"version {policy_version} is not held any more: {self._ordered_version} was ordered")
         gather = await self._ask(PublishAnchor(policy_version=policy_version), AnchorPublished)
-        answers = await gather()
-        return WeightAnnouncement(
-            policy_version=policy_version,
-            base_version=answers[0].base_version,
-            state_hash=sum(a.state_hash for a in answers) % HASH_MODULUS,
-            sources=tuple(a.source for a in answers),
-        )
+        return announcement_of(policy_version, await gather())
 
     async def acknowledge(self, policy_version: int) -> None:
         """Every engine holds ``policy_version`` live."""
@@ -188,14 +182,7 @@ def announcement(reports: Sequence[StepReport]) -> WeightAnnouncement:
     versions = {(r.policy_version, r.base_version) for r in reports}
     if len(versions) != 1:
         raise StreamRLError(f"trainer ranks published different versions: {sorted(versions, key=str)}")
-    policy_version, base_version = versions.pop()
-    return WeightAnnouncement(
-        policy_version=policy_version,
-        base_version=base_version,
-        state_hash=sum(r.state_hash for r in reports) % HASH_MODULUS,
-        sources=tuple(r.source for r in reports),
-        probe_logprobs=reports[0].probe_logprobs,
-    )
+    return announcement_of(reports[0].policy_version, reports, reports[0].probe_logprobs)
 
 
 def close_of(step: do.StepOptimizer) -> CloseBatch:

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from streamrl.base.errors import WeightError
-    from streamrl.base.messages import WeightAnnouncement
+    from streamrl.base.messages import WeightAnnouncement, announcement_of
     from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, decode_patch, encode_complete, encode_patch
-    from streamrl.weights.engine_push import announcement_of, commit, push, stage
+    from streamrl.weights.engine_push import commit, push, stage
     from streamrl.weights.manifest import ShardSpec
     from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
     from streamrl.weights.publish.publisher import Published, WeightPublisher
@@ -79,14 +79,14 @@ TEXT_METHODS = {"streamrl_begin_stage": "streamrl_begin_stage_from_text"}
 _HOMES = {
     "streamrl.weights.publish.loaded_checkpoint": ("CheckpointBase",),
     "streamrl.weights.codec.codec": ("EncodedPatch", "WeightPatch", "decode_patch", "encode_complete", "encode_patch"),
-    "streamrl.weights.engine_push": ("announcement_of", "commit", "push", "stage"),
+    "streamrl.weights.engine_push": ("commit", "push", "stage"),
     "streamrl.weights.pull.fetch": ("KeptParts", "fetch_version"),
     "streamrl.weights.manifest": ("ShardSpec",),
     "streamrl.weights.pull.replica": ("CheckpointReplica", "FetchedVersion", "StagedVersion"),
     "streamrl.weights.publish.publisher": ("Published", "WeightPublisher"),
     "streamrl.weights.vllm_server": ("VllmServer",),
     "streamrl.base.errors": ("WeightError",),
-    "streamrl.base.messages": ("WeightAnnouncement",),
+    "streamrl.base.messages": ("WeightAnnouncement", "announcement_of"),
 }
 
 

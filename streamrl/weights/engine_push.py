@@ -8,31 +8,16 @@ The worker's side is ``streamrl.weights.vllm.weight_receiver``. The engine is an
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import msgspec
 
 from streamrl.base.errors import EngineError, WeightError
-from streamrl.base.messages import OrderDone, WeightAnnouncement
-from streamrl.weights.manifest import MODULUS
-
-if TYPE_CHECKING:
-    from streamrl.weights.publish.publisher import Published
+from streamrl.base.messages import HASH_MODULUS, OrderDone, WeightAnnouncement
 
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.05  # seconds between two questions; each costs the engine one short call
 _WAIT_SHARE = 0.1  # of the time that has passed: so much later than it was done it is noticed, at most
-
-
-def announcement_of(policy_version: int, parts: Sequence[Published]) -> WeightAnnouncement:
-    """The announcement to engines of a version that every trainer rank has published; ``parts``: one of each rank."""
-    return WeightAnnouncement(
-        policy_version=policy_version,
-        base_version=parts[0].base_version,
-        state_hash=sum(part.state_hash for part in parts) % MODULUS,
-        sources=tuple(part.source for part in parts),
-    )
 
 
 async def push(llm: Any, announcement: WeightAnnouncement, *, clear_cache: bool = True) -> OrderDone:
@@ -91,7 +76,7 @@ async def commit(llm: Any, policy_version: int) -> OrderDone:
     if any(report["error"] for report in reports):
         await llm.collective_rpc("streamrl_roll_back")
         _raise_first(reports)
-    state_hash = sum(report["state_hash"] for report in reports) % MODULUS
+    state_hash = sum(report["state_hash"] for report in reports) % HASH_MODULUS
     if state_hash != reports[0]["expected_hash"]:
         await llm.collective_rpc("streamrl_roll_back")
         raise WeightError(

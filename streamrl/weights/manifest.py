@@ -25,9 +25,6 @@ FORMAT_VERSION = 6
 CHECKPOINT_VERSION = -1
 """Base version of a delta that is made on the checkpoint files both sides began with: no published version."""
 CHUNK_BYTES = 1 << 20
-MODULUS = 2**64
-"""State hashes of parts add up modulo this."""
-
 MANIFEST_LIMIT = 64 << 20
 _UNFOLDED_AT_LEAST, _UNFOLDED_TIMES = 1 << 20, 256
 """Names of tensors are like each other: a manifest shrinks to a tenth, but not to nothing."""

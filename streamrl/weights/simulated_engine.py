@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 
 from streamrl.base.errors import WeightError
-from streamrl.base.messages import OrderDone, WeightAnnouncement
+from streamrl.base.messages import HASH_MODULUS, OrderDone, WeightAnnouncement
 from streamrl.weights.codec.bits import BitArray, PositionArray, bit_type
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
-from streamrl.weights.manifest import MODULUS, ShardSpec
+from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.replica import CheckpointReplica, StagedVersion, TensorSpec
 from streamrl.weights.vllm.weight_transaction import StageReport, WeightTransaction
@@ -115,7 +115,7 @@ class _LiveBits:
                 self._compare(write, write.old_bits, "before")
             self._bits[write.tensor][_places(write)] = write.new_bits
             self._compare(write, write.new_bits, "after")
-        return (sum(write.hash_change for write in writes) + (0 if anchor else self.state_hash)) % MODULUS
+        return (sum(write.hash_change for write in writes) + (0 if anchor else self.state_hash)) % HASH_MODULUS
 
     def undo(self, writes: Sequence[_Write], replica: CheckpointReplica) -> None:
         """From the replica, which still holds the version before."""
@@ -130,7 +130,7 @@ class _LiveBits:
             whole = _Write(name, None, replica.bits(name), None, 0)
             self._compare(whole, whole.new_bits, "in an audit, long after")
             total += hash_range(name, 0, self._bits[name])
-        return total % MODULUS
+        return total % HASH_MODULUS
 
     def checksums(self) -> dict[str, str]:
         """By tensor."""

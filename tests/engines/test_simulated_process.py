@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from streamrl.base.errors import RecipeError, WeightError
-from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
+from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement, announcement_of
 from streamrl.base.types import token_array
 from streamrl.engines.simulated.engine import InstantClock, SimulatedEngine
 from streamrl.engines.simulated.text import Sentences, sentences_of
@@ -23,7 +23,6 @@ from streamrl.plan.preflight import preflight
 from streamrl.plan.summary import arithmetic_lines
 from streamrl.prompts.tokenizer import load_tokenizer
 from streamrl.recipe.load import load_recipe
-from streamrl.weights.engine_push import announcement_of
 from streamrl.weights.publish.publisher import ShardSpec, WeightPublisher
 from streamrl.weights.pull.shared_replica import shared_replica
 from streamrl.weights.simulated_engine import SimulatedWeights

@@ -17,10 +17,10 @@ from gpu_cases import ON_BOTH  # noqa: E402
 from synthetic_updates import adam_step, draw_weights  # noqa: E402
 
 from streamrl.base.errors import WeightError  # noqa: E402
-from streamrl.base.messages import WeightAnnouncement  # noqa: E402
+from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement  # noqa: E402
 from streamrl.weights.codec.codec import WeightPatch, decode_patch, encode_patch  # noqa: E402
 from streamrl.weights.codec.state_hash import hash_range  # noqa: E402
-from streamrl.weights.manifest import MODULUS, ShardSpec  # noqa: E402
+from streamrl.weights.manifest import ShardSpec  # noqa: E402
 from streamrl.weights.publish.torch_tensors import encode_on_device  # noqa: E402
 from streamrl.weights.pull.replica import (  # noqa: E402
     CheckpointReplica,
@@ -131,7 +131,7 @@ class Receiver:
 
 
 def state_hash(bits: Bits) -> int:
-    return sum(hash_range(name, 0, one) for name, one in bits.items()) % MODULUS
+    return sum(hash_range(name, 0, one) for name, one in bits.items()) % HASH_MODULUS
 
 
 def changed(bits: Bits, seed: int, density: float = 0.01) -> Bits:

@@ -11,9 +11,8 @@ import msgspec
 import numpy as np
 import zmq
 
-from streamrl.base.messages import WeightAnnouncement
+from streamrl.base.messages import WeightAnnouncement, announcement_of
 from streamrl.weights.codec.bits import bit_type
-from streamrl.weights.engine_push import announcement_of
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.publisher import WeightPublisher
 from streamrl.weights.publish.server import ServedPart

@@ -17,9 +17,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from streamrl.base.messages import WeightAnnouncement
+from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement
 from streamrl.weights.codec.state_hash import hash_range
-from streamrl.weights.manifest import MODULUS
 from streamrl.weights.pull import decoding
 from streamrl.weights.pull.replica import CheckpointReplica, StagedVersion
 from streamrl.weights.vllm.weight_transaction import WeightTransaction
@@ -56,7 +55,7 @@ class ArrayModel:
         return self._hash()
 
     def _hash(self) -> int:
-        return sum(hash_range(name, 0, bits) for name, bits in self.arrays.items()) % MODULUS
+        return sum(hash_range(name, 0, bits) for name, bits in self.arrays.items()) % HASH_MODULUS
 
 
 def main(point: str, paths: Sequence[str]) -> None:

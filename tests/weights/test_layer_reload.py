@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from streamrl.base.errors import WeightError
-from streamrl.base.messages import WeightAnnouncement
+from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement
 from streamrl.weights.codec.codec import WeightPatch
 from streamrl.weights.codec.state_hash import hash_range
-from streamrl.weights.manifest import MODULUS, ShardSpec
+from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, ShardPatch, StagedVersion, TensorSpec
 
 torch = pytest.importorskip("torch")
@@ -107,7 +107,7 @@ def random_bits(seed: int) -> dict[str, np.ndarray]:
 
 
 def state_hash(bits: Mapping[str, np.ndarray]) -> int:
-    return sum(hash_range(name, 0, b) for name, b in bits.items()) % MODULUS
+    return sum(hash_range(name, 0, b) for name, b in bits.items()) % HASH_MODULUS
 
 
 def staged(

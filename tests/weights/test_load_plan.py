@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from streamrl.base.errors import WeightError
-from streamrl.base.messages import WeightAnnouncement
+from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement
 from streamrl.weights.codec.codec import WeightPatch
 from streamrl.weights.codec.state_hash import hash_range
-from streamrl.weights.manifest import MODULUS, ShardSpec
+from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, ShardPatch, TensorSpec
 
 torch = pytest.importorskip("torch")
@@ -72,7 +72,7 @@ def random_bits(seed: int) -> dict[str, np.ndarray]:
 
 
 def state_hash(bits: dict[str, np.ndarray]) -> int:
-    return sum(hash_range(name, 0, b) for name, b in bits.items()) % MODULUS
+    return sum(hash_range(name, 0, b) for name, b in bits.items()) % HASH_MODULUS
 
 
 def fetched(version: int, old: dict[str, np.ndarray] | None, new: dict[str, np.ndarray]) -> FetchedVersion:
@@ -119,7 +119,7 @@ def test_commits_equal_the_loader_on_every_worker(ranks: int, dtype: object) -> 
         for one in live:
             one.state_hash = one.apply(one.prepare(staged, replica), anchor=staged.is_anchor)
         replica.advance(staged)
-        assert sum(one.state_hash for one in live) % MODULUS == state_hash(new)
+        assert sum(one.state_hash for one in live) % HASH_MODULUS == state_hash(new)
         for rank, worker in enumerate(workers):
             reference = Worker(rank, ranks, dtype)
             reference.load_weights((name, as_tensor(name, bits)) for name, bits in new.items())

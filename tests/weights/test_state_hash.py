@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.base.messages import HASH_MODULUS
 from streamrl.weights.codec.state_hash import hash_elements, hash_range, tensor_key
-from streamrl.weights.manifest import MODULUS
 
 
 def bits_of(count: int, seed: int) -> np.ndarray:
@@ -19,7 +19,7 @@ def bits_of(count: int, seed: int) -> np.ndarray:
 def test_is_additive_over_shards(count: int, seed: int, where: float) -> None:
     bits, cut = bits_of(count, seed), int(where * count)
     parts = hash_range("t", 0, bits[:cut]) + hash_range("t", cut, bits[cut:])
-    assert parts % MODULUS == hash_range("t", 0, bits)
+    assert parts % HASH_MODULUS == hash_range("t", 0, bits)
 
 
 @given(st.integers(1, 5_000), st.integers(0, 2**32 - 1), st.floats(0, 1))
@@ -30,7 +30,7 @@ def test_is_incremental_over_changes(count: int, seed: int, density: float) -> N
     new[positions] ^= 0x8001
     updated = hash_range("t", 0, old) - hash_elements("t", positions, old[positions])
     updated += hash_elements("t", positions, new[positions])
-    assert updated % MODULUS == hash_range("t", 0, new)
+    assert updated % HASH_MODULUS == hash_range("t", 0, new)
 
 
 def test_elements_and_ranges_have_the_same_terms() -> None:
@@ -69,20 +69,21 @@ def test_terms_are_two_rounds_of_splitmix64(bits: type[np.generic]) -> None:
     """Written once more, in Python's integers."""
 
     def finalise(x: int) -> int:
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % MODULUS
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % HASH_MODULUS
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % HASH_MODULUS
         return x ^ (x >> 31)
 
     def term(place: int, value: int) -> int:
-        at = finalise((place * 0x9E3779B97F4A7C15 + int(tensor_key("t"))) % MODULUS)
-        return finalise(at ^ ((value + 1) * 0xD6E8FEB86659FD93 % MODULUS))
+        at = finalise((place * 0x9E3779B97F4A7C15 + int(tensor_key("t"))) % HASH_MODULUS)
+        return finalise(at ^ ((value + 1) * 0xD6E8FEB86659FD93 % HASH_MODULUS))
 
     random = np.random.default_rng(0)
     values = random.integers(0, 2**32, 500, dtype=np.uint64).astype(bits)
     places = np.sort(random.choice(2**40, 500, replace=False))
-    expected = sum(term(place, value) for place, value in zip(places.tolist(), values.tolist(), strict=True)) % MODULUS
+    terms = (term(place, value) for place, value in zip(places.tolist(), values.tolist(), strict=True))
+    expected = sum(terms) % HASH_MODULUS
     assert hash_elements("t", places, values) == expected
-    expected = sum(term(2**35 + place, value) for place, value in enumerate(values.tolist())) % MODULUS
+    expected = sum(term(2**35 + place, value) for place, value in enumerate(values.tolist())) % HASH_MODULUS
     assert hash_range("t", 2**35, values) == expected
 
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from synthetic_updates import adam_step, draw_weights
 
 from streamrl.base.errors import WeightError
-from streamrl.base.messages import WeightAnnouncement
+from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.published_weights import FullWeights
 from streamrl.weights import manifest
 from streamrl.weights.codec.bits import bit_type
 from streamrl.weights.codec.codec import encode_patch
-from streamrl.weights.manifest import MODULUS, ShardSpec
+from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.publisher import Published, WeightPublisher
 from streamrl.weights.publish.torch_tensors import DeviceTensors, TorchOnHost, encode_on_device, start_publisher
 from streamrl.weights.pull.fetch import fetch_version
@@ -106,7 +106,7 @@ def bits_of(values: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
 
 
 def announce(version: int, parts: list[Published]) -> WeightAnnouncement:
-    state_hash = sum(part.state_hash for part in parts) % MODULUS
+    state_hash = sum(part.state_hash for part in parts) % HASH_MODULUS
     return WeightAnnouncement(version, parts[0].base_version, state_hash, tuple(part.source for part in parts))
 
 

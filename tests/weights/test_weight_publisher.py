@@ -15,10 +15,9 @@ import pytest
 import zmq
 
 from streamrl.base.errors import WeightError
-from streamrl.base.messages import WeightAnnouncement, WeightSource
+from streamrl.base.messages import WeightAnnouncement, WeightSource, announcement_of
 from streamrl.weights import manifest
 from streamrl.weights.codec.bits import bit_type
-from streamrl.weights.engine_push import announcement_of
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish import publisher as publisher_module
 from streamrl.weights.publish.chain import MAXIMUM_LINKS, UNACKNOWLEDGED_LINKS

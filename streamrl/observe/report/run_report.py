@@ -224,7 +224,7 @@ class RunReport:
         times = self._timer.step_finished()
         version = push.policy_version
         trained = self._trained.pop(version, None)
-        if trained is None:  # of a life before this one, which told of it
+        if trained is None:  # made and reported before the controller restarted
             return {}
         metrics = trained.metrics | time_metrics(times, push, trained.metrics)
         metrics |= {

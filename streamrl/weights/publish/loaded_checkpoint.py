@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 
 from streamrl.base.errors import WeightError
+from streamrl.base.messages import HASH_MODULUS
 from streamrl.plan.model_facts import ModelDirectoryError, read_safetensors_header
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.state_hash import hash_range
-from streamrl.weights.manifest import CHECKPOINT_VERSION, MODULUS, ShardSpec
+from streamrl.weights.manifest import CHECKPOINT_VERSION, ShardSpec
 from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -112,7 +113,7 @@ class CheckpointBase:
 
     def part_hash(self, shards: Iterable[ShardSpec]) -> int:
         """The state hash that ``shards`` have in the files. Reads them."""
-        return sum(hash_range(shard.name, shard.offset, self.bits_of(shard)) for shard in shards) % MODULUS
+        return sum(hash_range(shard.name, shard.offset, self.bits_of(shard)) for shard in shards) % HASH_MODULUS
 
     def of(self, shards: Sequence[ShardSpec]) -> CheckpointReplica:
         """What an engine holds that has loaded the checkpoint: the whole tensors that ``shards`` (of all ranks) are

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from streamrl.base.errors import WeightError
+from streamrl.base.messages import HASH_MODULUS, WeightSource
 from streamrl.base.messages import Published as Published
-from streamrl.base.messages import WeightSource
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_complete, encode_patch
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
@@ -26,7 +26,6 @@ from streamrl.weights.manifest import (
     CHECKPOINT_VERSION,
     CHUNK_BYTES,
     FORMAT_VERSION,
-    MODULUS,
     ChunkEntry,
     Manifest,
     ShardSpec,
@@ -219,7 +218,7 @@ class WeightPublisher:
     def _take_over(self, policy_version: int, made: Sequence[_EncodedUnit], base: _Base) -> None:
         """The version becomes the baseline, in proportion to what changed."""
         first, self._version = self._version is None, policy_version
-        self._part_hash = (base.part_hash + sum(unit.hash_change for unit in made)) % MODULUS
+        self._part_hash = (base.part_hash + sum(unit.hash_change for unit in made)) % HASH_MODULUS
         if first:
             self._baseline = [unit.bits for unit in made if unit.bits is not None]
             return

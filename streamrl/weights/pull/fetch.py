@@ -17,11 +17,11 @@ from contextlib import ExitStack, contextmanager
 import zmq
 
 from streamrl.base.errors import StreamRLError, WeightError
-from streamrl.base.messages import WeightAnnouncement, WeightSource
+from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement, WeightSource
 from streamrl.comm.zmq_sockets import ConnectionMonitor
 from streamrl.remote.guarded_sockets import connect
 from streamrl.remote.transport_keys import KeyRole
-from streamrl.weights.manifest import CHECKPOINT_VERSION, MANIFEST_LIMIT, MODULUS, Manifest, ShardSpec
+from streamrl.weights.manifest import CHECKPOINT_VERSION, MANIFEST_LIMIT, Manifest, ShardSpec
 from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.decoding import Decoding
 from streamrl.weights.pull.received_part import ReceivedChain, ReceivedPart
@@ -120,7 +120,7 @@ def fetch_version(
 def _check_manifests(announced: WeightAnnouncement, manifests: Sequence[Manifest]) -> None:
     """Raise ``WeightError`` unless the parts of the version belong together."""
     version = announced.policy_version
-    part_hash = sum(manifest.part_hash for manifest in manifests) % MODULUS
+    part_hash = sum(manifest.part_hash for manifest in manifests) % HASH_MODULUS
     if part_hash != announced.state_hash:
         raise WeightError(
             f"version {version}: the parts of {len(manifests)} sources add up to state hash "
@@ -152,7 +152,7 @@ def _find_base(
         if len(bases) > 1:
             raise _no_way(announced, held, f"trainer ranks serve it on different versions: {sorted(bases, key=str)}")
         (base_version,) = bases
-        base_hash = sum(manifest.base_part_hash for manifest in manifests) % MODULUS
+        base_hash = sum(manifest.base_part_hash for manifest in manifests) % HASH_MODULUS
         if base_version is None:
             return None
         if holds is None and base_version == CHECKPOINT_VERSION:

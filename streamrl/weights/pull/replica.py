@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 
 from streamrl.base.errors import WeightError
-from streamrl.base.messages import WeightAnnouncement
+from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement
 from streamrl.weights.codec.bits import BitArray, PositionArray, bit_type
 from streamrl.weights.codec.codec import WeightPatch
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
-from streamrl.weights.manifest import CHECKPOINT_VERSION, MODULUS, ShardSpec
+from streamrl.weights.manifest import CHECKPOINT_VERSION, ShardSpec
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -220,7 +220,7 @@ class CheckpointReplica:
             else:
                 total += hash_elements(name, patch.positions, patch.new_bits)
                 total -= hash_elements(name, patch.positions, self._bits[name][patch.positions])
-        return total % MODULUS
+        return total % HASH_MODULUS
 
 
 def _tensor_table(patches: Sequence[ShardPatch]) -> dict[str, TensorSpec]:

@@ -20,10 +20,10 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base.errors import WeightError
-from streamrl.base.messages import WeightAnnouncement
+from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement
 from streamrl.weights.codec.bits import BitArray
 from streamrl.weights.codec.state_hash import hash_range
-from streamrl.weights.manifest import CHECKPOINT_VERSION, MODULUS
+from streamrl.weights.manifest import CHECKPOINT_VERSION
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, StagedPatch, StagedVersion
 from streamrl.weights.pull.shared_versions import SharedState, SharedVersion, SharedVersions
 
@@ -131,9 +131,9 @@ class SharedReplica(CheckpointReplica):
                 bits[patch.positions] = patch.new_bits
             complete[name] = StagedPatch(None, bits)
             state_hash += hash_range(name, 0, bits)
-        if state_hash % MODULUS != wanted[1]:
+        if state_hash % HASH_MODULUS != wanted[1]:
             raise WeightError(
-                f"version {wanted[0]} would have state hash {state_hash % MODULUS:#018x} from the replica of this "
+                f"version {wanted[0]} would have state hash {state_hash % HASH_MODULUS:#018x} from the replica of this "
                 f"machine; announced was {wanted[1]:#018x}"
             )
         run_id = self._shared.run_id if staged is None else staged.run_id

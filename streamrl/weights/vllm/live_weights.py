@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 
 from streamrl.base.errors import WeightError
+from streamrl.base.messages import HASH_MODULUS
 from streamrl.weights.codec.bits import BitArray, PositionArray
 from streamrl.weights.codec.state_hash import hash_elements
-from streamrl.weights.manifest import MODULUS
 from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
 from streamrl.weights.vllm.live_weights_layers import (
     UPPER_HALF,
@@ -100,7 +100,7 @@ class LiveWeights:
         except WeightError as error:  # raised once other workers know: they wait for this one
             failed = str(error)
         self._layers.apply(layers, failed=failed, anchor=anchor)
-        return (sum(write.hash_change for write in writes) + (0 if anchor else self.state_hash)) % MODULUS
+        return (sum(write.hash_change for write in writes) + (0 if anchor else self.state_hash)) % HASH_MODULUS
 
     def undo(self, writes: Sequence[RouteWrite | LayerWrite], replica: CheckpointReplica) -> None:
         """Write what was there back to every element that ``writes`` may have touched, and rebuild layers from what
@@ -128,7 +128,7 @@ class LiveWeights:
                 assert write is not None
                 _check_equal(write, self._read(write), "in an audit")
                 total += write.hash_change
-        return total % MODULUS
+        return total % HASH_MODULUS
 
     def storages_of(self, writes: Sequence[RouteWrite | LayerWrite]) -> set[int]:
         """``data_ptr()`` of the storages that ``writes`` touch, without those of rebuilt layers."""

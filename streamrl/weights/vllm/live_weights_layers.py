@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 
 from streamrl.base.errors import WeightError
+from streamrl.base.messages import HASH_MODULUS
 from streamrl.weights.codec.bits import BitArray
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
-from streamrl.weights.manifest import MODULUS
 from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
 from streamrl.weights.vllm.load_plan import LoadPlan, Rectangle, Route
 from streamrl.weights.vllm.load_plan_reload import ReloadedLayer
@@ -112,7 +112,7 @@ class LiveLayers:
         for tensor, index, route in self._routes(self._plan.routes):
             if (tensor, index) in self._counted:
                 total += hash_rectangle(tensor, route.checkpoint, inside(route.checkpoint, replica.bits(tensor)))
-        return total % MODULUS
+        return total % HASH_MODULUS
 
     def _routes(self, tensors: Iterable[str]) -> list[tuple[str, int, Route]]:
         """The routes of ``tensors`` that lead into a layer."""
