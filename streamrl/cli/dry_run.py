@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from streamrl.base.errors import RecipeError
+from streamrl.cli.command import recipe_file
 from streamrl.plan.gpus import gpu_placement
 from streamrl.plan.preflight import CheckedModel, check_model, preflight, resumed
 from streamrl.plan.summary import arithmetic_lines, process_lines
@@ -15,7 +16,7 @@ from streamrl.plan.topology import plan_topology
 from streamrl.prompts.probe import problem_of_model
 from streamrl.prompts.prompt_spec import SourceKind, read_spec
 from streamrl.prompts.prompts import open_rows
-from streamrl.recipe.load import dump_recipe
+from streamrl.recipe.load import dump_recipe, read_recipe
 from streamrl.recipe.sections import EngineKind, Launch, Recipe
 from streamrl.vllm.options import engine_options
 
@@ -31,6 +32,8 @@ def dry_run(recipe: Recipe, path: Path, overrides: Sequence[str]) -> int:
     facts, context = (model.facts, model.context) if model else (None, 0)
     print("# the resolved recipe\n")
     print(dump_recipe(recipe))
+    if lines := read_recipe(recipe_file(path), overrides)[1]:
+        print("# what rollout.system sets\n", *lines, "", sep="\n")
     print("# what it adds up to\n")
     print("\n".join(arithmetic_lines(recipe, facts, context, _held_out(recipe))))
     print("\n# what would be started\n")

@@ -22,7 +22,8 @@ from streamrl.recipe.toml_text import key_lines, parse_toml, toml_document, valu
 
 RULES = "streamrl.rules.rules"
 """Where it is there, its ``broken_rules`` says what does not fit together, its ``foreign_answer`` what a key of another
-system is called here. The recipe reads without it, for what runs on the kernel alone."""
+system is called here, its ``apply_system`` what ``rollout.system`` sets. The recipe reads without it, for what runs on
+the kernel alone."""
 
 _MARKED_PATHS = ("./", "../")
 
@@ -42,6 +43,11 @@ def load_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] 
     and ``checkpoint.resume_from``, which are relative to the current directory. Raises ``RecipeError`` with every
     problem found.
     """
+    return read_recipe(given, overrides)[0]
+
+
+def read_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
+    """As ``load_recipe``, and what ``rollout.system`` sets in it, one line a key."""
     if isinstance(overrides, str):
         raise RecipeError([f"overrides is one text: write load_recipe(..., [{overrides!r}])"])
     if isinstance(given, Mapping):
@@ -125,15 +131,16 @@ def _item(items: list[Any], key: str) -> Any:
     return items[int(key)]
 
 
-def _check(table: dict[str, Any], origin: Origin, problems: list[str], directory: Path) -> Recipe:
+def _check(table: dict[str, Any], origin: Origin, problems: list[str], directory: Path) -> tuple[Recipe, list[str]]:
     rules = _rules()
+    origin, contradictions, system = rules.apply_system(table, origin)
     checked = CheckedTable(table, origin, rules.foreign_answer)
-    problems = problems + checked.problems
+    problems = problems + contradictions + checked.problems
     recipe = _recipe(checked)
     problems += [problem(origin, path, text) for path, text in rules.broken_rules(recipe, checked.bad_paths)]
     if problems:
         raise RecipeError(problems)
-    return _resolve_paths(recipe, directory.absolute())
+    return _resolve_paths(recipe, directory.absolute()), system
 
 
 class _NoRules:
@@ -146,6 +153,10 @@ class _NoRules:
     @staticmethod
     def foreign_answer(key: str) -> str:
         return ""
+
+    @staticmethod
+    def apply_system(table: Mapping[str, Any], origin: Origin) -> tuple[Origin, list[str], list[str]]:
+        return origin, [], []
 
 
 @cache

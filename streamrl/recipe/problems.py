@@ -14,15 +14,19 @@ LONGEST_VALUE = 60
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where the values of a recipe came from, so that a problem can point at its line."""
+    """Where the values of a recipe came from, so that a problem can point at its line. ``implied``: of values that
+    nobody wrote, by the place of the line that set them."""
 
     file: str
     lines: Mapping[str, int]
     overridden: frozenset[str] = frozenset()
+    implied: Mapping[str, str] = {}
 
     def locate(self, path: str) -> str:
         """``demo.toml:12`` or ``--set``; the nearest enclosing table where the key itself has no line."""
         while path:
+            if path in self.implied:
+                return self.implied[path]
             if path in self.overridden:
                 return "--set"
             if path in self.lines:

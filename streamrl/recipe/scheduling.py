@@ -6,6 +6,7 @@ import math
 from enum import StrEnum
 from typing import Annotated
 
+from streamrl.base.errors import RecipeError
 from streamrl.recipe.fields import (
     Factor,
     Natural,
@@ -35,6 +36,25 @@ class RoundKind(StrEnum):
     CUSTOM = "custom"
 
 
+class System(StrEnum):
+    """What the key sets, each as its paper does; any key beside it overrides, and the dry run prints all of them.
+
+    ``rollpacker``: tail batching with both races (arXiv 2509.21009), adaptive limits of sandboxed code, streaming.
+    ``sortedrl``, ``sortedrl_partial``: cohorts of single trajectories sorted by length, with REINFORCE++ (arXiv
+    2603.23414). ``sagc``: group sizes chosen online (arXiv 2606.02218). ``fastest``: what was fastest here without
+    stale tokens, which is none of the papers': ``auto`` rounds submitted in advance, verified deferred prompts, long
+    rounds of four batches (all but the first of their four steps follow a gradient of weights that have moved).
+    ``synchronous``: none of it.
+    """
+
+    ROLLPACKER = "rollpacker"
+    SORTEDRL = "sortedrl"
+    SORTEDRL_PARTIAL = "sortedrl_partial"
+    SAGC = "sagc"
+    FASTEST = "fastest"
+    SYNCHRONOUS = "synchronous"
+
+
 class InFlight(StrEnum):
     """What a weight update does to requests in flight: keep their KV, recompute it, or cut and resume by tokens."""
 
@@ -54,6 +74,7 @@ class StalePolicy(StrEnum):
 class Rollout(Section, frozen=True):
     """Rounds and batches: one optimizer step consumes ``prompts_per_batch`` groups of ``group_size`` trajectories."""
 
+    system: Annotated[System | None, doc("a published system in one line; in a file or in dicts")] = None
     prompts_per_batch: Annotated[Positive, doc("groups of a batch")] = 32
     group_size: Annotated[Positive, doc("completions of a prompt")] = 8
     rounds: Annotated[RoundKind, doc("")] = RoundKind.SYNCHRONOUS
@@ -77,6 +98,11 @@ class Rollout(Section, frozen=True):
             "live"
         ),
     ] = False
+
+    def __post_init__(self) -> None:
+        if self.system is not None:  # reading takes it out: a struct cannot say which of its keys were written
+            text = f'rollout.system: "{self.system}" is applied while a recipe is read: give a file or dicts'
+            raise RecipeError([f"{text}, as in load_recipe({{..., 'rollout': {{'system': '{self.system}'}}}})"])
 
     @property
     def batch_trajectories(self) -> int:

@@ -15,8 +15,10 @@ from streamrl.recipe.check_fields import expected
 from streamrl.recipe.fields import ADVANCED, Key, bare, keys_of, paths_in_view, paths_to, written_path
 from streamrl.recipe.objective import Algorithm, Surrogate
 from streamrl.recipe.problems import did_you_mean, shown
+from streamrl.recipe.scheduling import System
 from streamrl.recipe.sections import Recipe
 from streamrl.rules.foreign_keys import foreign_answer
+from streamrl.rules.systems import explained_systems
 
 
 def explain(path: str) -> list[str]:
@@ -82,7 +84,8 @@ def _allowed(key: Key) -> str:
 def _choices(key: Key) -> Iterator[str]:
     """What the values of an enumeration mean."""
     for cls in _enums(key.kind):
-        yield from (f"  {line}".rstrip() for line in (*_doc(cls), *(algorithm_lines() if cls is Algorithm else ())))
+        values = algorithm_lines() if cls is Algorithm else explained_systems() if cls is System else []
+        yield from (f"  {line}".rstrip() for line in (*_doc(cls), *values))
 
 
 def algorithm_lines() -> list[str]:

@@ -104,8 +104,8 @@ def test_recipe_errors_come_together_with_exit_code_2(project: Path, capsys: pyt
     assert captured.err == (
         "error: 2 problems; nothing was started\n"
         "  --set: run.steps: 0 is not allowed: must be an integer > 0\n"
-        '  --set: rollout.group_sise: unknown key; did you mean "group_size"? Keys of [rollout]: prompts_per_batch, '
-        "group_size, rounds, policy, max_staleness, in_flight, when_stale, dynamic_sampling; below "
+        '  --set: rollout.group_sise: unknown key; did you mean "group_size"? Keys of [rollout]: system, '
+        "prompts_per_batch, group_size, rounds, policy, max_staleness, in_flight, when_stale, dynamic_sampling; below "
         "[rollout.advanced]: presubmit\n"
     )
 

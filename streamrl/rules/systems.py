@@ -1,0 +1,169 @@
+"""``rollout.system``: what each published system sets, as data, and how it is laid below the user's keys.
+
+It is applied to the table of a recipe, before the recipe is made of it: there it is known which keys somebody wrote.
+What comes after sees an ordinary recipe, with a value for each of these keys and without ``system``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from msgspec import structs
+
+from streamrl.recipe.problems import Origin, problem, shown
+from streamrl.recipe.scheduling import System
+
+SANDBOXED = "code"
+"""The built-in reward whose time limits RollPacker adapts; ``rewards.N`` stands for every one of them."""
+
+
+class Derived(NamedTuple):
+    """A value that follows from another key (its path and its default); None: nothing is set."""
+
+    text: str
+    section: str
+    key: str
+    default: int
+    of: Callable[[int], Any]
+
+    def value(self, table: Mapping[str, Any]) -> Any:
+        """The value in this recipe; None also where the other key is wrong."""
+        section = table.get(self.section, {})
+        number = section.get(self.key, self.default) if isinstance(section, Mapping) else None
+        return self.of(number) if isinstance(number, int) else None
+
+
+class Setting(NamedTuple):
+    """``key`` as it is written, its value, and where the paper has it. ``only``: other values contradict the system."""
+
+    key: str
+    value: Any
+    source: str
+    only: tuple[Any, ...] = ()
+
+
+def _essential(key: str, value: Any, source: str, *others: Any) -> Setting:
+    return Setting(key, value, source, (value, *others))
+
+
+_STALENESS = Derived("cohort_batches - 1", "length_sorted", "cohort_batches", 4, lambda batches: batches - 1)
+_RELEASE = Derived('"drain" with 2 engines or more', "engines", "count", 1, lambda n: "drain" if n > 1 else None)
+_SORTED = (
+    _essential("rollout.rounds", "length_sorted", "online length-aware scheduling"),
+    Setting("length_sorted.cohort_batches", 4, "cache-aware grouped rollout; n is not published: ours"),
+    Setting("length_sorted.advanced.single", True, "selective batching: trajectories, not groups"),
+    Setting("objective.algorithm", "reinforce_plus_plus", 'experiments: logic ("ppo": math)'),
+)
+
+SYSTEMS: Mapping[System, tuple[Setting, ...]] = {
+    System.ROLLPACKER: (
+        _essential("rollout.rounds", "tail_batching", "3 Tail Batching"),
+        _essential("rollout.max_staleness", 0, "3 Tail Batching: on-policy"),
+        Setting("tail_batching.prompt_oversampling", 1.25, "6.3 Sensitivity Analysis: both 1.25"),
+        Setting("tail_batching.response_oversampling", 1.25, "6.3 Sensitivity Analysis: both 1.25"),
+        _essential("tail_batching.deferred_prompts", "regenerate", "3 Tail Batching", "replay", "verify"),
+        Setting("tail_batching.long_round_batches", 1, "3 Tail Batching: P0 prompts"),
+        Setting("training.advanced.streaming", True, "4.4 Stream Trainer"),
+        Setting("engines.release", _RELEASE, "4.4 Stream Trainer"),
+        Setting("rewards.N.advanced.adaptive_timeout", {"factor": 1.5, "min_s": 2.0}, "4.3 Reward Scheduler"),
+        Setting("rewards.N.advanced.late_is_wrong", True, "4.3 Reward Scheduler"),
+    ),
+    System.SORTEDRL: (
+        *_SORTED,
+        _essential("length_sorted.partial", False, "fully on-policy mode"),
+        _essential("rollout.max_staleness", 0, "fully on-policy mode"),
+    ),
+    System.SORTEDRL_PARTIAL: (
+        *_SORTED,
+        _essential("length_sorted.partial", True, "partial mode"),
+        Setting("rollout.max_staleness", _STALENESS, "partial mode"),
+        Setting("off_policy.proximal", "behavior", "partial mode: ratios against what sampled a token"),
+    ),
+    System.SAGC: (
+        _essential("group_sizing.kind", "sagc", "abstract"),
+        Setting("rollout.rounds", "synchronous", "abstract"),
+        Setting("objective.algorithm", "grpo", "abstract (DAPO, too)"),
+    ),
+    System.FASTEST: (
+        _essential("rollout.rounds", "auto", "ours: docs/scheduling.md, Auto", "tail_batching"),
+        _essential("rollout.max_staleness", 0, "ours: on-policy"),
+        Setting("rollout.advanced.presubmit", True, "ours: docs/scheduling.md, Rounds"),
+        _essential("tail_batching.deferred_prompts", "verify", "ours: docs/scheduling.md", "replay", "regenerate"),
+        Setting("tail_batching.long_round_batches", 4, "ours: docs/scheduling.md, Rounds"),
+    ),
+    System.SYNCHRONOUS: (
+        _essential("rollout.rounds", "synchronous", "the baseline of all three"),
+        _essential("rollout.max_staleness", 0, "the baseline of all three"),
+        _essential("group_sizing.kind", "fixed", "the baseline of all three"),
+    ),
+}
+
+
+def apply_system(table: dict[str, Any], origin: Origin) -> tuple[Origin, list[str], list[str]]:
+    """Replace ``rollout.system`` in ``table`` by what it sets, where no key says otherwise.
+
+    Returns ``origin`` with the places of what was set, a line for each key that contradicts the system (which stays
+    out), and what holds now, one line a key.
+    """
+    rollout = table.get("rollout")
+    name = rollout.get("system") if isinstance(rollout, dict) else None
+    if not isinstance(rollout, dict) or not isinstance(name, str) or name not in SYSTEMS:
+        return origin, [], []
+    system, where = System(rollout.pop("system")), f'{origin.locate("rollout.system")} (system = "{name}")'
+    problems: list[str] = []
+    rows: list[tuple[str, ...]] = []
+    implied: dict[str, str] = {}
+    for setting in SYSTEMS[system]:
+        published = setting.value.value(table) if isinstance(setting.value, Derived) else setting.value
+        for key, holder in _holders(table, setting.key) if published is not None else ():
+            last = key.rpartition(".")[2]
+            if last not in holder:
+                holder[last], implied[key] = published, where
+            elif setting.only and holder[last] not in setting.only:
+                problems.append(problem(origin, key, _contradiction(system, setting, holder[last])))
+                holder[last] = published
+            yours = "" if holder[last] == published else f" (yours, not {shown(published)})"
+            rows.append((key, shown(holder[last]) + yours, setting.source))
+    return structs.replace(origin, implied=implied), problems, _columns(rows)
+
+
+def _holders(table: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """``key`` and the table in which its last part is; with ``rewards.N``, of each reward that runs code."""
+    section, *rest = key.split(".")
+    if rest[0] == "N":
+        for index, item in enumerate(table.get(section, ())):
+            if isinstance(item, dict) and item.get("function") == SANDBOXED:
+                yield from ((f"{section}.{index}.{below}", held) for below, held in _holders(item, ".".join(rest[1:])))
+        return
+    holder: Any = table
+    for part in (section, *rest)[:-1]:
+        holder = holder.setdefault(part, {})
+        if not isinstance(holder, dict):
+            return  # what is wrong with it is said where sections are checked
+    yield key, holder
+
+
+def _contradiction(system: System, setting: Setting, value: Any) -> str:
+    others = (
+        name for name, settings in SYSTEMS.items() for one in settings if one.key == setting.key and value in one.only
+    )
+    other = next(others, None)
+    instead = f'set rollout.system = "{other}"' if other else "leave rollout.system out"
+    has = " or ".join(map(shown, setting.only))
+    return f'{shown(value)} contradicts rollout.system = "{system}", which has {has}: remove it, or {instead}'
+
+
+def explained_systems() -> list[str]:
+    """What each system sets, one line a key."""
+    lines = []
+    for system, settings in SYSTEMS.items():
+        values = [one.value.text if isinstance(one.value, Derived) else shown(one.value) for one in settings]
+        rows = [(f"  {one.key}", value, one.source) for one, value in zip(settings, values, strict=True)]
+        lines += [f"{system}:", *_columns(rows)]
+    return lines
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
