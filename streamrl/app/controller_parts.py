@@ -90,15 +90,15 @@ async def open_engines(
 
 
 async def open_rollout(recipe: Recipe, parts: Parts, held_out: HeldOut) -> RolloutStage:
-    """The rollout stage. In a deterministic run an engine that samples other bits in company gets one request at a
-    time, which is said."""
+    """The rollout stage. In a deterministic run an engine that samples other bits in a batch than alone gets one
+    request at a time, and the run says so."""
     alone = False
     if recipe.run.deterministic and recipe.compares_logprobs:
         probes = [prompt.token_ids for prompt in held_out.prompts[:PROBES]] or [token_array((1, 2, 3))]
         sampling = recipe.sampling
         alone = not await batch_invariant(parts.pool, probes, temperature=sampling.temperature, top_p=sampling.top_p)
     if alone:
-        message = "engines sample other bits in company than alone: run.deterministic gives them one request at a time"
+        message = "engines sample other bits in a batch than alone: run.deterministic gives them one request at a time"
         await parts.emit(RunWarning(step=0, message=message))
     return RolloutStage(
         parts.pool,

@@ -69,8 +69,9 @@ class VersionLeft(WeightError):
     """The trainer holds a newer version than the one that an engine asks for, or none any more: it must wait."""
 
 
-class RewardFailureLimit(StreamRLError):
-    """More rewards failed than the recipe allows."""
+class CannotContinue(StreamRLError):
+    """Control cannot go on: more rewards failed or more groups were dropped than the recipe allows, or nothing is left
+    that could fill a batch."""
 
 
 class DiskFull(StreamRLError):

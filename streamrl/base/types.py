@@ -191,7 +191,7 @@ class RewardFailure(Record, frozen=True, tag=True):
 
 
 class TrainingSample(Record, frozen=True):
-    """What the trainer eats: prompt and segments joined, with a loss mask.
+    """What the trainer is given: prompt and segments joined, with a loss mask.
 
     ``token_ids``: int32 [T] (prompt first); ``loss_mask``: uint8 [T], 1 where the token is trained;
     ``behavior_logprobs``: float32 [T], 0 where ``loss_mask`` is 0. ``oldest_version`` and

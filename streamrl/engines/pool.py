@@ -102,7 +102,7 @@ class EnginePool:
     async def generate(self, request: Generate) -> Completion:
         """Sample one completion. It comes back cut (finish reason abort) when its engine is drained or dies, or the
         request migrates: submit the rest of it, as the next part of the same completion. While no engine serves it
-        waits. Raises ``RequestRefused`` for one that was sampled at too many deaths."""
+        waits. Raises ``RequestRefused`` for one that was being sampled while too many engines died."""
         if not await self._until_one_serves(request.request_id):
             return nothing_sampled()
         name = self.route(request)

@@ -94,7 +94,7 @@ def staleness_of_rounds(recipe: Recipe) -> Broken:
         cohort = recipe.length_sorted.cohort_batches
         needed, why = cohort - 1, f"with length_sorted.partial, where a cohort of {cohort} batches is sampled on"
     elif rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.deferred_prompts is DeferredPrompts.RESUME:
-        # What one race parks is trained by the next batches, one batch of it each.
+        # What one race pauses is trained by the next batches, one batch of it each.
         needed = max(1, math.ceil(recipe.tail_batching.prompt_oversampling - 1))
         why = 'with tail_batching.deferred_prompts = "resume", where deferred prompts keep their tokens'
     if bound < needed:
@@ -171,7 +171,7 @@ def cohorts(recipe: Recipe) -> Broken:
     if options.single and advantages in WITHIN_GROUPS:
         yield Problem(
             "length_sorted.single",
-            f'true tears groups apart, and objective.advantages = "{advantages}" compares siblings: set '
+            f'true takes groups apart, and objective.advantages = "{advantages}" compares siblings: set '
             'single = false, or algorithm = "reinforce_plus_plus"',
         )
     if options.partial and options.cut_tokens:

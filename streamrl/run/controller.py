@@ -14,7 +14,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from streamrl.base.concurrent_calls import start_unless_ending
-from streamrl.base.errors import RewardFailureLimit, StreamRLError
+from streamrl.base.errors import CannotContinue, StreamRLError
 from streamrl.base.messages import StepReport, WeightAnnouncement
 from streamrl.base.seeds import derive_seed
 from streamrl.base.stage_messages import (
@@ -192,7 +192,7 @@ class Controller:
                 children.start_soon(self._checkpoint, action.policy_version, beside)
             case do.End():
                 if action.error:
-                    raise RewardFailureLimit(action.reason)
+                    raise CannotContinue(action.reason)
                 return action.reason
         return ""
 

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted_parts import SimulatedRun, run_settings
 
-from streamrl.base.errors import RewardFailureLimit
+from streamrl.base.errors import CannotContinue
 from streamrl.base.run_events import EvaluationFinished, RunDecided, RunWarning, StepFinished
 from streamrl.elastic.sets import EngineSet
 from streamrl.journal.log import read_journal
@@ -198,7 +198,7 @@ async def test_a_reward_that_always_fails_ends_the_run_with_its_message(tmp_path
     [cause] = raised.value.exceptions
     while isinstance(cause, BaseExceptionGroup):
         [cause] = cause.exceptions
-    assert isinstance(cause, RewardFailureLimit) and "parity raised: planted" in str(cause)
+    assert isinstance(cause, CannotContinue) and "parity raised: planted" in str(cause)
 
 
 async def test_an_exhausted_source_ends_the_run(tmp_path: Path) -> None:

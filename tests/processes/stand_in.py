@@ -6,7 +6,7 @@ serve    wait for SIGTERM, then ask the others to end by the file ``DIR/end`` (c
 hang     ignore SIGTERM, but for the file ``DIR/ignored-sigterm``
 follow   end with StreamBroken as soon as the process named in ``DIR/follow`` is gone
 raise    end with a ValueError when ``DIR/go`` appears
-verdict  end with a RewardFailureLimit when ``DIR/go`` appears
+verdict  end with a CannotContinue when ``DIR/go`` appears
 refuse   end with a ModelRefused when ``DIR/go`` appears
 restart  end with exit code 75 at once
 orphan   start two grandchildren that ignore everything and have shared memory, one in its own session, then serve
@@ -24,7 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from streamrl.base.errors import ModelRefused, RewardFailureLimit, StreamBroken
+from streamrl.base.errors import CannotContinue, ModelRefused, StreamBroken
 from streamrl.base.run_process import die_with_parent
 from streamrl.plan.topology import ProcessPlan, Role
 from streamrl.supervise.child import Terminated, leave, parse_arguments
@@ -90,7 +90,7 @@ def behave(plan: ProcessPlan, directory: Path) -> None:
             raise StreamBroken("engine-0.orders: the peer is gone")
         if behaviour in ("raise", "verdict", "refuse", "finish") and (directory / "go").exists():
             if behaviour == "verdict":
-                raise RewardFailureLimit("too many rewards failed")
+                raise CannotContinue("too many rewards failed")
             if behaviour == "refuse":
                 raise ModelRefused("the model's attention has heads of 16")
             if behaviour == "raise":

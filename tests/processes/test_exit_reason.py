@@ -59,7 +59,7 @@ def test_which_death_was_first(later: Death, first: Death) -> None:
     assert first.is_consequence == (first.reason is not None and first.reason.kind is ExitKind.CONSEQUENCE)
 
 
-@pytest.mark.parametrize(("message", "shown"), [("RewardFailureLimit: too many", False), ("KeyError: 1", True)])
+@pytest.mark.parametrize(("message", "shown"), [("CannotContinue: too many", False), ("KeyError: 1", True)])
 def test_a_traceback_is_shown_below_what_is_a_bug_alone(message: str, shown: bool, tmp_path: Path) -> None:
     log = tmp_path / "controller.log"
     log.write_text("Traceback (most recent call last):\n  in step_finished\n")

@@ -14,7 +14,7 @@ import anyio
 import pytest
 from trials import NAMES, Trial, death_in, lives, surviving, until, watched
 
-from streamrl.base.errors import RecipeError, RewardFailureLimit, StreamRLError
+from streamrl.base.errors import CannotContinue, RecipeError, StreamRLError
 from streamrl.base.run_events import KillEngine, StartEngine, StopEngine
 from streamrl.plan.topology import RENDEZVOUS_FILE, ProcessPlan, Role
 from streamrl.supervise import engine_orders, restart_policy
@@ -46,7 +46,7 @@ def test_who_lived_for_a_while_is_not_made_to_wait_for_its_successor() -> None:
     assert one.left == 1, "the budget is spent as before"
 
 
-@pytest.mark.parametrize("error", [RewardFailureLimit("too many"), RecipeError(["wrong"])])
+@pytest.mark.parametrize("error", [CannotContinue("too many"), RecipeError(["wrong"])])
 def test_a_controller_that_ends_the_run_on_purpose_says_so(error: Exception) -> None:
     assert reason_of(Role.CONTROLLER, error).kind is ExitKind.VERDICT
     assert reason_of(Role.TRAINER, error).kind is ExitKind.CAUSE
@@ -212,7 +212,7 @@ async def test_a_run_that_a_controller_ended_on_purpose_is_not_resumed(trial: Ca
     one = trial(controller="verdict")
     async with surviving(one, resumes=3) as supervisor:
         one.go()
-        assert "RewardFailureLimit: too many rewards failed" in await death_in(supervisor)
+        assert "CannotContinue: too many rewards failed" in await death_in(supervisor)
         assert not one.started("controller", 1)
     one.assert_nothing_left()
 
