@@ -113,7 +113,7 @@ async def open_rollout(recipe: Recipe, parts: Parts, held_out: HeldOut) -> Rollo
 
 def _capacity(recipe: Recipe, parts: Parts) -> int:
     """What bubble ratios count as full, whatever the rounds."""
-    return min(parts.ready.max_num_seqs, recipe.rollout.batch_trajectories)
+    return min(parts.ready.max_num_seqs, recipe.batch_trajectories)
 
 
 async def open_weight_sync(recipe: Recipe, parts: Parts, rollout: RolloutStage) -> WeightSync:

@@ -145,7 +145,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             start_s = anyio.current_time() - began
             with watch.waits.waiting_for("the trainer ranks to load"):
                 hellos = await training.result()
-            await judge.ready(pool.load, min(ready.max_num_seqs, recipe.rollout.batch_trajectories))
+            await judge.ready(pool.load, min(ready.max_num_seqs, recipe.batch_trajectories))
             tokenizer, rewards = await loading.result(), await scoring.result()
             await ready_after([f"reward-{index}" for index in range(recipe.reward_limits.workers)])
             digests = {"the controller": tokenizer.digest, "the engines": ready.tokenizer_digest}

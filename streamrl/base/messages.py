@@ -245,8 +245,10 @@ class TrainGroup(Message, frozen=True):
 class CloseBatch(Message, frozen=True):
     """The open batch is complete: step the optimizer and publish ``policy_version``.
 
-    The totals are over all ranks, so every rank can check what it reduced. ``engines_idle``: nothing is sampled until
-    the next version is live, so the trainer may take the engines' cores.
+    The totals are over all ranks, so every rank can check what it reduced. ``batches``: that are closed at once; as
+    many steps are taken along their mean gradient, so that each sample moves the policy as far as any other (one step
+    that is longer would move it along the momentum of earlier batches instead). ``engines_idle``: nothing is sampled
+    until the next version is live, so the trainer may take the engines' cores.
     """
 
     batch_id: int
@@ -254,6 +256,7 @@ class CloseBatch(Message, frozen=True):
     groups: int
     samples: int
     trained_tokens: int
+    batches: int = 1
     engines_idle: bool = False
 
 

@@ -64,9 +64,9 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The live trajectories of one prompt, by sample number.
 
     ``size``: trajectories launched, which is the slots that it uses until it ends; ``keep``: how many of them a batch
-    takes; ``open``: members without a reward; ``oldest_version``: oldest policy version that one of its tokens may
-    have; ``paused``: its open members are stopped and keep their tokens; ``queued``: its prompt waited in the queue,
-    not among the fresh ones.
+    takes; ``one_seat``: it takes one seat of a batch, whatever its size; ``open``: members without a reward;
+    ``oldest_version``: oldest policy version that one of its tokens may have; ``paused``: its open members are stopped
+    and keep their tokens; ``queued``: its prompt waited in the queue, not among the fresh ones.
     """
 
     group_id: int
@@ -80,6 +80,12 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     open: int
     paused: bool = False
     queued: bool = False
+    one_seat: bool = False
+
+    @property
+    def seats(self) -> int:
+        """What it takes of a batch."""
+        return 1 if self.one_seat else self.keep
 
     @property
     def seed_base(self) -> int:
@@ -132,8 +138,8 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
     """Groups that have not ended, and counters of those that have.
 
     ``untrained``: groups that are in no batch, oldest launch first; ``batched``: those of the open or closed batch, in
-    the order in which they joined. ``ready``, ``paused`` (ids) and ``by_version`` (trajectories that batches take, by
-    oldest version) are indexes of ``untrained``. ``wasted_tokens``: of what was dropped. Read the fields; change them
+    the order in which they joined. ``ready``, ``paused`` (ids) and ``by_version`` (seats that they take, by oldest
+    version) are indexes of ``untrained``. ``wasted_tokens``: of what was dropped. Read the fields; change them
     through the methods.
     """
 
@@ -173,6 +179,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         policy_version: int,
         round_kind: str,
         queued: bool = False,
+        one_seat: bool = False,
     ) -> Group:
         """Launch a group of ``size`` trajectories that ``policy_version`` will sample."""
         if self.find(group_id) is not None:
@@ -188,6 +195,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
             members={sample: Member(oldest_version=policy_version) for sample in range(size)},
             open=size,
             queued=queued,
+            one_seat=one_seat,
         )
         self.untrained[group_id] = group
         self._count_version(group, 1)
@@ -271,7 +279,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         return slots
 
     def versions(self) -> list[tuple[int, int]]:
-        """(oldest version, trajectories that batches take) of the untrained groups, ascending."""
+        """(oldest version, seats) of the untrained groups, ascending."""
         return sorted(self.by_version.items())
 
     def older_than(self, version: int) -> list[Group]:
@@ -305,7 +313,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
 
     def _count_version(self, group: Group, sign: int) -> None:
         version = group.oldest_version
-        self.by_version[version] = self.by_version.get(version, 0) + sign * group.keep
+        self.by_version[version] = self.by_version.get(version, 0) + sign * group.seats
         if not self.by_version[version]:
             del self.by_version[version]
 

@@ -1,6 +1,6 @@
 """Slots: the right of a trajectory to be in flight, and the arithmetic of staleness. The only place with that formula.
 
-A batch consumes ``batch_groups`` groups and makes one new policy version. There are ``(max_staleness + 1)`` batches of
+A batch consumes a number of trajectories and makes one new policy version. There are ``(max_staleness + 1)`` batches of
 slots, released only when a whole group is dropped or when the version that consumed it is *live on the engines*. So a
 group that is launched under live version ``u`` while ``d`` trained versions are not live yet shares the buffer with at
 most ``(max_staleness + 1 - d)`` batches of groups that were launched before it. Consumed in any order that ``may_take``
@@ -57,8 +57,9 @@ def may_take(
 
     ``deadline``: the group's ``last_version``; ``due``: trajectories of all untrained groups by deadline, ascending.
     True when, the seats taken, every other group can still be trained in time: for each deadline ``d`` before this
-    group's own, at most ``seats - trajectories + batch * (d - now)`` trajectories may have to be trained by ``d``
-    (earliest-deadline-first feasibility; groups of one size).
+    group's own, at most ``max(seats - trajectories, 0) + batch * (d - now)`` trajectories may have to be trained by
+    ``d`` (earliest-deadline-first feasibility). Groups may differ in size, since the last one to join a batch may take
+    more than the seats that are left.
     """
     if seats <= 0 or deadline < now:
         return False
@@ -67,6 +68,6 @@ def may_take(
         if last >= deadline:
             break
         pending += count
-        if pending > seats - trajectories + batch * max(last - now, 0):
+        if pending > max(seats - trajectories, 0) + batch * max(last - now, 0):
             return False
     return True

@@ -70,14 +70,15 @@ class TrainGroupNow(Action, frozen=True):
 
 
 class StepOptimizer(Action, frozen=True):
-    """Close the batch: the trainer steps and holds ``policy_version`` afterwards. ``engines_idle``: nothing is sampled
-    until then; ``last``: nor after it."""
+    """Close the batch: the trainer steps and holds ``policy_version`` afterwards. ``batches``: that are closed at once,
+    as a long round may; ``engines_idle``: nothing is sampled until then; ``last``: nor after it."""
 
     batch_id: int
     policy_version: int
     groups: int
     samples: int
     trained_tokens: int
+    batches: int = 1
     engines_idle: bool = False
     round_kind: str = ""
     last: bool = False

@@ -66,7 +66,7 @@ def _began(state: RunState, event: on.RunBegan, settings: ControlSettings, out: 
     state.trainer_version = state.live_version = version
     state.steps = event.steps or state.steps
     # A resumed run goes on counting where the checkpoint was written.
-    state.batch = Batch(batch_id=version, target=settings.batch_trajectories)
+    state.batch = Batch(batch_id=version, target=settings.batch_seats)
     state.next_group_id = max(state.next_group_id, version * settings.batch_groups)
     if version >= state.steps:
         reason = f"nothing to train: the weights are of step {version} already; raise run.steps to go on"
@@ -244,13 +244,12 @@ def _trained(state: RunState, event: on.BatchTrained, rules: Rules, out: Actions
     if step is None or (event.batch_id, event.policy_version) != (step.batch_id, step.policy_version):
         return False  # the answer to a step that was asked for twice
     state.pending.step = None
-    batches = state.batch.filled / rules.settings.batch_trajectories
     state.slots.consume(event.policy_version, state.buffer.train())
     state.trainer_version = event.policy_version
     state.batch, state.next_batch = state.next_batch or batch_after(state, rules.settings), None
     state.dropped_in_a_row = 0
     before = rules.sizer.size
-    decision = rules.sizer.observe(state.lengths, max(1, round(batches)))
+    decision = rules.sizer.observe(state.lengths, step.batches)
     state.lengths, state.sizing_figures = [], decision.figures
     if decision.size != before or decision.notify:
         out.append(do.Decision(subject="group_size", reason=decision.reason, figures=decision.figures))
@@ -259,7 +258,7 @@ def _trained(state: RunState, event: on.BatchTrained, rules: Rules, out: Actions
 
 def batch_after(state: RunState, settings: ControlSettings) -> Batch:
     """An empty batch that follows the one that takes groups now."""
-    return Batch(batch_id=state.batch.batch_id + 1, target=settings.batch_trajectories)
+    return Batch(batch_id=state.batch.batch_id + 1, target=settings.batch_seats)
 
 
 def _live(state: RunState, event: on.WeightsLive, settings: ControlSettings, out: Actions) -> bool:

@@ -16,12 +16,16 @@ class ContinuousRounds(StatelessRounds):
     on_policy = False
 
     def __init__(self, settings: ControlSettings) -> None:
+        self._max_staleness = settings.max_staleness
         self._slots = (settings.max_staleness + 1) * settings.batch_trajectories
 
     def launch(self, view: RoundView) -> Launch | None:
         # What is launched beyond the last batch would be thrown away.
-        needed = view.seats + (view.steps_left - 1) * view.batch_trajectories - view.untrained_trajectories
-        groups = min(view.free_slots // view.group_size, math.ceil(needed / view.group_size))
+        batch, unfilled = view.batch_trajectories, view.seats - view.untrained_trajectories
+        needed = unfilled + (view.steps_left - 1) * batch
+        # What is launched now must be trained by ``live_version + max_staleness``, after all that is under way.
+        room = unfilled + (view.live_version + self._max_staleness - view.trainer_version) * batch
+        groups = min(room // view.group_size, math.ceil(needed / view.group_size))
         # A queue is there when the run was forked from one of other rounds: what waits longest goes first.
         groups, source = view.queue_first(groups)
         return Launch(groups=groups, source=source, size=view.group_size, round_kind="continuous")

@@ -76,7 +76,7 @@ def _fill_once(state: RunState, rules: Rules, out: Actions) -> bool:
             break
         candidate = Candidate(
             group_id=group.group_id,
-            trajectories=group.keep,
+            trajectories=seen.seats_of(group.keep),
             tokens=group.tokens,
             deadline=last_version(group.oldest_version, rules.settings.max_staleness),
         )
@@ -114,6 +114,7 @@ def close(state: RunState, rules: Rules, out: Actions) -> None:
         groups=len(batch.groups),
         samples=batch.samples,
         trained_tokens=batch.tokens,
+        batches=max(1, round(batch.filled / rules.settings.batch_seats)),
         engines_idle=state.pending.evaluation is None and nothing_runs,
         round_kind=state.round_kind,
         last=state.trainer_version + 1 >= state.steps,
@@ -161,7 +162,7 @@ def wind_down(state: RunState, rules: Rules, out: Actions) -> None:
         drop_group(state, group, reason, out)
         requeue_interrupted(state, group)  # for a run that goes on from the last checkpoint
     if not state.batch_closed:
-        state.batch = Batch(batch_id=state.batch.batch_id, target=rules.settings.batch_trajectories)
+        state.batch = Batch(batch_id=state.batch.batch_id, target=rules.settings.batch_seats)
     publish(state, out)
     if state.batch_closed or state.live_version < state.trainer_version or state.busy:
         return
@@ -189,7 +190,7 @@ def _starved(state: RunState) -> bool:
 
 
 def _dropped_too_many(state: RunState, rules: Rules) -> str:
-    groups = state.batch.target // (state.batch.group_size or rules.settings.group_size)
+    groups = state.batch.target // rules.settings.seats_of(state.batch.group_size or rules.settings.group_size)
     if state.dropped_in_a_row <= MAX_DROPPED_BATCHES * max(groups, rules.settings.batch_groups):
         return ""
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(state.buffer.dropped.items()))

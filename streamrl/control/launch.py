@@ -22,15 +22,19 @@ def view(state: RunState, rules: Rules) -> RoundView:
     settings, buffer = rules.settings, state.buffer
     ahead = _launches_ahead(state, rules)
     batch = _launch_batch(state, rules)
-    paused, due = len(buffer.paused), buffer.versions()
+    paused = len(buffer.paused)
+    # One size a round: a refill of another size would not fit the seats.
+    size = batch.group_size or rules.sizer.size
+    each = size // settings.seats_of(size)
+    due = tuple((last_version(version, settings.max_staleness), each * seats) for version, seats in buffer.versions())
     return RoundView(
         trainer_version=state.trainer_version + ahead,
         live_version=state.live_version + ahead,
-        batch_trajectories=settings.batch_trajectories,
-        # One size a round: a refill of another size would not fit the seats.
-        group_size=batch.group_size or rules.sizer.size,
-        target=batch.target,
-        seats=batch.seats,
+        batch_trajectories=each * settings.batch_seats,
+        group_size=size,
+        target=each * batch.target,
+        seats=each * batch.seats,
+        keeps_prompts=settings.group_sizing.keeps_prompts,
         joined=len(batch.groups),
         batch_closed=state.batch_closed and not ahead,
         round_kind=batch.round_kind,
@@ -42,7 +46,7 @@ def view(state: RunState, rules: Rules) -> RoundView:
         free_slots=rules.slots - state.slots.in_use,
         steps_left=state.steps - state.trainer_version - int(state.batch_closed),
         when_stale=settings.when_stale,
-        due=tuple((last_version(version, settings.max_staleness), count) for version, count in due),
+        due=due,
     )
 
 
@@ -131,6 +135,7 @@ def _launch_group(state: RunState, plan: Launch, ref: PromptRef, rules: Rules, o
         policy_version=version,
         round_kind=plan.round_kind,
         queued=plan.source is Source.QUEUE,
+        one_seat=rules.settings.group_sizing.keeps_prompts,
     )
     state.next_group_id += 1
     state.slots.charge(group.size)
@@ -155,7 +160,7 @@ def _open_round(state: RunState, plan: Launch, rules: Rules, size: int, out: Act
             out.append(do.Pause(policy_version=state.trainer_version + 1))
     if not batch.round_kind:
         batch.round_kind = plan.round_kind
-        batch.target = plan.target or batch.target
+        batch.target = plan.target * rules.settings.seats_of(size) // size or batch.target
         batch.group_size = plan.group_size or size
 
 

@@ -20,9 +20,10 @@ SNAPSHOT_SCHEMA = 2
 
 
 class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The batch that takes groups now. ``target``: trajectories that fill it; ``groups``: those in it, in the order in
-    which they joined; ``filled``: trajectories that they stand for (a group whose members failed counts as a whole
-    one). ``round_kind``, ``group_size``: of its round; empty and 0 before the round's first launch."""
+    """The batch that takes groups now. ``target``: seats that fill it (``ControlSettings.batch_seats``); ``groups``:
+    those in it, in the order in which they joined; ``filled``: seats that they took (a group whose members failed takes
+    those of a whole one). ``round_kind``, ``group_size``: of its round; empty and 0 before the round's first launch.
+    """
 
     batch_id: int
     target: int
@@ -35,13 +36,13 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def seats(self) -> int:
-        """Trajectories that it still takes."""
+        """Those that are free."""
         return self.target - self.filled
 
     def take(self, group: Group) -> None:
         """``group`` joins."""
         self.groups.append(group.group_id)
-        self.filled += group.keep
+        self.filled += group.seats
         self.samples += len(group.members)
         self.tokens += group.tokens
 

@@ -79,12 +79,13 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy may look at. Counts are groups unless they say otherwise.
 
     ``batch_trajectories``: what one optimizer step consumes; ``group_size``: of the open round, or chosen for the next
-    one by the group sizing; ``target``: trajectories that close the open batch; ``seats``: how many of them are
-    missing; ``joined``: groups in it. ``round_kind``: of the round that the open batch belongs to, empty before its
-    first launch. ``untrained``: groups that run or are ready, ``untrained_trajectories``: what batches would take of
-    those and of paused ones; ``paused``: groups that were stopped. ``queue``: prompts that wait in the queue, next one
-    first; ``exhausted``: the source has no more. ``due``: trajectories of untrained groups by the last trainer version
-    that may train them, ascending.
+    one by the group sizing; ``keeps_prompts``: a batch is so many groups, so that here each of them counts as
+    ``group_size`` trajectories, whatever its own size. ``target``: trajectories that close the open batch; ``seats``:
+    how many of them are missing; ``joined``: groups in it. ``round_kind``: of the round that the open batch belongs to,
+    empty before its first launch. ``untrained``: groups that run or are ready, ``untrained_trajectories``: what batches
+    would take of those and of paused ones; ``paused``: groups that were stopped. ``queue``: prompts that wait in the
+    queue, next one first; ``exhausted``: the source has no more. ``due``: trajectories of untrained groups by the last
+    trainer version that may train them, ascending.
     """
 
     trainer_version: int
@@ -105,6 +106,11 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     steps_left: int
     when_stale: StalePolicy
     due: tuple[tuple[int, int], ...]
+    keeps_prompts: bool = False
+
+    def seats_of(self, size: int) -> int:
+        """Trajectories that a group of ``size`` counts as."""
+        return self.group_size if self.keeps_prompts else size
 
     @property
     def queued(self) -> int:

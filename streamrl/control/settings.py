@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from streamrl.recipe.algorithms import WITHIN_GROUPS, objective_settings
-from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind, StalePolicy, TailBatching
+from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, StalePolicy, TailBatching, largest_batch
 from streamrl.recipe.sections import Recipe
 
 
@@ -40,14 +40,28 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     compares_siblings: bool = True
 
     @property
+    def batches(self) -> tuple[tuple[int, int], ...]:
+        """(groups, their size) of a batch, for each size that groups may have."""
+        return self.group_sizing.batches(self.batch_groups, self.group_size)
+
+    @property
     def batch_trajectories(self) -> int:
-        """What one optimizer step consumes, whatever the group size."""
-        return self.batch_groups * self.group_size
+        """What one optimizer step consumes; where batches keep their prompts, of the largest groups."""
+        return largest_batch(self.batches)
+
+    @property
+    def batch_seats(self) -> int:
+        """Seats that fill a batch: its trajectories, or its groups where batches keep their prompts."""
+        return self.batch_groups if self.group_sizing.keeps_prompts else self.batch_trajectories
+
+    def seats_of(self, size: int) -> int:
+        """Seats of a batch that a group of ``size`` takes."""
+        return 1 if self.group_sizing.keeps_prompts else size
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
         """Sizes that groups may have."""
-        return (self.group_size,) if self.group_sizing.kind is SizingKind.FIXED else self.group_sizing.sizes
+        return tuple(size for _, size in self.batches)
 
 
 def control_settings(recipe: Recipe) -> ControlSettings:

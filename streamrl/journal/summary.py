@@ -169,7 +169,7 @@ def _summary(replay: _Replay) -> RunSummary:
         trainer_version=state.trainer_version,
         live_version=state.live_version,
         accounting=state.accounting(),
-        batch=f"{batch.samples} of {batch.target} trajectories in {len(batch.groups)} groups"
+        batch=f"{batch.samples} trajectories in {len(batch.groups)} groups, {batch.filled / batch.target:.0%} full"
         + (f", {state.round_kind} round" if state.round_kind else "")
         + (", closed" if state.batch_closed else ""),
         prompts=f"{pool.drawn:,} drawn, {len(pool.waiting)} waiting, {len(pool.queue)} deferred"

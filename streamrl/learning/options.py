@@ -23,7 +23,6 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``freed_threads``: while one of them does nothing, two of them, ... (empty: always ``threads``).
     ``streaming``: groups may be trained before their batch is closed.
     ``canary``: engines want to know what each version finds for the canary's tokens.
-    ``batch_samples``: of one batch, over all ranks (0: whatever is closed is one batch).
     ``resume_from``: a directory that ``save_checkpoint`` wrote; empty: the weights of ``model_path``.
     """
 
@@ -46,7 +45,6 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: OptimizerKind = OptimizerKind.ADAMW
     lora: Lora = Lora()
     learning_rate: float = 1e-6
-    batch_samples: int = 0
     warmup_steps: int = 0
     beta1: float = 0.9
     beta2: float = 0.95
@@ -62,15 +60,6 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     collective_timeout_s: float = 600.0
     canary: bool = False
     resume_from: str = ""
-
-    def batches_in(self, samples: int) -> int:
-        """Batches that are closed at once with so many samples of all ranks: long rounds may train several. To the
-        nearest, since samples of each may have failed.
-
-        As many steps are taken along their mean gradient, so that each sample moves the policy as far as any other. One
-        step that is longer would move it along the momentum of earlier batches instead.
-        """
-        return max(1, round(samples / self.batch_samples)) if self.batch_samples else 1
 
     def threads_while(self, freed: int) -> int:
         """Torch's threads while ``freed`` engines of the host do nothing."""
@@ -119,7 +108,6 @@ def trainer_options(
         optimizer=training.optimizer,
         lora=recipe.lora,
         learning_rate=training.learning_rate,
-        batch_samples=recipe.rollout.batch_trajectories,
         warmup_steps=training.warmup_steps,
         beta1=training.beta1,
         beta2=training.beta2,

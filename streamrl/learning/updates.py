@@ -177,10 +177,10 @@ class Updates:
         if computed > 0:
             clip = min(1.0, options.max_grad_norm / (norm + 1e-6)) / denominator
             gradient_L.mul_(mean_of_ranks * clip)
-            for _ in range(batches := options.batches_in(close.samples)):
+            for _ in range(close.batches):
                 self.optimizer.step(gradient_L, rate)
             if self.critic is not None:
-                self.critic.step(min(1.0, options.max_grad_norm / (value_norm + 1e-6)) / denominator, batches)
+                self.critic.step(min(1.0, options.max_grad_norm / (value_norm + 1e-6)) / denominator, close.batches)
             self.weights.refresh_forward()
         else:
             # No group had a signal: a step would only move along old momentum.

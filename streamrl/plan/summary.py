@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -38,11 +39,13 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
     longest = context or engines.max_model_len or recipe.sampling.max_tokens
     steps = "one optimizer step" if updates == 1 else f"{updates} optimizer steps, each on its share of the groups"
     objective, *more = objective_lines(recipe)
-    prompts, size, batch = rollout.prompts_per_batch, rollout.group_size, f"{rollout.batch_trajectories:,}"
-    trained, slots = f"{recipe.run.steps * rollout.batch_trajectories:,} trajectories trained", recipe.max_in_flight
+    prompts, slots, keeps_prompts = rollout.prompts_per_batch, recipe.max_in_flight, recipe.group_sizing.keeps_prompts
+    sizes = recipe.group_sizing.sizes if keeps_prompts else (rollout.group_size,)
+    batch = _from_to(prompts, sizes)
+    trained = f"{_from_to(recipe.run.steps * prompts, sizes)} trajectories trained"
     at_once = f"{engines.count} x {engines.max_num_seqs} = {engines.count * engines.max_num_seqs:,} run at once"
     lines = [
-        f"batch       {prompts} prompts x {size} samples = {batch} trajectories, {steps}",
+        f"batch       {prompts} prompts x {_from_to(1, sizes)} samples = {batch} trajectories, {steps}",
         f"objective   {objective}",
         *(f"{'':<12}{line}" for line in more),
         f"off-policy  {off_policy_text(recipe)}",
@@ -173,6 +176,11 @@ def _set_lines(recipe: Recipe) -> list[str]:
     return [f"engines     {texts[0]} at the start; instead of them, when it pays: {'; '.join(texts[1:])}"]
 
 
+def _from_to(each: int, sizes: Sequence[int]) -> str:
+    low, high = each * min(sizes), each * max(sizes)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
 def _number(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
@@ -181,7 +189,7 @@ def micro_batches(recipe: Recipe, tokens_each: int) -> int:
     """Of one rank in one batch, where each completion has ``tokens_each``; a sample is never cut, so one may exceed the
     budget."""
     in_one = max(1, recipe.training.micro_batch_tokens // max(1, tokens_each))
-    return math.ceil(math.ceil(recipe.rollout.batch_trajectories / recipe.training.ranks) / in_one)
+    return math.ceil(math.ceil(recipe.batch_trajectories / recipe.training.ranks) / in_one)
 
 
 def _training_text(recipe: Recipe) -> str:

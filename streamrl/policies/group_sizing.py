@@ -20,7 +20,8 @@ from streamrl.recipe.scheduling import GroupSizing, SizingKind
 
 
 def make_group_sizer(settings: GroupSizing, fixed_size: int, batch_trajectories: int, seed: int) -> GroupSizer:
-    """The sizer of a recipe. ``fixed_size``: ``rollout.group_size``, which the straggler-aware one starts with.
+    """The sizer of a recipe. ``fixed_size``: ``rollout.group_size``, which the straggler-aware one starts with;
+    ``batch_trajectories``: what every size has to divide (0: nothing, since batches keep their prompts).
 
     Raises ``ValueError`` where ``settings`` do not fit together (``streamrl.rules.scheduling_rules`` says so earlier).
     """

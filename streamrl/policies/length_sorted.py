@@ -52,7 +52,8 @@ class LengthSorted(StatelessRounds):
             varies = len(self._sizes) > 1
             queued = sum(ref.group_size == size for ref in view.queue) if varies else view.queued
             each = 1 if self._options.single else size
-            groups = min(queued, (self._in_flight_limit() - view.untrained_trajectories) // each)
+            limit = round((self._options.oversubscription or self._options.cohort_batches) * view.batch_trajectories)
+            groups = min(queued, (limit - view.untrained_trajectories) // view.seats_of(each))
             if groups <= 0:
                 return None
             return Launch(
@@ -79,10 +80,6 @@ class LengthSorted(StatelessRounds):
         if len(self._sizes) == 1 or not waiting or (view.round_kind and view.group_size in waiting):
             return view.group_size
         return view.group_size if view.round_kind and view.untrained else waiting[0]
-
-    def _in_flight_limit(self) -> int:
-        oversubscription = self._options.oversubscription
-        return round(oversubscription * self._batch) if oversubscription else self.slots()
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
         if self.on_policy:

@@ -30,7 +30,7 @@ class TailBatching(StatelessRounds):
     def __init__(self, settings: ControlSettings) -> None:
         options = settings.tail_batching
         self._options = options
-        self._batch = settings.batch_trajectories
+        self._slots = tail_batching_slots(options, settings.batches)
         self._sizes = settings.group_sizes
         self._pauses = options.deferred_prompts is DeferredPrompts.RESUME
         self.on_policy = not self._pauses
@@ -43,7 +43,7 @@ class TailBatching(StatelessRounds):
             return self._go_on(view)
         due = self._size_due(view)
         size = due or view.group_size
-        batch, waiting = view.batch_trajectories // size, self._waiting(view, size)
+        batch, waiting = view.batch_trajectories // view.seats_of(size), self._waiting(view, size)
         batches = self._options.long_round_batches
         if view.steps_left == 1 or due:  # their last chance, however few batches they are; or their turn
             batches = max(1, min(batches, waiting // batch))
@@ -72,14 +72,14 @@ class TailBatching(StatelessRounds):
         if len(self._sizes) == 1:
             return 0
         counts = Counter(ref.group_size for ref in view.queue)
-        waiting = {size: size * counts[size] for size in self._sizes}
+        waiting = {size: view.seats_of(size) * counts[size] for size in self._sizes}
         batch = view.batch_trajectories
         batches = 1 if view.steps_left == 1 else self._options.long_round_batches
         in_all, wanted = sum(waiting.values()), batch * batches
         if in_all < wanted:
             return 0
         enough = batch if in_all >= WAITING_IN_ALL * wanted else wanted
-        full = [size for size in self._sizes if waiting[size] >= enough and counts[size] >= batch // size]
+        full = [size for size in self._sizes if waiting[size] >= enough]
         return max(full, key=lambda size: waiting[size], default=0)
 
     def _whole_batches(self, groups: int, batch: int) -> int:
@@ -124,7 +124,7 @@ class TailBatching(StatelessRounds):
         return Launch(groups=groups, source=source, size=size, keep=view.group_size, round_kind=SHORT)
 
     def _long(self, view: RoundView, groups: int, size: int) -> Launch:
-        batches = max(1, groups * size // view.batch_trajectories)
+        batches = max(1, groups * view.seats_of(size) // view.batch_trajectories)
         return Launch(
             groups=groups,
             source=Source.PAUSED if self._pauses else Source.QUEUE,
@@ -148,4 +148,4 @@ class TailBatching(StatelessRounds):
         return DropReason.LOST_RACE
 
     def slots(self) -> int:
-        return tail_batching_slots(self._options, self._batch, self._sizes)
+        return self._slots

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -104,11 +105,6 @@ class Rollout(Section, frozen=True):
             text = f'rollout.system: "{self.system}" is applied while a recipe is read: give a file or dicts'
             raise RecipeError([f"{text}, as in load_recipe({{..., 'rollout': {{'system': '{self.system}'}}}})"])
 
-    @property
-    def batch_trajectories(self) -> int:
-        """Trajectories in one batch."""
-        return self.prompts_per_batch * self.group_size
-
 
 class DeferredPrompts(StrEnum):
     """How a deferred prompt is sampled: sampled again from its start with a new seed; again with the *same*
@@ -187,12 +183,21 @@ class SizingKind(StrEnum):
     RANDOM = "random"
 
 
+class Keeps(StrEnum):
+    """What a batch has as many of at every group size: trajectories (prompts_per_batch x group_size), or prompts, so
+    that smaller groups make smaller, shorter steps."""
+
+    TRAJECTORIES = "trajectories"
+    PROMPTS = "prompts"
+
+
 class GroupSizing(Section, frozen=True):
     """Straggler-aware group control, after arXiv 2606.02218 (its constants are not public: these are ours). Where no
     size meets the budget the smallest is taken, and the run says so."""
 
     kind: Annotated[SizingKind, doc("")] = SizingKind.FIXED
-    sizes: Annotated[tuple[Positive, ...], doc("candidates; each divides the trajectories of a batch")] = (4, 8, 16)
+    sizes: Annotated[tuple[Positive, ...], doc("candidates; each divides a batch of kept trajectories")] = (4, 8, 16)
+    keeps: Annotated[Keeps, doc("")] = Keeps.TRAJECTORIES
     straggler_ratio: Annotated[
         PositiveFloat,
         doc("a group straggles when its longest completion is this many times its median one, or was truncated"),
@@ -209,36 +214,49 @@ class GroupSizing(Section, frozen=True):
     ] = 0
     shares: Annotated[tuple[NaturalFloat, ...], advanced('of each of sizes, for kind = "random"')] = ()
 
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether batches are of so many groups, whatever their size."""
+        return self.kind is not SizingKind.FIXED and self.keeps is Keeps.PROMPTS
+
+    def batches(self, prompts: int, size: int) -> tuple[tuple[int, int], ...]:
+        """(groups, their size) of a batch, for each size that groups may have. ``prompts``, ``size``: of the recipe."""
+        if self.kind is SizingKind.FIXED:
+            return ((prompts, size),)
+        return tuple((prompts if self.keeps_prompts else prompts * size // other, other) for other in self.sizes)
+
 
 def slots(rollout: Rollout, tail_batching: TailBatching, length_sorted: LengthSorted, group_sizing: GroupSizing) -> int:
     """Trajectories that may be in flight at once. A custom policy says so itself; here it counts as one batch and its
     staleness."""
-    batch = rollout.batch_trajectories
+    batches = group_sizing.batches(rollout.prompts_per_batch, rollout.group_size)
+    batch = largest_batch(batches)
     if rollout.rounds is RoundKind.TAIL_BATCHING:
-        count = tail_batching_slots(tail_batching, batch, _sizes(rollout, group_sizing))
+        count = tail_batching_slots(tail_batching, batches)
     elif rollout.rounds is RoundKind.LENGTH_SORTED:
         count = length_sorted.cohort_batches * batch
     elif rollout.rounds is RoundKind.AUTO:
         widest = TailBatching(
             prompt_oversampling=WIDEST_AUTOMATIC_RACE, long_round_batches=tail_batching.long_round_batches
         )
-        count = tail_batching_slots(widest, batch, _sizes(rollout, group_sizing))
+        count = tail_batching_slots(widest, batches)
     else:
         count = (rollout.max_staleness + 1) * batch
     # What is submitted in advance is in flight together with the batch that is being trained.
     return count * (2 if rollout.presubmit else 1)
 
 
-def _sizes(rollout: Rollout, group_sizing: GroupSizing) -> tuple[int, ...]:
-    return (rollout.group_size,) if group_sizing.kind is SizingKind.FIXED else group_sizing.sizes
+def largest_batch(batches: Sequence[tuple[int, int]]) -> int:
+    """Trajectories of a batch, at most; ``batches``: (groups, their size)."""
+    return max((groups * size for groups, size in batches), default=0)
 
 
-def tail_batching_slots(options: TailBatching, batch: int, sizes: tuple[int, ...]) -> int:
+def tail_batching_slots(options: TailBatching, batches: Sequence[tuple[int, int]]) -> int:
     """What races, or runs in a long round; deferred completions keep theirs: a batch, and what one more race adds, at
-    most."""
+    most. ``batches``: (groups, their size)."""
     racing = max(
-        math.ceil(options.prompt_oversampling * (batch // size)) * math.ceil(options.response_oversampling * size)
-        for size in sizes
+        math.ceil(options.prompt_oversampling * groups) * math.ceil(options.response_oversampling * size)
+        for groups, size in batches
     )
     parked = 2 * racing if options.deferred_prompts is DeferredPrompts.RESUME else 0
-    return max(racing, options.long_round_batches * batch) + parked
+    return max(racing, options.long_round_batches * largest_batch(batches)) + parked

@@ -27,7 +27,15 @@ from streamrl.recipe.fields import (
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.objective import Objective, OffPolicy
 from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
-from streamrl.recipe.scheduling import GroupSizing, LengthSorted, Rollout, TailBatching, slots, trains_on_policy
+from streamrl.recipe.scheduling import (
+    GroupSizing,
+    LengthSorted,
+    Rollout,
+    TailBatching,
+    largest_batch,
+    slots,
+    trains_on_policy,
+)
 
 __all__ = ["AdaptiveTimeout", "FailurePolicy", "Reward", "RewardLimits"]  # also found here, beside the other sections
 
@@ -380,6 +388,11 @@ class Recipe(Section, frozen=True):
     checkpoint: Checkpoint = Checkpoint()
     transport: Transport = Transport()
     metrics: Metrics = Metrics()
+
+    @property
+    def batch_trajectories(self) -> int:
+        """Trajectories of a batch, of the largest groups where their size changes it."""
+        return largest_batch(self.group_sizing.batches(self.rollout.prompts_per_batch, self.rollout.group_size))
 
     @property
     def max_in_flight(self) -> int:

@@ -15,10 +15,10 @@ from streamrl.recipe.scheduling import (
     SMALLEST_SIZE,
     DeferredPrompts,
     GroupSizing,
+    Keeps,
     LengthSorted,
     RoundKind,
     SizingKind,
-    StalePolicy,
     TailBatching,
 )
 from streamrl.recipe.sections import Recipe
@@ -76,9 +76,10 @@ has_no_effect(
     *_ROUNDS,
 )
 has_no_effect(
-    _keys("group_sizing", GroupSizing, "kind", "straggler_ratio", "sizes", "shares"), _of_sizing(SizingKind.SAGC)
+    _keys("group_sizing", GroupSizing, "kind", "straggler_ratio", "sizes", "keeps", "shares"),
+    _of_sizing(SizingKind.SAGC),
 )
-has_no_effect("group_sizing.sizes", _of_sizing(SizingKind.SAGC, SizingKind.RANDOM))
+has_no_effect("group_sizing.sizes group_sizing.keeps", _of_sizing(SizingKind.SAGC, SizingKind.RANDOM))
 has_no_effect("group_sizing.shares", _of_sizing(SizingKind.RANDOM))
 
 
@@ -221,7 +222,7 @@ OVER_THE_BATCH = frozenset({AdvantageKind.BATCH, AdvantageKind.COHORT})
 
 @rule("group_sizing", "rollout", "training.updates_per_batch")
 def sizes_fit_the_batch(recipe: Recipe) -> Broken:
-    """A batch is always as many trajectories, whatever the size: every size divides it."""
+    """Where a batch keeps its trajectories, every size divides it."""
     sizing, rollout = recipe.group_sizing, recipe.rollout
     if sizing.kind is SizingKind.FIXED:
         return
@@ -235,15 +236,18 @@ def sizes_fit_the_batch(recipe: Recipe) -> Broken:
             "group_sizing.sizes",
             f"{shown(list(sizing.sizes))} is not ascending: write each size once, smallest first",
         )
+    if sizing.keeps is Keeps.PROMPTS:
+        return
+    batch = rollout.prompts_per_batch * rollout.group_size
     for index, size in enumerate(sizing.sizes):
-        if rollout.batch_trajectories % size:
+        if batch % size:
             yield Problem(
                 f"group_sizing.sizes.{index}",
-                f"{size} does not divide a batch of rollout.prompts_per_batch x group_size = "
-                f"{rollout.batch_trajectories} trajectories: choose a size that does, or another batch",
+                f"{size} does not divide a batch of rollout.prompts_per_batch x group_size = {batch} trajectories: "
+                'choose a size that does, another batch, or keeps = "prompts"',
             )
     largest = max(sizing.sizes, default=1)
-    updates, fewest = recipe.training.updates_per_batch, rollout.batch_trajectories // largest
+    updates, fewest = recipe.training.updates_per_batch, batch // largest
     if updates > 1 and updates > fewest:
         yield Problem(
             "training.updates_per_batch",
@@ -312,8 +316,8 @@ def shares_for_chance(recipe: Recipe) -> Broken:
 
 @rule("group_sizing", "rollout", "length_sorted", "objective")
 def sizes_mean_something(recipe: Recipe) -> Broken:
-    """Sizes vary only where siblings are trained together, and where slots do not count on one size."""
-    sizing, rollout = recipe.group_sizing, recipe.rollout
+    """Sizes vary only where siblings are trained together."""
+    sizing = recipe.group_sizing
     if sizing.kind is SizingKind.FIXED:
         return
     advantages = objective_settings(recipe.objective).advantages
@@ -323,14 +327,8 @@ def sizes_mean_something(recipe: Recipe) -> Broken:
             f'"{sizing.kind}" has no use with objective.advantages = "{advantages}", which compares with the batch '
             'whatever the group size: set kind = "fixed", or advantages = "group_then_batch"',
         )
-    if rollout.rounds is RoundKind.LENGTH_SORTED and recipe.length_sorted.single:
+    if recipe.rollout.rounds is RoundKind.LENGTH_SORTED and recipe.length_sorted.single:
         yield Problem(
             "group_sizing.kind",
             f'"{sizing.kind}" has no use with length_sorted.single = true, which trains no groups: set one of them off',
-        )
-    if rollout.rounds is RoundKind.CONTINUOUS and rollout.when_stale is StalePolicy.WAIT:
-        yield Problem(
-            "rollout.when_stale",
-            f'"wait" needs groups of one size in continuous rounds, and group_sizing.kind = "{sizing.kind}" varies '
-            'it: set when_stale = "drop" or "regenerate", or kind = "fixed"',
         )

@@ -193,5 +193,6 @@ def close_of(step: do.StepOptimizer) -> CloseBatch:
         groups=step.groups,
         samples=step.samples,
         trained_tokens=step.trained_tokens,
+        batches=step.batches,
         engines_idle=step.engines_idle,
     )

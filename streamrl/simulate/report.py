@@ -68,7 +68,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     that were launched would give them; ``trained``: those trained on. Bubble ratios: idle share of ``capacity``
     requests, over the rollout and over the whole step. Staleness: of the oldest token of each trained trajectory.
     ``step_s_p50``, ``step_s_p95``: of the steps in ``recent``. ``wait_mean``, ``wait_max``: optimizer steps between the
-    first launch of a prompt and its training. ``straggler_rate``: mean over trained samples of the share of their
+    first launch of a prompt and its training. ``straggler_rate``: mean over trained batches of the share of their
     step's groups that straggle (SAGC's budget).
     """
 
@@ -146,9 +146,11 @@ class KindSums(msgspec.Struct):
 
 
 class BatchSums(msgspec.Struct):
-    """What joined one batch. ``longest``: its longest completion; ``tables``: lengths of each of its groups."""
+    """What joined before one step. ``batches``: that it trains; ``longest``: completion; ``tables``: lengths of each
+    group."""
 
     kind: str = ""
+    batches: int = 1
     groups: int = 0
     samples: int = 0
     tokens: int = 0
@@ -158,11 +160,12 @@ class BatchSums(msgspec.Struct):
 
 class Sums(msgspec.Struct):
     """All that the report is made of, since ``began_s``. ``busy_...``: integral of running requests over rollouts, and
-    over steps; ``stragglers``: sum over trained samples of the share of their step's groups that straggled."""
+    over steps; ``stragglers``: sum over trained batches of the share of their step's groups that straggled."""
 
     began_s: float = 0.0
     kinds: dict[str, KindSums] = {}
     unbiased: Counter[int] = msgspec.field(default_factory=Counter)
+    batches: int = 0
     samples: int = 0
     groups: int = 0
     trained_tokens: int = 0
@@ -250,10 +253,11 @@ class StepLedger:
             batch.tables.append(np.array([[math.inf if length >= self._cap else length for length in lengths]]))
         return tokens
 
-    def batch_full(self, now: float) -> None:
-        """The trainer steps. What joins from here on is of the next batch, also while this one is pushed."""
+    def batch_full(self, now: float, batches: int = 1) -> None:
+        """The trainer steps on so many batches. What joins from here on is of the next, also while this is pushed."""
         self._full = now
         self._closed, self._open = self._open, BatchSums()
+        self._closed.batches = batches
         self._advance(now)
         self._busy_full = self._together.busy_s
 
@@ -290,7 +294,8 @@ class StepLedger:
             step_bubble=_idle(busy_step, self.capacity * step_s),
         )
         straggled = straggler_rate(batch.tables, self._settings.group_sizing.straggler_ratio)
-        sums.stragglers += batch.samples * (straggled or 0.0)
+        sums.batches += batch.batches
+        sums.stragglers += batch.batches * (straggled or 0.0)
         kind = sums.kind(batch.kind)
         kind.steps += 1
         kind.step_s += step_s
@@ -347,7 +352,7 @@ class StepLedger:
             trained_tokens=sums.trained_tokens,
             wait_mean=sums.wait_total / max(sums.waits, 1),
             wait_max=sums.wait_max,
-            straggler_rate=sums.stragglers / max(sums.samples, 1),
+            straggler_rate=sums.stragglers / max(sums.batches, 1),
             group_sizes=dict(sorted(sums.group_sizes.items())),
             preemptions=sum(engine.preemptions for engine in self._engines) - sums.preemptions_before,
             dropped=accounting.dropped,

@@ -282,7 +282,7 @@ class Simulation:
 
     def _step(self, action: do.StepOptimizer) -> None:
         now = self.agenda.now
-        self.ledger.batch_full(now)
+        self.ledger.batch_full(now, action.batches)
         ends = self._trainer.close(now, engines_idle=action.engines_idle)
         if self._switch is not None:
             self._switch.round_closed()

@@ -40,7 +40,7 @@ def make_groups(
     return groups
 
 
-def close_of(groups: list[TrainingGroup], policy_version: int) -> CloseBatch:
+def close_of(groups: list[TrainingGroup], policy_version: int, batches: int = 1) -> CloseBatch:
     """The order that closes a batch of exactly these groups."""
     return CloseBatch(
         batch_id=groups[0].batch_id,
@@ -48,6 +48,7 @@ def close_of(groups: list[TrainingGroup], policy_version: int) -> CloseBatch:
         groups=len(groups),
         samples=sum(len(group.samples) for group in groups),
         trained_tokens=sum(sample.trained_tokens for group in groups for sample in group.samples),
+        batches=batches,
     )
 
 
@@ -63,8 +64,8 @@ def published_bits(trainer: Any) -> dict[str, np.ndarray]:
     return {name: bits.copy() for name, bits in trainer._updates.weights.bits().items()}
 
 
-def train_batch(trainer: Any, groups: list[TrainingGroup], version: int) -> Any:
+def train_batch(trainer: Any, groups: list[TrainingGroup], version: int, batches: int = 1) -> Any:
     """Train the groups as one batch, which becomes ``version``. Returns the report."""
     for group in groups:
         trainer.train_group(group)
-    return trainer.close_batch(close_of(groups, version))
+    return trainer.close_batch(close_of(groups, version, batches))

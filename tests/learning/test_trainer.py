@@ -20,7 +20,6 @@ from sample_groups import close_of, make_groups, master_values, published_bits, 
 from streamrl.base.errors import StreamRLError  # noqa: E402
 from streamrl.base.messages import CloseBatch, SaveCheckpoint  # noqa: E402
 from streamrl.base.types import TrainingGroup, float_array  # noqa: E402
-from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.recipe.objective import OffPolicy, Proximal, RatioLevel  # noqa: E402
 from streamrl.weights.codec.state_hash import hash_range  # noqa: E402
 
@@ -216,26 +215,17 @@ def test_warm_up_and_clipping(start_trainer: StartTrainer) -> None:
 
 def test_batches_that_are_closed_at_once_are_as_many_steps(start_trainer: StartTrainer) -> None:
     groups = make_groups(0, SIZES)
-    assert sum(SIZES) == 15
 
-    def stepped(batch_samples: int, times: int = 1) -> tuple[int, int]:
-        trainer = start_trainer(batch_samples=batch_samples)
+    def stepped(batches: int, times: int = 1) -> tuple[int, int]:
+        trainer = start_trainer()
         step = trainer._updates.optimizer.step
         trainer._updates.optimizer.step = lambda *along: [step(*along) for _ in range(times)]
-        report = train_batch(trainer, groups, 1)
+        report = train_batch(trainer, groups, 1, batches)
         return report.state_hash, trainer._updates.optimizer.steps
 
-    three = stepped(0, times=3)
-    assert stepped(5) == three
-    assert stepped(15) == stepped(40) == stepped(0)
-    assert stepped(0)[1] == 1 and three[1] == 3
-
-
-@pytest.mark.parametrize(("samples", "batches"), [(256, 1), (512, 2), (511, 2), (2000, 8), (300, 1), (40, 1)])
-def test_samples_that_failed_cost_no_step(samples: int, batches: int) -> None:
-    assert (
-        TrainerOptions(model_path="", run_id="", weights_endpoint="", batch_samples=256).batches_in(samples) == batches
-    )
+    three = stepped(1, times=3)
+    assert stepped(3) == three
+    assert stepped(1)[1] == 1 and three[1] == 3
 
 
 def run_steps(trainer: Any, first: int, last: int) -> None:

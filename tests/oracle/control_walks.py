@@ -20,6 +20,7 @@ from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import (
     DeferredPrompts,
     GroupSizing,
+    Keeps,
     LengthSorted,
     RoundKind,
     SizingKind,
@@ -77,16 +78,12 @@ SIZINGS: dict[str, GroupSizing] = {
     "sagc": GroupSizing(kind=SizingKind.SAGC, sizes=(4, 8), dwell=1, tradeoff=0.3, discount=0.5),
     "random": GroupSizing(kind=SizingKind.RANDOM, sizes=(2, 4, 8), shares=(1.0, 1.0, 1.0), dwell=1),
 }
+for name in ("sagc", "random"):
+    SIZINGS[f"{name}, prompts"] = msgspec.structs.replace(SIZINGS[name], keeps=Keeps.PROMPTS)
 
 
-def varies(composition: str) -> bool:
-    """Whether group sizes may vary under ``composition`` (``streamrl.rules.scheduling_rules``)."""
-    waits = COMPOSITIONS[composition].get("when_stale", StalePolicy.WAIT) is StalePolicy.WAIT
-    continuous = COMPOSITIONS[composition].get("rounds") is CONTINUOUS
-    return composition != "sorted, single" and not (continuous and waits)
-
-
-COMBINATIONS = [(name, sizing) for name in COMPOSITIONS for sizing in SIZINGS if sizing == "fixed" or varies(name)]
+COMBINATIONS = [(n, sizing) for n in COMPOSITIONS for sizing in SIZINGS if sizing == "fixed" or n != "sorted, single"]
+"""Single trajectories have no group size."""
 OFF_POLICY = ("continuous", "deferred prompts resumed", "partial")
 ON_POLICY = [pair for pair in COMBINATIONS if not pair[0].startswith(OFF_POLICY) and pair[0] != "auto"]
 

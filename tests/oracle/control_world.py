@@ -22,7 +22,7 @@ from streamrl.control.model import RunState, Snapshot, prompts_needed
 from streamrl.control.settings import ControlSettings
 from streamrl.policies.deterministic import DeterministicControl
 from streamrl.policies.round_policies import make_control
-from streamrl.recipe.scheduling import DeferredPrompts, RoundKind, SizingKind, StalePolicy
+from streamrl.recipe.scheduling import DeferredPrompts, Keeps, RoundKind, SizingKind, StalePolicy
 
 TAIL, SORTED, CONTINUOUS = RoundKind.TAIL_BATCHING, RoundKind.LENGTH_SORTED, RoundKind.CONTINUOUS
 AFTER_FAILURE = ("", "", "drop_group")  # what a recipe may want when a reward failed
@@ -473,12 +473,16 @@ class World:
         assert len(groups) == order.groups and sum(map(len, groups)) == order.samples
         batches = settings.tail_batching.long_round_batches if settings.rounds is TAIL else 1
         # Off-policy rounds may have groups of several sizes: the last one to join may take more than the seats left.
-        mixes = not on_policy and settings.group_sizing.kind is not SizingKind.FIXED
+        by_prompts = settings.group_sizing.keeps is Keeps.PROMPTS
+        mixes = not on_policy and settings.group_sizing.kind is not SizingKind.FIXED and not by_prompts
         excess = max(settings.group_sizing.sizes) - 1 if mixes else 0
-        assert order.samples <= batches * settings.batch_trajectories + excess, "more than a batch"
-        seats = sum(len(self.of_group[ids[0].group_id].ids) for ids in groups if ids[0].group_id in self.of_group)
+        batch = settings.batch_groups * (1 if by_prompts else settings.group_size)
+        taken = len(groups) if by_prompts else order.samples
+        assert taken <= batches * batch + excess, "more than a batch"
+        sizes = [len(self.of_group[ids[0].group_id].ids) for ids in groups if ids[0].group_id in self.of_group]
         ended_early = self.state.prompts.exhausted or settings.length_sorted.cut_tokens
-        assert seats >= settings.batch_trajectories or ended_early, "less than a batch"
+        assert (len(groups) if by_prompts else sum(sizes)) >= batch or ended_early, "less than a batch"
+        assert not (on_policy and sizes and min(sizes) < max(sizes)), "a round of several sizes"
         for ids in groups:
             # Of a race of responses the kept ones are the first that were rewarded; all others have left.
             assert set(ids) == self.members[ids[0].group_id], "part of a group was trained"

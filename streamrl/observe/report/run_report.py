@@ -276,7 +276,7 @@ class RunReport:
         if now - self._progressed_at < PROGRESS_INTERVAL_S:
             return
         self._progressed_at = now
-        phase, finished, wanted = "rollout", state.batch.samples, state.batch.target
+        phase, finished, wanted = "rollout", state.batch.filled, state.batch.target
         if evaluation is not None and (state.live_version < state.trainer_version or not state.buffer):
             phase, finished, wanted = "evaluation", len(evaluation.outcomes), evaluation.wanted
         elif state.pending.push is not None:
