@@ -46,13 +46,14 @@ class PromptRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Member(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One trajectory that has not ended. ``oldest_version``: launch version until the engine reports the real one;
     ``finish_reason``: None until it is scored. ``separate_rewards``: by name, those that are compared with their
-    siblings' alone; empty: ``reward`` is."""
+    siblings' alone; empty: ``reward`` is. ``seconds``: from launch to score."""
 
     oldest_version: int
     finish_reason: FinishReason | None = None
     reward: float = 0.0
     tokens: int = 0
     separate_rewards: dict[str, float] = {}
+    seconds: float = 0.0
 
     @property
     def scored(self) -> bool:
@@ -211,6 +212,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         reason: FinishReason,
         oldest: int,
         separate: dict[str, float] | None = None,
+        seconds: float = 0.0,
     ) -> Group | None:
         """Record a reward. None (and nothing changes) when the trajectory ended before or was scored already."""
         member = self.member(trajectory)
@@ -218,7 +220,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
             return None
         group = self.untrained[trajectory.group_id]
         member.reward, member.tokens, member.finish_reason = reward, tokens, reason
-        member.separate_rewards = separate or {}
+        member.separate_rewards, member.seconds = separate or {}, seconds
         if oldest != member.oldest_version:
             member.oldest_version = oldest
             self._date(group)

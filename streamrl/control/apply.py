@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from streamrl.base.types import DropReason, FinishReason
-from streamrl.buffers.rollout_buffer import Group, PromptRef
+from operator import itemgetter
+
+from streamrl.base.types import DropReason, FinishReason, TrajectoryId
+from streamrl.buffers.rollout_buffer import Group, Member, PromptRef
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.actions import ControlAction
@@ -12,6 +14,7 @@ from streamrl.control.model import Batch, GroupLengths, RunState
 from streamrl.control.round_policy import GroupObserved, Rules
 from streamrl.control.settings import ControlSettings
 from streamrl.recipe.rewards import FailurePolicy
+from streamrl.recipe.scheduling import Straggler
 
 Actions = list[ControlAction]
 
@@ -126,18 +129,20 @@ def _scored(state: RunState, event: on.TrajectoryScored, rules: Rules, out: Acti
         reason=event.finish_reason,
         oldest=event.oldest_version,
         separate=event.separate_rewards,
+        seconds=event.seconds,
     )
     if group is None:  # it was dropped while its result was on the way
         state.buffer.wasted_tokens += event.tokens
         out.append(do.Drop(ids=(event.id,), reason=DropReason.CANCELLED))
         return False
     _note_failure(state, rules.settings, failed=False)
+    surplus: tuple[TrajectoryId, ...] = ()
     if group.open and len(group.members) - group.open >= group.keep:
         surplus = group.open_ids
         for trajectory in surplus:
             state.buffer.drop_member(trajectory, DropReason.LOST_RACE)
         out.append(do.Drop(ids=surplus, reason=DropReason.LOST_RACE, abort=True))
-    return _group_changed(state, group, rules, out)
+    return _group_changed(state, group, rules, out, cut=surplus)
 
 
 def _failed(state: RunState, event: on.TrajectoryFailed, rules: Rules, out: Actions) -> bool:
@@ -178,14 +183,17 @@ def _too_many_failures(state: RunState, event: on.TrajectoryFailed, settings: Co
     )
 
 
-def _group_changed(state: RunState, group: Group, rules: Rules, out: Actions) -> bool:
-    """A member ended: drop a group too small for the baseline, or without signal under dynamic sampling."""
+def _group_changed(
+    state: RunState, group: Group, rules: Rules, out: Actions, *, cut: tuple[TrajectoryId, ...] = ()
+) -> bool:
+    """A member ended, and a race ``cut`` others: drop a group too small for the baseline, or without signal under
+    dynamic sampling."""
     if not group.members:
         state.dropped_in_a_row += 1
         return True
     if not group.ready:
         return False
-    _observe_complete(state, group, rules)
+    _observe_complete(state, group, cut, rules)
     settings = rules.settings
     if settings.compares_siblings and group.keep > 1 and len(group.members) == 1:
         drop_group(state, group, DropReason.REWARD_FAILED, out)
@@ -206,12 +214,24 @@ def drop_group(state: RunState, group: Group, reason: DropReason, out: Actions) 
 # ---- lengths: reported before any filter, or groups that all fail or all succeed would be missing ----
 
 
-def _observe_complete(state: RunState, group: Group, rules: Rules) -> None:
+def _observe_complete(state: RunState, group: Group, cut: tuple[TrajectoryId, ...], rules: Rules) -> None:
     members = group.members.values()
-    lengths = tuple(m.tokens for m in members)
-    truncated = tuple(m.finish_reason is FinishReason.LENGTH for m in members)
-    state.lengths.append(GroupLengths(lengths=lengths, truncated=truncated))
-    rules.policy.observe(_observed(group, lengths, sum(truncated)))
+    truncated = sum(m.finish_reason is FinishReason.LENGTH for m in members)
+    rules.policy.observe(_observed(group, tuple(m.tokens for m in members), truncated))
+    # To the group sizing a group is the first members of those that were launched: any are a fair sample of its size.
+    launched = sorted([*group.members.items(), *((trajectory.sample, None) for trajectory in cut)], key=itemgetter(0))
+    judged = [member for _, member in launched[: group.keep]]
+    unit = rules.settings.group_sizing.straggler
+    state.lengths.append(
+        GroupLengths(
+            lengths=tuple(0 if m is None else _length(m, unit) for m in judged),
+            truncated=tuple(m is not None and m.finish_reason is FinishReason.LENGTH for m in judged),
+        )
+    )
+
+
+def _length(member: Member, unit: Straggler) -> int:
+    return max(1, member.tokens if unit is Straggler.TOKENS else round(1000 * member.seconds))
 
 
 def observe_deferred(group: Group, longest: int, rules: Rules) -> None:

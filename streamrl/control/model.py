@@ -79,7 +79,8 @@ class PromptPool(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class GroupLengths(msgspec.Struct, frozen=True, kw_only=True):
-    """Completion lengths of one complete group in sampled tokens, by sample number, and which reached the cap."""
+    """Lengths of the members of one complete group, by sample number, and which reached the cap: sampled tokens, or
+    milliseconds from launch to score. 0: a race cut it, since as many as a batch takes had ended."""
 
     lengths: tuple[int, ...]
     truncated: tuple[bool, ...]

@@ -9,7 +9,7 @@ import torch
 
 from streamrl.base.errors import StreamRLError
 from streamrl.learning.threads import idle_threads, trainer_threads
-from streamrl.recipe.algorithms import ObjectiveSettings, objective_settings, why_not_streaming
+from streamrl.recipe.algorithms import ObjectiveSettings, why_not_streaming
 from streamrl.recipe.objective import OffPolicy
 from streamrl.recipe.sections import ComputeDtype, Gathered, Lora, OptimizerKind, Recipe
 
@@ -74,7 +74,7 @@ def trainer_options(
     Raises ``StreamRLError`` when several ranks have no place to meet.
     """
     training, ranks = recipe.training, recipe.training.ranks
-    objective = objective_settings(recipe.objective)
+    objective = recipe.objective_settings
     if ranks > 1 and not rendezvous:
         if not weights_endpoint.startswith("ipc://"):
             raise StreamRLError(

@@ -11,7 +11,6 @@ from streamrl.learning.rank_memory import (
 )
 from streamrl.plan.model_facts import ModelFacts
 from streamrl.plan.topology import JUDGE, PreparedSet, prepared_sets
-from streamrl.recipe.algorithms import objective_settings
 from streamrl.recipe.judge import JUDGE_CONTEXT
 from streamrl.recipe.sections import ComputeDtype, EngineKind, Gathered, OptimizerKind, Recipe
 
@@ -108,7 +107,7 @@ def training_sizes(recipe: Recipe, facts: ModelFacts, *, on_device: bool = False
         sixteen_bit=training.compute_dtype is ComputeDtype.BFLOAT16
         or (on_device and training.compute_dtype is ComputeDtype.AUTO),
         on_device=on_device,
-        reference=objective_settings(recipe.objective).has_reference,
+        reference=recipe.objective_settings.has_reference,
     )
 
 

@@ -12,10 +12,10 @@ from streamrl.learning.rank_memory import bytes_per_rank
 from streamrl.plan.memory import estimate_memory, gib, training_sizes
 from streamrl.plan.model_facts import ModelFacts
 from streamrl.plan.topology import ProcessPlan, Role, Topology, prepared_sets
-from streamrl.recipe.algorithms import ObjectiveSettings, objective_settings, why_not_streaming
+from streamrl.recipe.algorithms import ObjectiveSettings, why_not_streaming
 from streamrl.recipe.objective import AdvantageKind, Proximal, RatioLevel, Surrogate
 from streamrl.recipe.problems import shown
-from streamrl.recipe.scheduling import InFlight, StalePolicy
+from streamrl.recipe.scheduling import InFlight, SizingKind, StalePolicy
 from streamrl.recipe.sections import EngineKind, Gathered, Recipe
 
 SIMULATED_SENTENCE = "simulated: random text, whatever the weights; nothing is learnt about a model (engines.kind)"
@@ -46,6 +46,7 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
     at_once = f"{engines.count} x {engines.max_num_seqs} = {engines.count * engines.max_num_seqs:,} run at once"
     lines = [
         f"batch       {prompts} prompts x {_from_to(1, sizes)} samples = {batch} trajectories, {steps}",
+        *_sizing_lines(recipe),
         f"objective   {objective}",
         *(f"{'':<12}{line}" for line in more),
         f"off-policy  {off_policy_text(recipe)}",
@@ -67,9 +68,20 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
     return lines
 
 
+def _sizing_lines(recipe: Recipe) -> list[str]:
+    """What ``[group_sizing]`` comes to, where sizes vary."""
+    sizing, steps = recipe.group_sizing, recipe.run.steps
+    sizes = f"group size  {sizing.kind} over {', '.join(map(str, sizing.sizes))}"
+    if sizing.kind is not SizingKind.SAGC:
+        return [sizes] if sizing.varies else []
+    measured = sizing.calibration_over(steps)
+    known = f"measured in the first {measured} steps at size {sizing.sizes[-1]}" if measured else f"= {sizing.budget:g}"
+    return [f"{sizes}: budget {known}, tradeoff = {sizing.tradeoff_over(steps):g}, stragglers in {sizing.straggler}"]
+
+
 def objective_lines(recipe: Recipe) -> list[str]:
     """The resolved objective: the algorithm, then each field that has an effect, in the words of the recipe."""
-    settings = objective_settings(recipe.objective)
+    settings = recipe.objective_settings
     method = _assignments(settings, "surrogate", *_clip_fields(settings), "advantages", "loss_normalization")
     lines = [f"{recipe.objective.algorithm}: {method}"]
     if settings.has_critic:
@@ -102,7 +114,7 @@ def _assignments(settings: msgspec.Struct, *names: str) -> str:
 
 def streaming_notice(recipe: Recipe) -> str:
     """Why nothing streams although the recipe leaves it on; empty where it streams or was turned off."""
-    reason = why_not_streaming(objective_settings(recipe.objective), recipe.training.updates_per_batch)
+    reason = why_not_streaming(recipe.objective_settings, recipe.training.updates_per_batch)
     return f"off, although training.advanced.streaming = true: {reason}" if recipe.training.streaming and reason else ""
 
 
@@ -236,7 +248,7 @@ def _checkpoint_text(recipe: Recipe) -> str:
 def _memory_text(recipe: Recipe, facts: ModelFacts, context: int) -> str:
     estimate = estimate_memory(recipe, facts, context)
     engine = max(size for name, size in estimate.items() if name.startswith("engine-"))
-    extra = ", with a reference model" if objective_settings(recipe.objective).has_reference else ""
+    extra = ", with a reference model" if recipe.objective_settings.has_reference else ""
     if recipe.training.ranks > 1:
         sizes = training_sizes(recipe, facts)
         batch, layer = (gib(bytes_per_rank(sizes, kind).total) for kind in (Gathered.BATCH, Gathered.LAYER))

@@ -18,15 +18,21 @@ from streamrl.control.round_policy import GroupSizer, SizingDecision
 from streamrl.policies import sagc
 from streamrl.recipe.scheduling import GroupSizing, SizingKind
 
+SURE = 2.0
+"""Deviations by which a risk is above the budget before the run warns that no size meets it."""
 
-def make_group_sizer(settings: GroupSizing, fixed_size: int, batch_trajectories: int, seed: int) -> GroupSizer:
-    """The sizer of a recipe. ``fixed_size``: ``rollout.group_size``, which the straggler-aware one starts with;
-    ``batch_trajectories``: what every size has to divide (0: nothing, since batches keep their prompts).
+
+def make_group_sizer(
+    settings: GroupSizing, fixed_size: int, batch_trajectories: int, seed: int, steps: int
+) -> GroupSizer:
+    """The sizer of a run of ``steps``. ``fixed_size``: ``rollout.group_size``, which the straggler-aware one starts
+    with where its budget is known; ``batch_trajectories``: what every size has to divide (0: nothing, since batches
+    keep their prompts).
 
     Raises ``ValueError`` where ``settings`` do not fit together (``streamrl.rules.scheduling_rules`` says so earlier).
     """
     if settings.kind is SizingKind.SAGC:
-        return StragglerAwareSize(settings, fixed_size, batch_trajectories)
+        return StragglerAwareSize(settings, fixed_size, batch_trajectories, steps)
     if settings.kind is SizingKind.RANDOM:
         return RandomSize(settings, batch_trajectories, seed)
     return FixedSize(fixed_size)
@@ -112,6 +118,7 @@ class StragglerAwareSize:
         settings: GroupSizing,
         start: int,
         batch_trajectories: int,
+        steps: int,
         *,
         reuse: bool = True,
     ) -> None:
@@ -122,8 +129,13 @@ class StragglerAwareSize:
         self._sizes = settings.sizes
         self._reuse = reuse
         self._utilities = sagc.utilities_of(settings.sizes)
-        first = settings.sizes[-1] if settings.calibration_steps else start
-        self._memory = sagc.SizingMemory(size=first, budget=settings.budget, asked=settings.budget)
+        self._memory = sagc.SizingMemory(
+            size=settings.sizes[-1] if settings.budget is None else start,
+            budget=settings.budget or 0.0,
+            asked=settings.budget or 0.0,
+            tradeoff=settings.tradeoff_over(steps),
+            calibration_steps=settings.calibration_over(steps),
+        )
 
     @property
     def size(self) -> int:
@@ -131,7 +143,7 @@ class StragglerAwareSize:
 
     @property
     def budget(self) -> float:
-        """The long-term straggler rate that is kept: the recipe's, or what calibration replaced it by."""
+        """The long-term straggler rate that is kept: the recipe's, or what was measured (0: not yet)."""
         return self._memory.budget
 
     def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
@@ -139,7 +151,7 @@ class StragglerAwareSize:
         rate = sagc.straggler_rate(tables, settings.straggler_ratio)
         if rate is None:
             return self._decided(None, f"stays {self.size}: no group of the step was large enough to tell")
-        calibrating = self._memory.steps < settings.calibration_steps
+        calibrating = not self.budget
         memory = sagc.learn(
             self._memory,
             tables,
@@ -154,16 +166,16 @@ class StragglerAwareSize:
             batches,
             smallest=self._sizes[0],
             tightening=settings.tightening,
-            tradeoff=settings.tradeoff,
+            tradeoff=memory.tradeoff,
         )
         self._memory = msgspec.structs.replace(memory, held=memory.held + batches)
-        reason = self._calibrate() if calibrating else ""
-        if self._memory.steps < settings.calibration_steps:
-            return self._decided(rate, reason)
+        told = self._calibrate() if calibrating else ""
+        if not self.budget:
+            progress = f"step {memory.steps} without a budget, {memory.calibration_steps} are to measure it"
+            return self._decided(rate, told or f"stays {self.size}: {progress}", notify=bool(told))
         chosen = self._choose()
-        warning = self._warning()
-        decision = self._decided(rate, "; ".join(text for text in (reason, warning, chosen) if text))
-        return msgspec.structs.replace(decision, notify=bool(warning))
+        told = told or self._warning()
+        return self._decided(rate, f"{told}; {chosen}" if told else chosen, notify=bool(told))
 
     def snapshot(self) -> dict[str, object]:
         return _builtins(self._memory)
@@ -172,31 +184,44 @@ class StragglerAwareSize:
         """Go on with what ``state`` knows; a checkpoint of another kind of sizing: start anew.
 
         Sizes that the recipe has no more are forgotten; where the current one is among them, the first size is taken.
-        Where the recipe asks for another budget (a fork), what was spent of the one before does not count, and there is
-        a calibration again; what is known of the sizes stays.
+        Where the recipe asks for another budget (a fork), what was spent of the one before does not count, and one that
+        it leaves out is measured again; what is known of the sizes stays.
         """
         if "budget" not in state:
             return
         memory, new = msgspec.convert(state, sagc.SizingMemory, str_keys=True), self._memory
-        other_budget = memory.asked not in (0.0, new.asked)
+        other_budget = memory.asked != new.asked
         if other_budget:
             memory = msgspec.structs.replace(memory, budget=new.budget, queue=0.0, steps=0, rate_sum=0.0, warned=False)
-        anew = memory.size not in self._sizes or (other_budget and self._settings.calibration_steps)
+        anew = memory.size not in self._sizes or (other_budget and not new.asked)
         size = new.size if anew else memory.size
-        self._memory = msgspec.structs.replace(memory, size=size, asked=new.asked)
+        self._memory = msgspec.structs.replace(
+            memory,
+            size=size,
+            asked=new.asked,
+            tradeoff=self._settings.tradeoff or memory.tradeoff or new.tradeoff,
+            calibration_steps=self._settings.calibration_steps or memory.calibration_steps or new.calibration_steps,
+        )
 
     def _calibrate(self) -> str:
-        """One step at the largest size is done. After the last one the budget is judged, and the queue made as if that
-        budget had been in force from the start."""
-        memory, steps = self._memory, self._settings.calibration_steps
-        if memory.steps < steps:
-            return f"stays {memory.size}: calibrating, step {memory.steps} of {steps}"
-        risks = sagc.risks_of(memory, self._sizes, 0.0)
-        budget, reason = sagc.workable_budget(memory.budget, risks, self._settings.tightening)
-        memory = msgspec.structs.replace(memory, budget=budget)
-        queue = max(memory.overspent, 0.0)
-        self._memory = msgspec.structs.replace(memory, queue=queue, held=max(memory.held, self._settings.dwell))
-        return reason
+        """One step without a budget is done. After the last one at the largest size it is measured, and the queue made
+        as if it had been in force from the start. Where too few groups were seen, the middle size stays. Returns what
+        the user is to know."""
+        memory, sizes = self._memory, self._sizes
+        if memory.steps < memory.calibration_steps or memory.warned:
+            return ""
+        seen = memory.straggling[sizes[-1]] + memory.calm[sizes[-1]]
+        if seen < sagc.FEWEST_GROUPS:
+            middle = sizes[len(sizes) // 2]
+            self._memory = msgspec.structs.replace(memory, size=middle, held=0, warned=True)
+            return (
+                f"group size stays {middle}: {seen:.0f} groups of size {sizes[-1]} are too few to measure a budget by; "
+                "set group_sizing.budget, or more group_sizing.advanced.calibration_steps"
+            )
+        budget, told = sagc.measured_budget(sagc.risks_of(memory, sizes, 0.0), self._settings.tightening)
+        memory = msgspec.structs.replace(memory, budget=budget, held=max(memory.held, self._settings.dwell))
+        self._memory = msgspec.structs.replace(memory, queue=max(memory.overspent, 0.0))
+        return told
 
     def _choose(self) -> str:
         memory, settings = self._memory, self._settings
@@ -205,7 +230,7 @@ class StragglerAwareSize:
             # The queue is at its cap, where the utility of the largest size outweighs a risk that hardly differs.
             best = self._sizes[0]
         else:
-            best = sagc.best_size(self._utilities, risks, queue=memory.queue, tradeoff=settings.tradeoff)
+            best = sagc.best_size(self._utilities, risks, queue=memory.queue, tradeoff=memory.tradeoff)
         standing = f"queue {memory.queue:.2f}, risk {risks[best].low:.2f} at size {best}, budget {memory.budget:g}"
         if best == memory.size:
             return f"stays {best}: {standing}"
@@ -217,33 +242,37 @@ class StragglerAwareSize:
     def _warning(self) -> str:
         """The warning that the user gets, once, where no size meets the budget."""
         memory, smallest = self._memory, self._sizes[0]
-        if memory.warned or memory.steps < self._settings.dwell or not sagc.is_out_of_reach(memory, smallest):
+        if memory.warned or memory.steps < self._settings.dwell or not sagc.is_out_of_reach(memory, smallest, SURE):
             return ""
         self._memory = msgspec.structs.replace(memory, warned=True)
         risk = sagc.risks_of(memory, [smallest], 0.0)[smallest].mean
+        least = math.ceil(risk * 20) / 20
+        remedy = f"the budget that it could meet is {least:g}" if least < 1 else "raise group_sizing.straggler_ratio"
         return (
             f"no size meets group_sizing.budget = {memory.budget:g}: size {smallest} straggles in {risk:.2f} of its "
-            f"groups; the least budget that it could meet is {math.ceil(risk * 20) / 20:g}"
+            f"groups; {remedy}"
         )
 
-    def _decided(self, rate: float | None, reason: str) -> SizingDecision:
+    def _decided(self, rate: float | None, reason: str, *, notify: bool = False) -> SizingDecision:
         memory = self._memory
         figures = _figures(memory.size, rate)
         figures["sizing/queue"] = memory.queue
         figures["sizing/budget"] = memory.budget
         risks = sagc.risks_of(memory, self._sizes, self._settings.optimism)
         figures.update({f"sizing/risk_{size}": risk.mean for size, risk in risks.items()})
-        return SizingDecision(size=memory.size, reason=reason, figures=figures)
+        return SizingDecision(size=memory.size, reason=reason, figures=figures, notify=notify)
 
 
 def _tables(groups: Sequence[GroupLengths]) -> list[sagc.LengthTable]:
-    """Lengths of the groups of each size, infinite where a member was truncated: its length is not known."""
+    """Lengths of the groups of each size, infinite where a member was truncated: its length is not known. Groups of
+    which a race left nothing are not counted."""
     by_size: dict[int, list[GroupLengths]] = {}
     for group in groups:
-        by_size.setdefault(len(group.lengths), []).append(group)
+        if any(group.lengths):
+            by_size.setdefault(len(group.lengths), []).append(group)
     tables = []
     for same in by_size.values():
-        table_GL = np.array([group.lengths for group in same], dtype=np.float64)
+        table_GL = np.array([sagc.with_cut_members(group.lengths) for group in same], dtype=np.float64)
         for row, group in enumerate(same):
             if True in group.truncated:
                 table_GL[row, list(group.truncated)] = np.inf

@@ -21,6 +21,10 @@ LengthTable = NDArray[np.float64]
 """``_GL``: lengths of G groups of equally many members L, by sample number; infinite where a member was truncated."""
 
 
+CALIBRATED_SHARE = 0.5
+"""Where a measured budget is, on the way from the risk of the smallest size to that of the largest."""
+FEWEST_GROUPS = 6.0
+"""Of the largest size, that a measured budget rests on at least."""
 QUEUE_CAP = 5.0
 """Largest queue, in multiples of V, while no size meets the budget."""
 
@@ -30,9 +34,10 @@ class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     ``held``: steps since ``size`` was chosen. ``steps``: with a complete group, so far. One that trained several
     batches counts as so many in both. ``rate_sum``: sum of their straggler rates. ``queue``: the virtual queue Q.
-    ``budget``: of the recipe, or what calibration put in its place; ``asked``: of the recipe (0: an older streamrl kept
-    it). ``straggling``, ``calm``: discounted numbers of groups of each size that straggled and that did not.
-    ``warned``: the warning that no size meets the budget was given.
+    ``budget``: that is kept (0: not measured yet); ``asked``: of the recipe (0: it is to be measured). ``straggling``,
+    ``calm``: discounted numbers of groups of each size that straggled and that did not. ``warned``: the warning that no
+    size meets the budget, or that none could be measured, was given. ``tradeoff``, ``calibration_steps``: in force
+    since the run began, also where it has got more steps since.
     """
 
     size: int
@@ -45,6 +50,8 @@ class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
     calm: dict[int, float] = {}
     asked: float = 0.0
     warned: bool = False
+    tradeoff: float = 0.0
+    calibration_steps: int = 0
 
     @property
     def overspent(self) -> float:
@@ -126,11 +133,11 @@ def utilities_of(sizes: Sequence[int]) -> dict[int, float]:
     return {size: math.log(size / sizes[0]) / span if span else 0.0 for size in sizes}
 
 
-def is_out_of_reach(memory: SizingMemory, smallest: int) -> bool:
-    """Whether no size meets the budget: the mean risk of size ``smallest`` is above it, and risk cannot fall with the
-    size. False while no group told anything of that size."""
+def is_out_of_reach(memory: SizingMemory, smallest: int, deviations: float = 0.0) -> bool:
+    """Whether no size meets the budget: the risk of size ``smallest``, so many deviations below its mean, is above it,
+    and risk cannot fall with the size. False while no group told anything of that size."""
     seen = memory.straggling.get(smallest, 0.0) + memory.calm.get(smallest, 0.0)
-    return seen >= 1 and risks_of(memory, [smallest], 0.0)[smallest].mean > memory.budget
+    return seen >= 1 and risks_of(memory, [smallest], deviations)[smallest].low > memory.budget
 
 
 def spend(
@@ -145,6 +152,8 @@ def spend(
     back and none is forgotten: where risks are close, a smaller size is chosen at a Q that is above any fixed cap.
     """
     after = msgspec.structs.replace(memory, steps=memory.steps + batches, rate_sum=memory.rate_sum + batches * rate)
+    if not memory.budget:
+        return after
     target = memory.budget - (tightening if after.overspent > 0 else 0.0)
     queue = max(memory.queue + batches * (rate - target), 0.0)
     if is_out_of_reach(memory, smallest):
@@ -157,24 +166,35 @@ def best_size(utilities: Mapping[int, float], risks: Mapping[int, SizeRisk], *, 
     return max(utilities, key=lambda size: (tradeoff * utilities[size] - queue * risks[size].low, size))
 
 
-def workable_budget(budget: float, risks: Mapping[int, SizeRisk], tightening: float) -> tuple[float, str]:
-    """(budget, why) after calibration: one that every size meets decides nothing, one that none meets cannot be kept.
-
-    Either is replaced by the middle between the risks of the smallest and the largest size, if they differ enough.
-    """
+def measured_budget(risks: Mapping[int, SizeRisk], tightening: float) -> tuple[float, str]:
+    """(budget, why): ``CALIBRATED_SHARE`` of the way between the risks of the smallest and the largest size. Where they
+    hardly differ, a budget that the largest size meets."""
     means = [risk.mean for risk in risks.values()]
     smallest, largest = means[0], max(means)
-    spread = f"straggler rates go from {smallest:.3f} (size {min(risks)}) to {largest:.3f} (size {max(risks)})"
-    if smallest + tightening < budget < largest:
-        return budget, f"calibrated: {spread}, and the budget of {budget:g} is between them"
-    why = "every size meets" if budget >= largest else "no size meets"
+    spread = f"size {min(risks)} straggles in {smallest:.2f} of its groups, size {max(risks)} in {largest:.2f}"
     if largest - smallest <= 2 * tightening:
-        return (
-            budget,
-            f"calibrated: {spread}, too near for sizes to matter; the budget of {budget:g}, which {why}, stays",
-        )
-    middle = round((smallest + largest) / 2, 4)
-    return middle, f"calibrated: {spread}; the budget of {budget:g}, which {why}, is replaced by {middle:g}"
+        budget = round(min(largest + tightening, 1.0), 4)
+        return budget, f"group_sizing.budget = {budget:g}, measured: {spread}, too near for sizes to matter"
+    budget = round(smallest + CALIBRATED_SHARE * (largest - smallest), 4)
+    return budget, f"group_sizing.budget = {budget:g}, measured: {spread}"
+
+
+def with_cut_members(lengths: Sequence[int]) -> list[float]:
+    """``lengths`` of a group, with an estimate for members that a race cut (0): as many times the median as the median
+    is of one of the shortest, and no less than the longest that ended.
+
+    A race cuts the longest, so that the others say nothing of stragglers. Where log lengths of a prompt are spread
+    alike above and below their median, and fewer than half are cut, groups straggle as often as without a race. Which
+    of the shortest stands for which member is left to the order of samples, so that parts of a group are fair, too.
+    """
+    ended = sorted(length for length in lengths if length)
+    cut = len(lengths) - len(ended)
+    if not cut:
+        return list(lengths)
+    longest, limit = ended[-1], ended[min(cut, len(ended)) - 1]
+    median = float(np.median([length or longest for length in lengths]))
+    shortest = (length for length in lengths if 0 < length <= limit)
+    return [length or max(median**2 / next(shortest, median), longest) for length in lengths]
 
 
 def check_sizes(sizes: Sequence[int], batch_trajectories: int) -> None:

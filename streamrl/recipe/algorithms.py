@@ -56,6 +56,8 @@ WITHIN_GROUPS = frozenset(
     {AdvantageKind.GROUP_STD, AdvantageKind.GROUP_MEAN, AdvantageKind.LEAVE_ONE_OUT, AdvantageKind.GROUP_THEN_BATCH}
 )
 """Advantages that compare siblings: a group of one, or of equal rewards, has none."""
+OF_ONE_SIZE = frozenset({AdvantageKind.GROUP_STD, AdvantageKind.GROUP_MEAN})
+"""Advantages that are larger or smaller with the group, so that groups of several sizes would weigh differently."""
 WHOLE_BATCH = frozenset({AdvantageKind.BATCH, AdvantageKind.GROUP_THEN_BATCH, AdvantageKind.COHORT, AdvantageKind.GAE})
 """Advantages that are whitened over the batch: known when it is complete, and not before."""
 
@@ -99,10 +101,13 @@ class ObjectiveSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.advantages not in WITHIN_GROUPS or self.kl_coefficient > 0 or self.entropy_coefficient != 0
 
 
-def objective_settings(objective: Objective) -> ObjectiveSettings:
-    """Fill in what the recipe left out, from its algorithm; the KL estimator, from where the KL enters."""
+def objective_settings(objective: Objective, *, sizes_vary: bool = False) -> ObjectiveSettings:
+    """Fill in what the recipe left out, from its algorithm; the KL estimator, from where the KL enters. ``sizes_vary``:
+    of groups, whose advantages must not depend on it then."""
     values = msgspec.structs.asdict(objective)
     method = msgspec.structs.asdict(METHODS[objective.algorithm])
+    if sizes_vary and method["advantages"] in OF_ONE_SIZE:
+        method["advantages"] = AdvantageKind.LEAVE_ONE_OUT
     in_reward = (objective.kl_in or method["kl_in"]) is KlPlace.REWARD
     method["kl_estimator"] = KlEstimator.K1 if in_reward else KlEstimator.K2
     names = ObjectiveSettings.__struct_fields__

@@ -191,9 +191,22 @@ class Keeps(StrEnum):
     PROMPTS = "prompts"
 
 
+class Straggler(StrEnum):
+    """What is compared of siblings: sampled tokens, or the seconds of engine and reward from launch to score."""
+
+    TOKENS = "tokens"
+    SECONDS = "seconds"
+
+
+CALIBRATION_STEPS = 8
+SHORT_RUN = 100
+"""Steps below which straggler-aware sizing holds its budget closer, for less utility."""
+
+
 class GroupSizing(Section, frozen=True):
     """Straggler-aware group control, after arXiv 2606.02218 (its constants are not public: these are ours). Where no
-    size meets the budget the smallest is taken, and the run says so."""
+    size meets the budget the smallest is taken, and the run says so. Where sizes vary, objective.advantages is
+    "leave_one_out" unless set: steps of the algorithm's own would be larger or smaller with the group."""
 
     kind: Annotated[SizingKind, doc("")] = SizingKind.FIXED
     sizes: Annotated[tuple[Positive, ...], doc("candidates; each divides a batch of kept trajectories")] = (4, 8, 16)
@@ -202,28 +215,53 @@ class GroupSizing(Section, frozen=True):
         PositiveFloat,
         doc("a group straggles when its longest completion is this many times its median one, or was truncated"),
     ] = 2.0
-    budget: Annotated[Share, doc("the long-term share of such groups")] = 0.3
-    tradeoff: Annotated[PositiveFloat, advanced("V: utility against budget")] = 1.0
+    budget: Annotated[
+        float | None,
+        doc(
+            "the long-term share of such groups (not set: half-way between those of the smallest and the largest size, "
+            "measured at the largest in the first steps)"
+        ),
+    ] = None
+    straggler: Annotated[Straggler, advanced("")] = Straggler.TOKENS
+    tradeoff: Annotated[
+        PositiveFloat | None,
+        advanced("V: utility against budget (not set: 1, or 0.5 in a run of fewer than 100 steps)"),
+    ] = None
     tightening: Annotated[NaturalFloat, advanced("taken off the budget")] = 0.02
     discount: Annotated[Share, advanced("of what was seen, a step")] = 0.95
     optimism: Annotated[NaturalFloat, advanced("of the estimate of a size's risk")] = 1.0
     dwell: Annotated[Positive, advanced("steps at one size, at least")] = 5
     calibration_steps: Annotated[
-        Natural,
-        advanced("steps at the largest size first, after which a budget that no or every size meets is replaced"),
-    ] = 0
+        Positive | None,
+        advanced("steps at the largest size in which a budget is measured (not set: 8, or a quarter of a short run)"),
+    ] = None
     shares: Annotated[tuple[NaturalFloat, ...], advanced('of each of sizes, for kind = "random"')] = ()
+
+    @property
+    def varies(self) -> bool:
+        """Whether groups may have other sizes than ``rollout.group_size``."""
+        return self.kind is not SizingKind.FIXED
 
     @property
     def keeps_prompts(self) -> bool:
         """Whether batches are of so many groups, whatever their size."""
-        return self.kind is not SizingKind.FIXED and self.keeps is Keeps.PROMPTS
+        return self.varies and self.keeps is Keeps.PROMPTS
 
     def batches(self, prompts: int, size: int) -> tuple[tuple[int, int], ...]:
         """(groups, their size) of a batch, for each size that groups may have. ``prompts``, ``size``: of the recipe."""
-        if self.kind is SizingKind.FIXED:
+        if not self.varies:
             return ((prompts, size),)
         return tuple((prompts if self.keeps_prompts else prompts * size // other, other) for other in self.sizes)
+
+    def tradeoff_over(self, steps: int) -> float:
+        """V in a run of so many steps."""
+        return self.tradeoff or (0.5 if steps < SHORT_RUN else 1.0)
+
+    def calibration_over(self, steps: int) -> int:
+        """Steps of such a run in which the budget is measured; 0 where the recipe gives one."""
+        if self.budget is not None:
+            return 0
+        return self.calibration_steps or max(1, min(CALIBRATION_STEPS, steps // 4))
 
 
 def slots(rollout: Rollout, tail_batching: TailBatching, length_sorted: LengthSorted, group_sizing: GroupSizing) -> int:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from streamrl.recipe.algorithms import METHODS
+from streamrl.recipe.algorithms import METHODS, ObjectiveSettings, objective_settings
 from streamrl.recipe.fields import (
     Count,
     EngineDtype,
@@ -438,6 +438,11 @@ class Recipe(Section, frozen=True):
     def canary(self) -> bool:
         """Whether engines score fixed tokens after each push."""
         return self.weights.canary and self.compares_logprobs
+
+    @property
+    def objective_settings(self) -> ObjectiveSettings:
+        """``[objective]`` with nothing left out."""
+        return objective_settings(self.objective, sizes_vary=self.group_sizing.varies)
 
     @property
     def dynamic_sampling(self) -> bool:

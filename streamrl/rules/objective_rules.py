@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from streamrl.recipe.algorithms import WITHIN_GROUPS, objective_settings
+from streamrl.recipe.algorithms import WITHIN_GROUPS
 from streamrl.recipe.objective import (
     AdvantageKind,
     KlEstimator,
@@ -22,7 +22,7 @@ from streamrl.rules.rule import Broken, Problem, has_no_effect, rule
 
 
 def _surrogate(recipe: Recipe, without: tuple[Surrogate, ...], what: str) -> str:
-    surrogate = objective_settings(recipe.objective).surrogate
+    surrogate = recipe.objective_settings.surrogate
     if surrogate not in without:
         return ""
     return f': surrogate = "{surrogate}" {what}; remove it, or set surrogate = "token_clip"'
@@ -30,7 +30,7 @@ def _surrogate(recipe: Recipe, without: tuple[Surrogate, ...], what: str) -> str
 
 def _of_advantages(kind: AdvantageKind) -> Callable[[Recipe], str]:
     def why(recipe: Recipe) -> str:
-        own = objective_settings(recipe.objective).advantages
+        own = recipe.objective_settings.advantages
         return "" if own is kind else f' with advantages = "{own}": remove it, or set objective.advantages = "{kind}"'
 
     return why
@@ -103,7 +103,7 @@ def groups_have_a_baseline(recipe: Recipe) -> Broken:
     """A group of one has no siblings to be compared with, and equal rewards always."""
     if recipe.rollout.group_size > 1:
         return
-    kind = objective_settings(recipe.objective).advantages
+    kind = recipe.objective_settings.advantages
     if kind in WITHIN_GROUPS:
         yield Problem(
             "rollout.group_size",
@@ -133,7 +133,7 @@ def clips(recipe: Recipe) -> Broken:
 def reference_kl(recipe: Recipe) -> Broken:
     """KL fields without a coefficient; an estimator that is no penalty where it stands; policies cut by top-p."""
     objective = recipe.objective
-    settings = objective_settings(objective)
+    settings = recipe.objective_settings
     if settings.has_reference and settings.kl_estimator is KlEstimator.K1 and settings.kl_in is KlPlace.LOSS:
         # The gradient of log pi - log reference is the score, whose mean is 0 (arXiv 2506.09477, section 3).
         yield Problem(
@@ -154,7 +154,7 @@ def reference_kl(recipe: Recipe) -> Broken:
 def advantage_fields(recipe: Recipe) -> Broken:
     """Fields of the critic and of the cohort where there is none."""
     objective = recipe.objective
-    kind = objective_settings(objective).advantages
+    kind = recipe.objective_settings.advantages
     if kind is AdvantageKind.GAE and objective.value_coefficient == 0:
         yield Problem(
             "objective.value_coefficient",

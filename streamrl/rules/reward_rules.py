@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.recipe.algorithms import WITHIN_GROUPS, objective_settings
+from streamrl.recipe.algorithms import WITHIN_GROUPS
 from streamrl.recipe.judge import CALLS_AT_ONCE, JUDGE_REWARD, Judge, asks_own_judge
 from streamrl.recipe.problems import shown
 from streamrl.recipe.rewards import COMBINE_SEPARATE, COMBINE_WEIGHTS, FailurePolicy, Reward
@@ -100,7 +100,7 @@ def combination(recipe: Recipe) -> Broken:
     if combine == COMBINE_WEIGHTS:
         return
     if combine == COMBINE_SEPARATE:
-        kind = objective_settings(recipe.objective).advantages
+        kind = recipe.objective_settings.advantages
         if kind not in WITHIN_GROUPS:
             yield Problem(
                 "reward_limits.combine",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 
-from streamrl.recipe.algorithms import WITHIN_GROUPS, objective_settings
+from streamrl.recipe.algorithms import WITHIN_GROUPS
 from streamrl.recipe.fields import Section
 from streamrl.recipe.objective import AdvantageKind
 from streamrl.recipe.problems import shown
@@ -19,6 +19,7 @@ from streamrl.recipe.scheduling import (
     LengthSorted,
     RoundKind,
     SizingKind,
+    Straggler,
     TailBatching,
 )
 from streamrl.recipe.sections import Recipe
@@ -40,7 +41,7 @@ def _of_rounds(*kinds: RoundKind) -> Callable[[Recipe], str]:
 
 
 def _of_sizing(*kinds: SizingKind) -> Callable[[Recipe], str]:
-    """Keys of ``[group_sizing]`` that these kinds read. ``straggler_ratio`` is read by all: the rate is a metric."""
+    """Keys of ``[group_sizing]`` that these kinds read. What a straggler is is read by all: the rate is a metric."""
 
     def why(recipe: Recipe) -> str:
         kind = recipe.group_sizing.kind
@@ -76,7 +77,7 @@ has_no_effect(
     *_ROUNDS,
 )
 has_no_effect(
-    _keys("group_sizing", GroupSizing, "kind", "straggler_ratio", "sizes", "keeps", "shares"),
+    _keys("group_sizing", GroupSizing, "kind", "straggler_ratio", "straggler", "sizes", "keeps", "shares"),
     _of_sizing(SizingKind.SAGC),
 )
 has_no_effect("group_sizing.sizes group_sizing.keeps", _of_sizing(SizingKind.SAGC, SizingKind.RANDOM))
@@ -168,7 +169,7 @@ def cohorts(recipe: Recipe) -> Broken:
     options = recipe.length_sorted
     if recipe.rollout.rounds is not RoundKind.LENGTH_SORTED:
         return
-    advantages = objective_settings(recipe.objective).advantages
+    advantages = recipe.objective_settings.advantages
     if options.single and advantages in WITHIN_GROUPS:
         yield Problem(
             "length_sorted.single",
@@ -189,7 +190,7 @@ def cohorts(recipe: Recipe) -> Broken:
         )
 
 
-@rule("run.deterministic", *_ROUNDS)
+@rule("run.deterministic", "group_sizing.straggler", *_ROUNDS)
 def reproducible_rounds(recipe: Recipe) -> Broken:
     """What ``run.deterministic`` asks of rounds: decisions that outcomes alone lead to, and tokens that do not depend
     on when weights change (``policies/deterministic.py``)."""
@@ -215,6 +216,11 @@ def reproducible_rounds(recipe: Recipe) -> Broken:
             '"verify" does not fit run.deterministic, since a run that goes on after a kill has no tokens to '
             'verify: set deferred_prompts = "replay", which draws the same',
         )
+    if recipe.group_sizing.straggler is Straggler.SECONDS:
+        yield Problem(
+            "group_sizing.straggler",
+            '"seconds" does not fit run.deterministic, since measured times choose the group size: set "tokens"',
+        )
 
 
 OVER_THE_BATCH = frozenset({AdvantageKind.BATCH, AdvantageKind.COHORT})
@@ -224,7 +230,7 @@ OVER_THE_BATCH = frozenset({AdvantageKind.BATCH, AdvantageKind.COHORT})
 def sizes_fit_the_batch(recipe: Recipe) -> Broken:
     """Where a batch keeps its trajectories, every size divides it."""
     sizing, rollout = recipe.group_sizing, recipe.rollout
-    if sizing.kind is SizingKind.FIXED:
+    if not sizing.varies:
         return
     if len(sizing.sizes) < 2:
         yield Problem(
@@ -279,12 +285,23 @@ def sizes_show_stragglers(recipe: Recipe) -> Broken:
             "group_sizing.straggler_ratio",
             f"{shown(sizing.straggler_ratio)} makes every group a straggler: set it above 1, such as 2",
         )
-    if sizing.tightening >= sizing.budget:
+    if sizing.budget is not None and not 0 < sizing.budget < 1:
+        yield Problem(
+            "group_sizing.budget",
+            f"{shown(sizing.budget)} is no share of groups that could be kept: set it above 0 and below 1, or remove "
+            "it, so that it is measured",
+        )
+    elif sizing.budget is not None and sizing.tightening >= sizing.budget:
         yield Problem(
             "group_sizing.tightening",
             f"{shown(sizing.tightening)} leaves nothing of budget = {shown(sizing.budget)}: set it lower, such as 0.02",
         )
-    if sizing.calibration_steps >= recipe.run.steps:
+    if sizing.calibration_steps and sizing.budget is not None:
+        yield Problem(
+            "group_sizing.calibration_steps",
+            f"{sizing.calibration_steps} has no effect with group_sizing.budget = {shown(sizing.budget)}: remove one",
+        )
+    elif (sizing.calibration_steps or 0) >= recipe.run.steps:
         yield Problem(
             "group_sizing.calibration_steps",
             f"{sizing.calibration_steps} leaves none of run.steps = {recipe.run.steps} to control: set it lower",
@@ -304,7 +321,7 @@ def shares_for_chance(recipe: Recipe) -> Broken:
         )
     if sizing.shares and all(share == 0 for share in sizing.shares):
         yield Problem("group_sizing.shares", "every share is 0, so no size would be drawn: give at least one above 0")
-    if objective_settings(recipe.objective).advantages not in WITHIN_GROUPS:
+    if recipe.objective_settings.advantages not in WITHIN_GROUPS:
         return
     for index, size in enumerate(sizing.sizes):
         if size < 2:
@@ -318,9 +335,9 @@ def shares_for_chance(recipe: Recipe) -> Broken:
 def sizes_mean_something(recipe: Recipe) -> Broken:
     """Sizes vary only where siblings are trained together."""
     sizing = recipe.group_sizing
-    if sizing.kind is SizingKind.FIXED:
+    if not sizing.varies:
         return
-    advantages = objective_settings(recipe.objective).advantages
+    advantages = recipe.objective_settings.advantages
     if advantages in OVER_THE_BATCH:
         yield Problem(
             "group_sizing.kind",

@@ -34,6 +34,7 @@ def event_of(item: EndedOutcome) -> on.TrajectoryFailed | on.TrajectoryScored:
         reward_version=outcome.reward_version,
         adapted_limits_s=_adapted_limits(outcome),
         separate_rewards={name: value for name, (weight, value) in outcome.separate_rewards.items() if weight},
+        seconds=round(trajectory.rollout_seconds + item.reward_s, 3),
     )
 
 

@@ -216,6 +216,7 @@ class Simulation:
                 finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
                 oldest_version=request.first_version,
                 newest_version=request.newest_version,
+                seconds=self.agenda.now - request.launched_s,
             )
         )
 

@@ -102,3 +102,14 @@ def test_what_compares_with_the_whole_batch_does_not_stream(algorithm: Algorithm
     else:
         assert reason == ""
     assert why_not_streaming(resolved(algorithm=algorithm), 2).startswith("training.updates_per_batch = 2 ")
+
+
+def test_where_group_sizes_vary_advantages_do_not_depend_on_them() -> None:
+    objectives = {algorithm: Objective(algorithm=algorithm) for algorithm in METHODS}
+    varied = {algorithm: objective_settings(one, sizes_vary=True) for algorithm, one in objectives.items()}
+    changed = {algorithm for algorithm, one in objectives.items() if varied[algorithm] != objective_settings(one)}
+    of_group = (AdvantageKind.GROUP_STD, AdvantageKind.GROUP_MEAN)
+    assert changed == {algorithm for algorithm, method in METHODS.items() if method.advantages in of_group}
+    assert {varied[algorithm].advantages for algorithm in changed} == {AdvantageKind.LEAVE_ONE_OUT}
+    asked = Objective(advantages=AdvantageKind.GROUP_STD)
+    assert objective_settings(asked, sizes_vary=True).advantages is AdvantageKind.GROUP_STD

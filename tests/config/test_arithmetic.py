@@ -22,7 +22,7 @@ from streamrl.plan.summary import (
 )
 from streamrl.plan.topology import plan_topology
 from streamrl.recipe.objective import Algorithm, Objective, OffPolicy, Proximal, RatioLevel
-from streamrl.recipe.scheduling import InFlight, Rollout, RoundKind, StalePolicy
+from streamrl.recipe.scheduling import GroupSizing, InFlight, Rollout, RoundKind, SizingKind, StalePolicy
 from streamrl.recipe.sections import (
     Checkpoint,
     Engines,
@@ -35,6 +35,7 @@ from streamrl.recipe.sections import (
     Prompts,
     Recipe,
     Reward,
+    Run,
     Sampling,
     Training,
     Transport,
@@ -84,6 +85,17 @@ def test_staleness_sentences() -> None:
         "staleness <= 1 step: no token is trained more than 1 step after the version that sampled it; "
         "before a trajectory becomes older, it is dropped (reason: stale); at a weight update requests in "
         "flight are cut and resumed from their tokens"
+    )
+
+
+def test_what_a_recipe_of_one_line_leaves_to_group_sizing_is_shown() -> None:
+    lines = arithmetic_lines(change(group_sizing=GroupSizing(kind=SizingKind.SAGC)))
+    measured = "budget measured in the first 8 steps at size 16, tradeoff = 1, stragglers in tokens"
+    assert f"group size  sagc over 4, 8, 16: {measured}" in lines
+    assert any('advantages = "leave_one_out"' in line for line in lines)
+    short = change(group_sizing=GroupSizing(kind=SizingKind.SAGC, budget=0.6), run=Run(steps=72))
+    assert "group size  sagc over 4, 8, 16: budget = 0.6, tradeoff = 0.5, stragglers in tokens" in arithmetic_lines(
+        short
     )
 
 

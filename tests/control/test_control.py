@@ -311,12 +311,15 @@ def score_apart(world: World, trajectory: TrajectoryId, rewards: dict[str, float
         prompt=Prompt(prompt_id=trajectory.prompt_id, token_ids=token_array([1])),
         segments=(Segment(token_ids=token_array([2]), trained=True, behavior_logprobs=float_array([-1.0])),),
         finish_reason=FinishReason.STOP,
+        rollout_seconds=1.5,
     )
     separate = {name: (1.0, value) for name, value in rewards.items()} | {"nothing": (0.0, float(trajectory.sample))}
     scored = ScoredTrajectory(trajectory=sample, reward=sum(rewards.values()), separate_rewards=separate)
     world.running.pop(trajectory)
     world.scored.add(trajectory)
-    world.tell(event_of(Scored(outcome=scored)))
+    event = event_of(Scored(outcome=scored, reward_s=0.25))
+    assert isinstance(event, on.TrajectoryScored) and event.seconds == 1.75
+    world.tell(event)
 
 
 def test_dynamic_sampling_keeps_groups_whose_rewards_differ_where_each_is_compared_alone() -> None:

@@ -25,6 +25,7 @@ from streamrl.recipe.scheduling import (
     RoundKind,
     SizingKind,
     StalePolicy,
+    Straggler,
     TailBatching,
 )
 
@@ -75,7 +76,9 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
 }
 SIZINGS: dict[str, GroupSizing] = {
     "fixed": GroupSizing(),
-    "sagc": GroupSizing(kind=SizingKind.SAGC, sizes=(4, 8), dwell=1, tradeoff=0.3, discount=0.5),
+    "sagc": GroupSizing(
+        kind=SizingKind.SAGC, sizes=(4, 8), dwell=1, tradeoff=0.3, discount=0.5, straggler=Straggler.SECONDS
+    ),
     "random": GroupSizing(kind=SizingKind.RANDOM, sizes=(2, 4, 8), shares=(1.0, 1.0, 1.0), dwell=1),
 }
 for name in ("sagc", "random"):

@@ -346,6 +346,7 @@ class World:
                 finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
                 oldest_version=oldest,
                 newest_version=self.live_version,
+                seconds=tokens / 8,
             )
         )
 

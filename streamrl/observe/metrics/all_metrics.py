@@ -267,10 +267,10 @@ METRICS: tuple[Metric, ...] = (
         "share",
         SHARE,
         "Complete groups, before any filter, whose longest completion was group_sizing.straggler_ratio times their "
-        "median one or more, or truncated; groups of fewer than 4 are left out.",
+        "median one or more, or truncated; what a race cuts is estimated, groups of fewer than 4 are left out.",
     ),
     Metric("sizing/queue", "steps", LAST, "Virtual queue of straggler-aware sizing: straggler rate owed."),
-    Metric("sizing/budget", "share", LAST, "Long-term straggler rate that is kept; calibration may have replaced it."),
+    Metric("sizing/budget", "share", LAST, "Long-term straggler rate that is kept; 0 until it is measured."),
     Metric(
         "sizing/risk_<size>", "share", LAST, "Posterior mean of the share of groups that would straggle at that size."
     ),
