@@ -3,7 +3,12 @@
     python benchmarks/scheduling.py --out cells --seeds 3
     python benchmarks/scheduling.py --out cells --regimes heavy:16x8 --arms synchronous tail_both --seeds 5
     python benchmarks/scheduling.py --out cells --regimes heavy:16x8 --arms size_4 size_16 sagc random_sizes
+    python benchmarks/scheduling.py --out cells --regimes demo:8x8 --arms synchronous prompts_size_4 prompts_size_16 \
+        prompts_sagc prompts_random_sizes --set evaluation.every=10 --set 'objective.advantages="leave_one_out"'
     python benchmarks/scheduling.py --out cells --report
+
+``prompts_`` arms have the same prompts a step, in equal steps; size 8 of ``8x8`` is ``synchronous``, and advantages are
+given because they are others where sizes vary.
 
 A cell is one run of one arm with one seed, and one JSON file in ``--out``: a rerun goes on with those that are missing.
 All arms of a seed run before the next seed, in the opposite order, so that a drift of the machine meets every arm.
@@ -65,9 +70,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--best", choices=list(ROUND_ARMS), default="tail_prompts_presubmit", help="what best_* build on"
     )
-    parser.add_argument("--sagc-budget", type=float, default=0.6, help="group_sizing.budget of the sagc arms")
     parser.add_argument(
-        "--sagc-tradeoff", type=float, default=1.0, help="group_sizing.advanced.tradeoff (V) of the sagc arms"
+        "--sagc-budget", type=float, default=0.6, help="group_sizing.budget of the sagc arms (0: measured)"
+    )
+    parser.add_argument(
+        "--sagc-tradeoff", type=float, default=0.0, help="group_sizing.advanced.tradeoff (V) of them (0: its default)"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="an override for every arm")
     parser.add_argument("--traces", action="store_true", help="keep each run's trace and recipe beside its cell")
@@ -96,7 +103,8 @@ def plan(options: argparse.Namespace, regime: Regime, arm: str, seed: int) -> Ce
         if arm.endswith("random_sizes") and not shares:
             raise NotYet(f"it draws sizes with the shares of {like}, of which no cell is finished")
         try:
-            sagc = {"budget": options.sagc_budget, "tradeoff": options.sagc_tradeoff}
+            sagc = {"budget": options.sagc_budget, "advanced.tradeoff": options.sagc_tradeoff}
+            sagc = {name: value for name, value in sagc.items() if value}
             overrides = sizing_overrides(regime, arm, best=options.best, sagc=sagc, shares=shares)
         except ValueError as error:
             raise NotYet(str(error)) from None

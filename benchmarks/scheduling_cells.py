@@ -166,9 +166,11 @@ ROUND_ARMS: dict[str, dict[str, object]] = {
 """How rounds are formed. What an arm leaves out is what the task's recipe says."""
 
 SIZING_ARMS = ("size_4", "size_16", "sagc", "random_sizes")
-"""How large groups are. ``best_`` in front: over the composition that ``--best`` names; ``dapo_``: with DAPO."""
+"""How large groups are. ``best_`` in front: over the composition that ``--best`` names; ``dapo_``: with DAPO;
+``prompts_``: at the regime's prompts a step instead of its trajectories, and at equal steps instead of samples."""
 
-PREFIXES = ("", "best_", "dapo_")
+KEEPS_PROMPTS = "prompts_"
+PREFIXES = ("", "best_", "dapo_", f"{KEEPS_PROMPTS}dapo_", KEEPS_PROMPTS)
 ARMS = (*ROUND_ARMS, *(prefix + arm for prefix in PREFIXES for arm in SIZING_ARMS), DAPO_SYNCHRONOUS)
 
 
@@ -176,7 +178,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """A finished run. ``steps``: for each optimizer step, its values of ``KEPT_METRICS``; ``samples``: trained in one.
 
     ``accuracy``: held out, over ``held_out`` prompts, after the last step. ``overrides``: of the task's recipe.
-    ``cool_down``: steps at the end that are not measured.
+    ``cool_down``: steps at the end that are not measured. ``accuracies``: of every evaluation, by the steps before it.
     """
 
     regime: Regime
@@ -190,6 +192,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     finished_at: float
     cool_down: int = 0
+    accuracies: dict[int, float] = {}
+
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether its steps are of as many prompts at every group size."""
+        return self.arm.startswith(KEEPS_PROMPTS)
 
     @property
     def measured(self) -> list[dict[str, float]]:
@@ -200,6 +208,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     def seconds(self) -> float:
         """Wall time of the measured steps, without waits for an evaluation."""
         return sum(step["time/step_s"] - step.get("time/wait_eval_s", 0.0) for step in self.measured)
+
+    def seconds_to(self, accuracy: float) -> float:
+        """Wall time of the steps until an evaluation found this accuracy; infinite where none did."""
+        first = min((step for step, found in self.accuracies.items() if found >= accuracy), default=None)
+        waited = [step["time/step_s"] - step.get("time/wait_eval_s", 0.0) for step in self.steps]
+        return math.inf if first is None else sum(waited[:first])
 
     @property
     def samples(self) -> float:
@@ -232,10 +246,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         """Mean of a metric over the time of the measured steps. NaN where no step has it."""
         return self._mean_by(name, lambda step: step["time/step_s"])
 
-    def per_sample(self, name: str) -> float:
-        """Mean of a metric over the samples of the measured steps that have it: long rounds may train several batches.
-        NaN where no step has it."""
-        return self._mean_by(name, lambda step: step["perf/samples_s"] * step["time/step_s"])
+    def per_batch(self, name: str) -> float:
+        """Mean of a metric over the batches of the measured steps that have it: long rounds may train several. NaN
+        where no step has it."""
+        of_batch = "perf/groups_s" if self.keeps_prompts else "perf/samples_s"
+        return self._mean_by(name, lambda step: step[of_batch] * step["time/step_s"])
 
     def _mean_by(self, name: str, weight: Callable[[Mapping[str, float]], float]) -> float:
         rows = [(step[name], weight(step)) for step in self.measured if name in step]
@@ -315,16 +330,20 @@ def sizing_overrides(
     prefix = next((prefix for prefix in PREFIXES if prefix and arm.startswith(prefix)), "")
     kind = arm.removeprefix(prefix)
     over: dict[str, object] = ROUND_ARMS[best] if prefix == "best_" else {}
-    if prefix == "dapo_":
+    if prefix.endswith("dapo_"):
         over = {"objective.algorithm": "dapo"}
+    keeps_prompts = prefix.startswith(KEEPS_PROMPTS)
     if kind == SYNCHRONOUS:
         return over
     if kind.startswith("size_"):
-        return over | sized(regime, int(kind.removeprefix("size_")))
+        size = int(kind.removeprefix("size_"))
+        return over | ({"rollout.group_size": size} if keeps_prompts else sized(regime, size))
     if kind == "sagc":
         sizing: dict[str, object] = {"kind": "sagc", **sagc}
     else:
-        sizing = {"kind": "random", "shares": [shares.get(size, 0.0) for size in SIZES]}
+        sizing = {"kind": "random", "advanced.shares": [shares.get(size, 0.0) for size in SIZES]}
+    if keeps_prompts:
+        sizing["keeps"] = "prompts"
     return over | {f"group_sizing.{name}": value for name, value in ({"sizes": list(SIZES)} | sizing).items()}
 
 
@@ -350,6 +369,7 @@ def run_cell(plan: CellPlan, folder: Path, *, timeout_s: float, keep_trace: bool
         machine=platform.node(),
         finished_at=time.time(),
         cool_down=COOL_DOWN_STEPS,
+        accuracies={line["step"]: line["eval/held_out/avg@1"] for line in evaluations},
     )
     path = plan.file(folder)
     unfinished = path.with_suffix(".unfinished")

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import msgspec
 from repeated_runs import Interval, interval
-from scheduling_cells import AUTO, DAPO_SYNCHRONOUS, ROUND_ARMS, SYNCHRONOUS, Cell, Regime, arm_order
+from scheduling_cells import AUTO, DAPO_SYNCHRONOUS, PREFIXES, ROUND_ARMS, SYNCHRONOUS, Cell, Regime, arm_order
 
 UNBIASED_ENOUGH = 0.9
 AS_ACCURATE = 0.02
@@ -64,7 +64,7 @@ def of_ratios(ratios: Sequence[float]) -> Interval:
 
 def baseline_of(arm: str) -> str:
     """What an arm is compared with: another algorithm's arms with its own synchronous rounds."""
-    return DAPO_SYNCHRONOUS if arm.startswith("dapo_") and arm != DAPO_SYNCHRONOUS else SYNCHRONOUS
+    return DAPO_SYNCHRONOUS if "dapo_" in arm and arm != DAPO_SYNCHRONOUS else SYNCHRONOUS
 
 
 def paired(cells: Sequence[Cell]) -> list[Paired]:
@@ -116,6 +116,7 @@ def _row(arm: str, cells: Sequence[Cell], against: Paired | None) -> list[str]:
         arm + ("" if all(cell.on_policy for cell in cells) else " (off-policy)"),
         str(len(cells)),
         _mean(cells, lambda cell: 1000 * cell.seconds / cell.samples, ".1f"),
+        _mean(cells, lambda cell: 1000 * cell.seconds / len(cell.measured), ".0f"),
         ratio_text(against.speed) if against else alone,
         ratio_text(against.goodput) if against else alone,
         _mean(cells, lambda cell: cell.groups / cell.seconds, ".2f"),
@@ -128,7 +129,7 @@ def _row(arm: str, cells: Sequence[Cell], against: Paired | None) -> list[str]:
         ratio_text(against.length) if against else alone,
         _mean(cells, lambda cell: cell.after_whole_cycles("length/bias"), ".2f"),
         _mean(cells, lambda cell: cell.generated_per_trained, ".2f"),
-        _mean(cells, lambda cell: cell.per_sample("sizing/straggler_rate"), ".2f"),
+        _mean(cells, lambda cell: cell.per_batch("sizing/straggler_rate"), ".2f"),
         " ".join(f"{size}:{share:.0%}" for size, share in mixed.items()) or "-",
     ]
 
@@ -137,6 +138,7 @@ COLUMNS = (
     "arm",
     "seeds",
     "ms a sample",
+    "a step",
     "faster than synchronous",
     "trained tok/s over synchronous",
     "groups/s",
@@ -195,9 +197,8 @@ def fastest(
     """The fastest strictly on-policy arm of ``regime`` whose accuracy is within ``AS_ACCURATE``."""
     condition = f" at a trained length of at least {UNBIASED_ENOUGH}" if unbiased else ""
     claim = f"{regime.name}: an on-policy composition takes {target} times less wall time{condition}"
-    candidates = [
-        pair for pair in pairs if pair.regime == regime and pair.on_policy and (pair.unbiased or not unbiased)
-    ]
+    equal_samples = [pair for pair in pairs if pair.regime == regime and not pair.cells[0].keeps_prompts]
+    candidates = [pair for pair in equal_samples if pair.on_policy and (pair.unbiased or not unbiased)]
     if not candidates:
         return Verdict(claim, None, "-")
     equal = [pair for pair in candidates if pair.accuracy.mean >= -AS_ACCURATE]
@@ -259,7 +260,7 @@ def sizing(cells: Sequence[Cell], pairs: Sequence[Paired], regime: Regime, prefi
         [cell for cell in cells if cell.regime == regime and cell.arm == f"{prefix}{arm}"]
         for arm in ("sagc", "random_sizes")
     )
-    rate = fmean(cell.per_sample("sizing/straggler_rate") for cell in controlled)
+    rate = fmean(cell.per_batch("sizing/straggler_rate") for cell in controlled)
     budget = fmean(cell.last("sizing/budget") for cell in controlled)
     found = [Verdict(f"{where} keeps its straggler budget", rate <= budget + OF_BUDGET, f"{rate:.3f} of {budget:.3f}")]
     own = next((pair for pair in pairs if (pair.regime, pair.arm) == (regime, f"{prefix}sagc")), None)
@@ -267,7 +268,7 @@ def sizing(cells: Sequence[Cell], pairs: Sequence[Paired], regime: Regime, prefi
     found.append(Verdict(f"{where} is as accurate as synchronous", equal, figures))
     if pairs_of_seeds := _same_seeds(controlled, random):
         found += _against_random_sizes(where, budget, pairs_of_seeds)
-    if prefix == "best_":
+    if prefix == "best_" or controlled[0].keeps_prompts:
         found += _against_static_sizes(where, controlled, [cell for cell in cells if cell.regime == regime])
     return found
 
@@ -287,14 +288,28 @@ def _against_static_sizes(where: str, controlled: Sequence[Cell], cells: Sequenc
         for arm, shared in static.items()
     )
     least = min(faster.values(), key=lambda one: one.mean)
-    return [Verdict(f"{where} takes less wall time than the best static size", least.low > 1, figures)]
+    found = [Verdict(f"{where} takes less wall time than the best static size", least.low > 1, figures)]
+    if controlled[0].keeps_prompts:
+        found.append(_time_to_accuracy(where, controlled, {arm: [b for _, b in static[arm]] for arm in static}))
+    return found
+
+
+def _time_to_accuracy(where: str, controlled: Sequence[Cell], static: Mapping[str, Sequence[Cell]]) -> Verdict:
+    """Wall time until it is as accurate as the best static size is at its end, where ``evaluation.every`` tells."""
+    best = max(static, key=lambda arm: fmean(cell.accuracy for cell in static[arm]))
+    target = fmean(cell.accuracy for cell in static[best]) - AS_ACCURATE
+    arms = {"it": controlled, **static}
+    taken = {arm: fmean(cell.seconds_to(target) for cell in cells) for arm, cells in arms.items()}
+    figures = ", ".join(f"{arm} {seconds:.0f} s" for arm, seconds in taken.items())
+    claim = f"{where} takes less wall time to {target:.3f}, {AS_ACCURATE} below the accuracy of {best}"
+    return Verdict(claim, taken["it"] < taken[best], figures)
 
 
 def _against_random_sizes(where: str, budget: float, pairs_of_seeds: Sequence[tuple[Cell, Cell]]) -> list[Verdict]:
     """What feedback adds to mere mixing: how far the straggler rate of a run is from its budget, and the accuracy."""
 
     def missed_by(cell: Cell) -> float:
-        return abs(cell.per_sample("sizing/straggler_rate") - budget)
+        return abs(cell.per_batch("sizing/straggler_rate") - budget)
 
     nearer = interval([missed_by(a) - missed_by(b) for a, b in pairs_of_seeds])
     own, others = (fmean(map(missed_by, cells)) for cells in zip(*pairs_of_seeds, strict=True))
@@ -309,7 +324,8 @@ def _against_random_sizes(where: str, budget: float, pairs_of_seeds: Sequence[tu
 
 def _is_static(cell: Cell, controlled: Cell) -> bool:
     """Whether it is the composition of ``controlled`` at a size that stays: a sizing arm, or that of the regime."""
-    shape = ("group_sizing.", "rollout.group_size", "rollout.prompts_per_batch")
+    prompts = () if controlled.keeps_prompts else ("rollout.prompts_per_batch",)
+    shape = ("group_sizing.", "rollout.group_size", *prompts)
     own, other = (
         {key: value for key, value in one.overrides.items() if not key.startswith(shape)} for one in (cell, controlled)
     )
@@ -317,7 +333,13 @@ def _is_static(cell: Cell, controlled: Cell) -> bool:
 
 
 def _faster(pairs_of_seeds: Sequence[tuple[Cell, Cell]]) -> Interval:
-    return of_ratios([(b.seconds / b.samples) / (a.seconds / a.samples) for a, b in pairs_of_seeds])
+    """By wall time a sample; a step, where those are what both made equally many of."""
+    by_steps = any(a.keeps_prompts for a, _ in pairs_of_seeds)
+
+    def each_s(cell: Cell) -> float:
+        return cell.seconds / (len(cell.measured) if by_steps else cell.samples)
+
+    return of_ratios([each_s(b) / each_s(a) for a, b in pairs_of_seeds])
 
 
 def _more_accurate(pairs_of_seeds: Sequence[tuple[Cell, Cell]]) -> Interval:
@@ -344,7 +366,7 @@ def verdicts(cells: Sequence[Cell], pairs: Sequence[Paired]) -> list[Verdict]:
         found.append(direction(pairs, regime, "sorted_", bubble=True))
     regimes = sorted({cell.regime for cell in cells if cell.arm.endswith("sagc")})
     for regime in regimes:
-        for prefix in ("", "best_", "dapo_"):
+        for prefix in PREFIXES:
             if any(cell.arm == f"{prefix}sagc" and cell.regime == regime for cell in cells):
                 found += sizing(cells, pairs, regime, prefix)
     return found

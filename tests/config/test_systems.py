@@ -73,4 +73,4 @@ def test_a_problem_with_what_the_line_set_points_at_the_line(tmp_path: Path) -> 
         load_recipe(path)
     line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if text.startswith("system"))
     [problem] = caught.value.problems
-    assert problem.startswith(f'{path}:{line} (system = "sortedrl"): length_sorted.advanced.single: true tears groups')
+    assert problem.startswith(f'{path}:{line} (system = "sortedrl"): length_sorted.advanced.single: true takes groups')
