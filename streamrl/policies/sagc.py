@@ -180,21 +180,20 @@ def measured_budget(risks: Mapping[int, SizeRisk], tightening: float) -> tuple[f
 
 
 def with_cut_members(lengths: Sequence[int]) -> list[float]:
-    """``lengths`` of a group, with an estimate for members that a race cut (0): as many times the median as the median
-    is of one of the shortest, and no less than the longest that ended.
+    """``lengths`` of a group, with an estimate for members that a race cut (0): they exceed the longest that ended by
+    the ratios in which as many of the shortest lie below the next one.
 
     A race cuts the longest, so that the others say nothing of stragglers. Where log lengths of a prompt are spread
-    alike above and below their median, and fewer than half are cut, groups straggle as often as without a race. Which
-    of the shortest stands for which member is left to the order of samples, so that parts of a group are fair, too.
+    alike above and below their median, and fewer than half are cut, groups straggle about as often as without a race.
+    Which of the shortest stands for which member is left to the order of samples, so that parts of a group are fair.
     """
     ended = sorted(length for length in lengths if length)
     cut = len(lengths) - len(ended)
     if not cut:
         return list(lengths)
-    longest, limit = ended[-1], ended[min(cut, len(ended)) - 1]
-    median = float(np.median([length or longest for length in lengths]))
+    mirror, limit = ended[min(cut, len(ended) - 1)], ended[min(cut, len(ended)) - 1]
     shortest = (length for length in lengths if 0 < length <= limit)
-    return [length or max(median**2 / next(shortest, median), longest) for length in lengths]
+    return [length or ended[-1] * mirror / next(shortest, mirror) for length in lengths]
 
 
 def check_sizes(sizes: Sequence[int], batch_trajectories: int) -> None:
