@@ -96,7 +96,7 @@ def sizing_costs(options: argparse.Namespace) -> list[str]:
     for number in options.groups:
         rng = random.Random(0)
         settings = GroupSizing(kind=SizingKind.SAGC, sizes=(4, 8, 16, 32), budget=0.3)
-        sizer = make_group_sizer(settings, fixed_size=32, batch_trajectories=number * 32, seed=0, steps=1000)
+        sizer = make_group_sizer(settings, fixed_size=32, seed=0, steps=1000)
         seconds = []
         for _ in range(options.repeats):
             groups = sampled_groups(number, 32, rng)

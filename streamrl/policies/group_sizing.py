@@ -22,19 +22,13 @@ SURE = 2.0
 """Deviations by which a risk is above the budget before the run warns that no size meets it."""
 
 
-def make_group_sizer(
-    settings: GroupSizing, fixed_size: int, batch_trajectories: int, seed: int, steps: int
-) -> GroupSizer:
+def make_group_sizer(settings: GroupSizing, fixed_size: int, seed: int, steps: int) -> GroupSizer:
     """The sizer of a run of ``steps``. ``fixed_size``: ``rollout.group_size``, which the straggler-aware one starts
-    with where its budget is known; ``batch_trajectories``: what every size has to divide (0: nothing, since batches
-    keep their prompts).
-
-    Raises ``ValueError`` where ``settings`` do not fit together (``streamrl.rules.scheduling_rules`` says so earlier).
-    """
+    with where its budget is known. What does not fit together was refused (``streamrl.rules.scheduling_rules``)."""
     if settings.kind is SizingKind.SAGC:
-        return StragglerAwareSize(settings, fixed_size, batch_trajectories, steps)
+        return StragglerAwareSize(settings, fixed_size, steps)
     if settings.kind is SizingKind.RANDOM:
-        return RandomSize(settings, batch_trajectories, seed)
+        return RandomSize(settings, seed)
     return FixedSize(fixed_size)
 
 
@@ -53,10 +47,7 @@ class RandomSize:
     after any number of draws a size is off by about one. The order is chance, and a function of ``seed`` alone.
     """
 
-    def __init__(self, settings: GroupSizing, batch_trajectories: int, seed: int) -> None:
-        if len(settings.shares) != len(settings.sizes) or sum(settings.shares) <= 0 or min(settings.shares) < 0:
-            raise ValueError(f"{len(settings.shares)} shares for {len(settings.sizes)} sizes: give each one, 0 or more")
-        sagc.check_divides(settings.sizes, batch_trajectories)
+    def __init__(self, settings: GroupSizing, seed: int) -> None:
         self._settings = settings
         self._seed = seed
         self._draws = self._draw(dict.fromkeys(settings.sizes, 0))
@@ -113,18 +104,7 @@ class StragglerAwareSize:
     size is kept for ``dwell`` steps at least. ``reuse`` false is the ablation in which a size informs only itself.
     """
 
-    def __init__(
-        self,
-        settings: GroupSizing,
-        start: int,
-        batch_trajectories: int,
-        steps: int,
-        *,
-        reuse: bool = True,
-    ) -> None:
-        sagc.check_sizes(settings.sizes, batch_trajectories)
-        if start not in settings.sizes:
-            raise ValueError(f"group size {start}, which a run starts with, is none of {list(settings.sizes)}: add it")
+    def __init__(self, settings: GroupSizing, start: int, steps: int, *, reuse: bool = True) -> None:
         self._settings = settings
         self._sizes = settings.sizes
         self._reuse = reuse

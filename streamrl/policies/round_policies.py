@@ -52,7 +52,6 @@ def make_control(settings: ControlSettings, snapshot: Snapshot | None = None) ->
     """Control that decides as ``settings`` say, from the beginning or from ``snapshot``. Raises ``ValueError`` or
     ``StreamRLError`` where the settings, or they and the snapshot, do not fit together."""
     policy = make_round_policy(settings)
-    divided = 0 if settings.group_sizing.keeps_prompts else settings.batch_trajectories
-    sizer = make_group_sizer(settings.group_sizing, settings.group_size, divided, settings.seed, settings.steps)
+    sizer = make_group_sizer(settings.group_sizing, settings.group_size, settings.seed, settings.steps)
     made = DeterministicControl if settings.deterministic else Control
     return made(settings, policy, sizer, snapshot)

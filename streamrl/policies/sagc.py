@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -194,22 +193,3 @@ def with_cut_members(lengths: Sequence[int]) -> list[float]:
     mirror, limit = ended[min(cut, len(ended) - 1)], ended[min(cut, len(ended)) - 1]
     shortest = (length for length in lengths if 0 < length <= limit)
     return [length or ended[-1] * mirror / next(shortest, mirror) for length in lengths]
-
-
-def check_sizes(sizes: Sequence[int], batch_trajectories: int) -> None:
-    """Raise ``ValueError`` for candidate sizes that straggler-aware sizing cannot choose between."""
-    listed = ", ".join(map(str, sizes))
-    if len(sizes) < 2 or any(first >= second for first, second in pairwise(sizes)):
-        raise ValueError(f"sizes are [{listed}]: give two or more, each larger than the one before it")
-    if sizes[0] < SMALLEST_SIZE:
-        raise ValueError(
-            f"sizes are [{listed}]: a straggler shows from {SMALLEST_SIZE} rollouts on; drop smaller sizes"
-        )
-    check_divides(sizes, batch_trajectories)
-
-
-def check_divides(sizes: Sequence[int], batch_trajectories: int) -> None:
-    """Raise ``ValueError`` unless a batch is made of whole groups at every size."""
-    for size in sizes:
-        if batch_trajectories % size:
-            raise ValueError(f"size {size} does not divide a batch of {batch_trajectories} trajectories: choose one")

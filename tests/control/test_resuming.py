@@ -146,7 +146,7 @@ def test_a_checkpoint_of_other_rounds_or_sizing_can_be_resumed_from() -> None:
     sagc = GroupSizing(kind=SizingKind.SAGC, sizes=(4, 8))
     chance = GroupSizing(kind=SizingKind.RANDOM, sizes=(4, 8), shares=(1.0, 1.0))
     for one, other in ((sagc, chance), (chance, sagc)):
-        make_group_sizer(other, 8, 16, 0, 9).restore(make_group_sizer(one, 8, 16, 0, 9).snapshot())
+        make_group_sizer(other, 8, 0, 9).restore(make_group_sizer(one, 8, 0, 9).snapshot())
 
 
 # ---- what is ordered again
