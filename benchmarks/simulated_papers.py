@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -25,6 +25,7 @@ from streamrl.plan.topology import expected_kv_tokens
 from streamrl.recipe.scheduling import (
     DeferredPrompts,
     GroupSizing,
+    Keeps,
     LengthSorted,
     RoundKind,
     SizingKind,
@@ -240,7 +241,8 @@ def sagc(say: Callable[[str], None], steps: int = 2000, budget: float = 0.4) -> 
 
 
 def sizes(say: Callable[[str], None], steps: int = 400, budget: float = 0.6) -> None:
-    """Wall time of every size, of SAGC and of random sizes with its shares, under each kind of rounds."""
+    """Wall time of every size, of SAGC and of random sizes with its shares, under each kind of rounds: a sample at 64
+    trajectories a batch, a batch at 8 prompts."""
     prompts = TailBatching(prompt_oversampling=1.5, deferred_prompts=DeferredPrompts.VERIFY, long_round_batches=4)
     both = TailBatching(
         prompt_oversampling=1.25,
@@ -255,23 +257,30 @@ def sizes(say: Callable[[str], None], steps: int = 400, budget: float = 0.6) -> 
         "length_sorted": {"rounds": RoundKind.LENGTH_SORTED, "length_sorted": LengthSorted(cohort_batches=4)},
         "continuous": {"rounds": RoundKind.CONTINUOUS, "max_staleness": 1},
     }
-    for name, rounds in kinds.items():
-        controlled = GroupSizing(kind=SizingKind.SAGC, budget=budget, tradeoff=0.5)
+    for keeps, (name, rounds) in product(Keeps, kinds.items()):
+        controlled = GroupSizing(kind=SizingKind.SAGC, keeps=keeps, budget=budget, tradeoff=0.5)
         report = simulate(settings(batch_groups=8, group_sizing=controlled, **rounds), DEMO, steps)
-        samples = [report.group_sizes.get(size, 0) * size for size in controlled.sizes]
-        shares = tuple(round(count / sum(samples), 4) for count in samples)
-        random = GroupSizing(kind=SizingKind.RANDOM, shares=shares)
+        a_batch = {size: 8 if keeps is Keeps.PROMPTS else 64 // size for size in controlled.sizes}
+        batches = [report.group_sizes.get(size, 0) / groups for size, groups in a_batch.items()]
+        shares = tuple(round(count / sum(batches), 4) for count in batches)
+        random = GroupSizing(kind=SizingKind.RANDOM, keeps=keeps, shares=shares)
         cases = {
             "SAGC": report,
             "random": simulate(settings(batch_groups=8, group_sizing=random, **rounds), DEMO, steps),
         }
-        for size in controlled.sizes:
-            cases[f"size {size}"] = simulate(settings(batch_groups=64 // size, group_size=size, **rounds), DEMO, steps)
+        for size, groups in a_batch.items():
+            cases[f"size {size}"] = simulate(settings(batch_groups=groups, group_size=size, **rounds), DEMO, steps)
+
+        def each_ms(one: SimulationReport, *, keeps: Keeps = keeps) -> str:
+            if keeps is Keeps.TRAJECTORIES:
+                return f"{1000 * one.seconds / one.trained.count:.2f}"
+            return f"{1000 * one.seconds / sum(one.group_sizes.values()) * 8:.0f}"
+
         told = ", ".join(
-            f"{case} {1000 * one.seconds / one.trained.count:.2f} ({one.straggler_rate:.2f}, {one.length_ratio:.2f})"
-            for case, one in cases.items()
+            f"{case} {each_ms(one)} ({one.straggler_rate:.2f}, {one.length_ratio:.2f})" for case, one in cases.items()
         )
-        say(f"sizes, {name}, ms a sample (straggler rate, trained over unbiased length): {told}")
+        unit = "ms a batch of 8 prompts" if keeps is Keeps.PROMPTS else "ms a sample"
+        say(f"sizes, {name}, {unit} (straggler rate, trained over unbiased length): {told}")
 
 
 # ---- engines that are freed late in a round, and sets of them ------------------------------------
