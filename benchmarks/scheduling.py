@@ -5,6 +5,7 @@
     python benchmarks/scheduling.py --out cells --regimes heavy:16x8 --arms size_4 size_16 sagc random_sizes
     python benchmarks/scheduling.py --out cells --regimes demo:8x8 --arms synchronous prompts_size_4 prompts_size_16 \
         prompts_sagc prompts_random_sizes --set evaluation.every=10 --set 'objective.advantages="leave_one_out"'
+    python benchmarks/scheduling.py --out cells --regimes demo:8x8 --arms reinforce_synchronous reinforce_sorted
     python benchmarks/scheduling.py --out cells --report
 
 ``prompts_`` arms have the same prompts a step, in equal steps; size 8 of ``8x8`` is ``synchronous``, and advantages are
@@ -30,6 +31,7 @@ from scheduling_cells import (
     ARMS,
     COOL_DOWN_STEPS,
     ROUND_ARMS,
+    SORTED_RL_ARMS,
     WARM_UP_STEPS,
     CellPlan,
     Regime,
@@ -94,8 +96,8 @@ def planned(options: argparse.Namespace) -> Iterator[tuple[Regime, str, int]]:
 
 def plan(options: argparse.Namespace, regime: Regime, arm: str, seed: int) -> CellPlan:
     """What that cell runs. Raises ``NotYet`` where it needs something that is not there."""
-    if arm in ROUND_ARMS:
-        overrides = dict(ROUND_ARMS[arm])
+    if arm in (known := ROUND_ARMS | SORTED_RL_ARMS):
+        overrides = dict(known[arm])
     else:
         like = arm.replace("random_sizes", "sagc")
         finished = [cell for cell in read_cells(options.out) if cell.regime == regime and cell.arm == like]
@@ -145,7 +147,7 @@ def run_missing(options: argparse.Namespace) -> int:
         print(
             f"{title}: {cell.seconds:.1f} s for {len(cell.measured)} steps, "
             f"{1000 * cell.seconds / cell.samples:.1f} ms a sample, length {cell.length:.0f}, "
-            f"accuracy {cell.accuracy:.3f}",
+            f"accuracy {cell.accuracy:.3f}" + "".join(f"\n    {warning}" for warning in cell.warnings),
             flush=True,
         )
     return failed

@@ -33,6 +33,8 @@ KEPT_METRICS = (
     "completion/truncated_ratio",
     "length/sampled_mean",
     "length/bias",
+    "length/first_update",
+    "length/last_update",
     "perf/samples_s",
     "perf/groups_s",
     "perf/train_tok_s",
@@ -171,7 +173,21 @@ SIZING_ARMS = ("size_4", "size_16", "sagc", "random_sizes")
 
 KEEPS_PROMPTS = "prompts_"
 PREFIXES = ("", "best_", "dapo_", f"{KEEPS_PROMPTS}dapo_", KEEPS_PROMPTS)
-ARMS = (*ROUND_ARMS, *(prefix + arm for prefix in PREFIXES for arm in SIZING_ARMS), DAPO_SYNCHRONOUS)
+SORTED_RL = {"reinforce_": "reinforce_plus_plus", "ppo_": "ppo"}
+"""The algorithms of SortedRL's paper, by the prefix of their arms."""
+SORTED_RL_ARMS: dict[str, dict[str, object]] = {
+    prefix + arm: ROUND_ARMS[rounds] | single | {"objective.algorithm": algorithm}
+    for prefix, algorithm in SORTED_RL.items()
+    for arm, rounds, single in (
+        (SYNCHRONOUS, SYNCHRONOUS, {}),
+        ("sorted", "sorted_4", {"length_sorted.advanced.single": True}),
+        ("sorted_partial", "sorted_partial", {"length_sorted.advanced.single": True}),
+    )
+}
+"""Single trajectories in cohorts of four batches, against the same algorithm in synchronous rounds."""
+
+SIZED_ARMS = tuple(prefix + arm for prefix in PREFIXES for arm in SIZING_ARMS)
+ARMS = (*ROUND_ARMS, *SORTED_RL_ARMS, *SIZED_ARMS, DAPO_SYNCHRONOUS)
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +195,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     ``accuracy``: held out, over ``held_out`` prompts, after the last step. ``overrides``: of the task's recipe.
     ``cool_down``: steps at the end that are not measured. ``accuracies``: of every evaluation, by the steps before it.
+    ``warnings``: what the run warned of, alarms included.
     """
 
     regime: Regime
@@ -193,6 +210,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     finished_at: float
     cool_down: int = 0
     accuracies: dict[int, float] = {}
+    warnings: list[str] = []
 
     @property
     def keeps_prompts(self) -> bool:
@@ -353,6 +371,7 @@ def run_cell(plan: CellPlan, folder: Path, *, timeout_s: float, keep_trace: bool
     with training_run(plan.recipe, plan.settings) as run:
         run.wait(timeout_s=timeout_s)
         steps, evaluations = run.steps(), run.evaluations()
+        printed = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
         if keep_trace and run.directory is not None:
             _keep(run.directory, plan.file(folder).with_suffix(""))
     cell = Cell(
@@ -370,6 +389,7 @@ def run_cell(plan: CellPlan, folder: Path, *, timeout_s: float, keep_trace: bool
         finished_at=time.time(),
         cool_down=COOL_DOWN_STEPS,
         accuracies={line["step"]: line["eval/held_out/avg@1"] for line in evaluations},
+        warnings=[line for line in printed if line.startswith("warning at step")],
     )
     path = plan.file(folder)
     unfinished = path.with_suffix(".unfinished")

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import msgspec
 from repeated_runs import Interval, interval
-from scheduling_cells import AUTO, DAPO_SYNCHRONOUS, PREFIXES, ROUND_ARMS, SYNCHRONOUS, Cell, Regime, arm_order
+from scheduling_cells import AUTO, PREFIXES, ROUND_ARMS, SORTED_RL, SYNCHRONOUS, Cell, Regime, arm_order
 
 UNBIASED_ENOUGH = 0.9
 AS_ACCURATE = 0.02
@@ -64,7 +64,8 @@ def of_ratios(ratios: Sequence[float]) -> Interval:
 
 def baseline_of(arm: str) -> str:
     """What an arm is compared with: another algorithm's arms with its own synchronous rounds."""
-    return DAPO_SYNCHRONOUS if "dapo_" in arm and arm != DAPO_SYNCHRONOUS else SYNCHRONOUS
+    prefix = next((prefix for prefix in ("dapo_", *SORTED_RL) if prefix in arm), "")
+    return SYNCHRONOUS if arm == prefix + SYNCHRONOUS else prefix + SYNCHRONOUS
 
 
 def paired(cells: Sequence[Cell]) -> list[Paired]:
@@ -130,6 +131,7 @@ def _row(arm: str, cells: Sequence[Cell], against: Paired | None) -> list[str]:
         _mean(cells, lambda cell: cell.after_whole_cycles("length/bias"), ".2f"),
         _mean(cells, lambda cell: cell.generated_per_trained, ".2f"),
         _mean(cells, lambda cell: cell.per_batch("sizing/straggler_rate"), ".2f"),
+        str(sum(len(cell.warnings) for cell in cells)),
         " ".join(f"{size}:{share:.0%}" for size, share in mixed.items()) or "-",
     ]
 
@@ -152,6 +154,7 @@ COLUMNS = (
     "over own unbiased",
     "generated/trained",
     "stragglers",
+    "warnings",
     "group sizes",
 )
 
@@ -364,6 +367,9 @@ def verdicts(cells: Sequence[Cell], pairs: Sequence[Paired]) -> list[Verdict]:
     for regime in (DEMO_TAIL, HEAVY):
         found.append(direction(pairs, regime, "tail_", bubble=False))
         found.append(direction(pairs, regime, "sorted_", bubble=True))
+        arms = [pair.arm for pair in pairs if pair.regime == regime]
+        own = [f"{prefix}sorted" for prefix in SORTED_RL if any(arm.startswith(f"{prefix}sorted") for arm in arms)]
+        found += [direction(pairs, regime, prefix, bubble=True) for prefix in own]
     regimes = sorted({cell.regime for cell in cells if cell.arm.endswith("sagc")})
     for regime in regimes:
         for prefix in PREFIXES:

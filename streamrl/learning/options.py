@@ -11,6 +11,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.learning.threads import idle_threads, trainer_threads
 from streamrl.recipe.algorithms import ObjectiveSettings, why_not_streaming
 from streamrl.recipe.objective import OffPolicy
+from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import ComputeDtype, Gathered, Lora, OptimizerKind, Recipe
 
 
@@ -22,6 +23,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``threads`` 0: every core; ``idle_threads``: while the engines of the host do nothing (0: as many);
     ``freed_threads``: while one of them does nothing, two of them, ... (empty: always ``threads``).
     ``streaming``: groups may be trained before their batch is closed.
+    ``shortest_first``: several updates on a batch take its groups in the order of their lengths.
     ``canary``: engines want to know what each version finds for the canary's tokens.
     ``resume_from``: a directory that ``save_checkpoint`` wrote; empty: the weights of ``model_path``.
     """
@@ -51,6 +53,8 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     updates_per_batch: int = 1
+    epochs_per_batch: int = 1
+    shortest_first: bool = False
     micro_batch_tokens: int = 2048
     streaming: bool = True
     compute_dtype: ComputeDtype = ComputeDtype.AUTO
@@ -114,10 +118,12 @@ def trainer_options(
         weight_decay=training.weight_decay,
         max_grad_norm=training.max_grad_norm,
         updates_per_batch=training.updates_per_batch,
+        epochs_per_batch=training.epochs_per_batch,
+        shortest_first=recipe.rollout.rounds is RoundKind.LENGTH_SORTED,
         micro_batch_tokens=training.micro_batch_tokens,
         streaming=training.streaming
         and not recipe.run.deterministic
-        and not why_not_streaming(objective, training.updates_per_batch),
+        and not why_not_streaming(objective, training.updates_per_batch, training.epochs_per_batch),
         compute_dtype=training.compute_dtype,
         gathered=training.gathered,
         activation_checkpointing=training.activation_checkpointing,

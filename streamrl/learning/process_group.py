@@ -156,13 +156,6 @@ def all_reduce(
     return result
 
 
-def count_before(mine: int, device: torch.device) -> int:
-    """Sum of the counts of the ranks before this one. Collective."""
-    counts = [0.0] * dist.get_world_size()
-    counts[dist.get_rank()] = float(mine)
-    return round(sum(all_reduce(counts, device)[: dist.get_rank()]))
-
-
 def all_gather_bytes(mine: bytes) -> list[bytes]:
     """What each rank has, by rank. Tensors travel, never objects: torch would pickle those."""
     if dist.get_world_size() == 1:

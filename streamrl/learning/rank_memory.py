@@ -33,7 +33,7 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
     ``layer``: of the largest layer. ``trained`` 0: all of them; else those of adapters, below which lie weights of
     ``adapted`` elements. ``moment_bytes``: of the optimizer, for a trained parameter. ``masters_on_host``: masters and
     moments lie in host memory. ``sixteen_bit``: the forward computes in bfloat16. ``on_device``: weights lie on a GPU.
-    ``reference``: there is a reference model.
+    ``reference``: there is a reference model; ``critic``: a value model of its own.
     """
 
     parameters: int
@@ -47,6 +47,7 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
     sixteen_bit: bool = False
     on_device: bool = False
     reference: bool = False
+    critic: bool = False
 
     @property
     def scratch(self) -> int:
@@ -66,6 +67,7 @@ class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
     casts: int
     gathered: int
     reference: int
+    critic: int
 
     @property
     def total(self) -> int:
@@ -93,6 +95,8 @@ def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered) -> RankBytes:
         casts=sizes.parameters * 2 if alone and sizes.sixteen_bit else 0,
         gathered=0 if alone else _gathered_bytes(sizes, compute, by_batch=by_batch),
         reference=_reference_bytes(sizes, by_batch=by_batch),
+        # Whole on every rank, as it is stepped there.
+        critic=sizes.critic * sizes.parameters * (MASTER_BYTES + GRADIENT_BYTES + MOMENT_BYTES["adamw"]),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import CloseBatch, WeightSource
 from streamrl.learning.batches.gradients import BatchSums, TokenSums
+from streamrl.learning.batches.packing import PreparedSample
 from streamrl.learning.objective.objectives import loss_denominator
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.process_group import all_gather_values, all_reduce
@@ -45,6 +48,7 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
         trained_tokens=loss_tokens,
         max_tokens=options.max_tokens,
     )
+    denominator *= options.epochs_per_batch  # the sums are over all passes
     metrics = {
         "optim/loss": total.loss / denominator,
         "optim/groups_without_signal": without_signal,
@@ -72,6 +76,17 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
         if options.objective.has_critic:
             metrics["optim/value_loss"] = total.value_loss / denominator
     return metrics
+
+
+def update_lengths(
+    first: Sequence[PreparedSample], last: Sequence[PreparedSample], device: torch.device
+) -> dict[str, float]:
+    """Mean trained tokens of a sample in the first and the last update on a batch. Collective."""
+    samples = [float(len(share)) for share in (first, last)]
+    tokens = [float(sum(item.sample.trained_tokens for item in share)) for share in (first, last)]
+    *tokens, in_first, in_last = all_reduce(tokens + samples, device)
+    names = ("length/first_update", "length/last_update")
+    return {n: t / count for n, t, count in zip(names, tokens, (in_first, in_last), strict=True) if count}
 
 
 def publishing_metrics(source: WeightSource, device: torch.device) -> dict[str, float]:

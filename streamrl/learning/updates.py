@@ -19,6 +19,7 @@ from streamrl.learning.batches.gradients import BatchSums, accumulate
 from streamrl.learning.batches.packing import PreparedSample, empty_micro_batch, packed_rows
 from streamrl.learning.batches.preparation import (
     OpenBatch,
+    dealt,
     prepare_group,
     token_moments,
     whitened,
@@ -32,6 +33,7 @@ from streamrl.learning.objective.objectives import loss_denominator
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import global_norm, make_weights
+from streamrl.learning.step_metrics import update_lengths
 from streamrl.recipe.algorithms import WHOLE_BATCH
 from streamrl.recipe.objective import AdvantageKind
 
@@ -75,11 +77,11 @@ class Updates:
         batch.sums.seconds += time.perf_counter() - started
 
     def finish(self, batch: OpenBatch, close: CloseBatch) -> dict[str, float]:
-        """Train what waits, then step: once, or ``updates_per_batch`` times. Returns metrics. Collective.
+        """Train what waits, then step: once, or ``updates_per_batch`` times an epoch. Returns metrics. Collective.
 
         Raises ``StreamRLError`` when the gradient is not finite.
         """
-        if self._options.updates_per_batch > 1:
+        if self._options.updates_per_batch * self._options.epochs_per_batch > 1:
             metrics = self._step_several_times(batch, close)
         else:
             self.train_waiting(batch)
@@ -119,32 +121,32 @@ class Updates:
             accumulate(self.policy, critic, row, self._options, sums, batch.batch_id or 0)
 
     def _step_several_times(self, batch: OpenBatch, close: CloseBatch) -> dict[str, float]:
-        """``updates_per_batch`` steps, each on its share of the batch, all against the logprobs before the first."""
+        """``updates_per_batch`` steps, each on its share of the batch, in each of ``epochs_per_batch`` passes, all
+        against the logprobs and the values before the first."""
         updates = self._options.updates_per_batch
+        in_all = updates * self._options.epochs_per_batch
         started = time.perf_counter()
         sums = batch.sums
         prepared = self._prepare(batch.take_waiting(), proximal=True)
         sums.seconds += time.perf_counter() - started
         # Every token of the batch weighs the same, in whichever update it is.
         loss_tokens, samples = sums.loss_tokens / updates, sums.samples / updates
-        # Numbered over all ranks: if each began with 0, the first update would have the first group of every rank.
-        groups = sorted({item.sample.id.group_id for item in prepared})
-        first = process_group.count_before(len(groups), self._device)
-        order = {group: index for index, group in enumerate(groups, first)}
+        shares = dealt(prepared, self._options)
+        lengths = update_lengths(shares[0], shares[-1], self._device) if updates > 1 else {}
         steps, optimizing = [], 0.0
-        for update in range(updates):
-            share = [item for item in prepared if order[item.sample.id.group_id] % updates == update]
+        for update in range(in_all):
+            share = shares[update % updates]
             started = time.perf_counter()
             self._accumulate(share, batch)
             trained = time.perf_counter()
             computed = sum(item.sample.trained_tokens for item in share)
             steps.append(self._step(batch, close, loss_tokens, samples, computed))
-            if update < updates - 1:
+            if update < in_all - 1:
                 self.open_gradients()
             sums.seconds += trained - started
             optimizing += time.perf_counter() - trained
-        means = {name: sum(step[name] for step in steps) / updates for name in steps[0]}
-        return means | {"time/optim_s": optimizing}
+        means = {name: sum(step[name] for step in steps) / in_all for name in steps[0]}
+        return means | lengths | {"time/optim_s": optimizing}
 
     def _step(
         self, batch: OpenBatch, close: CloseBatch, loss_tokens: float, samples: float, computed: float

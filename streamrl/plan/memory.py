@@ -108,6 +108,7 @@ def training_sizes(recipe: Recipe, facts: ModelFacts, *, on_device: bool = False
         or (on_device and training.compute_dtype is ComputeDtype.AUTO),
         on_device=on_device,
         reference=recipe.objective_settings.has_reference,
+        critic=recipe.objective_settings.has_value_model,
     )
 
 

@@ -15,7 +15,7 @@ from streamrl.plan.topology import ProcessPlan, Role, Topology, prepared_sets
 from streamrl.recipe.algorithms import ObjectiveSettings, why_not_streaming
 from streamrl.recipe.objective import AdvantageKind, Proximal, RatioLevel, Surrogate
 from streamrl.recipe.problems import shown
-from streamrl.recipe.scheduling import InFlight, SizingKind, StalePolicy
+from streamrl.recipe.scheduling import InFlight, RoundKind, SizingKind, StalePolicy
 from streamrl.recipe.sections import EngineKind, Gathered, Recipe
 
 SIMULATED_SENTENCE = "simulated: random text, whatever the weights; nothing is learnt about a model (engines.kind)"
@@ -35,9 +35,8 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
     ``context``: tokens of the longest trajectory (0: what the recipe says, without prompts where it leaves it open).
     ``held_out``: prompts of ``evaluation.prompts`` (0: not known).
     """
-    rollout, updates, engines = recipe.rollout, recipe.training.updates_per_batch, recipe.engines
+    rollout, engines = recipe.rollout, recipe.engines
     longest = context or engines.max_model_len or recipe.sampling.max_tokens
-    steps = "one optimizer step" if updates == 1 else f"{updates} optimizer steps, each on its share of the groups"
     objective, *more = objective_lines(recipe)
     prompts, slots, keeps_prompts = rollout.prompts_per_batch, recipe.max_in_flight, recipe.group_sizing.keeps_prompts
     sizes = recipe.group_sizing.sizes if keeps_prompts else (rollout.group_size,)
@@ -45,7 +44,7 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
     trained = f"{_from_to(recipe.run.steps * prompts, sizes)} trajectories trained"
     at_once = f"{engines.count} x {engines.max_num_seqs} = {engines.count * engines.max_num_seqs:,} run at once"
     lines = [
-        f"batch       {prompts} prompts x {_from_to(1, sizes)} samples = {batch} trajectories, {steps}",
+        f"batch       {prompts} prompts x {_from_to(1, sizes)} samples = {batch} trajectories, {_steps_text(recipe)}",
         *_sizing_lines(recipe),
         f"objective   {objective}",
         *(f"{'':<12}{line}" for line in more),
@@ -87,7 +86,8 @@ def objective_lines(recipe: Recipe) -> list[str]:
     if settings.has_critic:
         names = ("discount", "gae_lambda", "value_coefficient", "value_clip")
         own_rate = ("value_learning_rate",) if settings.value_learning_rate else ()
-        lines.append("critic: " + _assignments(settings, *names, *own_rate))
+        own_model = ("value_model",) if settings.has_value_model else ()
+        lines.append("critic: " + _assignments(settings, *names, *own_rate, *own_model))
     if settings.advantages is AdvantageKind.COHORT:
         lines.append(_assignments(settings, "cohort_batches"))
     if settings.has_reference:
@@ -114,8 +114,9 @@ def _assignments(settings: msgspec.Struct, *names: str) -> str:
 
 def streaming_notice(recipe: Recipe) -> str:
     """Why nothing streams although the recipe leaves it on; empty where it streams or was turned off."""
-    reason = why_not_streaming(recipe.objective_settings, recipe.training.updates_per_batch)
-    return f"off, although training.advanced.streaming = true: {reason}" if recipe.training.streaming and reason else ""
+    training = recipe.training
+    reason = why_not_streaming(recipe.objective_settings, training.updates_per_batch, training.epochs_per_batch)
+    return f"off, although training.advanced.streaming = true: {reason}" if training.streaming and reason else ""
 
 
 def streaming_sentence(recipe: Recipe) -> str:
@@ -204,13 +205,23 @@ def micro_batches(recipe: Recipe, tokens_each: int) -> int:
     return math.ceil(math.ceil(recipe.batch_trajectories / recipe.training.ranks) / in_one)
 
 
+def _steps_text(recipe: Recipe) -> str:
+    """Optimizer steps on one batch."""
+    updates, epochs = recipe.training.updates_per_batch, recipe.training.epochs_per_batch
+    if updates * epochs == 1:
+        return "one optimizer step"
+    order = ", shortest first" if recipe.rollout.rounds is RoundKind.LENGTH_SORTED else ""
+    share = f", each on its share of the groups{order}" if updates > 1 else ""
+    return f"{updates * epochs} optimizer steps" + (f" in {epochs} passes" if epochs > 1 else "") + share
+
+
 def _training_text(recipe: Recipe) -> str:
     limit = recipe.sampling.max_tokens
     few, many = micro_batches(recipe, limit // 4), micro_batches(recipe, limit)
     ranks, updates = recipe.training.ranks, recipe.training.updates_per_batch
     return (
         f"{f'{few} to {many}' if few < many else many} micro-batches of at most "
-        f"{recipe.training.micro_batch_tokens:,} tokens a {'step' if updates == 1 else 'batch'}"
+        f"{recipe.training.micro_batch_tokens:,} tokens a {'step' if updates == 1 else 'pass over the batch'}"
         + (f" on each of {ranks} ranks" if ranks > 1 else "")
         + f" (completions at a quarter of max_tokens = {limit}, and at all of it)"
     )
@@ -249,6 +260,7 @@ def _memory_text(recipe: Recipe, facts: ModelFacts, context: int) -> str:
     estimate = estimate_memory(recipe, facts, context)
     engine = max(size for name, size in estimate.items() if name.startswith("engine-"))
     extra = ", with a reference model" if recipe.objective_settings.has_reference else ""
+    extra += ", with a value model" if recipe.objective_settings.has_value_model else ""
     if recipe.training.ranks > 1:
         sizes = training_sizes(recipe, facts)
         batch, layer = (gib(bytes_per_rank(sizes, kind).total) for kind in (Gathered.BATCH, Gathered.LAYER))

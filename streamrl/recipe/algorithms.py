@@ -12,6 +12,7 @@ from streamrl.recipe.objective import (
     LossNormalization,
     Objective,
     Surrogate,
+    ValueModel,
 )
 
 
@@ -84,11 +85,17 @@ class ObjectiveSettings(msgspec.Struct, frozen=True, kw_only=True):
     value_coefficient: float = 0.5
     value_clip: float = 0.2
     value_learning_rate: float = 0.0
+    value_model: ValueModel = ValueModel.HEAD
 
     @property
     def has_critic(self) -> bool:
-        """Whether a value head is trained."""
+        """Whether values are trained."""
         return self.advantages is AdvantageKind.GAE
+
+    @property
+    def has_value_model(self) -> bool:
+        """Whether the critic is a model of its own."""
+        return self.has_critic and self.value_model is ValueModel.OWN
 
     @property
     def has_reference(self) -> bool:
@@ -114,10 +121,12 @@ def objective_settings(objective: Objective, *, sizes_vary: bool = False) -> Obj
     return ObjectiveSettings(**{n: method[n] if values[n] is None else values[n] for n in names})
 
 
-def why_not_streaming(settings: ObjectiveSettings, updates_per_batch: int) -> str:
+def why_not_streaming(settings: ObjectiveSettings, updates_per_batch: int, epochs_per_batch: int = 1) -> str:
     """Why groups cannot be trained before their batch is complete with the same gradient; empty: they can."""
     if updates_per_batch > 1:
         return f"training.updates_per_batch = {updates_per_batch} steps on one batch need all of it first"
+    if epochs_per_batch > 1:
+        return f"training.epochs_per_batch = {epochs_per_batch} passes over one batch need all of it first"
     if settings.advantages in WHOLE_BATCH:
         return f'objective.advantages = "{settings.advantages}" compares with the whole batch'
     return ""

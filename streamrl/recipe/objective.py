@@ -93,6 +93,14 @@ class KlPlace(StrEnum):
     REWARD = "reward"
 
 
+class ValueModel(StrEnum):
+    """What PPO's values are read from. ``head``: a linear head on the policy, which learns both. ``own``: a copy of the
+    initial model with such a head, trained whole by an AdamW of its own; every rank holds all of it."""
+
+    HEAD = "head"
+    OWN = "own"
+
+
 class Objective(Section, frozen=True):
     """What is differentiated. A key that is not set is as the paper of ``algorithm`` has it."""
 
@@ -119,12 +127,13 @@ class Objective(Section, frozen=True):
     cohort_batches: Annotated[Positive, advanced('for advantages = "cohort"')] = 4
     discount: Annotated[Share, advanced("of PPO's critic")] = 1.0
     gae_lambda: Annotated[Share, advanced("of PPO's critic")] = 1.0
-    value_coefficient: Annotated[NaturalFloat, advanced("of the loss of the critic, a linear head on the policy")] = 0.5
+    value_coefficient: Annotated[NaturalFloat, advanced("of the loss of the critic")] = 0.5
     value_clip: Annotated[NaturalFloat, advanced("of the critic's values (0: not clipped)")] = 0.2
     value_learning_rate: Annotated[
         NaturalFloat,
-        advanced("of the value head (0: 0.04 / the width of the model, which is verl's 1e-5 at 4,096)"),
+        advanced("of the critic (0: 0.04 / the width of the model, which is verl's 1e-5 at 4,096)"),
     ] = 0.0
+    value_model: Annotated[ValueModel, advanced("")] = ValueModel.HEAD
 
 
 class Proximal(StrEnum):

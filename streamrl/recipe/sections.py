@@ -156,6 +156,10 @@ class Training(Section, frozen=True):
         Positive,
         doc("optimizer steps on each batch; all but the first are off-policy, and above 1 nothing streams"),
     ] = 1
+    epochs_per_batch: Annotated[
+        Positive,
+        advanced("passes over each batch, of updates_per_batch steps each, all against the logprobs before the first"),
+    ] = 1
     micro_batch_tokens: Annotated[Positive, doc("tokens that go through the model at once")] = 2048
     streaming: Annotated[
         bool,

@@ -59,7 +59,7 @@ has_no_effect(
 )
 has_no_effect(
     "objective.discount objective.gae_lambda objective.value_coefficient objective.value_clip "
-    "objective.value_learning_rate",
+    "objective.value_learning_rate objective.value_model",
     _of_advantages(AdvantageKind.GAE),
 )
 has_no_effect("objective.cohort_batches", _of_advantages(AdvantageKind.COHORT))

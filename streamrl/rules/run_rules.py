@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import OptimizerKind, Recipe
 from streamrl.rules.rule import Broken, Problem, has_no_effect, rule
 
@@ -49,14 +50,17 @@ def evaluated_reward(recipe: Recipe) -> Broken:
         yield Problem("evaluation.reward", f'"{name}" is no reward of this recipe: write one of {", ".join(labels)}')
 
 
-@rule("training.updates_per_batch", "rollout.prompts_per_batch")
+@rule("training.updates_per_batch", "rollout", "length_sorted.single")
 def updates(recipe: Recipe) -> Broken:
-    updates, groups = recipe.training.updates_per_batch, recipe.rollout.prompts_per_batch
+    updates, rollout = recipe.training.updates_per_batch, recipe.rollout
+    single = rollout.rounds is RoundKind.LENGTH_SORTED and recipe.length_sorted.single
+    groups = rollout.prompts_per_batch * (rollout.group_size if single else 1)
     if updates > groups:
+        what = "single trajectories" if single else "groups"
         yield Problem(
             "training.updates_per_batch",
-            f"{updates} steps do not fit a batch of rollout.prompts_per_batch = {groups} groups, since each step "
-            f"trains its share of them: set {groups} or less",
+            f"{updates} steps do not fit a batch of {groups} {what}, since each step trains its share of them: set "
+            f"{groups} or less",
         )
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from streamrl.recipe.algorithms import METHODS, ObjectiveSettings, objective_settings, why_not_streaming
-from streamrl.recipe.objective import AdvantageKind, Algorithm, KlEstimator, KlPlace, Objective, Surrogate
+from streamrl.recipe.objective import AdvantageKind, Algorithm, KlEstimator, KlPlace, Objective, Surrogate, ValueModel
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 
@@ -40,6 +40,7 @@ def test_every_field_of_the_recipe_overrides_the_method() -> None:
         "value_coefficient": 0.21,
         "value_clip": 0.22,
         "value_learning_rate": 0.23,
+        "value_model": ValueModel.OWN,
     }
     assert set(fields) == set(ObjectiveSettings.__struct_fields__)
     for algorithm in Algorithm:
@@ -76,6 +77,8 @@ def test_the_kl_estimator_that_is_left_out_has_the_gradient_of_the_kl(algorithm:
 def test_what_needs_other_models_or_trains_without_signal() -> None:
     assert resolved(algorithm=Algorithm.PPO).has_critic
     assert not resolved().has_critic
+    assert resolved(algorithm=Algorithm.PPO, value_model=ValueModel.OWN).has_value_model
+    assert not resolved(algorithm=Algorithm.PPO).has_value_model
     assert not resolved(algorithm=Algorithm.RLOO).has_reference
     assert resolved(kl_coefficient=0.01).has_reference
     # A group of equal rewards has a gradient where siblings are not compared, and through KL and entropy.
@@ -102,6 +105,7 @@ def test_what_compares_with_the_whole_batch_does_not_stream(algorithm: Algorithm
     else:
         assert reason == ""
     assert why_not_streaming(resolved(algorithm=algorithm), 2).startswith("training.updates_per_batch = 2 ")
+    assert why_not_streaming(resolved(algorithm=Algorithm.GRPO), 1, 2).startswith("training.epochs_per_batch = 2 ")
 
 
 def test_where_group_sizes_vary_advantages_do_not_depend_on_them() -> None:

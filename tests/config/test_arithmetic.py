@@ -21,7 +21,7 @@ from streamrl.plan.summary import (
     streaming_sentence,
 )
 from streamrl.plan.topology import plan_topology
-from streamrl.recipe.objective import Algorithm, Objective, OffPolicy, Proximal, RatioLevel
+from streamrl.recipe.objective import Algorithm, Objective, OffPolicy, Proximal, RatioLevel, ValueModel
 from streamrl.recipe.scheduling import GroupSizing, InFlight, Rollout, RoundKind, SizingKind, StalePolicy
 from streamrl.recipe.sections import (
     Checkpoint,
@@ -159,16 +159,28 @@ def test_a_learning_rate_that_is_unusual_for_the_size_is_warned_of(
 
 def test_the_lines_say_what_is_asked_for() -> None:
     recipe = change(
-        rollout=Rollout(prompts_per_batch=8),
-        objective=Objective(algorithm=Algorithm.PPO, kl_coefficient=0.1, entropy_coefficient=0.01, overlong_buffer=64),
-        training=Training(updates_per_batch=4),
+        rollout=Rollout(prompts_per_batch=8, rounds=RoundKind.LENGTH_SORTED),
+        objective=Objective(
+            algorithm=Algorithm.PPO,
+            kl_coefficient=0.1,
+            entropy_coefficient=0.01,
+            overlong_buffer=64,
+            value_model=ValueModel.OWN,
+        ),
+        training=Training(updates_per_batch=4, epochs_per_batch=2),
         evaluation=Evaluation(prompts="/a/held.jsonl", samples=4, every=10, limit=64),
         checkpoint=Checkpoint(every=20, keep=3, keep_best=1, keep_every=100, resume_from="/runs/r/checkpoints/step-4"),
     )
     lines = arithmetic_lines(recipe, held_out=100)
     for expected in (
-        "batch       8 prompts x 8 samples = 64 trajectories, 4 optimizer steps, each on its share of the groups",
-        "            critic: discount = 1.0, gae_lambda = 1.0, value_coefficient = 0.5, value_clip = 0.2",
+        (
+            "batch       8 prompts x 8 samples = 64 trajectories, 8 optimizer steps in 2 passes, each on its share of "
+            "the groups, shortest first"
+        ),
+        (
+            "            critic: discount = 1.0, gae_lambda = 1.0, value_coefficient = 0.5, value_clip = 0.2, "
+            'value_model = "own"'
+        ),
         '            reference: kl_coefficient = 0.1, kl_estimator = "k1", kl_in = "reward"',
         "            entropy_coefficient = 0.01",
         "            overlong_buffer = 64, overlong_penalty = 1.0",

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from sample_groups import make_groups, train_batch  # noqa: E402
+from sample_groups import make_groups, master_values, train_batch  # noqa: E402
 
-from streamrl.learning.objective.critic import ValueHead  # noqa: E402
+from streamrl.base.messages import SaveCheckpoint  # noqa: E402
+from streamrl.learning.batches.packing import empty_micro_batch  # noqa: E402
+from streamrl.learning.objective.critic import Critic  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.recipe.algorithms import objective_settings  # noqa: E402
-from streamrl.recipe.objective import Algorithm, Objective  # noqa: E402
+from streamrl.recipe.objective import Algorithm, Objective, ValueModel  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
 def test_values_are_float32_also_where_the_policy_computes_in_bfloat16() -> None:
-    head = ValueHead(TrainerOptions(model_path="", run_id="", weights_endpoint=""), 8, torch.device("cpu"))
+    head = Critic(TrainerOptions(model_path="", run_id="", weights_endpoint=""), 8, torch.device("cpu"))
+    row = empty_micro_batch(torch.device("cpu"))
     with torch.no_grad():
         head.tensors()["critic.weight"].copy_(torch.linspace(0.9, 1.1, 8))
     hidden = torch.linspace(-1, 3, 24).reshape(3, 8)
-    plain = head(hidden)
+    plain = head(row, hidden)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        values = head(hidden)
+        values = head(row, hidden)
     assert values.dtype == torch.float32
     assert values.tolist() == plain.tolist()
 
@@ -43,3 +47,27 @@ def test_the_head_learns_what_every_sample_earns_at_the_rate_of_a_large_policy(
         losses.append(train_batch(trainer, groups, step + 1).metrics["optim/value_loss"])
     assert losses[0] == pytest.approx(0.5)
     assert losses[-1] < 0.4
+
+
+def test_a_value_model_of_its_own_is_trained_and_goes_on_from_a_checkpoint(
+    start_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    settings = objective_settings(Objective(algorithm=Algorithm.PPO, value_model=ValueModel.OWN))
+
+    def train(trainer: Any, steps: range) -> tuple[list[float], dict[str, Any]]:
+        rewards = [[0.0, 0.0], [1.0, 1.0]]
+        batches = [make_groups(step, [2, 2], seed=step, rewards=rewards) for step in steps]
+        reports = [train_batch(trainer, groups, step + 1) for step, groups in zip(steps, batches, strict=True)]
+        trained = master_values(trainer) | {n: t.numpy() for n, t in trainer._updates.critic.tensors().items()}
+        return [report.metrics["optim/value_loss"] for report in reports], {n: v.copy() for n, v in trained.items()}
+
+    trainer = start_trainer(objective=settings, streaming=False)
+    started = trainer._updates.critic.tensors()["critic.trunk.norm.weight"].numpy().copy()
+    _, trained = train(trainer, range(4))
+    assert (trained["critic.trunk.norm.weight"] != started).any()
+    trainer.save_checkpoint(SaveCheckpoint(directory=str(tmp_path / "saved"), policy_version=4))
+    losses, through = train(trainer, range(4, 6))
+    resumed = start_trainer(objective=settings, streaming=False, resume_from=str(tmp_path / "saved"))
+    losses_again, again = train(resumed, range(4, 6))
+    assert losses_again == losses
+    assert again.keys() == through.keys() and all((again[name] == value).all() for name, value in through.items())

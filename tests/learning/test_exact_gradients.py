@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -20,6 +22,7 @@ pytest.importorskip("transformers")
 
 from reference_policy import reference_logprobs, reference_model, relative_error, stepped_gradient  # noqa: E402
 from sample_groups import make_groups, train_batch  # noqa: E402
+from torch.func import functional_call  # noqa: E402
 
 from streamrl.base.types import TrainingGroup, TrainingSample, VersionSpan, float_array  # noqa: E402
 from streamrl.learning.batches import gradients  # noqa: E402
@@ -35,6 +38,7 @@ from streamrl.recipe.objective import (  # noqa: E402
     Proximal,
     RatioLevel,
     Surrogate,
+    ValueModel,
 )
 
 pytestmark = pytest.mark.torch
@@ -91,7 +95,7 @@ class Step(NamedTuple):
     """What one optimizer step began from, and the gradient that it got."""
 
     weights: dict[str, Any]
-    head: tuple[Any, Any]
+    critic: dict[str, Any]
     gradient: dict[str, Any]
 
 
@@ -106,10 +110,14 @@ class Reference:
         off_policy: OffPolicy,
         *,
         temperature: float = 1.0,
-        updates: int = 1,
+        updates_per_batch: int = 1,
+        epochs_per_batch: int = 1,
+        shortest_first: bool = False,
     ) -> None:
         self.groups, self.settings, self.off_policy = groups, settings, off_policy
-        self.temperature, self.updates = temperature, updates
+        self.temperature, self.updates, self.shortest_first = temperature, updates_per_batch, shortest_first
+        self.steps = updates_per_batch * epochs_per_batch
+        self.lengths: list[float] = []
         self.model = reference_model(path).double()
         self.other = noisy_reference(path) if settings.kl_coefficient else None
         self.before: dict[Any, Scores] = {}
@@ -125,23 +133,32 @@ class Reference:
         """The gradient of one update; its losses are added up."""
         for name, parameter in self.model.named_parameters():
             parameter.data, parameter.grad = begun.weights[name].double(), None
-        head = [tensor.double().requires_grad_() for tensor in begun.head]
+        critic = {name: tensor.double().requires_grad_() for name, tensor in begun.critic.items()}
         if not update:
             with torch.no_grad():
-                self.before = {s.id: self.forward(s, head) for group in self.groups for s in group.samples}
+                self.before = {s.id: self.forward(s, critic) for group in self.groups for s in group.samples}
             self.advantages = self.all_advantages()
         trained = [[sample for sample in group.samples if self.has_gradient(sample)] for group in self.groups]
-        for samples in list(filter(None, trained))[update :: self.updates]:
+        share = self.share(list(filter(None, trained)), update % self.updates)
+        self.lengths.append(fmean(sample.trained_tokens for samples in share for sample in samples))
+        for samples in share:
             for sample in samples:
-                loss, value_loss = self.losses(sample, self.forward(sample, head), *self.advantages[sample.id])
+                loss, value_loss = self.losses(sample, self.forward(sample, critic), *self.advantages[sample.id])
                 share = sample.trained_tokens if self.settings.loss_normalization == "sequence_mean" else 1
                 loss, value_loss = (part.sum() / share / self.denominator for part in (loss, value_loss))
                 self.loss, self.value_loss = self.loss + loss.item(), self.value_loss + value_loss.item()
                 (self.updates * (loss + self.settings.value_coefficient * value_loss)).backward()
         gradient = {name: parameter.grad for name, parameter in self.model.named_parameters()}
         if self.settings.advantages is AdvantageKind.GAE:
-            gradient |= {"critic.weight": head[0].grad, "critic.bias": head[1].grad}
+            gradient |= {f"critic.{name}": tensor.grad for name, tensor in critic.items()}
         return gradient
+
+    def share(self, groups: list[list[TrainingSample]], update: int) -> list[list[TrainingSample]]:
+        """The groups of one update."""
+        if not self.shortest_first:
+            return groups[update :: self.updates]
+        groups = sorted(groups, key=lambda samples: fmean(sample.trained_tokens for sample in samples))
+        return [groups[index] for index in np.array_split(np.arange(len(groups)), self.updates)[update]]
 
     def has_gradient(self, sample: TrainingSample) -> bool:
         """Groups without any such sample are dealt to no update."""
@@ -149,13 +166,17 @@ class Reference:
         always = s.kl_coefficient or s.entropy_coefficient or s.advantages is AdvantageKind.GAE
         return sample.id in self.seen and bool(always or self.advantages[sample.id][0].any())
 
-    def forward(self, sample: TrainingSample, head: list[Any]) -> Scores:
+    def forward(self, sample: TrainingSample, critic: dict[str, Any]) -> Scores:
         trained = torch.tensor(list(sample.loss_mask[1:])) != 0
         tokens = torch.tensor(list(sample.token_ids))
         hidden = self.model.model(tokens[None]).last_hidden_state[0, :-1][trained]
         logprobs = (self.model.lm_head(hidden) / self.temperature).log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return Scores(logprobs.gather(1, tokens[1:, None][trained])[:, 0], entropy, hidden @ head[0] + head[1])
+        below = {name.removeprefix("trunk."): tensor for name, tensor in critic.items() if name.startswith("trunk.")}
+        if below:
+            hidden = functional_call(self.model.model, below, tokens[None]).last_hidden_state[0, :-1][trained]
+        values = hidden @ critic["weight"][0] + critic["bias"]
+        return Scores(logprobs.gather(1, tokens[1:, None][trained])[:, 0], entropy, values)
 
     def kl(self, policy: Any, sample: TrainingSample) -> Any:
         apart = policy - reference_logprobs(self.other, sample, self.temperature).detach()
@@ -276,7 +297,9 @@ def started(
         off_policy=off_policy,
         max_tokens=CAPPED,
         max_grad_norm=1e9,
-        streaming=not why_not_streaming(settings, options.get("updates_per_batch", 1)),
+        streaming=not why_not_streaming(
+            settings, options.get("updates_per_batch", 1), options.get("epochs_per_batch", 1)
+        ),
         **options,
     )
     with torch.no_grad():
@@ -293,18 +316,18 @@ def steps_of(trainer: Any, groups: list[TrainingGroup]) -> tuple[list[Step], dic
     """Train the batch: every optimizer step of it, the critic's with the policy's, and the metrics."""
     steps: list[Step] = []
     policy_step, critic = trainer._updates.optimizer.step, trainer._updates.critic
+    none = {"weight": torch.zeros(1, 32), "bias": torch.zeros(1)}
+    of_critic = critic._parameters if critic else none
 
     def keep(gradient_L: Any, learning_rate: float) -> None:
         weights = {name: p.detach().clone() for name, p in trainer._updates.policy.trained_parameters().items()}
-        head = (critic._linear.weight[0], critic._linear.bias[0]) if critic else (torch.zeros(32), torch.zeros(()))
+        values = {name: tensor.detach().clone() for name, tensor in of_critic.items()}
         gradient = {s.name: gradient_L[s.place].view(s.shape).clone() for s in trainer._updates.weights.shards}
-        steps.append(Step(weights, (head[0].detach().clone(), head[1].detach().clone()), gradient))
+        steps.append(Step(weights, values, gradient))
         policy_step(gradient_L, learning_rate)
 
     def keep_critic(scale: float, times: int) -> None:
-        linear = critic._linear
-        found = {"critic.weight": scale * linear.weight.grad[0], "critic.bias": scale * linear.bias.grad[0]}
-        steps[-1].gradient.update(found)
+        steps[-1].gradient.update({f"critic.{name}": scale * tensor.grad for name, tensor in of_critic.items()})
         critic_step(scale, times)
 
     trainer._updates.optimizer.step = keep
@@ -328,6 +351,7 @@ def objective(algorithm: str = "grpo", **fields: Any) -> Objective:
 
 
 TWICE, THRICE = {"updates_per_batch": 2}, {"updates_per_batch": 3}
+SORTED, EPOCHS = {"shortest_first": True}, {"epochs_per_batch": 2}
 CASES = {
     f"{algorithm}, updates {updates}": Case(
         objective(algorithm), options={"updates_per_batch": updates}, clips=algorithm not in ("rloo", "cispo")
@@ -335,6 +359,15 @@ CASES = {
     for algorithm in Algorithm
     for updates in (1, 2, 3)
 } | {
+    "two passes over the batch": Case(objective(), options=EPOCHS, clips=True),
+    "three updates, shortest first": Case(objective("reinforce_plus_plus"), options=THRICE | SORTED, clips=True),
+    "two passes of two updates": Case(objective("reinforce_plus_plus"), options=TWICE | EPOCHS, clips=True),
+    "ppo, a value model of its own": Case(objective("ppo", value_model=ValueModel.OWN)),
+    "ppo, a value model of its own, two passes of three updates, shortest first": Case(
+        objective("ppo", value_model=ValueModel.OWN, value_learning_rate=0.01, value_clip=0.1, kl_coefficient=0.1),
+        options=THRICE | SORTED | EPOCHS,
+        clips=True,
+    ),
     "k2 and entropy beside a correction": Case(objective(kl_coefficient=0.1, entropy_coefficient=0.02)),
     "k3, sequence mean": Case(
         objective(kl_coefficient=0.1, kl_estimator=KlEstimator.K3, loss_normalization=LossNormalization.SEQUENCE_MEAN)
@@ -398,20 +431,23 @@ CASES = {
 
 def check(start_trainer: StartTrainer, path: str, groups: list[TrainingGroup], case: Case) -> None:
     """Gradients, losses and what is reported of corrections are the reference's."""
-    settings, updates = objective_settings(case.objective), case.options.get("updates_per_batch", 1)
+    settings, epochs = objective_settings(case.objective), case.options.get("epochs_per_batch", 1)
     steps, metrics = steps_of(started(start_trainer, path, case.objective, case.off_policy, **case.options), groups)
-    temperature = case.options.get("temperature", 1.0)
-    reference = Reference(path, groups, settings, case.off_policy, temperature=temperature, updates=updates)
-    assert len(steps) == updates
+    reference = Reference(path, groups, settings, case.off_policy, **case.options)
+    assert len(steps) == reference.steps
     errors = [relative_error(step.gradient, reference.step(update, step)) for update, step in enumerate(steps)]
     assert max(errors) < TOLERANCE, errors
-    losses = [metrics["optim/loss"], metrics.get("optim/value_loss", 0.0)]
+    losses = [epochs * metrics["optim/loss"], epochs * metrics.get("optim/value_loss", 0.0)]
     assert losses == pytest.approx([reference.loss, reference.value_loss], rel=TOLERANCE, abs=0.05 * TOLERANCE)
     tokens, *sums = reference.sums.tolist()
     found = [metrics[f"policy/{key}"] * tokens for key in ("clip_ratio", "masked_ratio", "correction_mean")]
     assert found == pytest.approx(sums, rel=1e-5)
     assert bool(sums[0]) or not case.clips, "nothing was clipped"
     assert bool(sums[1]) is (case.off_policy.mask is not RatioLevel.NONE)
+    if reference.updates > 1:
+        edges = [metrics["length/first_update"], metrics["length/last_update"]]
+        assert edges == pytest.approx([reference.lengths[0], reference.lengths[-1]])
+        assert edges[0] < edges[1] or not reference.shortest_first
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -36,7 +36,7 @@ from streamrl.plan.model_facts import read_model_facts  # noqa: E402
 from streamrl.plan.topology import Topology, plan_topology  # noqa: E402
 from streamrl.recipe.algorithms import objective_settings  # noqa: E402
 from streamrl.recipe.load import dump_recipe  # noqa: E402
-from streamrl.recipe.objective import Algorithm, Objective  # noqa: E402
+from streamrl.recipe.objective import Algorithm, Objective, ValueModel  # noqa: E402
 from streamrl.recipe.sections import (  # noqa: E402
     ComputeDtype,
     Gathered,
@@ -189,6 +189,10 @@ def launch(tiny_model: str, wide_model: str, tmp_path_factory: pytest.TempPathFa
     apart = {"updates_per_batch": 2, "streaming": False}
     launch.add("one-updates", [2], steps=1, **apart)
     launch.add("four-updates", [0, 1, 2, 3], steps=1, **apart)
+    own = objective_settings(Objective(algorithm=Algorithm.PPO, value_model=ValueModel.OWN))
+    ordered = apart | {"objective": own, "shortest_first": True, "epochs_per_batch": 2, "steps": 2}
+    launch.add("one-ordered", [1], **ordered)
+    launch.add("four-ordered", [0, 1, 2, 3], **ordered)
     launch.add("death", [0, 1], steps=1, ends=("survive", "die"), threads=2)
     launch.add("hang", [2, 3], steps=1, ends=("survive", "hang"), collective_timeout_s=HANG_S)
     launch.run()
@@ -243,10 +247,16 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_four(launch: Traine
     assert_same_curve(launch.outputs(name), through, HALF)
 
 
-def test_updates_on_one_batch_take_the_same_groups_on_any_number_of_ranks(launch: Trainers) -> None:
-    """The first step has groups in order of ranks, at most two of them with a signal on one."""
-    one, four = launch.outputs("one-updates"), launch.outputs("four-updates")
-    assert metrics_of(four[0], 1) == pytest.approx(metrics_of(one[0], 1), rel=1e-3, abs=1e-5)
+@pytest.mark.parametrize(("kind", "steps"), [("updates", 1), ("ordered", 2)])
+def test_updates_on_one_batch_take_the_same_groups_on_any_number_of_ranks(
+    launch: Trainers, kind: str, steps: int
+) -> None:
+    """In turn; or by length, in two passes, with values of a model whose gradients come from all ranks."""
+    one, four = launch.outputs(f"one-{kind}"), launch.outputs(f"four-{kind}")
+    for version in range(1, steps + 1):
+        assert metrics_of(four[0], version) == pytest.approx(metrics_of(one[0], version), rel=1e-3, abs=1e-5)
+        edges = [[float(o[f"{version}/length/{edge}_update"]) for edge in ("first", "last")] for o in (*one, *four)]
+        assert edges == [edges[0]] * 5 and (kind == "updates" or edges[0][0] < edges[0][1])
     assert distance(four, one) < 1e-5
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from streamrl.base.errors import StreamRLError
 from streamrl.learning.batches.packing import MicroBatch
 from streamrl.learning.model.policy import PackedPolicy, compute_context
-from streamrl.learning.objective.critic import ValueHead
+from streamrl.learning.objective.critic import Critic
 from streamrl.learning.objective.logprobs import token_logprobs
 from streamrl.learning.objective.objectives import TokenInputs, TokenLoss, needs_whole_sequences, token_loss, value_loss
 from streamrl.learning.options import TrainerOptions
@@ -78,7 +78,7 @@ class BatchSums:
 
 def accumulate(
     policy: PackedPolicy,
-    critic: ValueHead | None,
+    critic: Critic | None,
     row: MicroBatch,
     options: TrainerOptions,
     sums: BatchSums,
@@ -91,14 +91,14 @@ def accumulate(
     longer than a chunk under an objective that needs it whole.
     Raises ``StreamRLError`` naming batch and samples when the loss is not finite.
     """
+    alone = critic is not None and critic.trunk is not None
     with compute_context(options, row.tokens_T.device):
+        # A model of its own first: its activations are gone before those of the policy are made.
+        critic_loss = _through_critic(critic if alone else None, None, row, options)
         hidden_ND = policy(row)
         leaf_ND = hidden_ND.detach().requires_grad_()
         logprobs_N, entropy_N, losses = _through_head(policy, leaf_ND, row, options)
-        critic_loss = logprobs_N.new_zeros(())
-        if critic is not None:
-            critic_loss = (value_loss(options.objective, critic(leaf_ND), row.inputs) * row.inputs.weights_N).sum()
-            torch.autograd.backward(options.objective.value_coefficient * critic_loss)
+        critic_loss = critic_loss + _through_critic(None if alone else critic, leaf_ND, row, options)
     _add_sums(sums, row, logprobs_N, entropy_N, losses, critic_loss)
     if not math.isfinite(sums.tokens.loss + sums.tokens.value_loss):
         names = ", ".join(row.sample_ids[:NAMED_SAMPLES])
@@ -121,6 +121,16 @@ def logits_at_once(device: torch.device) -> int:
     if device.type != "cuda":
         return LOGITS_IN_A_CHUNK
     return max(LOGITS_IN_A_CHUNK, torch.cuda.get_device_properties(device).total_memory // CARD_SHARE // 4)
+
+
+def _through_critic(critic: Critic | None, leaf_ND: Tensor | None, row: MicroBatch, options: TrainerOptions) -> Tensor:
+    """Sum of the value loss, its gradient added to the critic and to ``leaf_ND``; 0 without a critic."""
+    if critic is None:
+        return row.inputs.weights_N.new_zeros(())
+    losses_N = value_loss(options.objective, critic(row, leaf_ND), row.inputs)
+    found = (losses_N * row.inputs.weights_N).sum()
+    torch.autograd.backward(options.objective.value_coefficient * found)
+    return found.detach()
 
 
 def _through_head(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import msgspec
 import numpy as np
@@ -24,6 +25,7 @@ from streamrl.learning.objective.advantages import (
 )
 from streamrl.learning.objective.objectives import reference_kl, token_weight
 from streamrl.learning.options import TrainerOptions
+from streamrl.learning.process_group import all_gather_bytes
 from streamrl.recipe.algorithms import WHOLE_BATCH, WITHIN_GROUPS
 from streamrl.recipe.objective import AdvantageKind, KlPlace
 from streamrl.rewards.builtin.length import soft_overlong_penalty
@@ -175,6 +177,23 @@ def worth_training(item: PreparedSample, options: TrainerOptions) -> bool:
     if settings.has_critic or settings.has_reference or settings.entropy_coefficient:
         return True
     return bool(item.advantage if item.token_advantages is None else item.token_advantages.any())
+
+
+def dealt(samples: Sequence[PreparedSample], options: TrainerOptions) -> list[list[PreparedSample]]:
+    """This rank's samples of each of ``updates_per_batch`` updates. Whole groups of all ranks, which get the same ones
+    however groups are spread over them: in turn, or ``shortest_first`` by mean length, as many in each. Collective."""
+    lengths: dict[int, list[int]] = {}
+    for item in samples:
+        lengths.setdefault(item.sample.id.group_id, []).append(item.sample.trained_tokens)
+    own = [(fmean(found) if options.shortest_first else 0.0, group) for group, found in lengths.items()]
+    encoded = all_gather_bytes(msgspec.msgpack.encode(own))
+    groups = sorted(pair for part in encoded for pair in msgspec.msgpack.decode(part, type=list[tuple[float, int]]))
+    updates, places = options.updates_per_batch, {group: index for index, (_, group) in enumerate(groups)}
+    shares: list[list[PreparedSample]] = [[] for _ in range(updates)]
+    for item in samples:
+        place = places[item.sample.id.group_id]
+        shares[place * updates // len(groups) if options.shortest_first else place % updates].append(item)
+    return shares
 
 
 class OpenBatch:

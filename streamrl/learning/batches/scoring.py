@@ -15,7 +15,7 @@ from streamrl.learning.batches.preparation import SampleScores
 from streamrl.learning.model.attention import PackedSequence, packed_layout
 from streamrl.learning.model.policy import PackedPolicy, compute_context, set_sharded
 from streamrl.learning.objective.advantages import FloatVector
-from streamrl.learning.objective.critic import ValueHead
+from streamrl.learning.objective.critic import Critic
 from streamrl.learning.objective.logprobs import token_logprobs
 from streamrl.learning.options import TrainerOptions
 from streamrl.recipe.canary import probe_tokens
@@ -29,7 +29,7 @@ def score_samples(
     device: torch.device,
     *,
     reference: PackedPolicy | None,
-    critic: ValueHead | None,
+    critic: Critic | None,
     proximal: bool,
     together: bool,
 ) -> dict[TrajectoryId, SampleScores]:
@@ -42,12 +42,13 @@ def score_samples(
     scores: dict[TrajectoryId, SampleScores] = {}
     prepared = [PreparedSample(sample) for sample in trained]
     for row in packed_rows(prepared, options.micro_batch_tokens, 0, device, together=together):
-        logprobs = values = references = None
+        logprobs = values = references = hidden_ND = None
         with compute_context(options, device):
-            if proximal or critic is not None:
+            if proximal or (critic is not None and critic.trunk is None):
                 hidden_ND = policy(row)
                 logprobs = _split(row, _logprobs(policy, hidden_ND, row, options)) if proximal else None
-                values = _split(row, critic(hidden_ND)) if critic is not None else None
+            if critic is not None:
+                values = _split(row, critic(row, hidden_ND))
             if reference is not None:
                 references = _split(row, _logprobs(reference, reference(row), row, options))
         for index, name in enumerate(row.sample_ids):

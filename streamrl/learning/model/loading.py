@@ -40,7 +40,7 @@ from streamrl.learning.model.hugging_face import (
 )
 from streamrl.learning.model.policy import PackedPolicy, computes_in_sixteen_bits, gather_once, set_sharded, shard
 from streamrl.learning.model.probe import check_packing
-from streamrl.learning.objective.critic import ValueHead
+from streamrl.learning.objective.critic import Critic
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.rank_memory import MOMENT_BYTES, TrainingSizes, activation_bytes, choose_gathered
 from streamrl.learning.state.published_weights import local_part, local_shards, published_shards
@@ -229,22 +229,24 @@ def _check_names(policy: PackedPolicy, directory: Path) -> dict[str, Path]:
 
 def load_models(
     options: TrainerOptions, device: torch.device
-) -> tuple[PackedPolicy, PackedPolicy | None, ValueHead | None, bool]:
+) -> tuple[PackedPolicy, PackedPolicy | None, Critic | None, bool]:
     """Policy, reference and critic, as ``options`` ask for, and whether parameters are gathered layer by layer, so that
     every forward is a collective. Collective with several ranks. Raises ``StreamRLError``."""
     gathered = _choose_gathered(options, device) if options.ranks > 1 else Gathered.BATCH
     policy, reference, critic = _load(options, device, gathered), None, None
-    if options.compile:
-        compile_policy(policy)
-    if options.activation_checkpointing:
-        checkpoint_activations(policy)
+    trunk = load_policy(options.model_path, device) if options.objective.has_value_model else None
+    for trained in (policy, trunk) if trunk is not None else (policy,):
+        if options.compile:
+            compile_policy(trained)
+        if options.activation_checkpointing:
+            checkpoint_activations(trained)
     by_layer = gathered is Gathered.LAYER
     if options.objective.has_reference:
         # Ranks that score different numbers of rows need all of it.
         whole = _load(options, device, gathered) if by_layer else load_policy(options.model_path, device)
         reference = _freeze(whole)
     if options.objective.has_critic:
-        critic = ValueHead(options, policy.hugging_face.config.get_text_config().hidden_size, device)
+        critic = Critic(options, policy.hugging_face.config.get_text_config().hidden_size, device, trunk)
     return policy, reference, critic, by_layer
 
 
@@ -283,6 +285,7 @@ def _choose_gathered(options: TrainerOptions, device: torch.device) -> Gathered:
         sixteen_bit=computes_in_sixteen_bits(options, device),
         on_device=device.type != "cpu",
         reference=options.objective.has_reference,
+        critic=options.objective.has_value_model,
     )
     activations = activation_bytes(
         tokens=options.micro_batch_tokens,

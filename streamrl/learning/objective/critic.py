@@ -1,44 +1,55 @@
-"""PPO's critic: one linear value of each position, on the hidden states of the policy."""
+"""PPO's critic: one linear value of each position, on the hidden states of the policy or of a model of its own."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from streamrl.learning.batches.packing import MicroBatch
+from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 
 VALUE_STEP = 0.04
 """About how far the default rate moves a value in a step: 0.04 / 4,096 is 1e-5, the rate of verl's critic."""
 
 
-class ValueHead:
-    """``[N, D] -> [N]``, starting at 0. Every rank holds all of it; gradients are summed over the ranks at the close.
+class Critic:
+    """A linear head ``[N, D] -> [N]``, starting at 0, and ``trunk``, the model below it (None: the policy's, which the
+    value loss trains with). Every rank holds all of both; gradients are summed over the ranks at the close.
 
     It is trained and saved with the policy and never published. A step of AdamW moves a value by about its rate times
     ``D``, so that rates for the layers of a policy would leave the head at 0: it has one of its own, not warmed up.
     """
 
-    def __init__(self, options: TrainerOptions, hidden: int, device: torch.device) -> None:
+    def __init__(
+        self, options: TrainerOptions, hidden: int, device: torch.device, trunk: PackedPolicy | None = None
+    ) -> None:
+        self.trunk = trunk
         self._linear = nn.Linear(hidden, 1, device=device)
         nn.init.zeros_(self._linear.weight)
         nn.init.zeros_(self._linear.bias)
+        self._parameters = dict(self._linear.named_parameters())
+        if trunk is not None:
+            trunk.requires_grad_(False)  # its output head has no part in a value
+            inner = trunk.hugging_face.base_model.requires_grad_(True)
+            self._parameters |= {f"trunk.{name}": parameter for name, parameter in inner.named_parameters()}
         self._optimizer = torch.optim.AdamW(
-            self._linear.parameters(),
+            self._parameters.values(),
             lr=options.objective.value_learning_rate or VALUE_STEP / hidden,
             betas=(options.beta1, options.beta2),
             weight_decay=0.0,
         )
         # Moments exist from the start, so that a checkpoint always has the same tensors.
-        for parameter in self._linear.parameters():
+        for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
             zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
             self._optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
 
-    def __call__(self, hidden_ND: Tensor) -> Tensor:
-        """Values before each predicted token, float32 [N]."""
+    def __call__(self, row: MicroBatch, hidden_ND: Tensor | None) -> Tensor:
+        """Values before each predicted token, float32 [N]. ``hidden_ND``: of the policy; None with a ``trunk``."""
+        hidden_ND = hidden_ND if self.trunk is None else self.trunk(row)
+        assert hidden_ND is not None
         # Outside autocast, which would compute, and return, bfloat16.
         with torch.autocast(hidden_ND.device.type, enabled=False):
             values_N: Tensor = self._linear(hidden_ND.float())[:, 0]
@@ -46,17 +57,15 @@ class ValueHead:
 
     def reduce(self) -> float:
         """Sum gradients over the ranks; returns their norm."""
-        square = 0.0
-        for parameter in self._linear.parameters():
-            assert parameter.grad is not None
-            if dist.get_world_size() > 1:
-                dist.all_reduce(parameter.grad)
-            square += float(parameter.grad.double().square().sum())
-        return math.sqrt(square)
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        for gradient in gradients if dist.get_world_size() > 1 else ():
+            dist.all_reduce(gradient)
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def step(self, scale: float, times: int = 1) -> None:
         """Move so many times by the gradient times ``scale``, and clear it."""
-        for parameter in self._linear.parameters():
+        for parameter in self._parameters.values():
             assert parameter.grad is not None
             parameter.grad.mul_(scale)
         for _ in range(times):
@@ -70,7 +79,7 @@ class ValueHead:
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a checkpoint keeps, as views: loading writes into them."""
         found: dict[str, Tensor] = {}
-        for name, parameter in self._linear.named_parameters():
+        for name, parameter in self._parameters.items():
             found[f"critic.{name}"] = parameter.data
             found |= {f"critic.{name}.{key}": value for key, value in self._optimizer.state[parameter].items()}
         return found

@@ -140,7 +140,10 @@ def load(
     scalars = _read_scalars(directory)
     buffers = {name: torch.zeros_like(moment) for name, moment in optimizer.moments().items()}
     _refuse_missing(directory, "optimizer state", buffers, scalars.moments, "keep training.optimizer as it was")
-    remedy = "keep objective.algorithm as it was, or start from the checkpoint's hf directory as model.path"
+    remedy = (
+        "keep objective.algorithm and objective.value_model as they were, or start from the checkpoint's hf directory "
+        "as model.path"
+    )
     _refuse_missing(directory, "tensors", extra or {}, scalars.extra, remedy)
     masters_L = weights.masters.whole()
     with warnings.catch_warnings(), torch.no_grad():

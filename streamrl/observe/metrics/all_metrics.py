@@ -163,6 +163,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("length/<kind>/trained_p95", "tokens", P95, "As length/<kind>/trained_mean."),
     Metric("length/<kind>/trained_truncated_ratio", "share", SHARE, "As length/<kind>/trained_mean."),
     Metric(
+        "length/first_update",
+        "tokens",
+        MEAN,
+        "Of a trained sample in the first of several updates on the batch; rising to length/last_update where "
+        "length-sorted rounds train short groups first.",
+    ),
+    Metric("length/last_update", "tokens", MEAN, "Of a trained sample in the last of several updates on the batch."),
+    Metric(
         "eval/<set>/avg@<k>",
         "reward",
         MEAN,
