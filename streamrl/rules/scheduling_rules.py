@@ -76,11 +76,14 @@ has_no_effect(
     lambda r: _in_flight(r, "nothing becomes stale in") if r.on_policy else "",
     *_ROUNDS,
 )
+OF_VARIED_SIZES = ("sizes", "keeps", "dwell")
 has_no_effect(
-    _keys("group_sizing", GroupSizing, "kind", "straggler_ratio", "straggler", "sizes", "keeps", "shares"),
+    _keys("group_sizing", GroupSizing, "kind", "straggler_ratio", "straggler", *OF_VARIED_SIZES, "shares"),
     _of_sizing(SizingKind.SAGC),
 )
-has_no_effect("group_sizing.sizes group_sizing.keeps", _of_sizing(SizingKind.SAGC, SizingKind.RANDOM))
+has_no_effect(
+    " ".join(f"group_sizing.{name}" for name in OF_VARIED_SIZES), _of_sizing(SizingKind.SAGC, SizingKind.RANDOM)
+)
 has_no_effect("group_sizing.shares", _of_sizing(SizingKind.RANDOM))
 
 
