@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.base.types import DropReason
-from streamrl.control.round_policy import Candidate, Launch, Remainder, RoundView, StatelessRounds
+from streamrl.control.round_policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
 from streamrl.control.settings import ControlSettings
 
 
@@ -14,13 +14,27 @@ class SynchronousRounds(StatelessRounds):
 
     def __init__(self, settings: ControlSettings) -> None:
         self._batch = settings.batch_trajectories
+        self._sizes = settings.group_sizes
 
     def launch(self, view: RoundView) -> Launch | None:
         if not view.at_barrier:
             return None
-        # A queue is there when another policy ran before (``auto``): what waits longest goes first.
-        groups, source = view.queue_first(view.seats // view.group_size - view.untrained)
-        return Launch(groups=groups, source=source, size=view.group_size, round_kind="synchronous")
+        # A queue is there when another policy ran before (``auto``): what waits longest goes first. Where sizes vary
+        # the round has its size: at another one it would weigh more or less than the prompts that it raced with.
+        head = view.queue[0].group_size if view.queue else 0
+        of_one_size = len(self._sizes) > 1 and head in self._sizes and not view.exhausted
+        size = head if of_one_size and not view.round_kind else view.group_size
+        queued_at = size if of_one_size else 0
+        waiting = sum(queued_at in (0, ref.group_size) for ref in view.queue)
+        missing = view.seats // view.seats_of(size) - view.untrained
+        return Launch(
+            groups=min(missing, waiting) if waiting else missing,
+            source=Source.QUEUE if waiting else Source.FRESH,
+            size=size,
+            group_size=size,
+            queued_at=queued_at,
+            round_kind="synchronous",
+        )
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
         return True

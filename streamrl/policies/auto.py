@@ -6,8 +6,8 @@ simulates every candidate on the lengths and costs measured so far and sends ``R
 
 Rules of change: synchronous until the first advice; a race must promise ``LEAST_GAIN`` more than what runs; back to
 synchronous, which has no bias and no queue, as soon as it promises anything more. Deferred prompts are never left
-behind: the rounds change only after the long round that trains them. A promise that was not fulfilled is made smaller:
-each form of rounds is predicted at the pace that it had so far.
+behind: the rounds change only after the long round that trains them, and what then waits at other group sizes goes
+first. A promise that was not fulfilled is made smaller: each form of rounds is predicted at the pace that it had.
 """
 
 from __future__ import annotations
@@ -178,9 +178,12 @@ class AutoRounds(StatelessRounds):
             self._state = msgspec.convert(state, _State, str_keys=True)
 
     def _drained(self, view: RoundView) -> bool:
-        """Whether no deferred prompt waits; after a long round fewer than one race leaves, which the next takes."""
+        """Whether no deferred prompt waits; after a long round fewer than one race leaves, which the next takes. Of
+        several sizes some always wait: synchronous rounds begin with them then."""
         if self.current == SYNCHRONOUS or view.queued == 0:
             return True
+        if len(self._settings[self.current].group_sizes) > 1:
+            return self._state.last_kind == LONG
         batch = view.batch_trajectories // view.group_size
         factor = self._settings[self.current].tail_batching.prompt_oversampling
         return self._state.last_kind == LONG and view.queued < math.ceil(factor * batch) - batch

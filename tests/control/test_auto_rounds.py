@@ -17,10 +17,12 @@ from streamrl.control.round_policy import RoundView
 from streamrl.control.settings import ControlSettings
 from streamrl.policies.auto import SYNCHRONOUS, AutoRounds
 from streamrl.recipe.load import load_recipe
-from streamrl.recipe.scheduling import DeferredPrompts, RoundKind, StalePolicy, TailBatching
+from streamrl.recipe.scheduling import DeferredPrompts, GroupSizing, RoundKind, SizingKind, StalePolicy, TailBatching
 from streamrl.recipe.toml_text import toml_document
 from streamrl.simulate import adviser
 from streamrl.simulate.cluster import DEMO, HEAVY, ClusterModel
+from streamrl.simulate.lengths import ModelledLengths
+from streamrl.simulate.simulation import Simulation
 from tests.simulate.recorder import Recorder
 
 RACE, SMALL_RACE = "tail_batching 1.25", "tail_batching 1.125"
@@ -95,6 +97,25 @@ def test_a_race_is_left_only_after_the_long_round_of_what_it_deferred() -> None:
     rounds.play(5)
     assert rounds.kinds == ["short"] * 4 + ["long"] + ["synchronous"] * 2
     assert "promises no more than synchronous" in rounds.reasons[-1] or "more trained tokens" in rounds.reasons[-1]
+
+
+def test_a_race_of_several_sizes_is_left_as_well_and_what_waits_goes_first_at_its_size() -> None:
+    """Some prompts always wait where sizes vary; they were waited for, for ever. Advice changes every 20 steps."""
+    race, steps = "tail_batching 1.25 x4", 160
+    sizes = GroupSizing(kind=SizingKind.RANDOM, shares=(1.0, 1.0, 1.0))
+    options = TailBatching(long_round_batches=4)
+    chosen = {"rounds": RoundKind.AUTO, "group_sizing": sizes, "tail_batching": options}
+    varied = control_settings(batch_groups=8, group_size=8, steps=steps, **chosen)
+    simulation = Simulation(varied, DEMO, ModelledLengths(DEMO.lengths, 0))
+
+    def advise(version: int) -> None:
+        if version % 20 == 0:
+            favours = [SYNCHRONOUS, race][version // 20 % 2]
+            simulation.core.handle(RoundsAdvised(goodput={SYNCHRONOUS: 1.0, race: 1.0} | {favours: 2.0}))
+
+    report = simulation.run(0, advise)
+    assert {kind.round_kind for kind in report.kinds if kind.steps > steps / 4} == {"short", "synchronous"}
+    assert report.length_ratio == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_promise_that_is_not_fulfilled_counts_less_the_next_time() -> None:
