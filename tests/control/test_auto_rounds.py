@@ -100,8 +100,8 @@ def test_a_race_is_left_only_after_the_long_round_of_what_it_deferred() -> None:
 
 
 def test_a_race_of_several_sizes_is_left_as_well_and_what_waits_goes_first_at_its_size() -> None:
-    """Some prompts always wait where sizes vary; they were waited for, for ever. Advice changes every 20 steps."""
-    race, steps = "tail_batching 1.25 x4", 160
+    """Some prompts always wait where sizes vary; they were waited for, for ever. Advice changes every 30 steps."""
+    race, steps, waiting = "tail_batching 1.25 x4", 180, list[int]()
     sizes = GroupSizing(kind=SizingKind.RANDOM, shares=(1.0, 1.0, 1.0))
     options = TailBatching(long_round_batches=4)
     chosen = {"rounds": RoundKind.AUTO, "group_sizing": sizes, "tail_batching": options}
@@ -109,13 +109,15 @@ def test_a_race_of_several_sizes_is_left_as_well_and_what_waits_goes_first_at_it
     simulation = Simulation(varied, DEMO, ModelledLengths(DEMO.lengths, 0))
 
     def advise(version: int) -> None:
-        if version % 20 == 0:
-            favours = [SYNCHRONOUS, race][version // 20 % 2]
+        if version % 30 == 0:
+            if simulation.core.rules.policy.snapshot()["current"] == SYNCHRONOUS:
+                waiting.append(len(simulation.core.state.prompts.queue))
+            favours = [SYNCHRONOUS, race][version // 30 % 2]
             simulation.core.handle(RoundsAdvised(goodput={SYNCHRONOUS: 1.0, race: 1.0} | {favours: 2.0}))
 
     report = simulation.run(0, advise)
     assert {kind.round_kind for kind in report.kinds if kind.steps > steps / 4} == {"short", "synchronous"}
-    assert report.length_ratio == pytest.approx(1.0, abs=0.02)
+    assert waiting == [0] * 3 and report.length_ratio == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_promise_that_is_not_fulfilled_counts_less_the_next_time() -> None:
