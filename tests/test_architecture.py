@@ -24,8 +24,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BASE = {"base", "recipe"}
 KERNEL = {*BASE, "control", "buffers", "comm", "engines", "learning", "rewards", "stages", "run"}
 OF_THE_BASE = {"streamrl", "anyio", "msgspec", "numpy", "__future__"}
-# What runs inside of vLLM's own processes.
-WORKER_SIDE = ("streamrl/vllm/", "streamrl/weights/vllm/")
+# What owns a vLLM, or runs inside of vLLM's own processes.
+WORKER_SIDE = ("streamrl/engines/vllm/", "streamrl/vllm/", "streamrl/weights/vllm/")
 # In a reward's own process, once the first completion comes.
 REWARD_MODEL = "streamrl/rewards/builtin/reward_model.py"
 CONFINED = {

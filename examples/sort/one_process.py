@@ -1,24 +1,28 @@
 """The whole loop in one process, of streamrl's kernel alone: what a run consists of, on a page.
 
-    python one_process.py [synchronous | continuous] [DIRECTORY]
+    python one_process.py [synchronous | continuous] [DIRECTORY] [simulated | vllm]
 
 Two simulated engines sample random text, so only the second reward, the share of digits, tells completions apart: this
-shows the parts, not learning. `streamrl train recipe.toml` trains on vLLM's engines, each in a process of its own.
+shows the parts, not learning. With `vllm`, one engine samples from the policy, for three steps. `streamrl train
+recipe.toml` trains on several, each in a process of its own.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import anyio
 import tokenizers
+import torch
 from msgspec.structs import replace
 
 from streamrl.base.types import Prompt, ScoredTrajectory, TokenArray, token_array
@@ -31,10 +35,13 @@ from streamrl.control.machine import Control
 from streamrl.control.round_policy import RoundPolicy
 from streamrl.control.settings import control_settings
 from streamrl.control.synchronous import SynchronousRounds
+from streamrl.engines.engine import Engine
+from streamrl.engines.file_weights import FileWeights
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
-from streamrl.engines.simulated.file_weights import FileWeights
 from streamrl.engines.simulated.text import LengthMixture
+from streamrl.engines.vllm.engine import PlainVllmEngine
+from streamrl.engines.vllm.options import PlainOptions, plain_environment
 from streamrl.learning.options import trainer_options
 from streamrl.learning.state.file_publisher import FilePublisher
 from streamrl.learning.trainer import TorchTrainer
@@ -52,7 +59,7 @@ from streamrl.stages.rollout import RolloutStage
 from streamrl.stages.training import run_training
 
 HERE = Path(__file__).resolve().parent
-STEPS, ENGINES, WINDOW = 30, 2, 64
+STEPS, ENGINES, WINDOW = {"simulated": 30, "vllm": 3}, 2, 64
 
 
 class SortTokenizer:
@@ -82,16 +89,21 @@ class SortPrompts:
 class StepLines(Observer):
     """Prints a line a step: what was trained, and the weights that each engine holds afterwards."""
 
-    def __init__(self, weights: Sequence[FileWeights]) -> None:
-        self._weights = weights
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
         self._reward = 0.0
 
     def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: dict[str, float]) -> None:
         self._reward = sum(trajectory.reward for trajectory in batch) / len(batch)
 
     async def on_weights_live(self, push: Push, *, last: bool) -> None:
-        digests = [hash(tuple(sorted(held.checksums().items()))) for held in self._weights]
+        digests = [digest(await engine.checksums()) for engine in self._engines]
         print(json.dumps({"step": push.policy_version, "reward": round(self._reward, 3), "weights": digests}))
+
+
+def digest(checksums: Mapping[str, str]) -> str:
+    """One checksum of those of all tensors."""
+    return sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest()
 
 
 def digits(completion: str, **_columns: object) -> float:
@@ -99,18 +111,35 @@ def digits(completion: str, **_columns: object) -> float:
     return sum(character.isdigit() for character in completion) / max(len(completion), 1)
 
 
-async def train(recipe: Recipe, directory: Path) -> str:
+def simulated_engines() -> list[Engine]:
+    """Engines without a model, which hold the weights that are pushed."""
+    options = SimulationOptions(vocabulary=16, lengths=LengthMixture(median=8, long_median=16))
+    return [SimulatedEngine(options, weights=FileWeights()) for _ in range(ENGINES)]
+
+
+def vllm_engine(recipe: Recipe, sockets: str) -> PlainVllmEngine:
+    """vLLM with the model of ``recipe``, on a GPU where there is one; ``sockets``: a directory with a short path."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return PlainVllmEngine(
+        PlainOptions(
+            name="engine-0",
+            model_path=recipe.model.path,
+            device=device,
+            dtype="float32" if device == "cpu" else "bfloat16",
+            max_model_len=recipe.engines.max_model_len,
+            max_num_seqs=WINDOW,
+            environment=plain_environment(sockets, device),
+        )
+    )
+
+
+async def train(recipe: Recipe, directory: Path, engines: Sequence[Engine]) -> str:
     """Train as ``recipe`` says, with checkpoints and published versions in ``directory``. Returns why the run ended."""
     settings, continuous = control_settings(recipe), recipe.rollout.max_staleness > 0
     policy: RoundPolicy = ContinuousRounds(settings) if continuous else SynchronousRounds(settings)
     control = Control(settings, policy, FixedSize(settings.group_size))
-    weights = [FileWeights() for _ in range(ENGINES)]
-    lengths = LengthMixture(median=8, long_median=16)
-    engines = {
-        f"engine-{index}": SimulatedEngine(SimulationOptions(vocabulary=16, lengths=lengths), weights=held)
-        for index, held in enumerate(weights)
-    }
-    pool, tokenizer = EnginePool(engines), SortTokenizer()
+    pool = EnginePool({f"engine-{index}": engine for index, engine in enumerate(engines)})
+    tokenizer = SortTokenizer()
     trainer = TorchTrainer(trainer_options(recipe, 0, recipe.run.name, ""), FilePublisher.into(directory))
     rollout = RolloutStage(pool, max_tokens=recipe.sampling.max_tokens, temperature=1.0, top_p=1.0)
     scoring = RewardSettings(functions="sort", per_group=False, timeout_s=30.0, concurrency=64)
@@ -133,10 +162,10 @@ async def train(recipe: Recipe, directory: Path) -> str:
             RunRecord(control, TrajectoryStore(), NoJournal()),
             prompts=SortPrompts(tokenizer),
             trainer=ranks,
-            sync=PlainPush(list(engines.values()), keep=continuous),
+            sync=PlainPush(engines, keep=continuous),
             evaluations=NoEvaluations(),
             save=CheckpointKeeper(ranks, directory, recipe.checkpoint, held=ranks.policy_version).save,
-            observers=[StepLines(weights)],
+            observers=[StepLines(engines)],
             waits=Waits(),
         )
         parts.start_soon(rollout.run, orders[1], trajectories[0])
@@ -161,11 +190,11 @@ async def reward_worker(recipe: Recipe, tokenizer: SortTokenizer) -> AsyncIterat
         await orders[0].aclose()
 
 
-def main(rounds: str = "synchronous", directory: str = "run") -> None:
+def main(rounds: str = "synchronous", directory: str = "run", kind: str = "simulated") -> None:
     recipe = load_recipe(
         HERE / "recipe.toml",
         [
-            f"run.steps={STEPS}",
+            f"run.steps={STEPS[kind]}",
             "rollout.prompts_per_batch=4",
             "rollout.group_size=4",
             f'rollout.rounds="{rounds}"',
@@ -177,7 +206,9 @@ def main(rounds: str = "synchronous", directory: str = "run") -> None:
     recipe = replace(recipe, rewards=(*recipe.rewards, Reward(function=f"{HERE / 'one_process.py'}:digits")))
     place = Path(directory).absolute()
     place.mkdir(parents=True, exist_ok=True)
-    print(anyio.run(train, recipe, place))
+    with tempfile.TemporaryDirectory(prefix="srl") as sockets:
+        engines = [vllm_engine(recipe, sockets)] if kind == "vllm" else simulated_engines()
+        print(anyio.run(train, recipe, place, engines))
 
 
 if __name__ == "__main__":

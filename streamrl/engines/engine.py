@@ -1,7 +1,8 @@
 """The seam between streamrl and an inference engine.
 
-``VllmEngine`` (vLLM's ``AsyncLLM``), ``SimulatedEngine`` (no torch, virtual or real time) and
-``RemoteEngine`` (an engine host in another process, over streams) satisfy it and pass the same tests.
+``VllmEngine`` (vLLM's ``AsyncLLM``; ``PlainVllmEngine`` is its part in the kernel), ``SimulatedEngine`` (no torch,
+virtual or real time) and ``RemoteEngine`` (an engine host in another process, over streams) satisfy it and pass the
+same tests.
 """
 
 from __future__ import annotations

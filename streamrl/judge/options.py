@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from streamrl.base.errors import RecipeError
+from streamrl.engines.vllm.options import cpu_environment, shared_environment
 from streamrl.learning.threads import judge_threads
 from streamrl.plan.model_facts import ModelDirectoryError, read_model_facts
 from streamrl.plan.topology import JUDGE
@@ -18,11 +19,9 @@ from streamrl.vllm.options import (
     EngineOptions,
     cache_blocks,
     core_numbers,
-    cpu_environment,
     installed_device,
     model_config,
     openmp_places,
-    shared_environment,
 )
 
 

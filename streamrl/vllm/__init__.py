@@ -1,2 +1,2 @@
-"""vLLM's ``AsyncLLM`` as an ``Engine``: its options from a recipe, its plugin in each process, its statistics. The only
-folder beside ``weights/vllm`` that imports vLLM."""
+"""The vLLM engine of a run: what is added to the plain one (``engines.vllm``), its options from a recipe, its plugin in
+each process, its statistics. Only these two folders and ``weights/vllm`` import vLLM."""

@@ -9,10 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from streamrl.base.errors import RecipeError
 from streamrl.base.model_folder import unsafe_content
+from streamrl.engines.vllm.options import (
+    CPU_BATCH_TOKENS,
+    CPU_CACHE_BYTES,
+    PlainOptions,
+    cpu_environment,
+    shared_environment,
+)
 from streamrl.learning.threads import engine_threads
 from streamrl.plan.model_facts import ModelDirectoryError, read_model_config, read_model_facts
 from streamrl.plan.topology import PreparedSet, expected_kv_tokens, prepared_sets, set_of_engine
@@ -23,44 +28,23 @@ PROMPT_ALLOWANCE = 1024
 
 CPU_BLOCK_TOKENS = 128
 CUDA_BLOCK_TOKENS = 16
-CPU_BATCH_TOKENS = 8192
 LARGE_CARD_BYTES, LARGE_CARD_TOKENS = 70 << 30, 16_384
-CPU_CACHE_BYTES = 1 << 30
-"""``VLLM_CPU_KVCACHE_SPACE`` counts whole GiB, and vLLM touches all of it unless the number of blocks is given."""
-
 PACKED_LINEAR_WIDTH = 256
 """From this hidden size on vLLM's packed kernels repay packing again what a commit touched."""
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """One vLLM engine of ``workers`` processes that compute (its tensor-parallel size). ``cache_blocks`` 0: vLLM
-    decides from free memory (CUDA). ``batch_tokens`` 0: see ``batched_tokens``. ``sleeps``: its memory must be such
-    that it can be put to sleep. ``pushed``: it gets weights from a trainer.
+class EngineOptions(PlainOptions, frozen=True, kw_only=True):
+    """``cache_blocks`` 0: vLLM decides from free memory (CUDA). ``batch_tokens`` 0: see ``batched_tokens``. ``sleeps``:
+    its memory must be such that it can be put to sleep. ``pushed``: it gets weights from a trainer."""
 
-    ``environment`` must be set before vllm is imported: vllm reads it at import, and hands it to its own processes.
-    """
-
-    name: str
-    model_path: str
-    device: str
-    dtype: str
-    max_model_len: int
-    max_num_seqs: int
     cache_blocks: int
     block_tokens: int
     gpu_memory_utilization: float
-    workers: int
     sleeps: bool
-    environment: dict[str, str]
     batch_tokens: int = 0
     pushed: bool = True
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether vLLM's CPU build runs it."""
-        return self.device == "cpu"
 
 
 def engine_options(
@@ -213,34 +197,9 @@ def _environment(
     return environment
 
 
-def shared_environment(socket_directory: str | Path) -> dict[str, str]:
-    """Variables of every engine."""
-    return {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_RPC_BASE_PATH": str(socket_directory),
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        # None of vLLM's own sockets leaves this host, and no pickle comes over them.
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
-        "VLLM_SERVER_DEV_MODE": "0",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-
-
-def cpu_environment(linear: str) -> dict[str, str]:
-    """Variables of every engine on a CPU. ``linear``: see ``vllm_plugin.keep_linear_weights``."""
-    return {
-        "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_BYTES >> 30),
-        # The sampler compiles one small function with g++ in the first batch: 17 s on two cores and files in /tmp.
-        "TORCHDYNAMO_DISABLE": "1",
-        "STREAMRL_CPU_LINEAR": linear,
-    }
-
-
 def openmp_places(numbers: list[int]) -> dict[str, str]:
     """OpenMP's own variables for cores: an engine of one worker computes in its EngineCore process (see
-    ``vllm_engine``), where vLLM's binding does not reach."""
+    ``engines.vllm.options``), where vLLM's binding does not reach."""
     if not numbers:
         return {}
     places = ",".join(f"{{{number}}}" for number in numbers)

@@ -7,19 +7,16 @@ plugin, also in engines that are none of ours.
 from __future__ import annotations
 
 import base64
-import ctypes
-import multiprocessing
 import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from streamrl.base.run_process import name_shared_memory
+from streamrl.engines.vllm.worker import die_with_parent, keep_linear_weights
 from streamrl.weights import ENGINE_VARIABLE, TEXT_METHODS, WEIGHT_BACKEND
 
 LINEAR_VARIABLE = "STREAMRL_CPU_LINEAR"  # "plain" (default), "packed": see keep_linear_weights; "stock": as vLLM does
-_PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
@@ -38,20 +35,6 @@ def register() -> None:
     from streamrl.vllm.continuation import add_continuation
 
     add_continuation()
-
-
-def die_with_parent() -> None:
-    """In a child that multiprocessing made (engine core, worker): be killed when the parent dies.
-
-    Without this a killed owner leaves core and worker running for good. The resource tracker is not such a
-    child, and must live on: it is what unlinks the shared memory.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it died before the call
-        os._exit(1)
 
 
 def name_memory_of_workers(prefix: str) -> None:
@@ -137,35 +120,6 @@ def watch_after_loading() -> None:
 
     watched.streamrl_original = original  # type: ignore[attr-defined]
     base_loader.process_weights_after_loading = watched
-
-
-def keep_linear_weights(*, packed: bool) -> None:
-    """On CPU, keep the parameters of linear layers, which stock vLLM empties after packing them.
-
-    ``packed`` False: plain ``linear`` on the parameter. True: vLLM's packed kernels beside the parameter (twice
-    the memory); a commit must then pack the layers it touched again (``repack_linear_layers``).
-    """
-    from vllm.model_executor.layers import utils
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu() or hasattr(utils.dispatch_cpu_unquantized_gemm, "streamrl_original"):
-        return
-    original = utils.dispatch_cpu_unquantized_gemm
-
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        if packed or layer.weight.is_meta or layer.weight.ndim != 2:
-            original(layer, remove_weight=False)
-        else:
-            layer.cpu_linear = _plain_linear
-
-    dispatch.streamrl_original = original  # type: ignore[attr-defined]
-    utils.dispatch_cpu_unquantized_gemm = dispatch
-
-
-def _plain_linear(x: Any, weight: Any, bias: Any) -> Any:
-    from torch.nn.functional import linear
-
-    return linear(x, weight, bias)
 
 
 def repack_linear_layers(model: Any, changed: set[int]) -> int:

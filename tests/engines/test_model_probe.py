@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from streamrl.engines.vllm.options import cpu_environment, shared_environment
 from streamrl.prompts.probe import problem_of_model
-from streamrl.vllm.options import EngineOptions, cpu_environment, shared_environment
+from streamrl.vllm.options import EngineOptions
 
 pytest.importorskip("vllm")
 torch = pytest.importorskip("torch")

@@ -17,17 +17,22 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOREIGN = re.compile(r"vllm(\.|$)|torch\.nn\.attention\.varlen$")
 LLM = "vllm.v1.engine.async_llm.AsyncLLM"
+OUTPUT = "vllm.outputs.CompletionOutput|vllm.outputs.RequestOutput"
+FLAT = "vllm.logprobs.FlatLogprobs"
 RUNNER = {"runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner"}
 HELD = {  # what holds an object of vLLM, by the file and the name there
-    "vllm/engine.py": {
+    "engines/vllm/engine.py": {
         "_llm": LLM,
         "llm": LLM,
-        "output": "vllm.outputs.CompletionOutput|vllm.outputs.RequestOutput",
+        "output": OUTPUT,
         "span": "vllm.outputs.WeightVersionSpan",
-        "flat": "vllm.logprobs.FlatLogprobs",
-        "arguments": "vllm.engine.arg_utils.AsyncEngineArgs",
+        "flat": FLAT,
         "config": "vllm.config.VllmConfig",
+        "model": "vllm.config.ModelConfig",
     },
+    "engines/vllm/worker.py": {"model_runner": RUNNER["runner"]},
+    "engines/file_weights.py": {"llm": LLM},
+    "vllm/engine.py": {"_llm": LLM, "output": OUTPUT, "flat": FLAT, "config": "vllm.config.VllmConfig"},
     "vllm/openai_form.py": {"_llm": LLM},
     "weights/engine_push.py": {"llm": LLM},
     "vllm/statistics.py": {
@@ -44,6 +49,14 @@ HELD = {  # what holds an object of vLLM, by the file and the name there
 BY_TEXT = {  # what no syntax shows, with parameters
     "vllm.model_executor.model_loader.reload.layerwise.LAYERWISE_INFO": [],
     "vllm.model_executor.model_loader.reload.layerwise.make_online_process_loader": [],
+    "vllm.engine.arg_utils.AsyncEngineArgs": [
+        "enable_sleep_mode",
+        "weight_transfer_config",
+        "worker_extension_cls",
+        "gpu_memory_utilization",
+        "block_size",
+        "num_gpu_blocks_override",
+    ],
     "vllm.sampling_params.SamplingParams": ["extra_args", "prompt_logprobs"],
 }
 Uses = dict[str, set[str]]

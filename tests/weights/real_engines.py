@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -98,6 +99,28 @@ def bits_of(tensor: torch.Tensor) -> np.ndarray:
 
 def tensors_of(bits: Bits, shapes: Shapes) -> dict[str, torch.Tensor]:
     return {n: torch.from_numpy(b.view(np.int16)).view(torch.bfloat16).view(shapes[n]) for n, b in bits.items()}
+
+
+def runtime_checksums(tensors: dict[str, torch.Tensor], runtime: str) -> dict[str, str]:
+    """SHA-256 of every runtime parameter as vLLM lays it out: q, k, v and gate, up joined by rows, the vocabulary
+    padded with zeros to 64 rows, upcast where the engine runs in float32."""
+    joined: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if "embed_tokens" in name or "lm_head" in name:
+            joined[name] = torch.cat([tensor, torch.zeros(64 - len(tensor), tensor.shape[1], dtype=torch.bfloat16)])
+        elif ".q_proj." in name:
+            parts = [tensors[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]
+            joined[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(parts)
+        elif ".gate_proj." in name:
+            parts = [tensor, tensors[name.replace(".gate_proj.", ".up_proj.")]]
+            joined[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat(parts)
+        elif not any(part in name for part in (".k_proj.", ".v_proj.", ".up_proj.")):
+            joined[name] = tensor
+    as_integers = {"float32": torch.int32, "bfloat16": torch.int16}[runtime]
+    return {
+        name: hashlib.sha256(t.to(getattr(torch, runtime)).contiguous().view(as_integers).numpy().tobytes()).hexdigest()
+        for name, t in joined.items()
+    }
 
 
 def save_bits(directory: Path, bits: Bits, shapes: Shapes) -> None:

@@ -6,11 +6,9 @@ The expected checksums are computed here, from the checkpoint tensors, without t
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,13 +26,13 @@ from all_architectures import EMPTY, faults_of, push_many  # noqa: E402
 from real_engines import (  # noqa: E402
     ARCHITECTURES,
     LAYERS,
-    VOCABULARY,
     Bits,
     Push,
     Shapes,
     changed,
     publisher_of,
     running_engine,
+    runtime_checksums,
     sample,
     save_bits,
     set_engine_variables,
@@ -51,26 +49,7 @@ pytestmark = [
 
 
 def expected_checksums(bits: Bits, shapes: Shapes, runtime: str) -> dict[str, str]:
-    """SHA-256 of every runtime parameter as vLLM lays it out: q, k, v and gate, up joined by rows, the vocabulary
-    padded with zeros, upcast where the engine runs in float32."""
-    tensors = tensors_of(bits, shapes)
-    joined: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        if "embed_tokens" in name or "lm_head" in name:
-            joined[name] = torch.cat([tensor, torch.zeros(64 - VOCABULARY, tensor.shape[1], dtype=torch.bfloat16)])
-        elif ".q_proj." in name:
-            parts = [tensors[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]
-            joined[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(parts)
-        elif ".gate_proj." in name:
-            parts = [tensor, tensors[name.replace(".gate_proj.", ".up_proj.")]]
-            joined[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat(parts)
-        elif not any(part in name for part in (".k_proj.", ".v_proj.", ".up_proj.")):
-            joined[name] = tensor
-    as_integers = {"float32": torch.int32, "bfloat16": torch.int16}[runtime]
-    return {
-        name: hashlib.sha256(t.to(getattr(torch, runtime)).contiguous().view(as_integers).numpy().tobytes()).hexdigest()
-        for name, t in joined.items()
-    }
+    return runtime_checksums(tensors_of(bits, shapes), runtime)
 
 
 async def checksums_of(push: Push) -> dict[str, str]:
