@@ -483,7 +483,8 @@ class World:
         sizes = [len(self.of_group[ids[0].group_id].ids) for ids in groups if ids[0].group_id in self.of_group]
         ended_early = self.state.prompts.exhausted or settings.length_sorted.cut_tokens
         assert (len(groups) if by_prompts else sum(sizes)) >= batch or ended_early, "less than a batch"
-        assert not (on_policy and sizes and min(sizes) < max(sizes)), "a round of several sizes"
+        races = settings.tail_batching.response_oversampling > 1  # until the source is empty: then as many as are kept
+        assert races or not (on_policy and sizes and min(sizes) < max(sizes)), "a round of several sizes"
         for ids in groups:
             # Of a race of responses the kept ones are the first that were rewarded; all others have left.
             assert set(ids) == self.members[ids[0].group_id], "part of a group was trained"
