@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
+import numpy as np
 from repeated_runs import Interval
 from scheduling_cells import ROUND_ARMS, SYNCHRONOUS, WARM_UP_STEPS, Cell, CellPlan, Regime, read_cells
 from scheduling_report import of_ratios, ratio_text
@@ -36,7 +37,8 @@ from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.calibrate import Fit, calibrate
 from streamrl.simulate.cluster import ClusterModel
-from streamrl.simulate.engine_fit import engine_pace
+from streamrl.simulate.engine_fit import step_samples
+from streamrl.simulate.engines import EngineModel
 from streamrl.simulate.lengths import RecordedLengths
 from streamrl.simulate.recording import TRACE_FILE, load_recording
 from streamrl.simulate.report import SimulationReport
@@ -144,6 +146,13 @@ def paced(model: ClusterModel, pace: float) -> ClusterModel:
             per_root_running_s=engine.per_root_running_s * pace,
         ),
     )
+
+
+def engine_pace(run: RecordedRun, model: EngineModel) -> float:
+    """Seconds that the decode steps of ``run`` took over what ``model`` says of steps of as many requests."""
+    seen = step_samples(run, [])
+    expected = np.array([model.step_s(running) for running in seen.running.tolist()])
+    return float(seen.weights @ seen.seconds) / float(seen.weights @ expected)
 
 
 def predicted(calibrated: int, fit: Fit, synchronous: RecordedCell, other: RecordedCell) -> Prediction:

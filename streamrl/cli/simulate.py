@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -12,20 +13,18 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.cli.command import Argument, AsJson, Command, Overrides, RecipePath, print_json, recipe_file
-from streamrl.control.settings import control_settings
-from streamrl.observe.report.trajectory_trace import RecordedRun
 from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.simulate.calibrate import Fit, calibrate
+from streamrl.simulate.calibrate import calibrate
 from streamrl.simulate.chrome_trace import ChromeTrace
 from streamrl.simulate.cluster import ClusterModel, differences, dump_cluster, load_cluster
-from streamrl.simulate.engine_changes import engine_plan
-from streamrl.simulate.lengths import LengthSource, ModelledLengths, RecordedLengths, capped
-from streamrl.simulate.recording import load_recording
+from streamrl.simulate.lengths import RecordedLengths
+from streamrl.simulate.recording import agreement, load_recording
 from streamrl.simulate.report import SimulationReport
-from streamrl.simulate.simulation import simulate
+from streamrl.simulate.simulation import simulate_recipe
+from streamrl.simulate.what_if import World
 
 PROGRESS_AFTER_S = 2.0
 DEFAULT_CLUSTER = "demo"
@@ -62,20 +61,24 @@ class Simulate(Command, frozen=True):
         """Simulate each candidate, print the tables (or JSON)."""
         refuse_impossible_numbers(self.steps, self.warm_up, self.seed)
         chosen = candidates(self)
-        name, model, lengths = _world(self)
+        name, world, notes = world_of(self.trace, self.cluster, self.steps, self.warm_up, self.seed)
         console = Console(stderr=True)
-        cap = model.lengths.cap if lengths is None else lengths.cap
-        for note in dict.fromkeys(note for one in chosen for note in differences(one.recipe, model, cap)):
+        cap = world.lengths(self.seed).cap
+        notes += [note for _, recipe in chosen for note in differences(recipe, world.model, cap)]
+        for note in dict.fromkeys(notes):
             print(f"note: {note}", file=sys.stderr)
         trace = ChromeTrace() if self.timeline else None
-        outcomes = [_simulate_one(candidate, self, name, model, lengths, console, trace) for candidate in chosen]
+        outcomes = [_simulate_one(one, recipe, name, world, console, trace) for one, recipe in chosen]
         if trace is not None and self.timeline is not None:
             write_output("--timeline", self.timeline, trace.encoded())
         if self.json:
             print_json(outcomes)
             return 0
         wide = Console(width=None if sys.stdout.isatty() else 150)
-        wide.print(f"cluster {name}: {_cluster_sentence(model)}")
+        wide.print(f"cluster {name}: {_cluster_sentence(world.model)}")
+        for outcome in outcomes:
+            if outcome.unknown:
+                wide.print(f"{outcome.name}: {outcome.unknown}", markup=False, highlight=False)
         for table in (speed_table(outcomes), quality_table(outcomes), kinds_table(outcomes)):
             wide.print(table)
         return 0
@@ -89,11 +92,12 @@ class Calibrate(Command, frozen=True):
 
     def run(self) -> int:
         """Write it, or print it; how well it fits goes to standard error."""
-        fit = _fit(self.recorded, load_recording(self.recorded))
+        fit = calibrate(load_recording(self.recorded), _recipe_of(self.recorded))
         text = dump_cluster(fit.model)
         print(
             f"fitted to {fit.completions} completions and {fit.steps} steps of {self.recorded}: decode steps within "
-            f"{fit.step_error:.1%}, times from launch to last token within {fit.life_error:.1%} (medians)",
+            f"{fit.step_error:.1%}, times from launch to last token within {fit.life_error:.1%} (medians); "
+            f"assumed, not fitted: {', '.join(fit.assumed)}",
             file=sys.stderr,
         )
         if self.out is None:
@@ -104,20 +108,16 @@ class Calibrate(Command, frozen=True):
         return 0
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing to simulate. ``name``: in tables and file names."""
-
-    name: str
-    recipe: Recipe
-
-
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the output. ``took_s``: real seconds."""
+    """One line of the output. ``took_s``: real seconds. ``report``: as simulated; ``slower``: the tables multiply its
+    seconds by it, so that they are those of a recorded run; ``unknown``: why that is no forecast."""
 
     name: str
     cluster: str
     took_s: float
     report: SimulationReport
+    slower: float = 1.0
+    unknown: str = ""
 
 
 def refuse_impossible_numbers(steps: int, warm_up: int, seed: int) -> None:
@@ -126,72 +126,81 @@ def refuse_impossible_numbers(steps: int, warm_up: int, seed: int) -> None:
         raise RecipeError([f"--steps {steps} --warm-up {warm_up} --seed {seed}: at least 1, 0 and 0"])
 
 
-def candidates(request: Simulate) -> list[Candidate]:
-    """The recipe itself, or one for each policy of ``--compare``: ``rounds[:key=value...]``. Raises ``RecipeError``."""
+def candidates(request: Simulate) -> list[tuple[str, Recipe]]:
+    """The recipe by name, or one for each ``rounds[:key=value...]`` of ``--compare``. Raises ``RecipeError``."""
     if not request.compare:
         recipe = load_recipe(recipe_file(request.recipe), request.overrides)
-        return [Candidate(name=str(recipe.rollout.rounds), recipe=recipe)]
-    chosen: list[Candidate] = []
+        return [(str(recipe.rollout.rounds), recipe)]
+    chosen: list[tuple[str, Recipe]] = []
     for text in filter(None, (part.strip() for part in request.compare.split(","))):
         rounds, *settings = text.split(":")
         overrides = (*request.overrides, f'rollout.rounds="{rounds}"', *settings)
-        chosen.append(Candidate(name=text, recipe=load_recipe(recipe_file(request.recipe), overrides)))
+        chosen.append((text, load_recipe(recipe_file(request.recipe), overrides)))
     if not chosen:
         raise RecipeError([f"--compare {request.compare!r} names no policy: give some, such as synchronous,continuous"])
     return chosen
 
 
-def _world(request: Simulate) -> tuple[str, ClusterModel, LengthSource | None]:
-    """Name and model of the cluster, and the lengths where a recorded run gives them."""
-    if request.trace is None:
-        name = request.cluster or DEFAULT_CLUSTER
-        return name, load_cluster(name), None
-    run = load_recording(request.trace)
-    lengths = RecordedLengths(run, seed=request.seed)
-    if request.cluster:
-        return request.cluster, load_cluster(request.cluster), lengths
-    return f"of run {run.header.run_id}", _fit(request.trace, run).model, lengths
+def world_of(trace: Path | None, cluster: str, steps: int, warm_up: int, seed: int) -> tuple[str, World, list[str]]:
+    """Name of a cluster, what to simulate in, and what to know of it. A recorded run gives lengths, and a cluster where
+    none is named. Raises ``StreamRLError``."""
+    if trace is None:
+        name = cluster or DEFAULT_CLUSTER
+        model = load_cluster(name)
+        return name, World(model=model, lengths=cache(model.drawn_lengths), steps=steps, warm_up=warm_up, seed=seed), []
+    run, recipe = load_recording(trace), _recipe_of(trace)
+    notes, agreed = [], None
+    if cluster:
+        name, model = cluster, load_cluster(cluster)
+    else:
+        fit = calibrate(run, recipe)
+        name, model = f"of run {run.header.run_id}", fit.model
+        try:
+            agreed = agreement(run, recipe, model, seed) if recipe else None
+        except StreamRLError as error:
+            notes.append(f"the recorded recipe cannot be simulated: {error}")
+        notes += agreed.notes() if agreed else ["nothing tells how well this run is simulated"]
+        notes.append(f"assumed, not fitted: {', '.join(fit.assumed)}")
+    if any(not line.finish_reason for line in run.trajectories):
+        notes.append(
+            "the run stopped some completions before their end; they are taken to be as long as others that were "
+            "longer: a record of synchronous rounds answers better"
+        )
+    lengths = cache(lambda seed: RecordedLengths(run, seed=seed))
+    world = World(model=model, lengths=lengths, steps=steps, warm_up=warm_up, seed=seed, agreement=agreed)
+    return name, world, notes
 
 
-def _fit(path: Path, run: RecordedRun) -> Fit:
-    """Calibrated, with what the run's own recipe knows."""
-    recipe = (path if path.is_dir() else path.parent) / "recipe.toml"
-    return calibrate(run, load_recipe(recipe) if recipe.is_file() else None)
+def _recipe_of(trace: Path) -> Recipe | None:
+    """The recipe that recorded it."""
+    recipe = (trace if trace.is_dir() else trace.parent) / "recipe.toml"
+    return load_recipe(recipe) if recipe.is_file() else None
 
 
 def _simulate_one(
-    candidate: Candidate,
-    request: Simulate,
-    name: str,
-    model: ClusterModel,
-    lengths: LengthSource | None,
-    console: Console,
-    trace: ChromeTrace | None,
+    name: str, recipe: Recipe, cluster: str, world: World, console: Console, trace: ChromeTrace | None
 ) -> Outcome:
-    engines = engine_plan(candidate.recipe, model)
+    agreed = world.agreement
     begun = time.monotonic()
-    total = request.steps + request.warm_up
+    total = world.steps + world.warm_up
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(candidate.name, total=total, visible=False)
+        task = bar.add_task(name, total=total, visible=False)
 
         def progress(version: int) -> None:
             bar.update(task, completed=version, visible=time.monotonic() - begun > PROGRESS_AFTER_S)
 
-        report = simulate(
-            control_settings(candidate.recipe),
-            model,
-            request.steps,
-            lengths=capped(
-                lengths or ModelledLengths(model.lengths, request.seed), candidate.recipe.sampling.max_tokens
-            ),
-            in_flight=candidate.recipe.rollout.in_flight,
-            seed=request.seed,
-            warm_up=request.warm_up,
-            progress=progress,
-            engines=engines,
-            trace=trace,
+        lengths, seed, warm_up = world.lengths(world.seed), world.seed, world.warm_up
+        report = simulate_recipe(
+            recipe, world.model, world.steps, lengths, seed=seed, warm_up=warm_up, progress=progress, trace=trace
         )
-    return Outcome(name=candidate.name, cluster=name, took_s=time.monotonic() - begun, report=report)
+    return Outcome(
+        name=name,
+        cluster=cluster,
+        took_s=time.monotonic() - begun,
+        report=report,
+        slower=agreed.slower(report) if agreed else 1.0,
+        unknown=agreed.unknown(report, recipe) if agreed else "",
+    )
 
 
 def _cluster_sentence(model: ClusterModel) -> str:
@@ -207,18 +216,18 @@ def speed_table(outcomes: list[Outcome]) -> Table:
     """One row a candidate: times and rates. Speed-ups are against the first one."""
     names = ("step s", "P50", "P95", "groups/s", "goodput tok/s", "speed in groups", "in tokens", "preemptions")
     table = results_table("simulated", ("rounds", *names))
-    first = outcomes[0].report
+    first, base = outcomes[0].report, outcomes[0].slower
     for outcome in outcomes:
-        r = outcome.report
+        r, by = outcome.report, outcome.slower
         table.add_row(
             outcome.name,
-            f"{r.step_s_mean:.3g}",
-            f"{r.step_s_p50:.3g}",
-            f"{r.step_s_p95:.3g}",
-            f"{r.groups_s:.3g}",
-            f"{r.goodput:.0f}",
-            f"{r.groups_s / first.groups_s:.2f}",
-            f"{r.goodput / first.goodput:.2f}",
+            f"{r.step_s_mean * by:.3g}",
+            f"{r.step_s_p50 * by:.3g}",
+            f"{r.step_s_p95 * by:.3g}",
+            f"{r.groups_s / by:.3g}",
+            f"{r.goodput / by:.0f}",
+            f"{r.groups_s / first.groups_s * base / by:.2f}",
+            f"{r.goodput / first.goodput * base / by:.2f}",
             str(r.preemptions),
         )
     return table

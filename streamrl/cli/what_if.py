@@ -14,20 +14,25 @@ from rich.table import Table
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.command import Argument, AsJson, Command, Overrides, print_json, recipe_file
-from streamrl.cli.simulate import DEFAULT_CLUSTER, Cluster, Seed, WarmUp, refuse_impossible_numbers, results_table
-from streamrl.control.settings import control_settings
+from streamrl.cli.simulate import (
+    DEFAULT_CLUSTER,
+    Cluster,
+    Seed,
+    WarmUp,
+    refuse_impossible_numbers,
+    results_table,
+    world_of,
+)
 from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.simulate.calibrate import calibrate
-from streamrl.simulate.cluster import differences, load_cluster
-from streamrl.simulate.lengths import LengthSource, ModelledLengths, RecordedLengths, capped
-from streamrl.simulate.recording import TRACE_FILE, load_recording
+from streamrl.simulate.cluster import differences
+from streamrl.simulate.recording import TRACE_FILE
 from streamrl.simulate.what_if import Advice, Budget, Search, Tried, World, recipe_fragment
 
 STEPS = 90
 """Whole cycles of races at 1.125, 1.25 and 1.5 (9, 5 and 3 rounds): a part of one would flatter a race, or wrong it."""
 
-SHOWN = 6
+SHOWN = 20
 PLAIN_PROGRESS_S = 10.0
 
 
@@ -56,57 +61,26 @@ class WhatIf(Command, frozen=True):
         recipe = load_recipe(recipe_file(self.subject.parent if of_trace else self.subject), self.overrides)
         refuse_impossible_numbers(self.steps, self.warm_up, self.seed)
         stale = recipe.rollout.max_staleness if self.max_staleness is None else self.max_staleness
-        try:
-            budget = Budget(max_staleness=stale, min_length_share=self.min_length_share)
-        except ValueError as error:
-            raise RecipeError([str(error)]) from None
-        name, world, warning = _world(self, recipe)
-        if warning:
-            print(f"note: {warning}", file=sys.stderr)
+        share = self.min_length_share
+        if stale < 0 or not 0 <= share <= 1:
+            raise RecipeError(
+                [f"--max-staleness {stale} --min-length-share {share:g}: at least 0, and between 0 and 1"]
+            )
+        budget = Budget(max_staleness=stale, min_length_share=share)
+        recorded = of_trace or (self.subject / TRACE_FILE).is_file()
+        trace = self.subject if recorded else None
+        name, world, notes = world_of(trace, self.cluster, self.steps, self.warm_up, self.seed)
+        if not recorded and not self.cluster:
+            notes.append(f"no recorded run and no --cluster: the built-in cluster {DEFAULT_CLUSTER!r} is used")
+        notes += differences(recipe, world.model, world.lengths(self.seed).cap)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
         advice = _search(world, budget, recipe)
         if self.json:
-            print_json(_as_json(advice, name, budget, warning))
+            print_json(_as_json(advice, name, budget, notes, world))
         else:
             _print_advice(advice, name, budget, self)
         return 0
-
-
-def _world(question: WhatIf, recipe: Recipe) -> tuple[str, World, str]:
-    """Name of the cluster, what to simulate in, and what makes the answer doubtful."""
-    subject, cluster = question.subject, question.cluster
-    recorded = (subject / TRACE_FILE).is_file() if subject.is_dir() else subject.name == TRACE_FILE
-    run = None
-    warning = ""
-    if recorded:
-        run = load_recording(subject)
-        model = load_cluster(cluster) if cluster else calibrate(run, recipe).model
-        cluster = cluster or f"of run {run.header.run_id}"
-        if any(not line.finish_reason for line in run.trajectories):
-            warning = (
-                "the run stopped some completions before their end; they are taken to be as long as others that were "
-                "longer: a record of synchronous rounds answers better"
-            )
-    else:
-        warning = (
-            "" if cluster else f"no recorded run and no --cluster: the built-in cluster {DEFAULT_CLUSTER!r} is used"
-        )
-        cluster = cluster or DEFAULT_CLUSTER
-        model = load_cluster(cluster)
-
-    def drawn(seed: int) -> LengthSource:
-        return ModelledLengths(model.lengths, seed) if run is None else RecordedLengths(run, seed=seed)
-
-    cap = model.lengths.cap if run is None else run.header.max_tokens
-    warning = "; ".join(filter(None, (warning, *differences(recipe, model, cap))))
-    world = World(
-        model=model,
-        settings=control_settings,
-        steps=question.steps,
-        warm_up=question.warm_up,
-        seed=question.seed,
-        lengths=lambda seed: capped(drawn(seed), recipe.sampling.max_tokens),
-    )
-    return cluster, world, warning
 
 
 def _search(world: World, budget: Budget, recipe: Recipe) -> Advice:
@@ -146,20 +120,22 @@ def _print_advice(advice: Advice, cluster: str, budget: Budget, question: WhatIf
     if not fragment:
         print("\nthe recipe as it is is the best of these; nothing to change")
         return
-    print(f"\n# recommended: {advice.recommended.name}, {advice.gain:+.1%} trained tokens a second (predicted)")
+    gain = advice.recommended.unknown or f"{advice.gain:+.1%} trained tokens a second (predicted)"
+    print(f"\n# recommended: {advice.recommended.name}, {gain}")
     print(fragment)
 
 
 def advice_table(shown: list[Tried], advice: Advice) -> Table:
-    """One row a candidate; speeds are against the recipe as it is."""
-    names = ("goodput tok/s", "speed", "groups/s", "step s", "length", "wasted", "bubble", "staleness", "wait", "")
+    """One row a candidate; speeds are against the recipe as it is. "shared": optimizer steps along one gradient."""
+    names = ("tok/s", "speed", "groups/s", "step s", "length", "wasted", "bubble", "staleness", "wait", "shared", "")
     table = results_table("", ("rounds", *names))
     now = advice.current.figures
     for tried in shown:
         figures = tried.figures
-        mark = "recommended" if tried is advice.recommended else tried.problem
+        recommended = "recommended" if tried is advice.recommended else ""
+        mark = "; ".join(filter(None, (recommended, tried.problem, tried.unknown and "cannot know")))
         if figures is None:
-            table.add_row(tried.name, *("",) * 9, mark)
+            table.add_row(tried.name, *("",) * 10, mark)
             continue
         table.add_row(
             tried.name,
@@ -172,23 +148,26 @@ def advice_table(shown: list[Tried], advice: Advice) -> Table:
             f"{figures.rollout_bubble:.2f}",
             str(figures.staleness),
             str(figures.wait),
+            str(tried.steps_a_gradient),
             mark,
         )
     return table
 
 
-def _as_json(advice: Advice, cluster: str, budget: Budget, warning: str) -> dict[str, Any]:
+def _as_json(advice: Advice, cluster: str, budget: Budget, notes: list[str], world: World) -> dict[str, Any]:
     def row(tried: Tried) -> dict[str, Any]:
         fragment = recipe_fragment(tried.recipe, advice.current.recipe)
         figures = msgspec.to_builtins(tried.figures)
-        return {"name": tried.name, "figures": figures, "problem": tried.problem, "recipe": fragment}
+        told = {"name": tried.name, "figures": figures, "problem": tried.problem, "unknown": tried.unknown}
+        return told | {"steps_a_gradient": tried.steps_a_gradient, "recipe": fragment}
 
     return {
         "cluster": cluster,
         "budget": msgspec.to_builtins(budget),
-        "note": warning,
+        "notes": notes,
+        "mismatch": world.agreement.mismatch if world.agreement else None,
         "recommended": row(advice.recommended),
-        "gain": advice.gain,
+        "gain": None if advice.recommended.unknown else advice.gain,
         "current": row(advice.current),
         "tried": [row(tried) for tried in advice.tried],
     }

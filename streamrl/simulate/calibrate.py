@@ -1,7 +1,7 @@
 """A cluster model from what a real run measured, part by part.
 
-What a recorded run cannot tell stays at what the model says by itself: KV capacity where no preemption was seen,
-attention over the context (small engines), cores that trainer and engines share.
+What a recorded run cannot tell stays at what the model says by itself, and ``Fit.assumed`` names it: KV capacity where
+no preemption was seen, attention over the context, what it costs to move a request or to change engines.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from streamrl.base.errors import StreamRLError
 from streamrl.observe.report.trajectory_trace import RecordedRun, StepLine
 from streamrl.recipe.sections import Recipe
-from streamrl.simulate.cluster import ClusterModel, Engines
+from streamrl.simulate.cluster import DEMO, ClusterModel
 from streamrl.simulate.engine_fit import StepFit, fit_arrivals, fit_step, step_samples, unbiased_fit
 from streamrl.simulate.engines import EngineModel
 from streamrl.simulate.lengths import LengthModel, recorded_rows
-from streamrl.simulate.recording import TrainedGroup, life_times, trained_groups
+from streamrl.simulate.recording import life_times, trained_groups
 from streamrl.simulate.stages import PushModel, RewardModel, TrainerClock, TrainerModel
 
 FEWEST_COMPLETIONS = 64
@@ -34,7 +34,8 @@ ROW_PARTS = 4
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """``model``, and how well it explains what it was fitted to: medians of the absolute relative error.
 
-    ``step_error``: decode steps; ``life_error``: seconds from launch to last token.
+    ``step_error``: decode steps; ``life_error``: seconds from launch to last token. ``assumed``: constants that the run
+    does not tell, such as ``engine.kv_tokens``.
     """
 
     model: ClusterModel
@@ -42,6 +43,15 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     life_error: float
     completions: int
     steps: int
+    assumed: tuple[str, ...] = ()
+
+
+NEVER_FITTED = {
+    "engine": ("per_context_token_s", "prefill_tokens_s", "admission_per_running_s", "rejected_per_token"),
+    "engines": ("migration_s", "parallel_scaling", "weight_tokens", "switch_s"),
+    "reward": ("concurrency", "rollout_slowdown"),
+    "push": ("abort_barrier_s",),
+}
 
 
 def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
@@ -58,7 +68,11 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
         )
     trainer = fit_trainer(run, recipe.training.micro_batch_tokens // ROW_PARTS if recipe else 0)
     step = fit_step(step_samples(run, trainer.spans))
-    arrival, presubmitted, life_error = fit_arrivals(lives, step, run.steps[0].time_s)
+    arrival, presubmitted, life_error, assumed = fit_arrivals(lives, step, run.steps[0].time_s)
+    if len({line.samples for line in run.steps[1:]}) == 1:
+        assumed += ("trainer.sequence_s",)
+    if not any(line.preemptions for line in run.engines):
+        assumed += ("engine.kv_tokens",)
     prompt_tokens = round(float(np.mean([line.prompt_tokens for line in run.trajectories])))
     header = run.header
     model = ClusterModel(
@@ -66,12 +80,22 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
         trainer=msgspec.structs.replace(trainer.model, rollout_slowdown=step.slowdown),
         lengths=fit_lengths(run),
         # Not the run's capacity: another recipe's batches are measured against their own.
-        engines=Engines(count=header.engines, prompt_tokens=prompt_tokens),
+        engines=msgspec.structs.replace(
+            DEMO.engines,
+            count=header.engines,
+            prompt_tokens=prompt_tokens,
+            tensor_parallel_size=recipe.engines.tensor_parallel_size if recipe else 1,
+        ),
         reward=_reward(run),
         push=_push(run.steps[1:]),
     )
     return Fit(
-        model=model, step_error=step.error, life_error=life_error, completions=len(lives.begins), steps=len(run.steps)
+        model=model,
+        step_error=step.error,
+        life_error=life_error,
+        completions=len(lives.begins),
+        steps=len(run.steps),
+        assumed=(*assumed, *(f"{part}.{name}" for part, names in NEVER_FITTED.items() for name in names)),
     )
 
 
@@ -91,10 +115,15 @@ def _engine(run: RecordedRun, step: StepFit, arrival: float, presubmitted: float
 
 
 def _push(steps: tuple[StepLine, ...]) -> PushModel:
-    seconds = float(np.median([line.push_s for line in steps]))
-    paused = min(float(np.median([line.paused_s for line in steps])), seconds)
-    other = float(np.median([max(s.step_s - s.rollout_s - s.training_s - s.push_s, 0.0) for s in steps]))
-    return PushModel(seconds=seconds + other, pause_s=paused)
+    """Means of all that is neither rollout nor training, by kind of round: so the total is kept."""
+    by_kind: dict[str, list[float]] = {}
+    for line in steps:
+        by_kind.setdefault(line.round_kind, []).append(max(line.step_s - line.rollout_s - line.training_s, 0.0))
+    means = {kind: float(np.mean(seconds)) for kind, seconds in by_kind.items()}
+    least = min(means.values())
+    paused = min(float(np.median([line.paused_s for line in steps])), least)
+    beyond = {kind: seconds - least for kind, seconds in means.items() if seconds > least}
+    return PushModel(seconds=least, pause_s=paused, kind_s=beyond)
 
 
 def _reward(run: RecordedRun) -> RewardModel:
@@ -121,20 +150,21 @@ class TrainerFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fit_trainer(run: RecordedRun, streaming_tokens: int = 0) -> TrainerFit:
-    """A token and a sequence by what whole steps took; closing a batch by what was left beyond the groups that were
-    still to be trained when it was full. ``streaming_tokens``: see ``TrainerModel``."""
+    """A token, a sequence and a constant part by what whole steps took; closing a batch by what was left beyond the
+    groups that were still to be trained when it was full. ``streaming_tokens``: see ``TrainerModel``."""
     steps = run.steps[1:]  # the first one warms up
     worked = np.array([line.forward_backward_s or line.training_s for line in steps])
     after = np.array([line.training_s for line in steps])
-    columns = np.array([(line.trained_tokens, line.samples) for line in steps], dtype=float)
-    token_s, sequence_s = unbiased_fit(columns, worked, np.ones(len(steps))).tolist()
+    # The constant last: where all steps have as many samples, it looks the same as what those cost.
+    columns = np.array([(line.trained_tokens, line.samples, 1.0) for line in steps], dtype=float)
+    token_s, sequence_s, constant_s = unbiased_fit(columns, worked, np.ones(len(steps))).tolist()
     model = TrainerModel(token_s=token_s, sequence_s=sequence_s)
     if float(np.median(after)) >= STREAMS_BELOW * float(np.median(worked)):
-        closing = max(float(np.median(after - worked)), 0.0)
+        closing = max(float(np.mean(after - worked)), 0.0) + constant_s
         return TrainerFit(model=msgspec.structs.replace(model, optimizer_s=closing), spans=[])
     model = msgspec.structs.replace(model, streaming_speed=1.0, streaming_tokens=streaming_tokens)
     spans, left = _replayed(run, model)
-    closing = max(float(np.median(after - np.array(left[1:]))), float(after.min()))
+    closing = max(float(np.mean(after - np.array(left[1:]))), float(after.min()))
     return TrainerFit(model=msgspec.structs.replace(model, optimizer_s=closing), spans=spans)
 
 
@@ -149,7 +179,7 @@ def _replayed(run: RecordedRun, model: TrainerModel) -> tuple[list[tuple[float, 
     for step in run.steps:
         last = bisect_left(trained_s, step.time_s)
         full_s = _full_s(step)
-        for group in sorted(groups[first:last], key=_scored_s):
+        for group in sorted(groups[first:last], key=lambda group: group.scored_s):
             now = min(group.scored_s, full_s)
             clock.take(now, group.samples, group.tokens)
             _extend(spans, now, clock.idle_at)
@@ -162,10 +192,6 @@ def _replayed(run: RecordedRun, model: TrainerModel) -> tuple[list[tuple[float, 
 
 def _full_s(step: StepLine) -> float:
     return step.time_s - step.step_s + step.rollout_s
-
-
-def _scored_s(group: TrainedGroup) -> float:
-    return group.scored_s
 
 
 def _extend(spans: list[tuple[float, float]], begins: float, ends: float, *, cut: bool = False) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -11,7 +13,7 @@ from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import parse_toml, toml_document
 from streamrl.simulate.engines import EngineModel
-from streamrl.simulate.lengths import LengthModel
+from streamrl.simulate.lengths import DomainLengths, LengthModel, LengthSource, ModelledLengths
 from streamrl.simulate.stages import PushModel, RewardModel, TrainerModel
 
 
@@ -34,8 +36,17 @@ class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     switch_s: float = 0.0
 
 
+class Domain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prompts of one kind, ``share`` of all (in any unit), with lengths and rewards of their own."""
+
+    share: float
+    lengths: LengthModel
+    reward: RewardModel = RewardModel()
+
+
 class ClusterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that a recipe does not say. A TOML file has a table for each field."""
+    """Everything that a recipe does not say. A TOML file has a table for each field; ``domains``, an array of them,
+    replace its lengths and reward."""
 
     engine: EngineModel
     trainer: TrainerModel
@@ -43,7 +54,25 @@ class ClusterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engines: Engines = Engines()
     reward: RewardModel = RewardModel()
     push: PushModel = PushModel()
+    domains: tuple[Domain, ...] = ()
 
+    def __post_init__(self) -> None:
+        if any(domain.share <= 0 or domain.lengths.cap != self.lengths.cap for domain in self.domains):
+            raise ValueError(
+                f"domains: each needs a share above 0 and lengths.cap = {self.lengths.cap}, as all lengths"
+            )
+
+    def domain_of(self, prompt: int) -> int:
+        """Of any stretch of prompts each domain has its share, nearly."""
+        shares = list(accumulate(domain.share for domain in self.domains))
+        return bisect(shares, prompt * GOLDEN % 1.0 * shares[-1]) if shares else 0
+
+    def drawn_lengths(self, seed: int) -> LengthSource:
+        """Lengths of prompts of each domain."""
+        return DomainLengths([ModelledLengths(one.lengths, seed) for one in self.domains or [self]], self.domain_of)
+
+
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 # The demo model on two CPU cores, fitted to three measured points.
 DEMO = ClusterModel(

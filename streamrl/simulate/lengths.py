@@ -7,6 +7,7 @@ its lengths; for one that is regenerated they are drawn again around the same pr
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -31,7 +32,8 @@ class LengthModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Completion lengths in tokens: log-normals of ``weights``, ``mus`` (natural log of tokens) and ``sigmas``.
 
     ``cap_share``: of all completions reach ``cap``. Beyond ``tail_from`` tokens survival follows a power law to that
-    share; 0: the missing share is a mass at the cap (degenerate loops). ``correlation``: of two completions of a
+    share, of which ``loop_share`` is no part (degenerate loops: a mass at the cap alone); ``tail_from`` 0: all that the
+    log-normals lack of it is such a mass. ``correlation``: of two completions of a
     prompt, in the Gaussian copula ``z = sqrt(rho) u + sqrt(1 - rho) e``. ``drift_per_step``:
     the natural log of every length below the cap grows by so much with each policy version, ``drift_steps`` long (0:
     without end).
@@ -43,6 +45,7 @@ class LengthModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sigmas: tuple[float, ...]
     cap_share: float = 0.0
     tail_from: float = 0.0
+    loop_share: float = 0.0
     correlation: float = 0.35
     drift_per_step: float = 0.0
     drift_steps: int = 0
@@ -55,26 +58,28 @@ class LengthModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if abs(sum(self.weights) - 1) > 1e-6:
             raise ValueError(f"lengths: the weights {self.weights} add up to {sum(self.weights):g}; they must to 1")
-        if not 0 <= self.correlation < 1 or not 0 <= self.cap_share < 1:
+        if not 0 <= self.correlation < 1 or not 0 <= self.loop_share <= self.cap_share < 1:
             raise ValueError(
-                f"lengths: correlation {self.correlation:g} and cap_share {self.cap_share:g} must be in [0, 1)"
+                f"lengths: correlation {self.correlation:g} and cap_share {self.cap_share:g} must be in [0, 1), "
+                f"loop_share {self.loop_share:g} at most cap_share"
             )
 
     def survival(self, tokens: Floats) -> Floats:
         """Share of completions longer than ``tokens``, below the cap."""
-        body = self._body(tokens)
-        if not self.tail_from:
-            loops = self._loops()
-            with_loops: Floats = loops + (1 - loops) * body
-            return with_loops
-        at = float(self._body(np.array([self.tail_from]))[0])
-        exponent = math.log(at / max(self.cap_share, 1e-12)) / math.log(self.cap / self.tail_from)
-        tail = at * (np.maximum(tokens, self.tail_from) / self.tail_from) ** -exponent
-        survival: Floats = np.where(tokens > self.tail_from, tail, body)
+        share, loops = self._body(tokens), self._loops()
+        if self.tail_from:
+            at = float(self._body(np.array([self.tail_from]))[0])
+            reaching = max((self.cap_share - loops) / (1 - loops), 1e-12)
+            exponent = math.log(at / reaching) / math.log(self.cap / self.tail_from)
+            tail = at * (np.maximum(tokens, self.tail_from) / self.tail_from) ** -exponent
+            share = np.where(tokens > self.tail_from, tail, share)
+        survival: Floats = loops + (1 - loops) * share
         return survival
 
     def _loops(self) -> float:
-        """Mass at the cap beyond what the mixture has there."""
+        """Mass at the cap alone."""
+        if self.tail_from:
+            return self.loop_share
         at_cap = float(self._body(np.array([float(self.cap)]))[0])
         return max((self.cap_share - at_cap) / (1 - at_cap), 0.0)
 
@@ -141,6 +146,19 @@ class ModelledLengths:
         steps = min(version, self.model.drift_steps) if self.model.drift_steps else version
         factor = math.exp(drift * steps)
         return [cap if length >= cap else max(min(round(length * factor), cap), 1) for length in lengths]
+
+
+class DomainLengths:
+    """Those of ``sources``, one a domain; ``domain_of`` a prompt."""
+
+    def __init__(self, sources: Sequence[LengthSource], domain_of: Callable[[int], int]) -> None:
+        self._sources = sources
+        self._domain_of = domain_of
+        self.cap = sources[0].cap
+
+    def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
+        """See ``LengthSource``."""
+        return self._sources[self._domain_of(prompt)].draw(prompt, noise, samples, version)
 
 
 class RecordedLengths:

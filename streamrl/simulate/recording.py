@@ -1,8 +1,8 @@
-"""What a real run recorded, as the calibration and the replay need it."""
+"""What a real run recorded, as the calibration and the replay need it; and the same run in virtual time, beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -11,6 +11,11 @@ from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
 from streamrl.observe.report.trajectory_trace import TRAINED, RecordedRun, TrajectoryLine, read_trace
+from streamrl.recipe.sections import Recipe, ReleaseKind
+from streamrl.simulate.cluster import ClusterModel
+from streamrl.simulate.lengths import RecordedLengths
+from streamrl.simulate.report import SimulationReport
+from streamrl.simulate.simulation import simulate_recipe
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -30,14 +35,15 @@ class LifeTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     ``begins``: launch, or when the version that sampled it went live where it waited for that in a paused engine
     (``presubmitted``); ``ends``: last token; ``arrivals``: requests that began on its engine from its begin to its end,
-    itself included. From ``times[k]`` to ``times[k + 1]`` ``in_flight[k]`` requests were open on an engine, those that
-    were stopped too.
+    itself included; ``arrival_s``: seconds from launch to end, for each request launched for its version until then.
+    From ``times[k]`` to ``times[k + 1]`` ``in_flight[k]`` requests were open on an engine, those that were stopped too.
     """
 
     begins: Floats
     ends: Floats
     tokens: Floats
     arrivals: Floats
+    arrival_s: Floats
     presubmitted: Flags
     times: Floats
     in_flight: Floats
@@ -46,12 +52,6 @@ class LifeTimes(msgspec.Struct, frozen=True, kw_only=True):
     def seconds(self) -> Floats:
         """From begin to last token."""
         return self.ends - self.begins
-
-    @property
-    def running(self) -> Floats:
-        """Mean number of open requests of its engine, itself included, from begin to end."""
-        mean: Floats = np.maximum(self._between(self.in_flight) / self.seconds, 1.0)
-        return mean
 
     def decoding_s(self, step_s: Callable[[Floats], Floats]) -> Floats:
         """Seconds that its tokens take where a decode step of b requests takes ``step_s(b)``, at the loads it met."""
@@ -82,11 +82,16 @@ def life_times(run: RecordedRun) -> LifeTimes:
     whole = np.array([_whole(line) for line in lines], dtype=bool)
     starts = np.sort(begins)
     arrivals = np.searchsorted(starts, ends, side="right") - np.searchsorted(starts, begins, side="left")
+    versions, groups, samples = np.array([(one.oldest_version, one.group, one.sample) for one in lines]).T
+    in_order = np.lexsort((samples, groups, launched, versions))
+    places = np.empty(len(lines))
+    places[in_order] = np.arange(1, len(lines) + 1) - np.searchsorted(versions[in_order], versions[in_order])
     return LifeTimes(
         begins=begins[whole],
         ends=ends[whole],
         tokens=np.array([line.tokens for line in lines], dtype=float)[whole],
         arrivals=arrivals[whole] / engines,
+        arrival_s=((ends - launched) * engines / places)[whole],
         presubmitted=presubmitted[whole],
         times=times[order],
         in_flight=np.cumsum(changes) / engines,
@@ -123,3 +128,83 @@ def trained_groups(run: RecordedRun) -> list[TrainedGroup]:
         for lines in by_group.values()
     ]
     return sorted(groups, key=lambda group: group.trained_s)
+
+
+LARGE_MISMATCH = 0.1
+"""Beyond it the user is warned, and forecasts of forms that the run never had cannot be known."""
+MOST_WARM_UP = 5
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+    """A recorded run beside its own ``recipe``, simulated on the lengths that it recorded. ``goodput``: trained tokens
+    a second, recorded and simulated; ``recorded``, ``simulated``: mean seconds of a step by kind of round, "": of all.
+    """
+
+    recipe: Recipe
+    goodput: tuple[float, float]
+    recorded: dict[str, float]
+    simulated: dict[str, float]
+
+    @property
+    def mismatch(self) -> float:
+        """Goodput as simulated over that as recorded, less one."""
+        return self.goodput[1] / self.goodput[0] - 1
+
+    def slower(self, report: SimulationReport) -> float:
+        """By how much the seconds of ``report`` are to be multiplied: its kinds of rounds each by what the record took
+        over what was simulated of them, those that it never had by that of all."""
+        spent = {kind.round_kind: kind.steps * kind.step_s for kind in report.kinds}
+        return sum(seconds * self._ratio(kind) for kind, seconds in spent.items()) / sum(spent.values())
+
+    def _ratio(self, kind: str) -> float:
+        known = kind if kind in self.recorded and kind in self.simulated else ""
+        return self.recorded[known] / self.simulated[known]
+
+    def unknown(self, report: SimulationReport, recipe: Recipe) -> str:
+        """Why the times of ``recipe``, simulated in ``report``, cannot be known; empty: they can."""
+        kinds = [kind.round_kind for kind in report.kinds if kind.steps]
+        new = _form(recipe, kinds) - _form(self.recipe, self.recorded)
+        if not new or abs(self.mismatch) <= LARGE_MISMATCH:
+            return ""
+        return (
+            f"cannot know: the recorded run itself is missed by {self.mismatch:+.0%}, and had no "
+            f"{', '.join(sorted(new))}: record a few steps of it"
+        )
+
+    def notes(self) -> list[str]:
+        """Goodput and steps as recorded and as simulated, and a warning where they are far apart."""
+        kinds = [kind for kind in self.recorded if kind and kind in self.simulated]
+        steps = ", ".join(f"{kind} {self.recorded[kind]:.3g} / {self.simulated[kind]:.3g}" for kind in kinds)
+        told = (
+            f"the recorded recipe, as recorded / as simulated: {self.goodput[0]:.0f} / {self.goodput[1]:.0f} trained "
+            f"tokens a second ({self.mismatch:+.1%}); seconds of a step, by which forecasts are scaled: {steps}"
+        )
+        warning = "WARNING: something took time that is not simulated: what is said of other rounds is weak"
+        return [told, warning] if abs(self.mismatch) > LARGE_MISMATCH else [told]
+
+
+def agreement(run: RecordedRun, recipe: Recipe, model: ClusterModel, seed: int = 0) -> Agreement:
+    """Simulate the ``recipe`` that recorded ``run`` for as many steps, with its prompts in their order. Raises
+    ``StreamRLError`` where that cannot be done."""
+    warm_up = min(MOST_WARM_UP, len(run.steps) // 4)
+    steps = run.steps[warm_up:]
+    lengths = RecordedLengths(run, resample=False, seed=seed)
+    report = simulate_recipe(recipe, model, len(steps), lengths, seed=seed, warm_up=warm_up)
+    took = {kind: [line.step_s for line in steps if line.round_kind == kind] for kind in {s.round_kind for s in steps}}
+    took[""] = [line.step_s for line in steps]
+    return Agreement(
+        recipe=recipe,
+        goodput=(sum(line.trained_tokens for line in steps) / sum(took[""]), report.goodput),
+        recorded={kind: float(np.mean(seconds)) for kind, seconds in took.items()},
+        simulated={kind.round_kind: kind.step_s for kind in report.kinds if kind.steps} | {"": report.step_s_mean},
+    )
+
+
+def _form(recipe: Recipe, kinds: Iterable[str]) -> set[str]:
+    """What no run tells that did not have it: kinds of rounds, and what happens between and late in them."""
+    has = {
+        "submission in advance": recipe.rollout.presubmit,
+        "engines freed": recipe.engines.release is not ReleaseKind.NEVER,
+        "sets of engines": bool(recipe.engines.sets),
+    }
+    return {f"{kind} rounds" for kind in kinds} | {name for name, is_so in has.items() if is_so}

@@ -16,16 +16,16 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.types import FinishReason
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.control.settings import ControlSettings
+from streamrl.control.settings import ControlSettings, control_settings
 from streamrl.policies.auto import candidate_settings
 from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import InFlight, RoundKind
-from streamrl.recipe.sections import ReleaseKind
+from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.simulate.chrome_trace import ChromeTrace
 from streamrl.simulate.cluster import ClusterModel
-from streamrl.simulate.engine_changes import EnginePlan, SimulatedFreeing, SimulatedSets
+from streamrl.simulate.engine_changes import EnginePlan, SimulatedFreeing, SimulatedSets, engine_plan
 from streamrl.simulate.engines import Request
-from streamrl.simulate.lengths import LengthSource, ModelledLengths
+from streamrl.simulate.lengths import LengthSource, capped
 from streamrl.simulate.report import SimulationReport, StepLedger
 from streamrl.simulate.rollout import SimulatedRollout
 from streamrl.simulate.stages import Agenda, Kind, RewardServers, TrainerClock
@@ -35,6 +35,7 @@ CYCLES_STEPS = 45
 """Whole cycles of races at 1.125, 1.25 and 1.5 (9, 5 and 3 rounds): a part of one would flatter a race, or wrong it."""
 
 WARM_UP_STEPS = 5
+STALLED = "nothing to wait for; that is a bug of the round policy"
 ADVISED_AT = 4
 """Version at which simulated ``auto`` rounds are advised."""
 
@@ -60,7 +61,7 @@ def simulate(
     Raises ``StreamRLError`` when control stops the run, or when nothing is left that could happen.
     """
     settings = msgspec.structs.replace(settings, steps=warm_up + steps)
-    source = lengths or ModelledLengths(model.lengths, seed)
+    source = lengths or model.drawn_lengths(seed)
     advice = None
     if settings.rounds is RoundKind.AUTO:
         reports = simulate_candidates(settings, model, source, seed=seed, engines=engines)
@@ -73,6 +74,32 @@ def simulate(
     report = simulation.run(warm_up, progress)
     trace.steps(report.recent)
     return report
+
+
+def simulate_recipe(
+    recipe: Recipe,
+    model: ClusterModel,
+    steps: int,
+    lengths: LengthSource,
+    *,
+    seed: int = 0,
+    warm_up: int = 0,
+    progress: Callable[[int], None] | None = None,
+    trace: ChromeTrace | None = None,
+) -> SimulationReport:
+    """``simulate`` what ``recipe`` asks for, no completion longer than it allows."""
+    return simulate(
+        control_settings(recipe),
+        model,
+        steps,
+        lengths=capped(lengths, recipe.sampling.max_tokens),
+        in_flight=recipe.rollout.in_flight,
+        seed=seed,
+        warm_up=warm_up,
+        progress=progress,
+        engines=engine_plan(recipe, model),
+        trace=trace,
+    )
 
 
 def simulate_candidates(
@@ -107,8 +134,7 @@ class Simulation:
         self.core = make_control(settings)
         self.model = model
         self.agenda = Agenda()
-        verifies = settings.tail_batching.verifies
-        most_engines = engines.most_engines(model)
+        verifies, most_engines = settings.tail_batching.verifies, engines.most_engines(model)
         self.rollout = SimulatedRollout(
             model, self.agenda, max_tokens=lengths.cap, most=most_engines, verifies_losers=verifies
         )
@@ -120,9 +146,11 @@ class Simulation:
         self._lengths = lengths
         self._advice = advice
         self._recompute = in_flight is not InFlight.KEEP
-        self._rewards = RewardServers(model.reward, seed)
+        self._rewards = [RewardServers(one.reward, seed) for one in model.domains or [model]]
         self._trainer = TrainerClock(model.trainer)
         self._trainer_stamp = 0
+        self._training_slows = 1.0
+        self._round_kind = ""
         self._release: SimulatedFreeing | None = None
         if engines.release is not ReleaseKind.NEVER:
             self._release = SimulatedFreeing(self.rollout, self._trainer, lengths.cap)
@@ -143,9 +171,9 @@ class Simulation:
             do.TrainGroupNow: self._train,
             do.StepOptimizer: self._step,
             do.PublishWeights: self._publish,
-            do.Evaluate: self._evaluate,
+            do.Evaluate: lambda action: self._soon(on.EvaluationDone(policy_version=action.policy_version)),
             do.CancelEvaluation: lambda action: None,  # EvaluationDone is on its way
-            do.WriteCheckpoint: self._checkpoint,
+            do.WriteCheckpoint: lambda action: self._soon(on.CheckpointDone(policy_version=action.policy_version)),
             do.End: self._end,
         }
 
@@ -157,7 +185,8 @@ class Simulation:
         rollout.settle()
         while not self.finished:
             if not agenda:
-                self._raise_stalled()
+                where = f"{agenda.now:.3f} s, version {self.core.state.live_version} of {self.core.settings.steps}"
+                raise StreamRLError(f"the simulation is stalled at {where}: {STALLED}")
             time, _, kind, subject, stamp = agenda.next()
             if kind == Kind.ENGINE:
                 for request in rollout.finished(subject, stamp, time):
@@ -171,24 +200,21 @@ class Simulation:
             rollout.settle()
         return self.ledger.report(self.finished, self.core.state.accounting())
 
-    def _raise_stalled(self) -> None:
-        raise StreamRLError(
-            f"the simulation is stalled at {self.agenda.now:.3f} s, version {self.core.state.live_version} of "
-            f"{self.core.settings.steps}: nothing to wait for; that is a bug of the round policy"
-        )
-
     # ---- what happens ------------------------------------------------------------------------------
 
     def _happens(self, kind: int, subject: Any, stamp: int) -> None:
         if kind == Kind.ARRIVAL:
             self.rollout.arrived(subject)
         elif kind == Kind.REWARD:
-            self._scored(subject)
+            request, servers = subject
+            servers.running -= 1
+            self._slow_down()
+            self._scored(request, float(stamp))
         elif kind == Kind.PAUSE:
             self.rollout.pause()
         elif kind == Kind.TRAINER_IDLE:
             if stamp == self._trainer_stamp:
-                self.rollout.slow_down(1.0)
+                self._slow_down(1.0)
         else:
             subject()
 
@@ -197,13 +223,22 @@ class Simulation:
             return
         now = self.agenda.now
         request.newest_version = self.core.state.live_version
-        ends = self._rewards.ends_at(now)
+        servers = self._rewards[self.model.domain_of(request.prompt)]
+        ends, reward = servers.score(now, request.prompt, truncated=request.length >= self._lengths.cap)
         if ends <= now:
-            self._scored(request)
+            self._scored(request, reward)
         else:
-            self.agenda.add(ends, Kind.REWARD, request)
+            self.agenda.add(ends, Kind.REWARD, (request, servers), int(reward))
+            servers.running += 1
+            self._slow_down()
 
-    def _scored(self, request: Request) -> None:
+    def _slow_down(self, training: float | None = None) -> None:
+        """Decode steps are slower by what is computed beside them: training by so much from now on, and rewards."""
+        self._training_slows = self._training_slows if training is None else training
+        judged = max(servers.model.rollout_slowdown if servers.running else 1.0 for servers in self._rewards)
+        self.rollout.slow_down(self._training_slows * judged)
+
+    def _scored(self, request: Request, reward: float) -> None:
         if request.stopped:
             return
         self._follow_end(request)
@@ -211,7 +246,7 @@ class Simulation:
         self._tell(
             on.TrajectoryScored(
                 id=request.id,
-                reward=0.0 if truncated else self._rewards.reward(request.prompt),
+                reward=reward,
                 tokens=request.length,
                 finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
                 oldest_version=request.first_version,
@@ -272,14 +307,14 @@ class Simulation:
 
     def _train(self, action: do.TrainGroupNow) -> None:
         requests = [self.rollout.requests.pop(identity) for identity in action.ids]
-        kind = action.round_kind
-        tokens = self.ledger.joined(requests, self.core.state.trainer_version, kind)
-        trainer, slowdown = self._trainer, self.model.trainer.rollout_slowdown
-        trainer.take(self.agenda.now, len(requests), tokens)
-        if slowdown > 1 and trainer.idle_at > self.agenda.now:
-            self.rollout.slow_down(slowdown)
+        self._round_kind = action.round_kind
+        tokens = self.ledger.joined(requests, self.core.state.trainer_version, action.round_kind)
+        slowdown = self.model.trainer.rollout_slowdown
+        self._trainer.take(self.agenda.now, len(requests), tokens)
+        if slowdown > 1 and self._trainer.idle_at > self.agenda.now:
+            self._slow_down(slowdown)
             self._trainer_stamp += 1
-            self.agenda.add(trainer.idle_at, Kind.TRAINER_IDLE, None, self._trainer_stamp)
+            self.agenda.add(self._trainer.idle_at, Kind.TRAINER_IDLE, None, self._trainer_stamp)
 
     def _step(self, action: do.StepOptimizer) -> None:
         now = self.agenda.now
@@ -288,10 +323,10 @@ class Simulation:
         if self._switch is not None:
             self._switch.round_closed()
         self._trainer_stamp += 1
-        self.rollout.slow_down(1.0 if action.engines_idle else self.model.trainer.rollout_slowdown)
+        self._slow_down(1.0 if action.engines_idle else self.model.trainer.rollout_slowdown)
 
         def trained() -> None:
-            self.rollout.slow_down(1.0)
+            self._slow_down(1.0)
             self.ledger.trained(self.agenda.now)
             self._tell(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
 
@@ -301,7 +336,7 @@ class Simulation:
         push, now = self.model.push, self.agenda.now
         barrier = push.abort_barrier_s if self.rollout.aborted else 0.0
         self.rollout.aborted = False
-        seconds = push.seconds + barrier
+        seconds = push.seconds + push.kind_s.get(self._round_kind, 0.0) + barrier
         self.ledger.publishing(now)
         self.agenda.add(now + seconds - min(push.pause_s + barrier, seconds), Kind.PAUSE, None)
         self.agenda.call_after(seconds, lambda: self._live(action.policy_version))
@@ -324,12 +359,7 @@ class Simulation:
             self._tell(self._advice)
         self._tell(on.WeightsLive(policy_version=version))
 
-    def _evaluate(self, action: do.Evaluate) -> None:
-        done = on.EvaluationDone(policy_version=action.policy_version)
-        self.agenda.call_after(0.0, lambda: self._tell(done))
-
-    def _checkpoint(self, action: do.WriteCheckpoint) -> None:
-        done = on.CheckpointDone(policy_version=action.policy_version)
+    def _soon(self, done: on.ControlEvent) -> None:
         self.agenda.call_after(0.0, lambda: self._tell(done))
 
     def _end(self, action: do.End) -> None:

@@ -11,10 +11,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from streamrl.recipe.rewards import AdaptiveTimeout, Reward
+from streamrl.rewards.time_limits import TimeLimits
+
 
 class RewardModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of one reward: log-normal with ``median_s`` (0: none) and ``sigma``. ``concurrency``: rewards at once
-    (0: any number).
+    (0: any number). ``timeout_s``: after which a reward is 0 (0: none); ``adaptive_timeout``: the recipe's, below it.
+
+    ``rollout_slowdown``: a decode step takes so many times as long while rewards are computed, where a judge has a
+    share of the engines' devices.
 
     ``solved``: share of rewards that are 1, the others are 0; ``spread``: of the solve rate between prompts, in
     standard normal units. Completions at the cap get 0.
@@ -23,6 +29,9 @@ class RewardModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     median_s: float = 0.0
     sigma: float = 0.0
     concurrency: int = 0
+    timeout_s: float = 0.0
+    adaptive_timeout: AdaptiveTimeout | None = None
+    rollout_slowdown: float = 1.0
     solved: float = 0.5
     spread: float = 1.0
 
@@ -47,42 +56,53 @@ class TrainerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class PushModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``seconds``: from the optimizer step until the new version is live; the last ``pause_s`` of it the engines stand
-    still. ``abort_barrier_s``: on top, where requests were aborted. ``round_s``: fixed cost of a step's rollout, such
-    as engine start and stop; spent before the engines go on."""
+    still. ``abort_barrier_s``: on top, where requests were aborted; ``kind_s``: on top, by kind of round, such as
+    rewards that begin after the rollout. ``round_s``: fixed cost of a step's rollout, such as engine start and stop;
+    spent before the engines go on."""
 
     seconds: float = 0.0
     pause_s: float = 0.0
     abort_barrier_s: float = 0.0
     round_s: float = 0.0
+    kind_s: dict[str, float] = {}
 
 
 class RewardServers:
-    """Draws service times in blocks and queues them on ``concurrency`` servers, first come first served."""
+    """Draws service times in blocks and queues them on ``concurrency`` servers, first come first served. ``running``:
+    rewards that have begun, or wait for a server."""
 
     def __init__(self, model: RewardModel, seed: int) -> None:
         self.model = model
+        self.running = 0
+        limits = Reward(function="", timeout_s=model.timeout_s or math.inf, adaptive_timeout=model.adaptive_timeout)
+        self._limits = TimeLimits(limits)
         self._source = np.random.default_rng([seed, 7])
         self._free_at: list[float] = [0.0] * model.concurrency
         self._block: list[float] = []
         self._uniform: list[float] = []
         self._levels = (self._source.standard_normal(1 << 14) * model.spread + _logit(model.solved)).tolist()
 
-    def ends_at(self, now: float) -> float:
-        """When the reward of a completion that ended ``now`` is known."""
+    def score(self, now: float, prompt: int, *, truncated: bool) -> tuple[float, float]:
+        """(when the reward of a completion that ended ``now`` is known, the reward)."""
+        reward = 0.0 if truncated else self._reward(prompt)
         model = self.model
         if not model.median_s:
-            return now
+            return now, reward
         if not self._block:
             self._block = (model.median_s * np.exp(self._source.standard_normal(4096) * model.sigma)).tolist()
         seconds = self._block.pop()
+        if model.timeout_s:
+            limit_s = self._limits.limit_s(str(prompt))
+            if seconds > limit_s:
+                seconds, reward = limit_s, 0.0
+            self._limits.observe(str(prompt), seconds, reward)
         if not self._free_at:
-            return now + seconds
+            return now + seconds, reward
         end = max(now, self._free_at[0]) + seconds
         heapq.heapreplace(self._free_at, end)
-        return end
+        return end, reward
 
-    def reward(self, prompt: int) -> float:
-        """1.0 with the solve rate of the prompt, else 0.0."""
+    def _reward(self, prompt: int) -> float:
         if not self._uniform:
             uniform = self._source.random(4096)
             self._uniform = np.log(uniform / (1 - uniform)).tolist()

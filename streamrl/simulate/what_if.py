@@ -15,25 +15,38 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.control.settings import ControlSettings
+from streamrl.recipe.fields import ADVANCED, keys_of
 from streamrl.recipe.load import check_recipe
-from streamrl.recipe.scheduling import DeferredPrompts, InFlight, LengthSorted, RoundKind, StalePolicy, TailBatching
-from streamrl.recipe.sections import Recipe
+from streamrl.recipe.scheduling import (
+    DeferredPrompts,
+    InFlight,
+    LengthSorted,
+    RoundKind,
+    SizingKind,
+    StalePolicy,
+    TailBatching,
+)
+from streamrl.recipe.sections import EngineShape, Recipe, ReleaseKind
 from streamrl.recipe.toml_text import toml_key, toml_value
 from streamrl.simulate.cluster import ClusterModel
-from streamrl.simulate.engine_changes import engine_plan
-from streamrl.simulate.lengths import LengthSource, ModelledLengths
+from streamrl.simulate.lengths import LengthSource
+from streamrl.simulate.recording import Agreement
 from streamrl.simulate.report import SimulationReport
-from streamrl.simulate.simulation import simulate
+from streamrl.simulate.simulation import simulate_recipe
 
 ETAS = (1.125, 1.25, 1.5)
 COHORTS = (2, 4)
 LONG_ROUNDS = (2, 4)
+SIZES = (4, 8, 16)
 CURRENT = "as it is"
+PRESUBMITTED = "presubmitted"
+LEAST_GAIN = 0.03
+"""Of a recommendation that changes anything."""
+
 CONFIRMED = 3
 """The best so many candidates are simulated again, with other lengths."""
 
-_CHANGED = ("rollout", "tail_batching", "length_sorted")
+_CHANGED = ("rollout", "tail_batching", "length_sorted", "engines")
 _MOST_REFINEMENTS = 8
 _FINEST_STEP = 1 / 32  # of the prompts of a batch
 
@@ -45,16 +58,9 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int = 0
     min_length_share: float = 0.9
 
-    def __post_init__(self) -> None:
-        if self.max_staleness < 0 or not 0 <= self.min_length_share <= 1:
-            raise ValueError(
-                f"max_staleness {self.max_staleness} and min_length_share {self.min_length_share:g}: "
-                "at least 0, and between 0 and 1"
-            )
-
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicted, as means over the simulations of a candidate.
+    """Predicted, as means over the simulations of a candidate; times as those of the record, where there is one.
 
     ``goodput``: trained tokens a second; ``groups_s``: trained groups a second; ``length_share``: mean trained length
     over the unbiased one; ``wasted_share``: generated tokens that no step trains; ``staleness`` and ``wait``: the
@@ -74,12 +80,19 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
     """A candidate. Without ``figures`` it was not simulated to its end, and ``problem`` says why; with both, it breaks
-    the budget."""
+    the budget. ``unknown``: why its times cannot be known."""
 
     name: str
     recipe: Recipe
     figures: Figures | None
     problem: str = ""
+    unknown: str = ""
+
+    @property
+    def steps_a_gradient(self) -> int:
+        """Optimizer steps that follow one gradient: the batches of a long round."""
+        races = self.recipe.rollout.rounds in (RoundKind.TAIL_BATCHING, RoundKind.AUTO)
+        return self.recipe.tail_batching.long_round_batches if races else 1
 
     @property
     def goodput(self) -> float:
@@ -103,15 +116,15 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
-    """What candidates are simulated in. ``settings``: what of a recipe decides. ``lengths``: those of a seed, which
-    draws do not change (None: the model's own)."""
+    """What candidates are simulated in. ``lengths``: those of a seed, which draws do not change. ``agreement``: with
+    the run that was recorded, where one was."""
 
     model: ClusterModel
-    settings: Callable[[Recipe], ControlSettings]
+    lengths: Callable[[int], LengthSource]
     steps: int
     warm_up: int
     seed: int = 0
-    lengths: Callable[[int], LengthSource] | None = None
+    agreement: Agreement | None = None
 
 
 class Search:
@@ -125,7 +138,6 @@ class Search:
         self._progress = progress
         self._tried: dict[str, Tried] = {}
         self._reports: dict[str, list[SimulationReport]] = {}
-        self._sources: dict[int, LengthSource] = {}
         self._done = 0
         self._ahead = 0
 
@@ -134,11 +146,11 @@ class Search:
         current = CURRENT
         others = {name: other for name, other in grid(recipe, self._budget).items() if other != recipe}
         candidates = {current: recipe, **others}
-        self._ahead = len(candidates) + _MOST_REFINEMENTS + 2 * CONFIRMED + 1
+        self._ahead = len(candidates) + _MOST_REFINEMENTS + len(variants(recipe)) + 2 * CONFIRMED + 1
         for name, candidate in candidates.items():
             self._try(name, candidate)
         self._refine_race(recipe)
-        self._submit_in_advance()
+        self._vary_best()
         for name in {tried.name for tried in self._best(CONFIRMED)} | {current}:
             if self._reports.get(name):
                 self._simulate(name, self._tried[name].recipe, self._world.seed + 1)
@@ -148,8 +160,8 @@ class Search:
             raise StreamRLError(f"no candidate keeps to the budget: {why}")
         now = self._tried[current]
         best = confirmed[0]
-        # What differs in nothing but its name is no advice.
-        if now.figures is not None and not now.problem and best.goodput <= now.goodput * 1.0001:
+        # Other groups get other prompts: a small difference is chance.
+        if now.figures is not None and not now.problem and best.goodput <= now.goodput * (1 + LEAST_GAIN):
             best = now
         ranked = sorted(self._tried.values(), key=lambda tried: (tried in confirmed, tried.goodput), reverse=True)
         return Advice(recommended=best, current=now, tried=tuple(ranked))
@@ -179,15 +191,16 @@ class Search:
                 step //= 2
             best = found
 
-    def _submit_in_advance(self) -> None:
-        """Requests that wait in paused engines change what a race costs: the best few and synchronous rounds again."""
+    def _vary_best(self) -> None:
+        """Requests that wait in paused engines change what a race costs: the best few and synchronous rounds again; the
+        best of them with other groups and engines, too."""
         again = {tried.name: tried for tried in self._best(CONFIRMED - 1)}
         again |= {t.name: t for t in self._tried.values() if t.recipe.rollout.rounds is RoundKind.SYNCHRONOUS}
+        best = [tried.name for tried in self._best(1)]
         for name, tried in again.items():
-            rollout = tried.recipe.rollout
-            if tried.recipe.on_policy and not rollout.presubmit:
-                submitted = replace(tried.recipe, rollout=replace(rollout, presubmit=True))
-                self._try(f"{name}, presubmitted", submitted)
+            for variant, recipe in variants(tried.recipe).items():
+                if name in best or variant == PRESUBMITTED:
+                    self._try(f"{name}, {variant}", recipe)
 
     def _try(self, name: str, recipe: Recipe) -> Tried:
         if name in self._tried:
@@ -207,30 +220,16 @@ class Search:
         self._progress(name, self._done, max(self._ahead - self._done, 1))
         self._done += 1
         try:
-            report = simulate(
-                world.settings(recipe),
-                world.model,
-                world.steps,
-                lengths=self._lengths(seed),
-                in_flight=recipe.rollout.in_flight,
-                seed=seed,
-                warm_up=world.warm_up,
-                engines=engine_plan(recipe, world.model),
-            )
+            lengths = world.lengths(seed)
+            report = simulate_recipe(recipe, world.model, world.steps, lengths, seed=seed, warm_up=world.warm_up)
         except StreamRLError as error:
             self._tried[name] = Tried(name=name, recipe=recipe, figures=None, problem=str(error))
             return
         self._reports.setdefault(name, []).append(report)
-        figures = _figures(self._reports[name])
-        self._tried[name] = Tried(name=name, recipe=recipe, figures=figures, problem=self._breaks(figures))
-
-    def _lengths(self, seed: int) -> LengthSource:
-        """One for all candidates: what is drawn changes nothing in it."""
-        if seed not in self._sources:
-            world = self._world
-            made = world.lengths(seed) if world.lengths is not None else ModelledLengths(world.model.lengths, seed)
-            self._sources[seed] = made
-        return self._sources[seed]
+        figures = _figures(self._reports[name], world.agreement)
+        unknown = world.agreement.unknown(report, recipe) if world.agreement else ""
+        problem = self._breaks(figures)
+        self._tried[name] = Tried(name=name, recipe=recipe, figures=figures, problem=problem, unknown=unknown)
 
     def _breaks(self, figures: Figures) -> str:
         if figures.staleness > self._budget.max_staleness:
@@ -266,6 +265,28 @@ def grid(recipe: Recipe, budget: Budget) -> dict[str, Recipe]:
             found[name] = _formed(recipe, RoundKind.LENGTH_SORTED, budget.max_staleness, ordered=partial)
     for stale in sorted({1, budget.max_staleness} if budget.max_staleness else ()):
         found[f"continuous {stale}"] = _formed(recipe, RoundKind.CONTINUOUS, stale)
+    return found | {f"{CURRENT}, {name}": other for name, other in variants(recipe).items()}
+
+
+def variants(recipe: Recipe) -> dict[str, Recipe]:
+    """The same rounds, by name: submitted in advance; of other groups, as many samples a batch; several engines freed
+    late in a round, or with another set of half as many, twice as large."""
+    rollout, engines = recipe.rollout, recipe.engines
+    found = {}
+    if recipe.on_policy and not rollout.presubmit:
+        found[PRESUBMITTED] = replace(recipe, rollout=replace(rollout, presubmit=True))
+    if recipe.group_sizing.kind is SizingKind.FIXED and rollout.group_size > 1:
+        samples = rollout.prompts_per_batch * rollout.group_size
+        for size in SIZES:
+            if size != rollout.group_size and samples % size == 0:
+                other = replace(rollout, group_size=size, prompts_per_batch=samples // size)
+                found[f"groups of {size}"] = replace(recipe, rollout=other)
+    if recipe.on_policy and engines.count > 1:
+        if engines.release is ReleaseKind.NEVER:
+            found["engines freed"] = replace(recipe, engines=replace(engines, release=ReleaseKind.DRAIN))
+        if not engines.sets and engines.count % 2 == 0:
+            half = EngineShape(count=engines.count // 2, tensor_parallel_size=2 * engines.tensor_parallel_size)
+            found["sets of engines"] = replace(recipe, engines=replace(engines, sets=(half,)))
     return found
 
 
@@ -308,11 +329,12 @@ def _race_name(tail: TailBatching) -> str:
     return f"tail_batching {tail.prompt_oversampling:.4g}{both}{long}{deferred}"
 
 
-def _figures(reports: list[SimulationReport]) -> Figures:
+def _figures(reports: list[SimulationReport], agreement: Agreement | None) -> Figures:
+    slower = [agreement.slower(report) if agreement else 1.0 for report in reports]
     return Figures(
-        goodput=fmean(report.goodput for report in reports),
-        groups_s=fmean(report.groups_s for report in reports),
-        step_s=fmean(report.step_s_mean for report in reports),
+        goodput=fmean(report.goodput / by for report, by in zip(reports, slower, strict=True)),
+        groups_s=fmean(report.groups_s / by for report, by in zip(reports, slower, strict=True)),
+        step_s=fmean(report.step_s_mean * by for report, by in zip(reports, slower, strict=True)),
         length_share=fmean(report.length_ratio for report in reports),
         wasted_share=fmean(report.wasted_share for report in reports),
         rollout_bubble=fmean(report.rollout_bubble for report in reports),
@@ -327,10 +349,13 @@ def recipe_fragment(recommended: Recipe, current: Recipe) -> str:
     blocks = []
     for section in _CHANGED:
         before, after = getattr(current, section), getattr(recommended, section)
-        keys = [name for name in after.__struct_fields__ if getattr(after, name) != getattr(before, name)]
-        if keys:
-            lines = [f"{toml_key(name)} = {toml_value(getattr(after, name))}" for name in keys]
-            blocks.append("\n".join([f"[{section}]", *lines]))
+        known: type[msgspec.Struct] = type(after)
+        changed = [key for key in keys_of(known).values() if getattr(after, key.name) != getattr(before, key.name)]
+        for table, advanced in ((section, False), (f"{section}.{ADVANCED}", True)):
+            keys = [key.name for key in changed if key.advanced is advanced]
+            if keys:
+                lines = [f"{toml_key(name)} = {toml_value(getattr(after, name))}" for name in keys]
+                blocks.append("\n".join([f"[{table}]", *lines]))
     return "\n\n".join(blocks)
 
 

@@ -106,6 +106,14 @@ def test_a_load_that_has_room_goes_where_steps_are_faster_and_a_dear_switch_is_n
     assert "engine_set" not in accounted(dear, BOTH).reasons
 
 
+def test_engines_of_either_set_are_freed() -> None:
+    model = with_part(SHARED, "engine", kv_tokens=2_000)
+    own = EngineSet(name="4x1", engines=4, tensor_parallel_size=1, kv_tokens=2_000, max_num_seqs=64)
+    other = EngineSet(name="2x2", engines=2, tensor_parallel_size=2, kv_tokens=5_000, max_num_seqs=128)
+    report = accounted(model, EnginePlan(release=ReleaseKind.DRAIN, sets=(own, other)))
+    assert report.reasons["engine_set"] >= 1 and report.reasons["engines_freed"] > 5
+
+
 def test_each_kind_of_round_may_have_its_set() -> None:
     pinned = EnginePlan(
         sets=(

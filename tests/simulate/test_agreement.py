@@ -1,0 +1,110 @@
+"""How well a recorded run is simulated, and what that makes of forecasts."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.observe.report.trajectory_trace import RecordedRun
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.scheduling import RoundKind, TailBatching
+from streamrl.recipe.sections import Model as RecipeModel
+from streamrl.recipe.sections import Prompts, Recipe, ReleaseKind
+from streamrl.simulate.calibrate import calibrate
+from streamrl.simulate.lengths import ModelledLengths
+from streamrl.simulate.recording import Agreement, agreement
+from streamrl.simulate.report import SimulationReport
+from streamrl.simulate.simulation import simulate
+from tests.simulate.recorder import Recorder
+from tests.simulate.test_calibrate import RACE, TRUTH
+from tests.simulate.worlds import control_settings
+
+
+def recipe_of(rounds: RoundKind = RoundKind.SYNCHRONOUS, **rollout: object) -> Recipe:
+    recipe = Recipe(
+        model=RecipeModel(path="model"), prompts=Prompts(train="train.jsonl"), rewards=(Reward(function="a:b"),)
+    )
+    tail = TailBatching(prompt_oversampling=1.25)
+    chosen = replace(recipe.rollout, prompts_per_batch=16, group_size=8, rounds=rounds, **rollout)
+    return replace(recipe, rollout=chosen, tail_batching=tail)
+
+
+def stretched(run: RecordedRun, factor: float, kind: str = "") -> RecordedRun:
+    """``run`` where rollouts (of a kind) take ``factor`` times as long as all that was seen of engines explains."""
+    steps, late = [], 0.0
+    for line in run.steps:
+        more = line.rollout_s * (factor - 1) if kind in ("", line.round_kind) else 0.0
+        late += more
+        steps.append(
+            replace(line, time_s=line.time_s + late, step_s=line.step_s + more, rollout_s=line.rollout_s + more)
+        )
+    return replace(run, steps=tuple(steps))
+
+
+def report_of(**settings: object) -> SimulationReport:
+    chosen = control_settings(batch_groups=16, group_size=8, **settings)
+    return simulate(chosen, TRUTH, 12, lengths=ModelledLengths(TRUTH.lengths, 9))
+
+
+@pytest.fixture(scope="module")
+def synchronous() -> RecordedRun:
+    return Recorder(TRUTH, 16).recorded()
+
+
+def agreed(run: RecordedRun, recipe: Recipe, fitted: RecordedRun | None = None) -> Agreement:
+    return agreement(run, recipe, calibrate(fitted or run, recipe).model)
+
+
+def test_a_run_that_is_simulated_well_leaves_forecasts_as_they_are(synchronous: RecordedRun) -> None:
+    told = agreed(synchronous, recipe_of())
+    assert abs(told.mismatch) < 0.03
+    assert told.slower(report_of(**RACE)) == pytest.approx(1.0, abs=0.03)
+    assert told.unknown(report_of(**RACE), recipe_of(RoundKind.TAIL_BATCHING, presubmit=True)) == ""
+    assert len(told.notes()) == 1 and "as recorded / as simulated" in told.notes()[0]
+
+
+def test_what_is_missed_scales_forecasts_and_other_forms_cannot_be_known(synchronous: RecordedRun) -> None:
+    told = agreed(stretched(synchronous, 1.5), recipe_of(), fitted=synchronous)
+    assert told.mismatch > 0.2 and "WARNING" in told.notes()[-1]
+    report = report_of()
+    assert told.slower(report) == pytest.approx(told.recorded["synchronous"] / told.simulated["synchronous"])
+    assert told.slower(report) == pytest.approx(1 + told.mismatch, rel=0.02)
+    assert told.unknown(report, recipe_of()) == "", "the same form was recorded"
+    race = told.unknown(report_of(**RACE), recipe_of(RoundKind.TAIL_BATCHING, presubmit=True))
+    assert "cannot know" in race and "long rounds, short rounds, submission in advance" in race
+    freed = replace(recipe_of(), engines=replace(recipe_of().engines, count=2, release=ReleaseKind.DRAIN))
+    assert "had no engines freed" in told.unknown(report, freed)
+
+
+def test_each_kind_of_round_is_scaled_by_its_own_seconds() -> None:
+    run = Recorder(TRUTH, 20, **RACE).recorded()
+    recipe = recipe_of(RoundKind.TAIL_BATCHING, presubmit=True)
+    told = agreed(stretched(run, 2.0, "long"), recipe, fitted=run)
+    ratios = {kind: told.recorded[kind] / told.simulated[kind] for kind in ("short", "long")}
+    assert ratios["short"] == pytest.approx(1.0, abs=0.1) and ratios["long"] > 1.5
+    race = report_of(**RACE)
+    spent = {kind.round_kind: kind.steps * kind.step_s for kind in race.kinds}
+    expected = sum(spent[kind] * ratios[kind] for kind in spent) / sum(spent.values())
+    assert told.slower(race) == pytest.approx(expected)
+    assert ratios["short"] < told.slower(race) < ratios["long"]
+    assert told.slower(report_of()) == pytest.approx(told.recorded[""] / told.simulated[""]), "by all, as of a new kind"
+
+
+def test_the_fixed_cost_of_each_kind_and_the_constant_part_of_training_are_fitted(synchronous: RecordedRun) -> None:
+    def changed(line: object, number: int) -> object:
+        samples = 64 if number % 2 else 128
+        worked = 1e-4 * line.trained_tokens + 1e-3 * samples + 0.05
+        later = 0.25 if number % 3 == 0 else 0.0
+        step_s = line.rollout_s + worked + line.push_s + later
+        kind = "long" if later else "short"
+        return replace(
+            line, samples=samples, round_kind=kind, forward_backward_s=worked, training_s=worked, step_s=step_s
+        )
+
+    steps = tuple(changed(line, number) for number, line in enumerate(synchronous.steps))
+    fit = calibrate(replace(synchronous, steps=steps))
+    assert "trainer.sequence_s" in calibrate(synchronous).assumed, "where every step has as many samples"
+    assert not {"trainer.sequence_s", "engine.base_s", "engine.arrival_s", "push.seconds"} & set(fit.assumed)
+    trainer, push = fit.model.trainer, fit.model.push
+    assert (trainer.token_s, trainer.sequence_s, trainer.optimizer_s) == pytest.approx((1e-4, 1e-3, 0.05), rel=1e-3)
+    assert push.kind_s == {"long": pytest.approx(0.25)}
