@@ -6,15 +6,21 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
+from random import Random
 
+import msgspec
 import pytest
 
 from campaigns.faults.campaign import catch, plan_of, run_seed, shrink
 from campaigns.faults.fault_plan import Fault, Phase, cells
 from campaigns.faults.planted import PLANTED
 from campaigns.faults.virtual_time import NothingCanHappen, SimulatedProcess, VirtualLoop
-from campaigns.faults.world_shape import draw_shape
+from campaigns.faults.world import World
+from campaigns.faults.world_shape import Shape, draw_shape
+from streamrl.recipe.scheduling import GroupSizing, RoundKind, SizingKind
+from streamrl.recipe.sections import EngineShape, ReleaseKind
 
 FIRST_SEED = 1_000
 SECONDS = 25.0
@@ -49,6 +55,59 @@ def test_runs_with_faults_keep_every_invariant_and_go_on_to_their_end() -> None:
         assert outcome.ok, f"python -m campaigns faults shrink {seed}: {outcome.kind} {outcome.violations}"
         assert outcome.kind == "finished"
     assert len(fired) > len(cells()) / 4 and lives > count, "next to nothing happened"
+
+
+def all_of_rollpacker(seed: int) -> Shape:
+    """The run of ``seed`` with every part of it at once: races and long rounds, sets of engines, freed engines, rounds
+    submitted in advance, restarts of engines, groups of several sizes, dynamic sampling."""
+    shape = draw_shape(seed, steps=8)
+    recipe, changed = shape.recipe, msgspec.structs.replace
+    engines = changed(
+        recipe.engines,
+        count=2,
+        sets=(EngineShape(count=3),),
+        release=ReleaseKind.DRAIN,
+        restarts=1000,
+    )
+    rollout = changed(
+        recipe.rollout,
+        rounds=RoundKind.TAIL_BATCHING,
+        max_staleness=0,
+        presubmit=True,
+        dynamic_sampling=True,
+        prompts_per_batch=4,
+        group_size=4,
+    )
+    sizing = GroupSizing(kind=SizingKind.SAGC, sizes=(4, 8), dwell=1, calibration_steps=2)
+    run = changed(recipe.run, restarts=1000)
+    return changed(shape, recipe=changed(recipe, engines=engines, rollout=rollout, group_sizing=sizing, run=run))
+
+
+def test_all_of_rollpacker_in_one_run_loses_nothing_and_trains_nothing_twice() -> None:
+    random, lives, fired = Random(7), 0, Counter[str]()
+    for seed in range(6):
+        shape = all_of_rollpacker(seed)
+        kills = [
+            Fault(
+                component=component,
+                kind="crash",
+                phase=phase,
+                nth=random.randint(1, most),
+                delay_s=random.uniform(0, 2 * shape.pace),
+                seed=random.randrange(100),
+            )
+            for component, phase, most in (
+                ("engine", Phase.ROLLOUT, 60),
+                ("engine", Phase.STAGE, 12),
+                ("controller", Phase.TRAIN, 8),
+            )
+            for _ in range(3)
+        ]
+        outcome = World(shape, kills).run()
+        assert outcome.ok and outcome.kind == "finished", (seed, outcome.kind, outcome.message, outcome.violations)
+        lives += outcome.lives
+        fired.update(fault.partition("/")[0] for fault in outcome.fired)
+    assert fired["engine"] > 12 and fired["controller"] > 6
 
 
 def test_a_seed_is_the_same_run_every_time() -> None:

@@ -28,8 +28,10 @@ from streamrl.app.run_directory import RunLock, refuse_changes
 from streamrl.app.run_record import refuse_lost_journal
 from streamrl.comm import zmq_stream
 from streamrl.comm.stream_protocol import Hello
+from streamrl.control.actions import Decision
 from streamrl.control.machine import Control
 from streamrl.elastic.freeing import Freeing, FreeingSettings
+from streamrl.elastic.sets import SetPlan, SetPlanner
 from streamrl.engines import engine_host
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.simulated.engine import SimulationOptions
@@ -51,7 +53,7 @@ from streamrl.rewards.signature import inspect_reward
 from streamrl.supervise import child_process, clean_up, supervisor
 from streamrl.supervise.crash_bundle import write_crash_bundle
 from streamrl.supervise.watchdog import Watchdog, ask_for_stacks
-from streamrl.vllm.options import installed_device
+from streamrl.vllm.options import expected_room, installed_device
 
 if TYPE_CHECKING:
     from campaigns.faults.world import World
@@ -102,6 +104,12 @@ def patched_product(world: World) -> Iterator[None]:
         put(anyio, "open_signal_receiver", parts.SimulatedSignals)
         put(zmq_stream, "StreamConnection", world.network.make_connection)
         put(zmq_stream, "Hello", hello)
+
+        def any_set(planner: SetPlanner, *_: Any) -> SetPlan:
+            world.ledger.faulted(40 * world.shape.pace)  # who joins holds the version before, and does not serve yet
+            because = Decision(subject="engine_set", reason="any", figures={})
+            return SetPlan(engine_set=world.random.choice(sorted(planner.sets)), because=because)
+
         _walked_in_order(put)
         _files_and_user_code(world, put, put_for)
         _processes(world, put, put_for)
@@ -111,6 +119,7 @@ def patched_product(world: World) -> Iterator[None]:
         _control(world, put)
         stack.enter_context(mock.patch.dict(RunReport.__init__.__kwdefaults__, {"clock": world.loop.time}))
         stack.enter_context(mock.patch.dict(Freeing.__init__.__kwdefaults__, {"settings": FREED_OFTEN}))
+        put(SetPlanner, "plan", any_set)
         yield
 
 
@@ -158,7 +167,8 @@ def _files_and_user_code(world: World, put: Any, put_for: Any) -> None:
     put(os, "_exit", world.machine.leave)
     put_for(prompts_module.open_prompts, open_prompts)
     put_for(PublishSink, parts.SilentSink)
-    put_for(installed_device, lambda: "cpu")
+    put_for(installed_device, lambda: "cuda" if world.shape.seed % 2 else "cpu")
+    put_for(expected_room, lambda recipe, _: {one.name: KV_TOKENS for one in topology_module.prepared_sets(recipe)})
     put_for(inspect_in_subprocess, inspect)
 
 

@@ -8,7 +8,6 @@ import msgspec
 
 from campaigns.faults.fault_plan import Course, Phase
 from streamrl.engines.simulated.engine import LengthMixture
-from streamrl.recipe.objective import Objective
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.scheduling import (
     DeferredPrompts,
@@ -22,6 +21,7 @@ from streamrl.recipe.scheduling import (
 from streamrl.recipe.sections import (
     Checkpoint,
     Engines,
+    EngineShape,
     Evaluation,
     JournalKind,
     Model,
@@ -73,7 +73,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def engines(self) -> int:
-        return self.recipe.engines.count
+        return self.recipe.engines.count + sum(one.count for one in self.recipe.engines.sets)
 
     @property
     def ranks(self) -> int:
@@ -125,7 +125,6 @@ def draw_shape(seed: int, *, steps: int = 0) -> Shape:
             oversubscription=random.choice((0.0, 1.5)),
         ),
         sampling=Sampling(max_tokens=40),
-        objective=Objective(),
         training=Training(ranks=random.choice((1, 1, 2))),
         engines=Engines(count=random.choice((1, 2, 2, 3)), restarts=restarts),
         weights=Weights(
@@ -145,7 +144,7 @@ def draw_shape(seed: int, *, steps: int = 0) -> Shape:
     )
     return Shape(
         seed=seed,
-        recipe=_with_freed_engines(recipe),
+        recipe=_composed(recipe),
         lengths=LengthMixture(median=6, sigma=0.7, long_share=0.1, long_median=25),
         step_ms=random.choice((20.0, 100.0)) * pace,
         latency_s=random.choice((0.0005, 0.005, 0.05)),
@@ -162,12 +161,12 @@ def draw_shape(seed: int, *, steps: int = 0) -> Shape:
     )
 
 
-def _with_freed_engines(recipe: Recipe) -> Recipe:
-    """In two of three runs where the rules of a recipe let engines be freed late in a round."""
-    if recipe.engines.count == 1 or recipe.rollout.presubmit or not recipe.on_policy:
-        return recipe
-    release = Random(f"release {recipe.run.seed}").choice((ReleaseKind.DRAIN, ReleaseKind.DRAIN, ReleaseKind.NEVER))
-    return msgspec.structs.replace(recipe, engines=msgspec.structs.replace(recipe.engines, release=release))
+def _composed(recipe: Recipe) -> Recipe:
+    """In many runs engines are freed late in a round, and others take turns with them."""
+    random, engines = Random(f"composed {recipe.run.seed}"), recipe.engines
+    release = ReleaseKind.DRAIN if recipe.on_policy and engines.count > 1 and random.random() < 0.7 else engines.release
+    sets = (EngineShape(count=1),) if random.random() < 0.4 else ()
+    return msgspec.structs.replace(recipe, engines=msgspec.structs.replace(engines, release=release, sets=sets))
 
 
 def _rollout(random: Random) -> Rollout:

@@ -17,11 +17,10 @@ from streamrl.base.reward_changes import RewardReply
 from streamrl.base.run_events import ParentMessage, RunEvent, RunWarning
 from streamrl.base.types import Prompt, token_array
 from streamrl.control.actions import Decision
-from streamrl.elastic.elastic_engines import OTHER_SET, ElasticEngines, engine_sizes, set_chooser
+from streamrl.elastic.elastic_engines import ElasticEngines, set_chooser
 from streamrl.elastic.freeing import Freeing
 from streamrl.elastic.hosts import EngineHosts
 from streamrl.engines.pool import EnginePool
-from streamrl.engines.recovery import EngineRecovery
 from streamrl.engines.slots import EngineSlot
 from streamrl.evaluate.evaluation import HeldOut
 from streamrl.evaluate.sample_files import TrainingSamples
@@ -64,11 +63,6 @@ class Parts(msgspec.Struct, frozen=True):
     parameters: int
     emit: Emit
     watch: Watchdog
-    recovery: EngineRecovery | None
-
-    def lost_engines(self) -> dict[str, float]:
-        """Figures of engines that were lost, for the record of a step."""
-        return dict(self.recovery.figures) if self.recovery else {}
 
 
 async def open_engines(
@@ -77,16 +71,13 @@ async def open_engines(
     order: Callable[[ParentMessage], Awaitable[None]],
     emit: Emit,
     nursery: anyio.abc.TaskGroup,
-) -> tuple[EnginePool, EngineReady, EngineRecovery | None]:
-    """Wait for the engines of the first set. The recovery is None where the death of an engine ends the run."""
-    first, *others = (one.engines for one in prepared_sets(recipe))
-    if not recipe.engine_restarts:
-        absent = [name for engines in others for name in engines]
-        pool = EnginePool({name: await slots[name].open() for name in first}, absent=absent, reason=OTHER_SET)
-        return pool, await pool.start(), None
-    recovery = EngineRecovery(slots, recipe.engines, order=order, emit=emit)
-    await nursery.start(recovery.run)
-    return *await recovery.start(first), recovery
+) -> tuple[EngineHosts, EnginePool, EngineReady]:
+    """Wait for the engines of the first set. On a CPU, where vLLM's sleep does nothing, engines of sets that are not in
+    use end."""
+    sleeps = bool(recipe.engines.sets and recipe.engines.sleep_level) and installed_device() != "cpu"
+    hosts = EngineHosts(slots, recipe.engines, order=order, emit=emit, sleeps=sleeps)
+    await nursery.start(hosts.run)
+    return hosts, *await hosts.start(prepared_sets(recipe)[0].engines)
 
 
 async def open_rollout(recipe: Recipe, parts: Parts, held_out: HeldOut) -> RolloutStage:
@@ -118,19 +109,17 @@ def _capacity(recipe: Recipe, parts: Parts) -> int:
 
 async def open_weight_sync(recipe: Recipe, parts: Parts, rollout: RolloutStage) -> WeightSync:
     """Return what makes versions live on the engines."""
-    recovery = parts.recovery
     sync = WeightSync(
         parts.pool.attached,
         parts.trainer.publish_anchor,
         in_flight=recipe.rollout.in_flight,
         timeout_s=recipe.weights.push_timeout_s,
         on_pause=rollout.engines_paused,
-        on_failure=None if recovery is None else recovery.on_failure,
+        on_failure=parts.hosts.on_failure,
         canary=await anyio.to_thread.run_sync(canary_of, recipe, installed_device()),
         waits=parts.watch.waits,
     )
-    if recovery is not None:
-        recovery.attend(sync)
+    parts.hosts.attend(sync)
     return sync
 
 
@@ -159,7 +148,6 @@ def run_report(
         parts.emit,
         rollout.statistics,
         capacity,
-        engines=recipe.engines.count,
         serving=lambda: len(parts.pool.serving),
         rewards_in_flight=reward.in_flight,
         loop_lag=parts.watch.take_loop_lag,
@@ -171,12 +159,8 @@ def run_report(
     )
 
 
-def elastic_engines(
-    recipe: Recipe, parts: Parts, sync: WeightSync, journal: RunJournal, report: RunReport
-) -> ElasticEngines:
+def elastic_engines(recipe: Recipe, parts: Parts, journal: RunJournal, report: RunReport) -> ElasticEngines:
     """Return what frees engines late in a round and changes sets of them, where the recipe wants either."""
-    engines = recipe.engines
-    frees = engines.release is not ReleaseKind.NEVER
 
     async def decided(decision: Decision, step: int, shown: bool) -> None:
         journal.decided(decision)
@@ -185,17 +169,12 @@ def elastic_engines(
 
     return ElasticEngines(
         parts.pool,
-        sync,
+        parts.hosts,
+        set_chooser(recipe, parts.rooms, parts.start_s),
         decided=decided,
-        serve=report.engines_serve,
-        freeing=Freeing(recipe.sampling.max_tokens) if frees else None,
-        # vLLM's blocks are smaller on a GPU: there these are the more careful figure.
-        sizes=engine_sizes(recipe, parts.ready.kv_tokens // engines.count, CPU_BLOCK_TOKENS) if frees else None,
+        freeing=None if recipe.engines.release is ReleaseKind.NEVER else Freeing(recipe.sampling.max_tokens),
+        block_tokens=CPU_BLOCK_TOKENS,  # vLLM's are smaller on a GPU: there these are the more careful figure
         share_cores=parts.trainer.engines_freed,
-        chooser=set_chooser(recipe, parts.rooms, parts.start_s),
-        hosts=parts.hosts,
-        start_timeout_s=engines.start_timeout_s,
-        recovered=parts.lost_engines,
     )
 
 

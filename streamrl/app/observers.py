@@ -179,5 +179,5 @@ class EnginesObserver(Observer):
 
     async def on_weights_live(self, push: PushReport, *, last: bool) -> None:  # type: ignore[override]
         """See ``Observer``."""
-        await self._elastic.begin_round(last=last)
+        await self._elastic.version_live(push.policy_version, last=last)
         await self._audit.after_push(push.policy_version)

@@ -69,7 +69,6 @@ from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.control.actions import Decision
 from streamrl.control.settings import control_settings
-from streamrl.elastic.hosts import engine_hosts
 from streamrl.engines.slots import EngineSlot
 from streamrl.evaluate.evaluation import Evaluations
 from streamrl.evaluate.sample_files import write_evaluation
@@ -140,7 +139,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             ready_after = partial(_say_ready, emit, began)
             training = BegunEarly(nursery, partial(_ready_ranks, trainer, ready_after))
             with watch.waits.waiting_for("the engines to start"):
-                pool, ready, recovery = await open_engines(recipe, slots, steps.send, emit, nursery)
+                hosts, pool, ready = await open_engines(recipe, slots, steps.send, emit, nursery)
             await ready_after(prepared_sets(recipe)[0].engines)
             start_s = anyio.current_time() - began
             with watch.waits.waiting_for("the trainer ranks to load"):
@@ -163,19 +162,12 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
                     trained_parameters=hellos[0].trained_parameters,
                 )
             )
-            hosts = engine_hosts(recipe, slots, pool, steps.send)
             rooms = expected_room(recipe, ready.kv_tokens // recipe.engines.count)
-            parts = Parts(
-                tokenizer, rewards, pool, hosts, trainer, ready, start_s, rooms, parameters, emit, watch, recovery
-            )
+            parts = Parts(tokenizer, rewards, pool, hosts, trainer, ready, start_s, rooms, parameters, emit, watch)
             await _run_stages(recipe, topology, run_directory, parts, version)
             # Engines end when their orders end; so does everything else that is still open.
-            if recovery is not None:
-                await recovery.aclose()
-            await pool.aclose()
             await hosts.aclose()
-            for slot in slots.values():
-                slot.retire()
+            await pool.aclose()
             judge.retire()
             watch.end()
 
@@ -198,7 +190,7 @@ async def _run_stages(
     audit = WeightAudit(parts.pool.serving_engines, run_directory / "audits.jsonl", recipe.weights.audit_interval)
     report = run_report(recipe, run_directory, parts, rollout, reward, record.recovered)
     record.journal.elapsed = report.elapsed
-    elastic = elastic_engines(recipe, parts, sync, record.journal, report)
+    elastic = elastic_engines(recipe, parts, record.journal, report)
     evaluations = Evaluations(
         held_out,
         recipe.run.seed,

@@ -158,14 +158,15 @@ RunEvent = (
 
 class StopEngine(Message, frozen=True):
     """The host of ``engine`` serves nothing any more, and its end is no death. It was ordered to end: the supervisor
-    ends it when it has not done so after ``patience_s``."""
+    ends it when it has not done so after ``patience_s``. One that ``sleeps`` is not ended."""
 
     engine: str
     patience_s: float = 0.0
+    sleeps: bool = False
 
 
 class StartEngine(Message, frozen=True):
-    """Start the host of ``engine`` again, which was stopped."""
+    """Start the host of ``engine`` again, which was stopped, or did not live on asleep."""
 
     engine: str
 

@@ -103,7 +103,7 @@ class Freeing:
     """Follows the open round, and frees engines at most once in it. ``cap``: tokens of the longest completion."""
 
     def __init__(self, cap: int, *, settings: FreeingSettings = FreeingSettings()) -> None:  # noqa: B008 - frozen
-        self._cap = cap
+        self.cap = cap
         self._settings = settings
         self._lengths: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=RECENT_LENGTHS))
         self._open: set[TrajectoryId] = set()
@@ -143,7 +143,7 @@ class Freeing:
     def plan(self, engines: Sequence[ServingEngine]) -> ReleasePlan:
         """Decide which of ``engines`` to free now."""
         self._next_look = self.progress + self._settings.progress_step
-        lengths = Lengths(ascending=tuple(sorted(self._lengths[self._round_kind])), cap=self._cap)
+        lengths = Lengths(ascending=tuple(sorted(self._lengths[self._round_kind])), cap=self.cap)
         finished = self._launched - len(self._open)
         plan = plan_release(finished, self._launched, engines, lengths, self._settings)
         self._freed = bool(plan.free)

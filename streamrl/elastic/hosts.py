@@ -1,106 +1,449 @@
-"""Stops and starts the hosts of a pool's engines while the run goes on. On CUDA a host that stops goes to sleep."""
+"""The lives of engine hosts: a host is started when its set of engines is used, brought to the live version, and
+stopped when another set is used; one that dies in use is started again while the others serve.
+
+Each engine has one task here, whatever happens to it. The supervisor, or a person, starts its hosts; here its slot is
+opened for each. An engine that makes no progress, or fails in a weight push, is ended first, and is then a dead one.
+What it served is submitted to the others. A host of a set that is not in use ends, or sleeps (on CUDA): it gives the
+device's memory back. One that dies asleep is started when its set is used next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import logging
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import cast
 
 import anyio
+import msgspec
+from anyio.abc import TaskGroup, TaskStatus
 
+from streamrl.base.concurrent_calls import start_unless_ending
 from streamrl.base.errors import EngineError, StreamBroken
-from streamrl.base.run_events import StartEngine, StopEngine, SupervisorOrder
-from streamrl.engines.engine import Engine
-from streamrl.engines.pool import EnginePool
+from streamrl.base.messages import EngineReady
+from streamrl.base.run_events import EngineBack, EngineLost, KillEngine, StartEngine, StopEngine, SupervisorOrder
+from streamrl.engines.engine import Engine, WeightPush
+from streamrl.engines.pool import AWAY, EnginePool
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.slots import EngineSlot
-from streamrl.recipe.sections import Recipe
-from streamrl.vllm.options import installed_device
+from streamrl.recipe.sections import Engines
 
+LOOK_S = 0.5
+LONGEST_LOOK_S = 2.0
+"""No more than this counts between two looks: what delays the looks delays what would have been heard, too."""
+LONGEST_PAUSE_S = 60.0
+"""Between the death of a host and the start of the next one (``supervise.restart_policy``)."""
+DRAIN_SECONDS = 60.0
+"""An engine that has not dropped its requests by then does not work any more."""
 PATIENCE_SECONDS = 20.0
 """For vLLM to stop when its orders have ended. The supervisor ends what takes longer."""
 STOP_SECONDS = 60.0
 """Then, too, the stream of a host that was killed has long been broken."""
 
+log = logging.getLogger(__name__)
+
+
+class ProgressWatch:
+    """Tells an engine that makes no progress from a slow one, by what it does and not by what it says of itself.
+
+    ``silence_timeout_s``: it reports a few times a second, so nothing at all for so long means that its process
+    is stopped. ``progress_timeout_s``: requests are open, it is not paused, and none made progress for so long."""
+
+    def __init__(self, *, silence_timeout_s: float, progress_timeout_s: float) -> None:
+        self._limits = silence_timeout_s, progress_timeout_s
+        self._looked = -math.inf
+        self._heard = -1
+        self._progress: tuple[int, ...] = ()
+        self._silent = self._stalled = 0.0
+
+    def look(self, now: float, *, heard: int, progress: tuple[int, ...], owes: bool) -> str:
+        """Return why it is to be ended; empty while it is not. ``now`` in seconds; ``heard``: how many events came from
+        it so far; ``progress``: counters that grow when a request makes progress; ``owes``: whether they should."""
+        seconds, self._looked = min(now - self._looked, LONGEST_LOOK_S), now
+        self._silent = self._silent + seconds if heard == self._heard else 0.0
+        self._stalled = self._stalled + seconds if owes and progress == self._progress else 0.0
+        self._heard, self._progress = heard, progress
+        silence_timeout_s, progress_timeout_s = self._limits
+        if self._silent >= silence_timeout_s:
+            return f"nothing was heard from it for {self._silent:.0f} s (engines.advanced.silence_timeout_s)"
+        if self._stalled >= progress_timeout_s:
+            return f"none of its requests made progress for {self._stalled:.0f} s (engines.advanced.progress_timeout_s)"
+        return ""
+
+
+class _Shared:
+    """What the lives of all engines share. ``switching``: engines that join serve when the others do, too."""
+
+    def __init__(
+        self,
+        settings: Engines,
+        order: Callable[[SupervisorOrder], Awaitable[None]],
+        emit: Callable[[EngineLost | EngineBack], Awaitable[None]],
+        sleeps: bool,
+    ) -> None:
+        self.settings, self.order, self.emit, self.sleeps = settings, order, emit, sleeps
+        self.pool: EnginePool | None = None
+        self.sync: WeightPush | None = None
+        self.switching = True
+        self.restarts = 0
+        self.group: TaskGroup | None = None
+        self._changed = anyio.Event()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until ``condition`` holds, which is asked whenever anything changes."""
+        while not condition():
+            await self._changed.wait()
+
+    def notify(self) -> None:
+        """Say that something has changed."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def start(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        """Start ``work``, unless the run ends."""
+        assert self.group is not None, "run() was not started"
+        start_unless_ending(self.group, work, *arguments)  # type: ignore[arg-type]
+
+
+class _Life:
+    """One engine. ``in_use``: its set is. ``awake``: it has a host, or one is being started, which takes memory.
+    ``stopped``: the supervisor starts one only when it is ordered. ``joined``: it holds the live version. ``late``: it
+    died, or waits for the next version, since its set is in use."""
+
+    def __init__(self, slot: EngineSlot, shared: _Shared, *, in_use: bool) -> None:
+        self.name, self.slot = slot.name, slot
+        self.in_use, self.stopped = in_use, not in_use
+        self.awake = self.joined = self.late = False
+        self.ready: tuple[RemoteEngine, EngineReady] | None = None
+        self._shared, self._settings = shared, shared.settings
+        self._admission = anyio.CancelScope()
+
+    async def run(self) -> None:
+        """One host after another, while its set is in use."""
+        missed_since = math.inf
+        while True:
+            if not self.in_use:
+                missed_since = math.inf
+                await self._stop()
+                await self._shared.until(lambda: self.in_use)
+            self.awake = True
+            engine = await self.slot.open()
+            self._shared.start(self._note_changes, engine)
+            if self.stopped:
+                self.stopped = False
+                await self._shared.order(StartEngine(engine=self.name))
+            ready = await self._until_ready(engine)
+            if ready is not None:
+                self.ready = engine, ready
+                self._shared.notify()
+                try:
+                    missed_since = await self._serve(engine, missed_since)
+                finally:
+                    self.joined, self.ready = False, None
+            if self.in_use:
+                missed_since = min(missed_since, anyio.current_time())
+                self._is_late()
+                await self.slot.wait_closed()
+
+    def use(self, in_use: bool) -> None:
+        """Have it serve from now on, or leave."""
+        self.in_use, self.late = in_use, False
+        if not in_use:
+            self._admission.cancel()
+
+    def fail(self, engine: RemoteEngine, reason: str) -> None:
+        """End its host, which makes no progress, so that it is started again."""
+        log.warning("%s is ended: %s", self.name, reason)
+        self._shared.start(self._kill, engine, KillEngine(engine=self.name, reason=reason, pid=engine.pid))
+        engine.give_up(reason)
+
+    async def _serve(self, engine: RemoteEngine, missed_since: float) -> float:
+        """Until it fails, or was stopped. Returns since when it is missed."""
+        shared = self._shared
+        while True:
+            if shared.pool is not None and self.in_use and await self._join(engine, shared.pool):
+                if missed_since < math.inf:
+                    shared.restarts += 1
+                    await shared.emit(EngineBack(engine=self.name, seconds=anyio.current_time() - missed_since))
+                missed_since = math.inf
+            await shared.until(lambda: engine.failure or not self.in_use)
+            if engine.failure:
+                await self._lose(engine)
+                return missed_since
+            if not await self._leave(engine):
+                return missed_since
+
+    async def _until_ready(self, engine: RemoteEngine) -> EngineReady | None:
+        """None: its host died while it started, its set is not in use any more, or it takes too long."""
+        limit, shared = self._settings.start_timeout_s, self._shared
+        reason = f"not ready within {limit:g} s of being started (engines.advanced.start_timeout_s)"
+        pause_s = LONGEST_PAUSE_S if self.late else 0.0
+        with anyio.move_on_after(limit + pause_s if shared.pool is not None or self.late else None):
+            await shared.until(lambda: engine.readiness or engine.failure or not self.in_use)
+            if engine.failure:
+                log.warning("%s did not become ready: %s", self.name, engine.failure)
+            return engine.readiness if not engine.failure else None
+        if not self._settings.restarts:
+            raise EngineError(f"{self.name}: {reason}")
+        await self._kill(engine, KillEngine(engine=self.name, reason=f"it was {reason}", older_than_s=limit))
+        return None
+
+    async def _join(self, engine: RemoteEngine, pool: EnginePool) -> bool:
+        """Have it hold the live version. False: it failed meanwhile, or its set is not in use any more."""
+        if self.joined:
+            return True
+        with anyio.CancelScope() as self._admission:
+            await self._shared.until(lambda: self._shared.sync)
+            assert self._shared.sync is not None
+            try:
+                await pool.attach(self.name, engine)
+                await self._shared.sync.admit(self.name, engine, self._is_late)
+            except EngineError as error:
+                if not self._settings.restarts or not (engine.failure or self.name in pool.attached):
+                    raise
+                if not engine.failure:
+                    self.fail(engine, str(error))
+                return False
+            self.joined = True
+            if self.in_use and not self._shared.switching:
+                pool.readmit(self.name, AWAY)
+            log.warning("%s holds the live weights", self.name)
+            self._shared.notify()
+        return self.joined
+
+    async def _lose(self, engine: RemoteEngine) -> None:
+        requests = engine.lost_requests
+        if self._shared.pool is not None:
+            self._shared.pool.lose(self.name)
+        if self._shared.sync is not None:
+            self._shared.sync.remove(engine)
+        log.warning("%s is lost (%s) with %d requests, which the others sample", self.name, engine.failure, requests)
+        await self._shared.emit(EngineLost(engine=self.name, reason=engine.failure, requests=requests))
+        if engine.pid:
+            self._shared.start(self._kill_if_away, engine)
+
+    async def _leave(self, engine: RemoteEngine) -> bool:
+        """Take it out of everything, since another set is used. True: it slept, and is awake again."""
+        shared, pool, sync = self._shared, self._shared.pool, self._shared.sync
+        assert pool is not None
+        assert sync is not None
+        with anyio.move_on_after(DRAIN_SECONDS) as limit:
+            await pool.drain(self.name, AWAY)
+        if limit.cancelled_caught:
+            engine.give_up(f"requests were not dropped within {DRAIN_SECONDS:g} s of an abort")
+            pool.lose(self.name)
+        self.joined = False
+        await sync.leave(engine)
+        if self.name in pool.attached:
+            pool.detach(self.name)
+        if not shared.sleeps or engine.failure:
+            return False
+        try:
+            await shared.order(StopEngine(engine=self.name, sleeps=True))
+            await engine.sleep()
+            self.awake = False
+            shared.notify()
+            await shared.until(lambda: engine.failure or self.in_use)
+            self.awake = True
+            await shared.order(StartEngine(engine=self.name))
+            await engine.wake()
+        except EngineError as error:
+            log.warning("%s is lost while it slept: %s", self.name, error)
+            return False
+        return True
+
+    async def _stop(self) -> None:
+        """End its host, if there is one, or keep one from being started. The supervisor starts another only when this
+        one is gone."""
+        if self.stopped:
+            return
+        engine = self.slot.engine
+        serves = engine is not None and engine.readiness is not None and not engine.failure
+        self.stopped = True
+        await self._shared.order(StopEngine(engine=self.name, patience_s=PATIENCE_SECONDS if serves else 0.0))
+        if engine is not None and serves:
+            with anyio.move_on_after(STOP_SECONDS):
+                with suppress(StreamBroken):  # it ended before its orders did
+                    await engine.aclose()
+                await self.slot.wait_closed()
+        await self.slot.abandon()
+        self.awake = False
+        self._shared.notify()
+
+    async def _kill_if_away(self, engine: RemoteEngine) -> None:
+        """A stream breaks where heartbeats stop, too: its host may live, and be stopped."""
+        limit = self._settings.silence_timeout_s
+        await anyio.sleep(limit)
+        if self.in_use and self.ready is None:
+            reason = (
+                f"it did not come back within {limit:g} s (engines.advanced.silence_timeout_s) of being lost "
+                f"({engine.failure})"
+            )
+            await self._shared.order(KillEngine(engine=self.name, reason=reason, pid=engine.pid))
+
+    async def _kill(self, engine: RemoteEngine, order: KillEngine) -> None:
+        await self._shared.order(order)
+        if self.slot.engine is engine:
+            await self.slot.abandon()
+
+    def _is_late(self) -> None:
+        self.late = True
+        self._shared.notify()
+
+    async def _note_changes(self, engine: RemoteEngine) -> None:
+        """Say when it is ready and when it fails."""
+        with suppress(EngineError):
+            await engine.start()
+        self._shared.notify()
+        await engine.failed.wait()
+        self._shared.notify()
+
 
 class EngineHosts:
-    """``order`` reaches the supervisor, whose the processes are. ``sleeps``: a host that is stopped keeps
-    its weights in host memory and gives the device's memory back; else its process ends."""
+    """``run`` beside everything else, as the slots; ``start`` the first set; ``attend`` as soon as there is a weight
+    sync; ``use`` another set between rounds; ``aclose`` at the end.
+
+    ``slots``: of all engines. ``settings``: the recipe's section ``engines``; where it allows no restarts, the death of
+    an engine in use ends the run. ``sleeps``: engines of a set that is not in use keep their process. ``order`` reaches
+    the supervisor, ``emit`` the observers of the run.
+    """
 
     def __init__(
         self,
         slots: Mapping[str, EngineSlot],
-        pool: EnginePool,
+        settings: Engines,
+        *,
         order: Callable[[SupervisorOrder], Awaitable[None]],
+        emit: Callable[[EngineLost | EngineBack], Awaitable[None]],
         sleeps: bool = False,
     ) -> None:
-        self._slots = slots
-        self._pool = pool
-        self._order = order
-        self._sleeps = sleeps
-        self._detached: dict[str, Engine] = {}
-        self._asleep: dict[str, RemoteEngine] = {}
-        self._kv_tokens: dict[str, int] = {}
+        self._slots = dict(slots)
+        self._settings = settings
+        self._shared = _Shared(settings, order, emit, sleeps)
+        self._lives: dict[str, _Life] = {}
+        for slot in self._slots.values():
+            slot.death_is_fatal = not settings.restarts
 
-    def kv_tokens(self, name: str) -> int:
-        """Return how many tokens the KV cache of ``name`` holds, which was started here; 0: unknown."""
-        return self._kv_tokens.get(name, 0)
+    @property
+    def figures(self) -> dict[str, float]:
+        """Metrics of a step, counted since the start of the run's controller."""
+        lost = self._shared.pool.lost_requests if self._shared.pool else 0
+        return {"engines/restarts_total": float(self._shared.restarts), "engines/lost_requests_total": float(lost)}
 
-    def detach(self, name: str) -> Engine:
-        """Leave a drained engine out of the pool. Raises ``EngineError`` while it serves requests."""
-        engine = self._detached[name] = self._pool.detach(name)
-        return engine
+    @property
+    def kv_tokens(self) -> int:
+        """What the KV cache of an engine in use holds; 0: unknown."""
+        return next((life.ready[1].kv_tokens for life in self._in_use if life.ready), 0)
 
-    async def stop(self, name: str) -> None:
-        """End the host of ``name``, which was detached, or put it to sleep. Raises ``EngineError`` when it does not
-        end."""
-        if self._sleeps:
-            engine = self._asleep[name] = cast("RemoteEngine", self._detached.pop(name))
-            return await engine.sleep()
-        await self._order(StopEngine(engine=name, patience_s=PATIENCE_SECONDS))
-        try:
-            with anyio.fail_after(STOP_SECONDS):
-                with suppress(StreamBroken):  # it ended before its orders did: so it is gone, too
-                    await self._detached.pop(name).aclose()
-                await self._slots[name].wait_closed()
-        except TimeoutError as error:
-            raise EngineError(f"{name} did not end within {STOP_SECONDS:g} s of being stopped; see its log") from error
+    @property
+    def _in_use(self) -> list[_Life]:
+        return [life for life in self._lives.values() if life.in_use]
 
-    async def start(self, name: str) -> Engine:
-        """Wake the host of ``name``, or start one, and wait until it is ready: drained, and with the weights of the
-        model directory, or those that it held when it went to sleep.
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Watch the engines, and wait for those that were lost; until ``aclose``. The slots must run beside it.
 
-        Raises ``EngineError`` when it dies meanwhile. Cancelled, the host goes on starting: see ``give_up``.
+        Raises ``EngineError`` when no engine is there for long, or one comes back with another model.
         """
-        if (asleep := self._asleep.get(name)) is not None:
-            await asleep.wake()
-            await self._pool.attach(name, asleep)
-            del self._asleep[name]
-            return asleep
-        engine = await self._slots[name].open()
-        await self._order(StartEngine(engine=name))
-        self._kv_tokens[name] = (await self._pool.attach(name, engine)).kv_tokens
-        return engine
+        watches: dict[RemoteEngine, ProgressWatch] = {}
+        limit = self._settings.start_timeout_s + LONGEST_PAUSE_S
+        limits = {
+            "silence_timeout_s": self._settings.silence_timeout_s,
+            "progress_timeout_s": self._settings.progress_timeout_s,
+        }
+        alone_since = math.inf
+        async with anyio.create_task_group() as self._shared.group:
+            task_status.started()
+            while True:
+                await anyio.sleep(LOOK_S)
+                now, pool = anyio.current_time(), self._shared.pool
+                alone_since = now if pool is None or pool.attached else min(alone_since, now)
+                if now - alone_since > limit:
+                    raise EngineError(f"no engine was there for {limit:g} s; the logs of their hosts say why they died")
+                engines = [life.ready[0] for life in self._lives.values() if life.ready]
+                watches = {engine: watches.get(engine) or ProgressWatch(**limits) for engine in engines}
+                for engine, watch in watches.items():
+                    reason = watch.look(now, heard=engine.heard, progress=engine.progress, owes=engine.owes_progress)
+                    if reason:
+                        self.on_failure(engine, reason)
 
-    async def give_up(self, name: str) -> None:
-        """End a host that is starting, at once; one that is waking stays, and ends with the run."""
-        if name not in self._asleep:
-            await self._order(StopEngine(engine=name))
-            await self._slots[name].abandon()
+    async def start(self, names: Sequence[str]) -> tuple[EnginePool, EngineReady]:
+        """Use ``names``, which the supervisor starts by itself: wait until each engine is ready, but not for one that
+        has died, which joins later. At least one is ready.
+
+        Returns the pool of all engines, and what ``names`` are together. Raises ``EngineError`` when they are not of
+        one model.
+        """
+        shared = self._shared
+        self._lives = {name: _Life(slot, shared, in_use=name in names) for name, slot in self._slots.items()}
+        for life in self._lives.values():
+            shared.start(life.run)
+        await shared.until(lambda: self._alive() and all(life.ready or life.late for life in self._in_use))
+        alive = self._alive()
+        engines = {name: engine for name, (engine, _) in alive.items()}
+        fatal_deaths = self._settings.fatal_deaths if self._settings.restarts else None
+        pool = EnginePool(engines, absent=[n for n in self._slots if n not in alive], fatal_deaths=fatal_deaths)
+        ready = pool.joined([ready for _, ready in alive.values()])
+        shared.pool, shared.switching = pool, False
+        for name in alive:
+            self._lives[name].joined = True
+        return pool, msgspec.structs.replace(
+            ready,
+            max_num_seqs=ready.max_num_seqs * len(names) // len(alive),
+            kv_tokens=ready.kv_tokens * len(names) // len(alive),
+        )
+
+    def _alive(self) -> dict[str, tuple[RemoteEngine, EngineReady]]:
+        return {n: life.ready for n, life in self._lives.items() if life.ready and not life.ready[0].failure}
+
+    def attend(self, sync: WeightPush) -> None:
+        """From now on ``sync``, which has the engines of the pool, is given those that are started."""
+        self._shared.sync = sync
+        self._shared.notify()
+
+    async def use(self, names: Collection[str]) -> None:
+        """Have these engines serve and no others, which stop *before* these are started: both at once may not fit the
+        machine. Requests wait until this returns: when each of them serves or is late, since it died or its version
+        is not to be had any more, and one serves."""
+        shared, lives = self._shared, self._lives
+        assert shared.pool is not None
+        shared.pool.withdraw(shared.pool.names, AWAY)
+        shared.switching = True
+        self._have_in_use(())
+        await shared.until(lambda: not any(life.awake for life in lives.values()))
+        self._have_in_use(names)
+        joining = self._in_use
+        await shared.until(
+            lambda: any(life.joined for life in joining) and all(life.joined or life.late for life in joining)
+        )
+        shared.switching = False
+        for life in joining:
+            if life.joined:
+                shared.pool.readmit(life.name, AWAY)
+
+    def _have_in_use(self, names: Collection[str]) -> None:
+        for life in self._lives.values():
+            life.use(life.name in names)
+        self._shared.notify()
 
     async def aclose(self) -> None:
-        """Close the engines that sleep, which the pool does not close."""
-        for engine in self._asleep.values():
-            await engine.aclose()
+        """The run ends: no engine is waited for any more, and hosts that start or sleep are ended. Those that serve end
+        with the pool."""
+        assert self._shared.group is not None, "run() was not started"
+        self._shared.group.cancel_scope.cancel()
+        attached = self._shared.pool.attached if self._shared.pool else {}
+        for name, life in self._lives.items():
+            life.slot.retire()
+            if life.ready and not life.awake:
+                await life.ready[0].aclose()
+            elif name not in attached:
+                if not life.stopped:
+                    await self._shared.order(StopEngine(engine=name))
+                await life.slot.abandon()
 
-
-def engine_hosts(
-    recipe: Recipe,
-    slots: Mapping[str, EngineSlot],
-    pool: EnginePool,
-    order: Callable[[SupervisorOrder], Awaitable[None]],
-) -> EngineHosts:
-    """Return those that suit the machine: on a CPU, where vLLM's sleep does nothing, processes end."""
-    engines = recipe.engines
-    sleeps = bool(engines.sets and engines.sleep_level) and installed_device() != "cpu"
-    return EngineHosts(slots, pool, order, sleeps)
+    def on_failure(self, engine: Engine, reason: str) -> bool:
+        """End ``engine``, if it has not died, so that it is started again. Returns whether the run continues without
+        it."""
+        assert isinstance(engine, RemoteEngine)
+        if self._settings.restarts and not engine.failure:
+            self._lives[engine.name].fail(engine, reason)
+        return bool(self._settings.restarts)

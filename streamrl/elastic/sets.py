@@ -243,7 +243,7 @@ class SetChooser(SetPlanner):
         self._measured_steps = _FadingLine() if cost is None else None
         self._load = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
         self._open: set[TrajectoryId] = set()
-        self._round_kind = ""
+        self._round_kind, self._sampled_by = "", -1
         self._began = 0.0
         self._preemptions_began = self._requests = self._prompt_tokens = 0
         self._tokens, self._longest, self._kv_usage = 0, 0, 0.0
@@ -267,7 +267,8 @@ class SetChooser(SetPlanner):
         plan = None
         if not self._round_kind:
             self.looked(load)
-            self._round_kind, self._began, self._preemptions_began = round_kind, now, load.preemptions
+            self._round_kind, self._sampled_by = round_kind, policy_version
+            self._began, self._preemptions_began = now, load.preemptions
             self._requests = self._prompt_tokens = self._tokens = self._longest = 0
             self._kv_usage = 0.0
             plan = self.plan(round_kind, self._steps - policy_version)
@@ -313,6 +314,11 @@ class SetChooser(SetPlanner):
         self.add(measured)
         self._round_kind = ""
         self._open.clear()
+
+    def went_live(self, policy_version: int, now: float, load: EngineLoad) -> None:
+        """A version is live: a round that was launched in advance of it begins ``now``."""
+        if self._round_kind and self._sampled_by == policy_version:
+            self._began, self._preemptions_began = now, load.preemptions
 
     def switched(self, name: str, now: float, seconds: float, load: EngineLoad, kv_tokens: int = 0) -> None:
         """Set ``name`` serves the round, which begins ``now``, after a switch of so many seconds. ``kv_tokens``: what

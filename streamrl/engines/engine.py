@@ -7,7 +7,7 @@ same tests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
@@ -70,10 +70,15 @@ class Engine(Sampler, Protocol):
 class WeightPush(Protocol):
     """Makes versions live on engines, some of which come and go."""
 
-    async def admit(self, name: str, engine: Engine) -> None:
-        """Bring a started engine to the live version. Raises ``EngineError`` when it refuses, dies, or is late."""
+    async def admit(self, name: str, engine: Engine, waits: Callable[[], object]) -> None:
+        """Bring a started engine to the live version. ``waits`` is called where only the next version helps. Raises
+        ``EngineError`` when it refuses, dies, or is late."""
+        ...
+
+    async def leave(self, engine: Engine) -> None:
+        """Leave ``engine`` out of later pushes, once none is under way."""
         ...
 
     def remove(self, engine: Engine) -> None:
-        """Leave ``engine`` out of pushes."""
+        """Leave ``engine`` out of pushes at once."""
         ...

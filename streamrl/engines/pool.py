@@ -25,8 +25,8 @@ from streamrl.engines.engine import Engine
 from streamrl.engines.resumption import whole_of
 from streamrl.engines.routing import Router, ServedRequest, forget_oldest
 
-LOST = "lost"
-"""The reason to drain an engine whose host died."""
+AWAY = "away"
+"""The reason to drain an engine that is not there: its host died, or its set is not in use."""
 
 ABORT_AGAIN_SECONDS = 0.5
 """While an engine is drained: an abort that overtook its request inside of the engine is sent again after so long."""
@@ -36,8 +36,7 @@ COUNTERS = ("generated_tokens", "preemptions", "decode_steps", "decode_s", "deco
 
 
 class EnginePool:
-    """``engines`` by name, and the names of those that are ``absent`` at first, as if drained for ``reason``. A
-    ``Sampler``.
+    """``engines`` by name, and the names of those that are ``absent`` at first, drained and detached. A ``Sampler``.
 
     ``fatal_deaths`` None: the death of an engine is an error. Else the run continues, and a request that was being
     served at so many deaths is refused (0: none is): it may be what they died of.
@@ -48,7 +47,6 @@ class EnginePool:
         engines: Mapping[str, Engine],
         *,
         absent: Sequence[str] = (),
-        reason: str = "",
         fatal_deaths: int | None = None,
     ) -> None:
         if not engines:
@@ -58,7 +56,7 @@ class EnginePool:
         self.lost_requests = 0
         """Requests that came back with nothing because their engine died."""
         self._engines = dict(engines)
-        self._drained = {name: {reason} for name in absent}
+        self._drained = {name: {AWAY} for name in absent}
         self._emptied = {name: anyio.Event() for name in self.names}
         self._router = Router(self.names)
         self._waiting: dict[str, anyio.Event] = {}
@@ -156,7 +154,7 @@ class EnginePool:
 
     def _lost_with(self, name: str, engine: Engine, request_id: str) -> Completion:
         if self._engines.get(name) is engine:  # it gets nothing more, also before its death was reported
-            self.withdraw([name], LOST)
+            self.withdraw([name], AWAY)
         self.lost_requests += 1
         whole = whole_of(request_id)
         deaths = self._deaths[whole] = self._deaths.pop(whole, 0) + 1
@@ -188,10 +186,10 @@ class EnginePool:
                     await self._emptied[name].wait()
 
     def readmit(self, name: str, reason: str) -> None:
-        """Send ``name`` requests again, unless it was drained for another reason, too. Raises ``EngineError`` while it
-        is detached, but not lost."""
+        """Send ``name`` requests again, unless it was drained for another reason, too. Raises ``EngineError`` where a
+        detached engine would serve."""
         reasons = self._drained.get(name, set())
-        if name not in self._engines and (reason == LOST or LOST not in reasons):
+        if name not in self._engines and (reason == AWAY or AWAY not in reasons):
             raise EngineError(f"{name} is detached; attach an engine that holds the live version first")
         reasons.discard(reason)
         if not reasons:
@@ -218,7 +216,7 @@ class EnginePool:
 
     def lose(self, name: str) -> None:
         """Leave an engine out of everything at once: its host died. The requests that it served come back cut."""
-        self.withdraw([name], LOST)
+        self.withdraw([name], AWAY)
         if name in self._engines:
             self._take_out(name)
 
@@ -231,12 +229,18 @@ class EnginePool:
         if self._like is not None:
             _refuse_difference(self._like, ready)
         self._engines[name] = engine
+        self._count_as_past(engine, -1)  # of one that slept: it goes on counting
         return ready
 
     def _take_out(self, name: str) -> Engine:
         engine = self._engines.pop(name)
-        self._past = _with_counters(self._past, [self._past, engine.load()])
+        self._count_as_past(engine, 1)
         return engine
+
+    def _count_as_past(self, engine: Engine, sign: int) -> None:
+        load = engine.load()
+        done = {name: getattr(self._past, name) + sign * getattr(load, name) for name in COUNTERS}
+        self._past = msgspec.structs.replace(self._past, **done)
 
     # ---- what they do ------------------------------------------------------------------------------
 

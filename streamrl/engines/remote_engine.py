@@ -52,7 +52,8 @@ class RemoteEngine:
         self._requests: dict[str, asyncio.Future[Completion]] = {}
         self._pending_orders: dict[int, tuple[asyncio.Future[OrderDone], type[EngineError | WeightError]]] = {}
         self._ready = anyio.Event()
-        self._readiness: EngineReady | None = None
+        self.readiness: EngineReady | None = None
+        """What its host said when it was ready."""
         self._load = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
         self.failure = ""
         """Why it serves no more; empty while it does."""
@@ -69,7 +70,7 @@ class RemoteEngine:
     @property
     def pid(self) -> int:
         """Of its host; 0: it did not say one (yet)."""
-        return self._readiness.pid if self._readiness else 0
+        return self.readiness.pid if self.readiness else 0
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -105,9 +106,9 @@ class RemoteEngine:
     async def start(self) -> EngineReady:
         """Wait for the host's ``EngineReady``."""
         await self._ready.wait()
-        if self.failure or self._readiness is None:
+        if self.failure or self.readiness is None:
             raise EngineError(self.failure or f"{self.name}: not ready")
-        return self._readiness
+        return self.readiness
 
     async def generate(self, request: Generate) -> Completion:
         """Sample one completion. Raises ``RequestRefused`` or ``EngineError``. Cancelling it aborts the request."""
@@ -208,8 +209,8 @@ class RemoteEngine:
             self._order_ended(event)
         elif isinstance(event, EngineLoad):
             self._load = event
-        elif self._readiness is None:
-            self._readiness = event
+        elif self.readiness is None:
+            self.readiness = event
             self._ready.set()
         else:
             self._fail("its host said hello twice")

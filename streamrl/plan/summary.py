@@ -145,7 +145,10 @@ def staleness_sentence(recipe: Recipe) -> str:
     """The staleness bound of a run, in one sentence."""
     rollout = recipe.rollout
     if recipe.on_policy:
-        return "staleness 0: every token is trained by the version that sampled it"
+        tail = recipe.tail_batching
+        along_one = rollout.rounds is RoundKind.TAIL_BATCHING and tail.long_round_batches > 1
+        long = f"; a long round takes {tail.long_round_batches} optimizer steps along one gradient" if along_one else ""
+        return f"staleness 0: every token is trained by the version that sampled it{long}"
     what = {
         StalePolicy.WAIT: "publishing waits for it",
         StalePolicy.DROP: "it is dropped (reason: stale)",

@@ -159,7 +159,7 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
             index=i,
             local=engines_local,
             resting=i >= recipe.engines.count,
-            restarts=recipe.engine_restarts,
+            restarts=recipe.engines.restarts,
         )
         for i in range(last.first + last.count)
     ]

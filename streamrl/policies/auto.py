@@ -95,7 +95,7 @@ class _State(msgspec.Struct):
 
 
 class AutoRounds(StatelessRounds):
-    """Strictly on-policy."""
+    """On-policy; a long round of several batches takes several optimizer steps along one gradient."""
 
     on_policy = True
 

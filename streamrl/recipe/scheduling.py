@@ -131,7 +131,8 @@ class TailBatching(Section, frozen=True):
     )
     deferred_prompts: Annotated[DeferredPrompts, doc("")] = DeferredPrompts.REPLAY
     long_round_batches: Annotated[
-        Positive, doc("batches of deferred prompts that one long round trains at once, in as many steps")
+        Positive,
+        doc("batches of deferred prompts of one long round: as many optimizer steps along one gradient"),
     ] = 1
     domain_column: Annotated[
         str, advanced("a prompt column; prompts are drawn so that its values have the shares of domains")

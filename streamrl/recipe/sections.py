@@ -244,12 +244,9 @@ class Engines(Section, frozen=True):
         ),
     ] = 1
     restarts: Annotated[
-        Natural | None,
-        advanced(
-            "of one engine, until one of its starts has served ten minutes (not set: 3, where there are no "
-            "sets; 0: a death ends the run)"
-        ),
-    ] = None
+        Natural,
+        advanced("of one engine, until one of its starts has served ten minutes (0: a death ends the run)"),
+    ] = ENGINE_RESTARTS
     min_serving: Annotated[Positive, advanced("with fewer engines that can be had the run ends")] = 1
     silence_timeout_s: Annotated[PositiveFloat, advanced("an engine that says nothing for this time is killed")] = 30.0
     progress_timeout_s: Annotated[
@@ -405,7 +402,8 @@ class Recipe(Section, frozen=True):
 
     @property
     def on_policy(self) -> bool:
-        """Whether every token is trained by the version that sampled it."""
+        """Whether every gradient is of tokens that the version sampled which it is taken at. A long round of several
+        batches takes several optimizer steps along one."""
         return trains_on_policy(self.rollout, self.tail_batching, self.length_sorted)
 
     @property
@@ -424,14 +422,6 @@ class Recipe(Section, frozen=True):
         """Steps between checkpoints (0: none). What a journal holds, and what is trained again after a death, is
         bounded by one: there is one now and then, also where the recipe asks for none before the end."""
         return self.checkpoint.every or (0 if self.run.journal is JournalKind.NONE else RECOVERY_INTERVAL)
-
-    @property
-    def engine_restarts(self) -> int:
-        """How often an engine that died is started again."""
-        engines = self.engines
-        if engines.restarts is not None:
-            return engines.restarts
-        return 0 if engines.sets else ENGINE_RESTARTS
 
     @property
     def compares_logprobs(self) -> bool:

@@ -26,22 +26,15 @@ def are_cores(text: str) -> bool:
     return all(found and int(found[1]) <= int(found[2] or found[1]) for found in ranges)
 
 
-@rule("rollout.rounds", "tail_batching", "length_sorted", "rollout.presubmit", "engines", "transport.engines")
+@rule("rollout.rounds", "engines", "transport.engines")
 def prepared_engine_sets(recipe: Recipe) -> Broken:
-    """One set is awake, and they change between rounds: there must be such a time, and something to choose from."""
+    """One set is in use: there must be something to choose from, and somebody who starts its processes."""
     engines = recipe.engines
     if not engines.sets:
         if engines.rounds:
             yield Problem("engines.rounds", "has no effect without engines.sets: leave it out, or prepare another set")
         return
     yield from _shapes(recipe)
-    yield from _between_rounds(recipe, "engines.sets", "leave engines.sets out")
-    if engines.release is not ReleaseKind.NEVER:
-        yield Problem(
-            "engines.sets",
-            f'does not fit engines.release = "{engines.release}" yet, which frees engines of one set: '
-            'set release = "never", or leave engines.sets out',
-        )
     if recipe.transport.engines is Launch.EXTERNAL:
         yield Problem(
             "engines.sets",
@@ -62,20 +55,12 @@ def batched_tokens(recipe: Recipe) -> Broken:
 
 
 @rule("engines")
-def engine_restarts(recipe: Recipe) -> Broken:
-    """Where sets change, a death is the end of the run; and enough engines must serve."""
-    engines = recipe.engines
-    if engines.restarts and engines.sets:
-        yield Problem(
-            "engines.restarts",
-            f"{engines.restarts} does not fit engines.sets yet, which starts and stops engines itself: set "
-            "restarts = 0 (the death of an engine ends the run), or leave engines.sets out",
-        )
-    if engines.min_serving > engines.count:
-        yield Problem(
-            "engines.min_serving",
-            f"{engines.min_serving} is more than engines.count = {engines.count}: set {engines.count} or less",
-        )
+def serving_engines(recipe: Recipe) -> Broken:
+    """Every set has as many engines as must serve."""
+    fewest, smallest = recipe.engines.min_serving, min(prepared_sets(recipe), key=lambda one: one.count)
+    if fewest > smallest.count:
+        where = f"engines.count = {smallest.count}" if smallest.first == 0 else f"the engines of set {smallest.name}"
+        yield Problem("engines.min_serving", f"{fewest} is more than {where}: set {smallest.count} or less")
 
 
 @rule("engines.kind", "sampling.temperature")
@@ -151,31 +136,19 @@ def engine_context(recipe: Recipe) -> Broken:
         )
 
 
-@rule("rollout.rounds", "tail_batching", "length_sorted", "rollout.presubmit", "engines", "transport.engines")
+@rule("rollout.rounds", "tail_batching", "length_sorted", "engines")
 def released_engines(recipe: Recipe) -> Broken:
     """Engines are freed late in a round and are back before the next: there must be such a time, and others."""
-    release, field = recipe.engines.release, "engines.release"
+    release, field, rollout = recipe.engines.release, "engines.release", recipe.rollout
     if release is ReleaseKind.NEVER:
         return
-    if recipe.engines.count < 2:
+    if max(one.count for one in prepared_sets(recipe)) < 2:
         yield Problem(
             field, f'"{release}" needs an engine that goes on: set engines.count = 2 or more, or release = "never"'
         )
-    yield from _between_rounds(recipe, field, 'set release = "never"')
-
-
-def _between_rounds(recipe: Recipe, field: str, remedy: str) -> Broken:
-    """Engines that leave must do so while no request is under way."""
-    rollout = recipe.rollout
     if not recipe.on_policy:
         yield Problem(
             field,
             f'does not fit rounds = "{rollout.rounds}" at staleness {rollout.max_staleness}, where one round runs into '
-            f"the next and no engine may leave: {remedy}, or take rounds that train on-policy",
-        )
-    if rollout.presubmit:
-        yield Problem(
-            field,
-            "does not fit rollout.presubmit, which needs all engines before the next round begins: "
-            f"set presubmit = false, or {remedy}",
+            'the next and no engine is spare: set release = "never", or take rounds that train on-policy',
         )

@@ -288,6 +288,7 @@ class Controller:
 
     async def _checkpoint(self, policy_version: int, beside: Mapping[str, bytes]) -> None:
         with self._waits.waiting_for(f"the checkpoint of version {policy_version}"):
+            await self._journal.settled()  # a resumed run must not find a version that its journal does not know
             await self._save(policy_version, beside)
         await self._tell.send(on.CheckpointDone(policy_version=policy_version))
 

@@ -53,10 +53,10 @@ class Deaths:
         """Dead processes whose time to be started again has come."""
         return [self.children[name] for name, due_s in self.due_s.items() if due_s <= time.monotonic()]
 
-    def is_restarted(self, name: str) -> bool:
-        """Whether the process is about to be started again when it died, or would be."""
+    def is_survived(self, name: str) -> bool:
+        """Whether the run goes on where that process died: it is started again, or the others go on without it."""
         restarts = self.policy.alone.get(name)
-        return name in self.due_s or (restarts is not None and restarts.left > 0)
+        return name in self.due_s or name in self.policy.retired or (restarts is not None and restarts.left > 0)
 
     def look(self) -> list[Death]:
         """Deaths that end this life of the run. For others it is noted when the process is started again."""

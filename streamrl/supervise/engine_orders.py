@@ -35,7 +35,7 @@ class EngineOrders:
                 return
             match order:
                 case StopEngine():
-                    await self._supervisor.stop_engine(order.engine, patience_s=order.patience_s)
+                    await self._supervisor.stop_engine(order.engine, patience_s=order.patience_s, sleeps=order.sleeps)
                 case StartEngine():
                     await self._start(order.engine)
                 case KillEngine():

@@ -67,6 +67,7 @@ class Supervisor:
         self._processes = RunProcesses(marker_of(socket_directory))
         self._deaths = Deaths(topology, run_directory, replacements=restarts, others_end_s=others_end_s)
         self._children = self._deaths.children
+        self._asleep: set[str] = set()
         self._ending = self._adopts = False
         self._one_end = anyio.Lock()
 
@@ -155,19 +156,22 @@ class Supervisor:
         local_engine(self.topology, name)
         return self._children.get(name)
 
-    async def stop_engine(self, name: str, grace_s: float = 10.0, *, patience_s: float = 0.0) -> None:
+    async def stop_engine(self, name: str, grace_s: float = 10, *, patience_s: float = 0, sleeps: bool = False) -> None:
         """End one engine host and what it started while the run goes on; its end is no death. See ``start_engine``.
 
         The controller has ended its orders: it has ``patience_s`` to end by itself, while that one lives, then
-        ``grace_s`` from SIGTERM to SIGKILL. One that had died before is left to ``watch``. Raises ``StreamRLError``
-        for no local engine.
+        ``grace_s`` from SIGTERM to SIGKILL. One that ``sleeps`` is not ended. One that had died before, and is not
+        started again, is left to ``watch``. Raises ``StreamRLError`` for no local engine.
         """
         if self._ending or (child := self.engine_host(name)) is None:
             return
-        if name not in self._deaths.stopped and child.exit_code and not self._deaths.is_restarted(name):
+        if name not in self._deaths.stopped and child.exit_code and not self._deaths.is_survived(name):
             return
         self._deaths.stopped.add(name)  # before anything ends: the watch must not take it for a death
         self._deaths.due_s.pop(name, None)
+        if sleeps:
+            self._asleep.add(name)
+            return
         controller = self.controller
         with anyio.CancelScope(shield=True):
             await ended_within(patience_s, child, unless=lambda: controller is None or not controller.running)
@@ -178,14 +182,18 @@ class Supervisor:
 
     def start_engine(self, name: str) -> None:
         """Start an engine host that does not run, after ``stop_engine`` or because its set was chosen, with the weights
-        of the model directory. Raises ``StreamRLError`` unless it was stopped."""
+        of the model directory; one that sleeps wakes by itself. Raises ``StreamRLError`` unless it was stopped."""
         if self._ending:
             return
         plan = local_engine(self.topology, name)
-        if name not in self._deaths.stopped:
+        retired = self._deaths.policy.retired
+        if name not in self._deaths.stopped and name not in retired:
             raise StreamRLError(f"{name} was not stopped; stop_engine comes before start_engine")
-        self._start(plan)
+        if not (name in self._asleep and self._children[name].running):
+            self._start(plan)
+        self._asleep.discard(name)
         self._deaths.stopped.discard(name)
+        retired.pop(name, None)
 
     # ---- inside ----------------------------------------------------------------------------------
 

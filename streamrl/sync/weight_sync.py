@@ -153,17 +153,7 @@ class WeightSync:
         self._note_pause(False)
         if self._canary is not None:
             self._canary.ask(list(self._engines))
-        return PushReport(
-            policy_version=announced.policy_version,
-            staged_s=staged_at - started,
-            paused_s=max(pauses.values(), default=0.0),  # none: all are lost, and those to come take this version
-            total_s=anyio.current_time() - started,
-            payload_bytes=sum(s.payload_bytes for s in announced.sources),
-            changed_share=_changed_share(announced),
-            reanchored=len(again),
-            held_s=started - paused_since,
-            canary=report,
-        )
+        return _report(announced, started, staged_at, paused_since, list(pauses.values()), len(again), report)
 
     def _note_pause(self, paused: bool) -> None:
         changed, self._paused = paused != self._paused, paused
@@ -172,11 +162,12 @@ class WeightSync:
 
     # ---- engines that come and go ------------------------------------------------------------------
 
-    async def admit(self, name: str, engine: Engine) -> None:
+    async def admit(self, name: str, engine: Engine, waits: Callable[[], object] = lambda: None) -> None:
         """Bring a started engine to the live version while the others sample; later pushes reach
         it. It is sampling when this returns, unless all are paused.
 
         It gets what was pushed last, for which it fetches the deltas that it lacks, and an anchor if it refuses that.
+        ``waits`` is called where only the next version helps: what the others sample may be needed for that.
         Raises ``EngineError`` when it refuses the anchor, dies, or is late.
         """
         while True:
@@ -187,6 +178,7 @@ class WeightSync:
                 with limit():
                     await self._bring(name, engine, live)
             except VersionLeft:
+                waits()
                 if not self._engines and self._live is live:
                     self.on_version_left()
                 await pushed.wait()
@@ -211,8 +203,13 @@ class WeightSync:
             with anyio.CancelScope(shield=True):  # a push must not ask before the trainer has answered
                 announced = await self._anchor_of(live.policy_version)
 
+    async def leave(self, engine: Engine) -> None:
+        """Leave ``engine`` out of later pushes, since it is to stop or sleep. A push that is under way ends first."""
+        async with self._one_at_a_time:
+            self.remove(engine)
+
     def remove(self, engine: Engine) -> None:
-        """Leave ``engine`` out of this push and of later ones: it died, or is about to be stopped."""
+        """Leave ``engine`` out of this push and of later ones: it died."""
         self._engines.pop(engine, None)
         self._paused_at.pop(engine, None)
         if self._canary is not None:
@@ -293,6 +290,28 @@ class WeightSync:
                 group.start_soon(one, engine)
         if failed:
             raise failed[0]
+
+
+def _report(
+    announced: WeightAnnouncement,
+    started: float,
+    staged_at: float,
+    paused_since: float,
+    pauses: Sequence[float],
+    reanchored: int,
+    canary: CanaryReport | None,
+) -> PushReport:
+    return PushReport(
+        policy_version=announced.policy_version,
+        staged_s=staged_at - started,
+        paused_s=max(pauses, default=0.0),  # none: all are lost, and those to come take this version
+        total_s=anyio.current_time() - started,
+        payload_bytes=sum(s.payload_bytes for s in announced.sources),
+        changed_share=_changed_share(announced),
+        reanchored=reanchored,
+        held_s=started - paused_since,
+        canary=canary,
+    )
 
 
 def _refused(name: str, announced: WeightAnnouncement, refusal: WeightError) -> EngineError:

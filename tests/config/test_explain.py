@@ -35,6 +35,7 @@ def test_every_key_is_explained_where_it_is_written() -> None:
     assert [line.partition(":")[0] for line in explain("restarts") if line.endswith("default 3")] == [
         "run.advanced.restarts",
         "judge.advanced.restarts",
+        "engines.advanced.restarts",
     ]
     assert "the loss, or the reward of each token" in "\n".join(explain("objective.advanced.kl_in"))
 

@@ -1,10 +1,8 @@
-"""What follows from a recipe: restarts of engines, the class of custom rounds, the cores of the trainer."""
+"""What follows from a recipe: the class of custom rounds, the cores of the trainer."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import pytest
 
 from streamrl.control.settings import control_settings
 from streamrl.learning.threads import trainer_threads
@@ -12,12 +10,10 @@ from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import Rollout, RoundKind
 from streamrl.recipe.sections import (
     Engines,
-    EngineShape,
     Launch,
     Model,
     Prompts,
     Recipe,
-    ReleaseKind,
     Reward,
     Transport,
 )
@@ -30,21 +26,6 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples" / "custom_rounds.py")
 def recipe(**changes: object) -> Recipe:
     rewards = (Reward(function="reward.py:f"),)
     return Recipe(model=Model(path="m"), prompts=Prompts(train="p.jsonl"), rewards=rewards, **changes)  # type: ignore[arg-type]
-
-
-ONE = (EngineShape(count=1),)
-
-
-@pytest.mark.parametrize(
-    ("release", "sets", "restarts"),
-    [(ReleaseKind.NEVER, (), 3), (ReleaseKind.DRAIN, (), 3), (ReleaseKind.NEVER, ONE, 0)],
-)
-def test_a_dead_engine_is_started_again_unless_sets_of_engines_change(
-    release: ReleaseKind, sets: tuple[EngineShape, ...], restarts: int
-) -> None:
-    made = recipe(engines=Engines(count=2, release=release, sets=sets))
-    assert broken_rules(made) == []
-    assert made.engine_restarts == restarts
 
 
 def test_a_policy_of_the_users_is_a_file() -> None:

@@ -316,7 +316,6 @@ class Story:
             self.emit,
             self.rollout,
             4,
-            engines=2,
             serving=lambda: self.serving,
             trace=trace,
             clock=self.clock,

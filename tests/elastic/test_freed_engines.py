@@ -14,9 +14,10 @@ from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory, S
 from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.control.actions import Decision
-from streamrl.elastic.elastic_engines import ElasticEngines, EngineSizes
+from streamrl.elastic.elastic_engines import ElasticEngines
 from streamrl.elastic.freeing import Freeing, FreeingSettings
-from streamrl.engines.pool import LOST, EnginePool
+from streamrl.elastic.sets import EngineSet, SetChooser
+from streamrl.engines.pool import AWAY, EnginePool
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.recipe.scheduling import InFlight
 from streamrl.stages.rollout import RolloutStage
@@ -49,19 +50,19 @@ class Rounds:
         self.pool = EnginePool(self.engines, fatal_deaths=fatal_deaths)
         self.sync = WeightSync(self.engines, anchor, in_flight=InFlight.KEEP, timeout_s=5)
         self.cores: list[int] = []
-        self.serve: list[int] = []
         freeing = Freeing(300, settings=FreeingSettings(least_lengths=4))
         for number, tokens in enumerate(range(20, 120, 2)):  # of long rounds before the first one
             identity = TrajectoryId(prompt_id="before", group_id=-1, sample=number)
             freeing.launched("long", [identity])
             freeing.ended(identity, tokens)
+        freeing.begin_round()
+        one = EngineSet(name="4x1", engines=4, tensor_parallel_size=1, kv_tokens=4_000, max_num_seqs=32)
         self.elastic = ElasticEngines(
             self.pool,
-            self.sync,
+            None,  # type: ignore[arg-type] - no set is changed
+            SetChooser([one], steps=100, switch_s=1.0),
             decided=self.decided,
-            serve=self.serve.append,
             freeing=freeing,
-            sizes=EngineSizes(kv_tokens=4_000, max_num_seqs=32, cap=300),
             share_cores=self.share_cores,
         )
         self.version = -1
@@ -84,7 +85,7 @@ class Rounds:
     async def next_version(self) -> None:
         self.version += 1
         await self.sync.push(await anchor(self.version))
-        await self.elastic.begin_round(last=False)
+        await self.elastic.version_live(self.version, last=False)
 
     async def run(self) -> None:
         """One round, on the next version."""
@@ -107,6 +108,7 @@ class Rounds:
                     assert isinstance(outcome, FinishedTrajectory)
                     self.finished.append(outcome)
                     self.elastic.ended(Scored(outcome=ScoredTrajectory(trajectory=outcome.trajectory, reward=0.0)))
+                self.elastic.batch_closed()
                 group.cancel_scope.cancel()
         assert len({o.trajectory.id for o in self.finished}) == len(self.finished) == 32
         for outcome in self.finished:
@@ -122,7 +124,7 @@ async def started(rounds: Rounds) -> Rounds:
 async def test_half_of_the_engines_are_freed_once_and_everything_ends_on_the_others() -> None:
     rounds = await started(Rounds())
     freed = rounds.elastic.freed
-    assert len(freed) == 2 and rounds.serve == [4, 2]
+    assert len(freed) == 2 and len(rounds.pool.serving) == 2
     [look] = rounds.looks
     assert look.subject == "engines_freed" and look.figures["moved"] > 0
     assert 0.2 <= look.figures["progress"] < 0.3, "freed as soon as the window opened"
@@ -192,7 +194,7 @@ async def test_an_engine_that_is_lost_while_it_is_drained_serves_again_when_it_i
     await rounds.next_version()
     assert rounds.cores == [2, 0] and set(rounds.pool.serving) == set(rounds.pool.names) - set(lost)
     await rounds.pool.attach(lost[0], PacedEngine(int(lost[0][-1])))
-    rounds.pool.readmit(lost[0], LOST)
+    rounds.pool.readmit(lost[0], AWAY)
     assert rounds.pool.serving == rounds.pool.names, "nothing else keeps it from requests"
 
 

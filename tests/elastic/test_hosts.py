@@ -1,4 +1,4 @@
-"""Engine hosts that are stopped and started again at the same endpoints, over real sockets."""
+"""Hosts of a set of engines stop, or sleep, and those of another one start or wake, over real sockets."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ import anyio
 import pytest
 
 from streamrl.base.messages import EngineEvent, EngineOrder, Generate, OrderFailed, WeightAnnouncement
-from streamrl.base.run_events import StartEngine, StopEngine, SupervisorOrder
+from streamrl.base.run_events import EngineBack, EngineLost, StartEngine, StopEngine, SupervisorOrder
 from streamrl.base.types import token_array
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.elastic.hosts import PATIENCE_SECONDS, EngineHosts
 from streamrl.engines.engine_host import serve_engine
-from streamrl.engines.pool import EnginePool
 from streamrl.engines.remote_engine import ENGINE_FAILURE
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.engines.slots import EngineSlot
 from streamrl.recipe.scheduling import InFlight
+from streamrl.recipe.sections import Engines
 from streamrl.remote.guarded_sockets import KeyGuard
 from streamrl.remote.transport_keys import KeyRole
+from streamrl.supervise.exit_reason import failures
 from streamrl.sync.weight_sync import WeightSync
 
 REQUEST = Generate(request_id="r", token_ids=token_array([3]), max_tokens=40, seed=1, temperature=1.0)
+STOP_0, START_1 = StopEngine(engine="engine-0", patience_s=PATIENCE_SECONDS), StartEngine(engine="engine-1")
 
 
 async def anchor(policy_version: int) -> WeightAnnouncement:
@@ -32,24 +34,29 @@ async def anchor(policy_version: int) -> WeightAnnouncement:
 
 
 class Started:
-    """Two engines; a supervisor that starts hosts as tasks, and ends one by cancelling it. ``sleeps``: hosts that
-    are stopped go to sleep instead.
+    """Two sets of one engine, the first in use; a supervisor that starts hosts as tasks and ends them by cancelling.
 
-    ``host_lives``: what a host does that is started again: it ``serves``, ``loads`` for ever, or ``dies``.
+    ``host_lives``: what a host does that is ordered to start: it ``serves``, ``dies``, or ``loads`` until ``loaded``.
     """
 
-    def __init__(self, directory: str, group: anyio.abc.TaskGroup, *, first_port: int | None, sleeps: bool) -> None:
-        self.directory, self.group, self.first_port, self.sleeps = directory, group, first_port, sleeps
+    def __init__(
+        self, directory: str, group: anyio.abc.TaskGroup, *, first_port: int | None, sleeps: bool, restarts: int
+    ) -> None:
+        self.directory, self.group, self.first_port = directory, group, first_port
         self.ports: dict[str, int] = {}
         guard = KeyGuard(KeyRole.ENGINE)
         self.slots = {
             n: EngineSlot(n, self.at(n, "orders"), self.at(n, "completions"), guard) for n in ("engine-0", "engine-1")
         }
         self.scopes: dict[str, anyio.CancelScope] = {}
+        self.running: set[str] = set()
         self.told: list[SupervisorOrder] = []
+        self.events: list[EngineLost | EngineBack] = []
         self.made: list[SimulatedEngine] = []
-        self.loading = anyio.Event()
+        self.loading, self.loaded = anyio.Event(), anyio.Event()
         self.host_lives = "serves"
+        settings = Engines(restarts=restarts, start_timeout_s=5.0)
+        self.hosts = EngineHosts(self.slots, settings, order=self.order, emit=self.emit, sleeps=sleeps)
 
     def at(self, name: str, stream: str) -> str:
         if self.first_port is not None:
@@ -60,86 +67,151 @@ class Started:
     async def open(self) -> None:
         for slot in self.slots.values():
             self.group.start_soon(slot.run)
-        self.pool = EnginePool({name: await slot.open() for name, slot in self.slots.items()})
-        self.engines = EngineHosts(self.slots, self.pool, self.order, self.sleeps)
-        for name in self.slots:
-            self.group.start_soon(self.host, name, "serves")
-        await self.pool.start()
-
-    async def stop(self, name: str) -> None:
-        """In the order in which control does it."""
-        await self.pool.drain(name, "test")
-        self.engines.detach(name)
-        await self.engines.stop(name)
+        await self.group.start(self.hosts.run)
+        self.group.start_soon(self.host, "engine-0", "serves")
+        self.pool, _ = await self.hosts.start(["engine-0"])
+        self.sync = WeightSync(
+            self.pool.attached, anchor, in_flight=InFlight.KEEP, timeout_s=10, on_failure=self.hosts.on_failure
+        )
+        self.hosts.attend(self.sync)
+        await self.sync.push(await anchor(0))
 
     async def close(self) -> None:
+        await self.hosts.aclose()
         await self.pool.aclose()
-        await self.engines.aclose()
-        for slot in self.slots.values():
-            slot.retire()
 
     async def host(self, name: str, lives: str) -> None:
         guard = KeyGuard(KeyRole.CONTROLLER)
+        self.running.add(name)
         with anyio.CancelScope() as self.scopes[name]:
             async with (
                 zmq_sender(EngineEvent, self.at(name, "completions"), bind=False, guard=guard) as events,
                 zmq_receiver(EngineOrder, self.at(name, "orders"), bind=False, guard=guard) as orders,
             ):
-                if lives == "serves":
-                    lengths = LengthMixture(median=30.0, sigma=0.0, long_share=0.0)
-                    self.made.append(SimulatedEngine(SimulationOptions(name=name, lengths=lengths)))
-                    return await serve_engine(self.made[-1], nullcontext((orders, events)))
                 if lives == "dies":
                     await events.send(OrderFailed(order_id=ENGINE_FAILURE, reason="the model cannot be loaded"))
-                    return None
-                self.loading.set()
-                return await anyio.sleep_forever()
+                else:
+                    if lives == "loads":
+                        self.loading.set()
+                        await self.loaded.wait()
+                    lengths = LengthMixture(median=30.0, sigma=0.0, long_share=0.0)
+                    self.made.append(SimulatedEngine(SimulationOptions(name=name, lengths=lengths)))
+                    await serve_engine(self.made[-1], nullcontext((orders, events)))
+        self.running.discard(name)
 
     async def order(self, order: SupervisorOrder) -> None:
         self.told.append(order)
-        if isinstance(order, StartEngine):
+        if isinstance(order, StartEngine) and order.engine not in self.running:
             self.group.start_soon(self.host, order.engine, self.host_lives)
-        elif not order.patience_s:
+        elif isinstance(order, StopEngine) and not order.patience_s and not order.sleeps:
             self.scopes[order.engine].cancel()
+
+    async def emit(self, event: EngineLost | EngineBack) -> None:
+        self.events.append(event)
+
+    def orders(self) -> list[SupervisorOrder]:
+        """Since it was asked before."""
+        told, self.told = self.told, []
+        return told
+
+    async def assert_serves(self, name: str, version: int) -> None:
+        assert self.pool.serving == (name,)
+        completion = await self.pool.generate(REQUEST)
+        assert {span.policy_version for span in completion.version_spans} == {version}
 
 
 @asynccontextmanager
-async def started(*, first_port: int | None = None, sleeps: bool = False) -> AsyncIterator[Started]:
-    with tempfile.TemporaryDirectory(prefix="srl") as directory, anyio.fail_after(20):
+async def started(*, first_port: int | None = None, sleeps: bool = False, restarts: int = 3) -> AsyncIterator[Started]:
+    with tempfile.TemporaryDirectory(prefix="srl") as directory, anyio.fail_after(30):
         async with anyio.create_task_group() as group:
-            one = Started(directory, group, first_port=first_port, sleeps=sleeps)
+            one = Started(directory, group, first_port=first_port, sleeps=sleeps, restarts=restarts)
             await one.open()
             yield one
             await one.close()  # what runs beside it ends by itself
 
 
 @pytest.mark.parametrize("tcp", [False, True])
-async def test_a_stopped_host_was_told_of_first_and_its_successor_serves(
+async def test_a_set_stops_before_the_next_one_is_started_which_serves_with_the_live_version(
     tcp: bool, free_ports: Callable[[int], int]
 ) -> None:
     async with started(first_port=free_ports(4) if tcp else None) as one:
-        await one.stop("engine-1")
-        assert one.told == [StopEngine(engine="engine-1", patience_s=PATIENCE_SECONDS)]
-        assert sorted(one.pool.attached) == ["engine-0"]
-        await one.engines.start("engine-1")
-        assert one.told[1:] == [StartEngine(engine="engine-1")]
-        one.pool.readmit("engine-1", "test")
-        await one.pool.drain("engine-0", "test")
-        assert await one.pool.generate(REQUEST)
-        one.pool.readmit("engine-0", "test")
-        assert len(one.made) == 3 and one.made[2].load().generated_tokens == 30
+        await one.assert_serves("engine-0", 0)
+        await one.hosts.use(["engine-1"])
+        assert one.orders() == [STOP_0, START_1] and sorted(one.pool.attached) == ["engine-1"]
+        await one.assert_serves("engine-1", 0)
+        await one.sync.push(await anchor(1))
+        await one.hosts.use(["engine-0"])
+        await one.assert_serves("engine-0", 1)
+        assert len(one.made) == 3 and one.events == []
 
 
-async def test_a_host_that_is_given_up_while_it_loads_is_no_death_and_the_run_ends_without_it() -> None:
-    async with started() as one:
-        await one.stop("engine-1")
+@pytest.mark.parametrize("pushed_first", [False, True])
+async def test_what_was_submitted_in_advance_waits_for_the_set_and_for_the_version(pushed_first: bool) -> None:
+    completions = []
+
+    async def sample() -> None:
+        completions.append(await one.pool.generate(REQUEST))
+
+    async with started() as one, anyio.create_task_group() as group:
+        await one.sync.pause()
+        one.pool.withdraw(["engine-0"], "away")
+        group.start_soon(sample)
         one.host_lives = "loads"
-        with anyio.CancelScope() as starting:
-            one.group.start_soon(cancel_when, starting, one.loading)
-            await one.engines.start("engine-1")
-        await one.engines.give_up("engine-1")
-        assert one.told[-1] == StopEngine(engine="engine-1")
-        assert sorted(one.pool.attached) == ["engine-0"]
+        group.start_soon(one.hosts.use, ["engine-1"])
+        await one.loading.wait()
+        if pushed_first:  # no engine holds it then
+            await one.sync.push(await anchor(1))
+        one.loaded.set()
+        if not pushed_first:
+            while one.pool.serving != ("engine-1",):
+                await anyio.sleep(0.01)
+            assert not completions, "it is paused for the version"
+            await one.sync.push(await anchor(1))
+    assert {span.policy_version for span in completions[0].version_spans} == {1}
+
+
+async def test_an_engine_that_dies_is_started_again_within_its_set_and_not_when_another_set_is_used() -> None:
+    async with started() as one:
+        one.scopes["engine-0"].cancel()
+        while not one.events:
+            await anyio.sleep(0.01)
+        await one.hosts.use(["engine-1"])  # while the supervisor is about to start it again
+        assert one.orders() == [StopEngine(engine="engine-0"), START_1]
+        await one.assert_serves("engine-1", 0)
+        one.scopes["engine-1"].cancel()
+        while len(one.events) < 2:
+            await anyio.sleep(0.01)
+        one.group.start_soon(one.host, "engine-1", "serves")  # as the supervisor does
+        while not one.pool.serving:
+            await anyio.sleep(0.01)
+        await one.assert_serves("engine-1", 0)
+        assert [type(event) for event in one.events] == [EngineLost, EngineLost, EngineBack] and one.orders() == []
+        one.scopes["engine-1"].cancel()  # this moment
+        await one.hosts.use(["engine-0"])
+        await one.assert_serves("engine-0", 0)
+
+
+async def test_an_engine_that_dies_while_its_set_is_started_serves_when_it_is_back() -> None:
+    async with started() as one, anyio.create_task_group() as group:
+        one.host_lives = "dies"
+        group.start_soon(one.hosts.use, ["engine-1"])
+        while not one.hosts._lives["engine-1"].late:
+            await anyio.sleep(0.01)
+        one.group.start_soon(one.host, "engine-1", "serves")
+        while not one.pool.serving:
+            await anyio.sleep(0.01)
+        await one.assert_serves("engine-1", 0)
+
+
+async def test_a_run_that_ends_while_a_set_starts_ends_its_hosts() -> None:
+    async with started() as one:
+        one.host_lives = "loads"
+        with anyio.CancelScope() as switching:
+            one.group.start_soon(cancel_when, switching, one.loading)
+            await one.hosts.use(["engine-1"])
+        one.orders()
+        await one.hosts.aclose()
+        assert one.orders() == [StopEngine(engine="engine-1")] and not one.pool.attached
 
 
 async def cancel_when(scope: anyio.CancelScope, event: anyio.Event) -> None:
@@ -147,54 +219,29 @@ async def cancel_when(scope: anyio.CancelScope, event: anyio.Event) -> None:
     scope.cancel()
 
 
-async def test_a_host_that_dies_while_it_starts_or_serves_is_an_error_that_names_it() -> None:
+@pytest.mark.parametrize("lives", ["dies", "loads"])
+async def test_where_no_engine_is_started_again_one_that_does_not_become_ready_ends_the_run(lives: str) -> None:
     with pytest.raises(BaseExceptionGroup) as raised:
-        async with started() as one:
-            await one.stop("engine-1")
-            one.host_lives = "dies"
-            await one.engines.start("engine-1")
-    assert any("engine-1" in str(e) and "cannot be loaded" in str(e) for e in raised.value.exceptions), raised.value
-    with pytest.raises(BaseExceptionGroup) as raised:
-        async with started() as one:
-            one.made[0].fail("planted")
-            await anyio.sleep_forever()
-    assert any("engine-0: planted" in str(e) for e in raised.value.exceptions), raised.value
+        async with started(restarts=0) as one:
+            one.host_lives = lives
+            one.hosts._lives["engine-1"]._settings = Engines(restarts=0, start_timeout_s=0.5)
+            await one.hosts.use(["engine-1"])
+    reason = "cannot be loaded" if lives == "dies" else "not ready within 0.5 s of being started"
+    assert any("engine-1" in str(error) and reason in str(error) for error in failures(raised.value))
 
 
-async def test_a_host_that_dies_when_it_is_ordered_to_end_is_gone_all_the_same() -> None:
-    async with started() as one:
-        await one.pool.drain("engine-1", "test")
-        one.engines.detach("engine-1")
-        one.scopes["engine-1"].cancel()  # before its orders end
-        await one.engines.stop("engine-1")
-        await one.engines.start("engine-1")
-        assert sorted(one.pool.attached) == ["engine-0", "engine-1"]
-
-
-async def test_a_host_that_sleeps_wakes_without_being_started_and_takes_the_live_version() -> None:
+async def test_an_engine_that_sleeps_wakes_with_the_live_version_and_is_started_where_it_died_asleep() -> None:
     async with started(sleeps=True) as one:
-        sync = WeightSync(one.pool.attached, anchor, in_flight=InFlight.KEEP, timeout_s=10)
-        await sync.push(await anchor(0))
-        await one.pool.drain("engine-1", "test")
-        sync.remove(one.engines.detach("engine-1"))
-        await one.engines.stop("engine-1")
-        assert (await one.made[1].start()).policy_version == 0
-        await sync.push(await anchor(1))
-        await sync.admit("engine-1", await one.engines.start("engine-1"))
-        one.pool.readmit("engine-1", "test")
-        await one.pool.drain("engine-0", "test")
-        assert {span.policy_version for span in (await one.pool.generate(REQUEST)).version_spans} == {1}
-        assert one.told == [] and len(one.made) == 2, "no process ended or began"
-        one.pool.readmit("engine-0", "test")
-        await one.pool.drain("engine-1", "test")
-        one.engines.detach("engine-1")
-        await one.engines.stop("engine-1")  # the run ends while it sleeps
-
-
-async def test_a_host_that_there_is_not_yet_is_started() -> None:
-    async with started(sleeps=True) as one:
-        await one.stop("engine-1")
-        await one.engines._asleep.pop("engine-1").aclose()
-        await one.slots["engine-1"].wait_closed()
-        await one.engines.start("engine-1")
-        assert one.told == [StartEngine(engine="engine-1")]
+        await one.hosts.use(["engine-1"])
+        assert one.orders() == [StopEngine(engine="engine-0", sleeps=True), START_1]
+        await one.sync.push(await anchor(1))
+        assert (await one.made[0].start()).policy_version == 0
+        await one.hosts.use(["engine-0"])
+        await one.assert_serves("engine-0", 1)
+        assert len(one.made) == 2, "no process began"
+        one.scopes["engine-1"].cancel()
+        while one.hosts._lives["engine-1"].ready:
+            await anyio.sleep(0.01)
+        await one.hosts.use(["engine-1"])
+        await one.assert_serves("engine-1", 1)
+        assert len(one.made) == 3 and one.events == []

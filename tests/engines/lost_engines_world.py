@@ -18,8 +18,8 @@ from streamrl.base.run_events import EngineBack, EngineLost, SupervisorOrder
 from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory, RolloutOutcome
 from streamrl.base.types import Prompt, TokenArray, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
+from streamrl.elastic.hosts import EngineHosts
 from streamrl.engines.pool import EnginePool
-from streamrl.engines.recovery import EngineRecovery
 from streamrl.engines.simulated.engine import SimulationOptions
 from streamrl.engines.simulated.text import UniformText
 from streamrl.engines.slots import EngineSlot
@@ -63,7 +63,7 @@ class Controller:
             name: EngineSlot(name, topology.endpoint(name, "orders"), topology.endpoint(name, "completions"))
             for name in self.names
         }
-        self.recovery = EngineRecovery(self.slots, settings, order=self.order, emit=self.emit)
+        self.hosts = EngineHosts(self.slots, settings, order=self.order, emit=self.emit)
         self.ordered: list[SupervisorOrder] = []
         self.events: list[EngineLost | EngineBack] = []
         self.outcomes: list[RolloutOutcome] = []
@@ -91,12 +91,12 @@ class Controller:
     async def connect(self, group: anyio.abc.TaskGroup) -> EnginePool:
         for slot in self.slots.values():
             group.start_soon(slot.run)
-        await group.start(self.recovery.run)
-        self.pool, self.ready = await self.recovery.start(self.names)
+        await group.start(self.hosts.run)
+        self.pool, self.ready = await self.hosts.start(self.names)
         self.sync = WeightSync(
-            self.pool.attached, self.anchor, in_flight=InFlight.KEEP, timeout_s=20, on_failure=self.recovery.on_failure
+            self.pool.attached, self.anchor, in_flight=InFlight.KEEP, timeout_s=20, on_failure=self.hosts.on_failure
         )
-        self.recovery.attend(self.sync)
+        self.hosts.attend(self.sync)
         self.live = 0
         await self.sync.push(announced(0, None))
         stage = RolloutStage(self.pool, max_tokens=MAX_TOKENS, temperature=1.0, top_p=1.0)
@@ -143,7 +143,7 @@ class Controller:
     async def close(self) -> None:
         await self.orders.aclose()
         await self.until(lambda: len(self.outcomes) >= len(self.launched))
-        await self.recovery.aclose()
+        await self.hosts.aclose()
         await self.pool.aclose()
         for slot in self.slots.values():
             slot.retire()

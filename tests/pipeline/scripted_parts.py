@@ -61,10 +61,10 @@ from streamrl.control.actions import Decision
 from streamrl.control.events import ControlEvent
 from streamrl.control.machine import Control
 from streamrl.control.settings import ControlSettings
-from streamrl.elastic.elastic_engines import OTHER_SET, ElasticEngines, EngineSizes
+from streamrl.elastic.elastic_engines import ElasticEngines
 from streamrl.elastic.freeing import Freeing
 from streamrl.elastic.sets import EngineSet, SetChooser
-from streamrl.engines.pool import EnginePool
+from streamrl.engines.pool import AWAY, EnginePool
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.evaluate.evaluation import Evaluations, HeldOut
 from streamrl.evaluate.sample_files import write_evaluation
@@ -276,32 +276,31 @@ class PacedEngine(SimulatedEngine):
 class MemoryHosts:
     """Stops and makes engines of ``run``; calls ``happened`` with ``("stop", engine)``, ``("start", engine)``."""
 
+    figures: dict[str, float] = {}
+    kv_tokens = 0
+
     def __init__(self, run: SimulatedRun, pool: EnginePool) -> None:
         self.run, self.pool = run, pool
 
-    def detach(self, name: str) -> SimulatedEngine:
-        engine = self.pool.detach(name)
-        assert isinstance(engine, SimulatedEngine) and not engine.load().running, "it was not drained"
-        return engine
-
-    async def stop(self, name: str) -> None:
-        self.run.happened("stop", int(name[-1]))
-        await anyio.lowlevel.checkpoint()
-
-    async def start(self, name: str) -> SimulatedEngine:
-        index = int(name[-1])
-        self.run.happened("start", index)
-        await anyio.lowlevel.checkpoint()
-        engine = self.run.make_engine(index)
-        self.run.engines[index:] = [engine, *self.run.engines[index + 1 :]]
-        await self.pool.attach(name, engine)
-        return engine
-
-    async def give_up(self, name: str) -> None:
-        self.run.happened("give up", int(name[-1]))
-
-    def kv_tokens(self, name: str) -> int:
-        return 0
+    async def use(self, names: Sequence[str]) -> None:
+        pool, sync = self.pool, self.run.sync
+        for name in list(pool.attached):
+            await pool.drain(name, AWAY)
+            engine = pool.detach(name)
+            assert not engine.load().running, "it was not drained"
+            sync.remove(engine)
+            self.run.happened("stop", int(name[-1]))
+            await anyio.lowlevel.checkpoint()
+        for name in names:
+            index = int(name[-1])
+            self.run.happened("start", index)
+            await anyio.lowlevel.checkpoint()
+            engine = self.run.make_engine(index)
+            self.run.engines[index:] = [engine, *self.run.engines[index + 1 :]]
+            await pool.attach(name, engine)
+            await sync.admit(name, engine)
+        for name in names:
+            pool.readmit(name, AWAY)
 
 
 class SimulatedRun:
@@ -356,9 +355,7 @@ class SimulatedRun:
         """Until the run ends; when ``stop_at`` is in ``history`` a drain is asked for. Returns the reason."""
         self._stop_at = stop_at
         absent = [name for one in self._sets[1:] for name in one.hosts]
-        pool = EnginePool(
-            {f"engine-{index}": engine for index, engine in enumerate(self.engines)}, absent=absent, reason=OTHER_SET
-        )
+        pool = EnginePool({f"engine-{index}": engine for index, engine in enumerate(self.engines)}, absent=absent)
         await pool.start()
         rollout = RolloutStage(pool, max_tokens=64, temperature=1.0, top_p=1.0)
         async with anyio.create_task_group() as parts:
@@ -404,7 +401,7 @@ class SimulatedRun:
                 scored=self._scored,
                 store=partial(write_evaluation, self.directory / "evaluations", None),
             )
-            elastic = self._make_elastic(pool, sync, trainer, journal, report)
+            elastic = self._make_elastic(pool, trainer, journal, report)
             audit = WeightAudit(pool.serving_engines, self.directory / "audits.jsonl", 0)
             waits = Waits()
             observers: list[Observer] = [
@@ -467,23 +464,21 @@ class SimulatedRun:
         return Counter(str(s.id) for rank in self.ranks for batch in rank.batches for s in batch)
 
     def _make_elastic(
-        self, pool: EnginePool, sync: WeightSync, trainer: TrainerRanks, journal: RunJournal, report: RunReport
+        self, pool: EnginePool, trainer: TrainerRanks, journal: RunJournal, report: RunReport
     ) -> ElasticEngines:
         async def decided(decision: Decision, step: int, shown: bool) -> None:
             journal.decided(decision)
             if shown:
                 await report.decided(decision, step)
 
+        alone = EngineSet(name="alone", engines=len(self.engines), tensor_parallel_size=1, kv_tokens=4000)
         return ElasticEngines(
             pool,
-            sync,
+            MemoryHosts(self, pool),  # type: ignore[arg-type]
+            SetChooser(self._sets or [alone], steps=self.settings.steps, switch_s=1.0),
             decided=decided,
-            serve=report.engines_serve,
             freeing=None if self._release is ReleaseKind.NEVER else Freeing(64),
-            sizes=EngineSizes(kv_tokens=4000, max_num_seqs=64, cap=64),
             share_cores=trainer.engines_freed,
-            chooser=SetChooser(self._sets, steps=self.settings.steps, switch_s=1.0) if self._sets else None,
-            hosts=MemoryHosts(self, pool),  # type: ignore[arg-type]
             clock=self.clock.now,
         )
 

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -13,6 +14,7 @@ from scripted_parts import SimulatedRun, run_settings
 
 from streamrl.base.errors import CannotContinue
 from streamrl.base.run_events import EvaluationFinished, RunDecided, RunWarning, StepFinished
+from streamrl.elastic.elastic_engines import ElasticEngines
 from streamrl.elastic.sets import EngineSet
 from streamrl.journal.log import read_journal
 from streamrl.journal.records import JournalCodec, JournalDecision
@@ -275,6 +277,38 @@ async def test_each_kind_of_round_is_served_by_its_set_with_the_weights_of_its_v
     ]
     assert run.summary().accounting == accounting
     assert len(run.scorer.held_out) == 4 * 60, "also what a change of engines cut"
+
+
+async def test_sets_freed_engines_and_the_next_round_in_advance_in_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freed engines return before the next round is submitted, and it goes to the set that was chosen for it alone."""
+    chosen = run_settings(batch_groups=8, steps=11, presubmit=True, **TAIL)
+    wide = msgspec.structs.replace(WIDE, name="3x1", engines=3, hosts=("engine-0", "engine-1", "engine-2"))
+    deep = msgspec.structs.replace(DEEP, name="2x2", engines=2, hosts=("engine-3", "engine-4"))
+    run = SimulatedRun(chosen, tmp_path, engines=3, ranks=2, sets=(wide, deep), release=ReleaseKind.DRAIN)
+    launched, submitted_to = ElasticEngines.launched, set()
+
+    async def noting(elastic: ElasticEngines, *arguments: object) -> None:
+        await launched(elastic, *arguments)  # type: ignore[arg-type]
+        submitted_to.add(elastic._pool.serving)
+
+    monkeypatch.setattr(ElasticEngines, "launched", noting)
+    assert await run.run() == "finished"
+    assert submitted_to == {wide.hosts, ()}, "to the whole set, or to the one that joins: they wait for it"
+    accounting = run.controller.state.accounting()
+    assert accounting.balanced and accounting.in_flight == 0
+    trained = run.trained()
+    assert len(trained) == accounting.trained == 11 * 32 and set(trained.values()) == {1}
+    for rank in run.ranks:
+        assert 1 in rank.freed and rank.freed == ([1, 0] * 11)[: len(rank.freed)]
+        for version, batch in enumerate(rank.batches):
+            assert all(sample.oldest_version == sample.newest_version == version for sample in batch)
+    steps = [event.metrics for event in run.events if isinstance(event, StepFinished)]
+    assert [step for step, metrics in enumerate(steps) if metrics["engines/set"]] == [4, 9]
+    assert [e for e in run.history if e[0] in ("stop", "start")][:5] == [
+        *[("stop", 0), ("stop", 1), ("stop", 2), ("start", 3), ("start", 4)]
+    ]
 
 
 @pytest.mark.parametrize("when", [("stop", 0), ("start", 2), ("start", 1)])

@@ -69,7 +69,7 @@ class _Trained(msgspec.Struct):
 
 class RunReport:
     """Turns what happened into ``RunEvent`` messages. ``capacity``: trajectories that the engines can run at once, the
-    same for both bubble ratios; ``engines``: how many there are, of which so many are ``serving``;
+    same for both bubble ratios; ``serving``: how many engines are sent requests;
     ``rewards_in_flight``: what the reward stage holds; ``recovering``: an earlier life is gone on with, until it began;
     ``loop_lag``: longest time without an answer of this loop since it was asked last.
     ``trace``, ``samples`` None: not recorded. ``lived_s``: of earlier lives. ``length_limit``: of ``FirstLengths``."""
@@ -80,7 +80,6 @@ class RunReport:
         rollout: Callable[[], RolloutStatistics],
         capacity: int,
         *,
-        engines: int = 1,
         serving: Callable[[], int] = lambda: 1,
         rewards_in_flight: Callable[[], int] = lambda: 0,
         loop_lag: Callable[[], float] = lambda: 0.0,
@@ -94,7 +93,7 @@ class RunReport:
         self._emit = emit
         self._rollout = rollout
         self._capacity = capacity
-        self._engines, self._serving = engines, serving
+        self._serving = serving
         self._recovering = recovering
         self._rewards_in_flight, self._loop_lag = rewards_in_flight, loop_lag
         self._trace, self._samples = trace, samples
@@ -161,10 +160,6 @@ class RunReport:
 
     # ---- engines ---------------------------------------------------------------------------------
 
-    def engines_serve(self, count: int) -> None:
-        """So many engines serve requests from now on; the others do nothing."""
-        self._engines = count
-
     def engines_measured(self, load: EngineLoad) -> EnginesMeasured:
         """What the engines did since this was asked before, for control and the trace. ``load``: of all together.
 
@@ -174,7 +169,7 @@ class RunReport:
         before, self._last_load = self._last_load, load
         if load.generated_tokens < before.generated_tokens:
             before = load  # an engine left, and its counters with it: from here on again
-        measured = load_between(before, load, self._engines)
+        measured = load_between(before, load, self._serving())
         if self._trace is not None and load != before:
             self._trace.append(engines_line(self.elapsed(), before, load, measured))
         return measured
