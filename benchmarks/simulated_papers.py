@@ -111,6 +111,14 @@ def rhythm(say: Callable[[str], None], steps: int = 40) -> None:
         )
 
 
+def late_rewards(say: Callable[[str], None], steps: int = 40) -> None:
+    """Code, 14B, with its rewards after the rollout and as long as in the split that the paper gives of its 1.48."""
+    after = part(ROLLPACKER_14B_CODE, "push", kind_s={"synchronous": 45.0, "short": 51.0, "long": 51.0})
+    for name, model in (("within the rollout", ROLLPACKER_14B_CODE), ("45 and 51 s after it", after)):
+        before, raced = (simulate(race(eta, eta), model, steps).step_s_mean for eta in (1.0, 1.25))
+        say(f"rewards {name}, code: a step {before:.0f} to {raced:.0f} s, {before / raced:.2f} (the paper: 1.48)")
+
+
 def cycle_mean(rows: tuple[StepRow, ...], prompt_oversampling: float) -> float:
     """Rollout seconds as figure 11 averages them: the *longest* short and the longest long round of the run, in the
     fixed cycle of 1 / (eta_P - 1) short rounds to a long one. Without a cycle (no long rounds) the mean round."""
@@ -338,6 +346,7 @@ def speed(say: Callable[[str], None], engines: int = 1000, steps: int = 15) -> N
 
 PARTS: dict[str, Callable[[Callable[[str], None]], None]] = {
     "rhythm": rhythm,
+    "late_rewards": late_rewards,
     "eta": eta,
     "engines": engine_changes,
     "sorted": sorted_rounds,

@@ -122,6 +122,8 @@ def _print_advice(advice: Advice, cluster: str, budget: Budget, question: WhatIf
         return
     gain = advice.recommended.unknown or f"{advice.gain:+.1%} trained tokens a second (predicted)"
     print(f"\n# recommended: {advice.recommended.name}, {gain}")
+    if (shared := advice.recommended.steps_a_gradient) > 1:
+        print(f"# a long round is {shared} optimizer steps along one gradient")
     print(fragment)
 
 
