@@ -40,7 +40,8 @@ class FailurePolicy(StrEnum):
 
 class AdaptiveTimeout(Section, frozen=True):
     """A time limit for each prompt: a multiple of its slowest correct call so far (RollPacker, arXiv 2509.21009). Until
-    a prompt was solved once, the limit is the reward's ``timeout_s``, which is never exceeded."""
+    a prompt was solved once, the limit is the reward's ``timeout_s``, which is never exceeded. The reward ``code``
+    learns one for each of its test cases, too, from runs that passed it."""
 
     factor: Annotated[Factor, doc("of the slowest correct call")] = 1.5
     min_s: Annotated[PositiveFloat, doc("the least limit")] = 2.0

@@ -64,7 +64,9 @@ class RewardSet:
 
     async def open(self) -> None:
         """Load the functions. Raises ``RecipeError`` with every problem."""
-        self._trusted = {i: load_reward(reward) for i, reward in enumerate(self._all) if reward.trusted}
+        self._trusted = {
+            i: load_reward(reward, self._queues[i].limits) for i, reward in enumerate(self._all) if reward.trusted
+        }
         found: list[RewardSignature] = []
         if self._pool_index:
             self._pool = CallPool([self._all[index] for index in self._pool_index], self.attached.limits.processes)

@@ -18,6 +18,7 @@ import msgspec
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.user_code import load_user_object
+from streamrl.rewards.time_limits import TimeLimits
 
 PROVIDED = ("prompt", "prompt_id", "token_ids", "finish_reason")
 """What a function may ask for besides columns. Per group, ``token_ids`` and ``finish_reason`` are lists with one
@@ -57,15 +58,18 @@ class RewardFunction(msgspec.Struct, frozen=True, kw_only=True):
         return self.signature.name
 
 
-def load_reward(reward: Reward) -> RewardFunction:
+def load_reward(reward: Reward, limits: TimeLimits | None = None) -> RewardFunction:
     """The function that ``reward`` names, with its options.
 
     ``module:function`` and ``path/to/file.py:function`` are imported and called with the options as keyword arguments;
     a name without a colon is a built-in reward: a factory that is called with the options and returns the function.
+    ``limits``: where one that runs test cases keeps what it learns of each (None: limits of its own).
     Raises ``RecipeError`` when there is none, it does not import, or it has a signature that cannot be called.
     """
     if ":" not in reward.function:
         function: Any = _build(reward)
+        if reward.adaptive_timeout is not None and hasattr(function, "learn_time_limits"):
+            function.learn_time_limits(limits or TimeLimits(reward))
     else:
         function = load_user_object(reward.function)
         if not callable(function):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import msgspec
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.fields import Natural, Positive, PositiveFloat
 from streamrl.rewards.builtin.declared import BadOption, BuiltinReward, Options, declare
+from streamrl.rewards.time_limits import TimeLimits
 from streamrl.sandbox.asserts import SimpleTest, parse_test, passes, take_apart
 from streamrl.sandbox.cases import (
     CallCase,
@@ -109,14 +111,21 @@ class CodeOutcome(msgspec.Struct, frozen=True):
 class CodeReward:
     """``await reward(completion, tests=...)``; ``judge`` gives the outcome of each case besides.
 
-    On one event loop; ``aclose`` ends the sandbox (as the end of the process does).
+    On one event loop; ``aclose`` ends the sandbox (as the end of the process does). With ``learn_time_limits`` each
+    test case of a prompt has a limit of its own, below ``timeout_s``: by the slowest run that passed it.
     """
 
     def __init__(self, options: CodeOptions, sandbox: Sandbox) -> None:
         self.options = options
         self._sandbox = sandbox
         self._slots = asyncio.Semaphore(options.concurrency or len(os.sched_getaffinity(0)))
-        declare(self, columns=[options.column], optional=[options.entry_point_column, options.setup_column])
+        self._learnt: TimeLimits | None = None
+        optional = [options.entry_point_column, options.setup_column]
+        declare(self, columns=[options.column], optional=optional, provided=["prompt_id"])
+
+    def learn_time_limits(self, limits: TimeLimits) -> None:
+        """Keep what passed runs took in ``limits``, by prompt and test case, and limit runs by that."""
+        self._learnt = limits
 
     async def __call__(self, completion: str, **columns: Any) -> float | None:
         """The value. Raises ``ValueError`` for tests that are none, ``SandboxError``, and ``TimeoutError`` where
@@ -127,6 +136,7 @@ class CodeReward:
             columns[options.column],
             entry_point=columns.get(options.entry_point_column) or "",
             setup=columns.get(options.setup_column) or "",
+            prompt_id=columns.get("prompt_id", ""),
         )
         return outcome.value
 
@@ -137,8 +147,9 @@ class CodeReward:
         *,
         entry_point: str = "",
         setup: str = "",
+        prompt_id: str = "",
     ) -> CodeOutcome:
-        """Run the cases, each in a jail of its own. Raises as ``__call__`` does."""
+        """Run the cases of ``prompt_id``, each in a jail of its own. Raises as ``__call__`` does."""
         options = self.options
         cases = read_cases(tests, entry_point=entry_point, setup=setup, tolerance=options.tolerance)
         if not cases:
@@ -148,10 +159,14 @@ class CodeReward:
             return CodeOutcome(0.0, ())
         outcomes: list[CaseOutcome] = []
         for index, case in enumerate(cases):
-            outcome = await self._run_case(code, case)
+            key = f"{prompt_id} case {index}"
+            limit_s = min(options.timeout_s, self._learnt.limit_s(key) if self._learnt else math.inf)
+            outcome = await self._run_case(code, case, limit_s)
             outcomes.append(outcome)
+            if self._learnt is not None and outcome.end is CaseEnd.PASSED:
+                self._learnt.observe(key, outcome.seconds, math.inf)
             if outcome.end is CaseEnd.TIMED_OUT and not options.time_limit_is_wrong:
-                raise TimeoutError(f"test case {index} of {len(cases)} ran beyond its limit of {options.timeout_s:g} s")
+                raise TimeoutError(f"test case {index} of {len(cases)} ran beyond its limit of {limit_s:g} s")
             if outcome.end is not CaseEnd.PASSED and options.value == "all" and options.stop_at_first_failure:
                 break
         passed = sum(outcome.end is CaseEnd.PASSED for outcome in outcomes)
@@ -162,10 +177,10 @@ class CodeReward:
         """End the sandbox."""
         await self._sandbox.aclose()
 
-    async def _run_case(self, code: str, case: Case) -> CaseOutcome:
+    async def _run_case(self, code: str, case: Case, limit_s: float) -> CaseOutcome:
         source = code.encode(errors="surrogatepass")
         async with self._slots:
-            limits = self._limits()
+            limits = self._limits(limit_s)
             if isinstance(case, ProgramCase):
                 report, output = await self._sandbox.run_program(source, case.stdin.encode(), limits)
                 return self._judge_output(report, output, case.stdout)
@@ -219,10 +234,10 @@ class CodeReward:
             return _outcome(CaseEnd.PASSED, report, "")
         return _outcome(CaseEnd.WRONG, report, "it wrote something else than expected")
 
-    def _limits(self) -> Limits:
+    def _limits(self, seconds: float) -> Limits:
         options = self.options
         return Limits(
-            seconds=options.timeout_s,
+            seconds=seconds,
             memory_bytes=options.memory_mb * _MIB,
             file_bytes=options.output_mb * _MIB,
             scratch_bytes=options.scratch_mb * _MIB,

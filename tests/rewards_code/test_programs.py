@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from streamrl.base.errors import RecipeError
+from streamrl.recipe.rewards import AdaptiveTimeout, Reward
+from streamrl.rewards.signature import load_reward
+from streamrl.rewards.time_limits import TimeLimits
 from streamrl.sandbox.cases import ProgramCase, SnippetCase, extract_code, read_cases, same_output
 from streamrl.sandbox.reward import CODE, CaseEnd, CodeOptions, CodeReward
 from streamrl.sandbox.sandbox import Sandbox
@@ -95,7 +98,7 @@ async def test_more_than_a_pipe_holds(sandbox: Sandbox) -> None:
 
 async def test_the_columns_are_in_the_signature(sandbox: Sandbox) -> None:
     parameters = inspect.signature(make(sandbox, column="cases")).parameters
-    assert list(parameters) == ["completion", "cases", "entry_point", "setup"]
+    assert list(parameters) == ["completion", "cases", "prompt_id", "entry_point", "setup"]
     assert parameters["cases"].default is inspect.Parameter.empty
     assert await make(sandbox, column="cases")(ADD, cases=TESTS) == 1.0
     assert inspect.iscoroutinefunction(type(make(sandbox)).__call__)  # how the runtime tells a coroutine function
@@ -195,3 +198,32 @@ async def test_forms_of_the_column() -> None:
 async def test_tests_that_are_none_are_named(tests: Any) -> None:
     with pytest.raises(ValueError, match="test"):
         read_cases(tests)
+
+
+async def test_each_case_of_a_prompt_has_the_limit_that_runs_which_passed_it_have_taught(sandbox: Sandbox) -> None:
+    adaptive = AdaptiveTimeout(factor=2.0, min_s=1.0)
+    reward = make(sandbox, timeout_s=10.0, value="share", whole=True)
+    limits = TimeLimits(Reward(function="code", timeout_s=60.0, adaptive_timeout=adaptive))
+    reward.learn_time_limits(limits)
+    tests = [{"input": "0", "output": "ok"}, {"input": "1.3", "output": "ok"}]
+
+    def program(longer_s: float, says: str = "ok") -> str:
+        return f"import time\ntime.sleep(float(input()) + {longer_s})\nprint({says!r})\n"
+
+    async def ends(code: str, prompt_id: str) -> list[CaseEnd]:
+        return [case.end for case in (await reward.judge(code, tests, prompt_id=prompt_id)).cases]
+
+    assert await ends(program(2.0, "wrong"), "p") == [CaseEnd.WRONG] * 2
+    assert limits.learnt == 0, "a wrong one teaches nothing"
+    assert await reward(program(0.0), tests=tests, prompt_id="p") == 1.0
+    assert limits.limit_s("p case 0") == 1.0 and 2.6 <= limits.limit_s("p case 1") < 10
+    assert await ends(program(1.2), "p") == [CaseEnd.TIMED_OUT, CaseEnd.PASSED], "the second was known to take longer"
+    assert await ends(program(1.2), "q") == [CaseEnd.PASSED] * 2, "another prompt has limits of its own"
+    assert set(limits.take_news()) == {f"{prompt} case {n}" for prompt in "pq" for n in (0, 1)}
+
+
+async def test_the_recipe_asks_for_limits_of_test_cases() -> None:
+    asked = Reward(function="code", timeout_s=60.0, adaptive_timeout=AdaptiveTimeout())
+    limits = TimeLimits(asked)
+    assert load_reward(asked, limits).call._learnt is limits  # type: ignore[attr-defined]
+    assert load_reward(Reward(function="code")).call._learnt is None  # type: ignore[attr-defined]
