@@ -82,7 +82,8 @@ def life_times(run: RecordedRun) -> LifeTimes:
     whole = np.array([_whole(line) for line in lines], dtype=bool)
     starts = np.sort(begins)
     arrivals = np.searchsorted(starts, ends, side="right") - np.searchsorted(starts, begins, side="left")
-    versions, groups, samples = np.array([(one.oldest_version, one.group, one.sample) for one in lines]).T
+    keys = np.array([(line.oldest_version, line.group, line.sample) for line in lines]).reshape(-1, 3)
+    versions, groups, samples = keys.T
     in_order = np.lexsort((samples, groups, launched, versions))
     places = np.empty(len(lines))
     places[in_order] = np.arange(1, len(lines) + 1) - np.searchsorted(versions[in_order], versions[in_order])
