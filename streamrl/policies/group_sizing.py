@@ -16,7 +16,7 @@ from streamrl.control.fixed_size import FixedSize
 from streamrl.control.model import GroupLengths
 from streamrl.control.round_policy import GroupSizer, SizingDecision
 from streamrl.policies import sagc
-from streamrl.recipe.scheduling import GroupSizing, SizingKind
+from streamrl.recipe.scheduling import GroupSizing, SizingKind, Straggler
 
 SURE = 2.0
 """Deviations by which a risk is above the budget before the run warns that no size meets it."""
@@ -107,7 +107,8 @@ class StragglerAwareSize:
     def __init__(self, settings: GroupSizing, start: int, steps: int, *, reuse: bool = True) -> None:
         self._settings = settings
         self._sizes = settings.sizes
-        self._reuse = reuse
+        # How long a member takes depends on how many others run: parts of a larger batch say nothing of a smaller one.
+        self._reuse = reuse and not (settings.keeps_prompts and settings.straggler is Straggler.SECONDS)
         self._utilities = sagc.utilities_of(settings.sizes)
         self._memory = sagc.SizingMemory(
             size=settings.sizes[-1] if settings.budget is None else start,
@@ -138,7 +139,7 @@ class StragglerAwareSize:
             self._sizes,
             ratio=settings.straggler_ratio,
             discount=settings.discount,
-            reuse=self._reuse or calibrating,
+            reuse=self._reuse,
         )
         memory = sagc.spend(
             memory,
@@ -184,11 +185,15 @@ class StragglerAwareSize:
         )
 
     def _calibrate(self) -> str:
-        """One step without a budget is done. After the last one at the largest size it is measured, and the queue made
-        as if it had been in force from the start. Where too few groups were seen, the middle size stays. Returns what
-        the user is to know."""
+        """One step without a budget is done. After the last one at the largest size (and at the smallest, where they do
+        not inform each other) it is measured, and the queue made as if it had been in force from the start. Where too
+        few groups were seen, the middle size stays. Returns what the user is to know."""
         memory, sizes = self._memory, self._sizes
-        if memory.steps < memory.calibration_steps or memory.warned:
+        if memory.warned:
+            return ""
+        if memory.steps < memory.calibration_steps:
+            smallest = not self._reuse and 2 * memory.steps >= memory.calibration_steps
+            self._memory = msgspec.structs.replace(memory, size=sizes[0] if smallest else memory.size)
             return ""
         seen = memory.straggling[sizes[-1]] + memory.calm[sizes[-1]]
         if seen < sagc.FEWEST_GROUPS:

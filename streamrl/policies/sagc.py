@@ -168,11 +168,10 @@ def best_size(utilities: Mapping[int, float], risks: Mapping[int, SizeRisk], *, 
 def measured_budget(risks: Mapping[int, SizeRisk], tightening: float) -> tuple[float, str]:
     """(budget, why): ``CALIBRATED_SHARE`` of the way between the risks of the smallest and the largest size. Where they
     hardly differ, a budget that the largest size meets."""
-    means = [risk.mean for risk in risks.values()]
-    smallest, largest = means[0], max(means)
+    smallest, largest = risks[min(risks)].mean, risks[max(risks)].mean
     spread = f"size {min(risks)} straggles in {smallest:.2f} of its groups, size {max(risks)} in {largest:.2f}"
     if largest - smallest <= 2 * tightening:
-        budget = round(min(largest + tightening, 1.0), 4)
+        budget = round(min(max(smallest, largest) + tightening, 1.0), 4)
         return budget, f"group_sizing.budget = {budget:g}, measured: {spread}, too near for sizes to matter"
     budget = round(smallest + CALIBRATED_SHARE * (largest - smallest), 4)
     return budget, f"group_sizing.budget = {budget:g}, measured: {spread}"

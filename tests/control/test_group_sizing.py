@@ -29,7 +29,7 @@ from streamrl.policies.group_sizing import (
     StragglerAwareSize,
     make_group_sizer,
 )
-from streamrl.recipe.scheduling import GroupSizing, RoundKind, SizingKind, Straggler, TailBatching
+from streamrl.recipe.scheduling import GroupSizing, Keeps, RoundKind, SizingKind, Straggler, TailBatching
 
 BATCH = 128
 SIZES = (4, 8, 16, 32)
@@ -498,6 +498,20 @@ def test_too_few_groups_measure_no_budget_and_the_middle_size_stays() -> None:
     later = sizer.observe(straggling(8, 2))
     assert later.reason.startswith("stays 8: step 9 without a budget") and not later.notify
     assert (sizer.size, sizer._memory.queue) == (8, 0)
+
+
+def test_seconds_of_batches_that_grow_with_the_size_are_measured_at_both_ends() -> None:
+    """What a member of a large batch takes says nothing of a small one: here groups of 32 are calm, those of 4 not."""
+    growing = sagc_settings(budget=None, straggler=Straggler.SECONDS, keeps=Keeps.PROMPTS)
+    sizer, sizes = StragglerAwareSize(growing, 8, 1000), list[int]()
+    for _ in range(8):
+        sizes.append(sizer.size)
+        sizer.observe([*straggling(32, 1), *calm(32, 3)] if sizer.size == 32 else [*straggling(4, 2), *calm(4, 2)])
+    assert sizes == [32] * 4 + [4] * 4
+    assert sizer.budget > sizer.observe(calm(32, 4)).figures["sizing/risk_4"] > 0.4
+    alike = StragglerAwareSize(msgspec.structs.replace(growing, keeps=Keeps.TRAJECTORIES), 8, 1000)
+    alike.observe(calm(32, 4))
+    assert alike._memory.calm[4] == 32, "with as many samples at every size the largest informs all"
 
 
 def test_constants_follow_the_length_of_the_run() -> None:
