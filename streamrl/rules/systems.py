@@ -6,7 +6,7 @@ What comes after sees an ordinary recipe, with a value for each of these keys an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec import structs
@@ -18,24 +18,9 @@ SANDBOXED = "code"
 """The built-in reward whose time limits RollPacker adapts; ``rewards.N`` stands for every one of them."""
 
 
-class Derived(NamedTuple):
-    """A value that follows from another key (its path and its default); None: nothing is set."""
-
-    text: str
-    section: str
-    key: str
-    default: int
-    of: Callable[[int], Any]
-
-    def value(self, table: Mapping[str, Any]) -> Any:
-        """The value in this recipe; None also where the other key is wrong."""
-        section = table.get(self.section, {})
-        number = section.get(self.key, self.default) if isinstance(section, Mapping) else None
-        return self.of(number) if isinstance(number, int) else None
-
-
 class Setting(NamedTuple):
-    """``key`` as it is written, its value, and where the paper has it. ``only``: other values contradict the system."""
+    """``key`` as it is written, its value (or what makes it of the recipe's table; None: nothing is set), and where the
+    paper has it. ``only``: other values contradict the system."""
 
     key: str
     value: Any
@@ -47,8 +32,20 @@ def _essential(key: str, value: Any, source: str, *others: Any) -> Setting:
     return Setting(key, value, source, (value, *others))
 
 
-_STALENESS = Derived("cohort_batches - 1", "length_sorted", "cohort_batches", 4, lambda batches: batches - 1)
-_RELEASE = Derived('"drain" with 2 engines or more', "engines", "count", 1, lambda n: "drain" if n > 1 else None)
+def _number(table: Mapping[str, Any], section: str, key: str, default: int) -> int:
+    held = table.get(section)
+    number = held.get(key, default) if isinstance(held, Mapping) else default
+    return number if isinstance(number, int) else default
+
+
+def _staleness_of_cohort(table: Mapping[str, Any]) -> int:
+    return _number(table, "length_sorted", "cohort_batches", 4) - 1
+
+
+def _freed_engines(table: Mapping[str, Any]) -> str | None:
+    return "drain" if _number(table, "engines", "count", 1) > 1 else None
+
+
 _SORTED = (
     _essential("rollout.rounds", "length_sorted", "online length-aware scheduling"),
     Setting("length_sorted.cohort_batches", 4, "cache-aware grouped rollout; n is not published: ours"),
@@ -65,9 +62,9 @@ SYSTEMS: Mapping[System, tuple[Setting, ...]] = {
         _essential("tail_batching.deferred_prompts", "regenerate", "3 Tail Batching", "replay", "verify"),
         Setting("tail_batching.long_round_batches", 1, "3 Tail Batching: P0 prompts"),
         Setting("training.advanced.streaming", True, "4.4 Stream Trainer"),
-        Setting("engines.release", _RELEASE, "4.4 Stream Trainer"),
-        Setting("rewards.N.advanced.adaptive_timeout", {"factor": 1.5, "min_s": 2.0}, "4.3 Reward Scheduler"),
-        Setting("rewards.N.advanced.late_is_wrong", True, "4.3 Reward Scheduler"),
+        Setting("engines.release", _freed_engines, "4.4 Stream Trainer (with 2 engines or more)"),
+        Setting("rewards.N.advanced.adaptive_timeout", {"factor": 1.5, "min_s": 2.0}, "4.3 Reward Scheduler (code)"),
+        Setting("rewards.N.advanced.late_is_wrong", True, "4.3 Reward Scheduler (code)"),
     ),
     System.SORTEDRL: (
         *_SORTED,
@@ -77,7 +74,7 @@ SYSTEMS: Mapping[System, tuple[Setting, ...]] = {
     System.SORTEDRL_PARTIAL: (
         *_SORTED,
         _essential("length_sorted.partial", True, "partial mode"),
-        Setting("rollout.max_staleness", _STALENESS, "partial mode"),
+        Setting("rollout.max_staleness", _staleness_of_cohort, "partial mode: cohort_batches - 1"),
         Setting("off_policy.proximal", "behavior", "partial mode: ratios against what sampled a token"),
     ),
     System.SAGC: (
@@ -116,7 +113,7 @@ def apply_system(table: dict[str, Any], origin: Origin) -> tuple[Origin, list[st
     rows: list[tuple[str, ...]] = []
     implied: dict[str, str] = {}
     for setting in SYSTEMS[system]:
-        published = setting.value.value(table) if isinstance(setting.value, Derived) else setting.value
+        published = setting.value(table) if callable(setting.value) else setting.value
         for key, holder in _holders(table, setting.key) if published is not None else ():
             last = key.rpartition(".")[2]
             if last not in holder:
@@ -156,12 +153,11 @@ def _contradiction(system: System, setting: Setting, value: Any) -> str:
 
 
 def explained_systems() -> list[str]:
-    """What each system sets, one line a key."""
+    """What each system sets in a recipe with two engines and a reward that runs code, one line a key."""
     lines = []
-    for system, settings in SYSTEMS.items():
-        values = [one.value.text if isinstance(one.value, Derived) else shown(one.value) for one in settings]
-        rows = [(f"  {one.key}", value, one.source) for one, value in zip(settings, values, strict=True)]
-        lines += [f"{system}:", *_columns(rows)]
+    for system in SYSTEMS:
+        table = {"rollout": {"system": system}, "engines": {"count": 2}, "rewards": [{"function": SANDBOXED}]}
+        lines += [f"{system}:", *(f"  {line}" for line in apply_system(table, Origin(file="", lines={}))[2])]
     return lines
 
 
