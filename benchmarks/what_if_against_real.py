@@ -62,6 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--records", nargs="+", choices=list(RECORDED), default=list(RECORDED))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--prompts", type=int, default=8, help="of a batch, of 8 completions each")
+    parser.add_argument("--max-staleness", type=int, help="that what-if may use (default: that of the record)")
     parser.add_argument("--within", type=float, default=0.1, help="difference that passes")
     return parser.parse_args()
 
@@ -115,6 +116,8 @@ def compared(options: argparse.Namespace, name: str) -> Outcome:
     chosen = settings(options, RECORDED[name])
     before = together((folder, chosen), (options.out / f"{name}-twin", chosen))
     command = [sys.executable, "-m", "streamrl", "what-if", str(folder), "--json"]
+    if options.max_staleness is not None:
+        command += ["--max-staleness", str(options.max_staleness)]
     told: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     (folder / "advice.json").write_text(json.dumps(told, indent=1))
     best = told["recommended"]

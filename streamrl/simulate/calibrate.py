@@ -49,6 +49,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 NEVER_FITTED = {
     "engine": ("per_context_token_s", "prefill_tokens_s", "admission_per_running_s", "rejected_per_token"),
     "engines": ("migration_s", "parallel_scaling", "weight_tokens", "switch_s"),
+    "trainer": ("streaming_speed",),
     "reward": ("concurrency", "rollout_slowdown"),
     "push": ("abort_barrier_s",),
 }

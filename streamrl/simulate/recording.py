@@ -163,6 +163,12 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
 
     def unknown(self, report: SimulationReport, recipe: Recipe) -> str:
         """Why the times of ``recipe``, simulated in ``report``, cannot be known; empty: they can."""
+        if recipe.on_policy != self.recipe.on_policy:
+            was = "on-policy" if self.recipe.on_policy else "off-policy"
+            return (
+                f"cannot know: the recorded run trained {was}, with other work of the trainer beside the engines': "
+                "record a few steps of it"
+            )
         kinds = [kind.round_kind for kind in report.kinds if kind.steps]
         new = _form(recipe, kinds) - _form(self.recipe, self.recorded)
         if not new or abs(self.mismatch) <= LARGE_MISMATCH:

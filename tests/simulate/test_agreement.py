@@ -60,6 +60,9 @@ def test_a_run_that_is_simulated_well_leaves_forecasts_as_they_are(synchronous: 
     assert abs(told.mismatch) < 0.03
     assert told.slower(report_of(**RACE)) == pytest.approx(1.0, abs=0.03)
     assert told.unknown(report_of(**RACE), recipe_of(RoundKind.TAIL_BATCHING, presubmit=True)) == ""
+    stale = recipe_of(RoundKind.CONTINUOUS, max_staleness=2)
+    beside = told.unknown(report_of(rounds=RoundKind.CONTINUOUS, max_staleness=2), stale)
+    assert "cannot know: the recorded run trained on-policy" in beside, "how fast training is then, no fit can tell"
     assert len(told.notes()) == 1 and "as recorded / as simulated" in told.notes()[0]
 
 
