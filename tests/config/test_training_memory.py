@@ -22,6 +22,16 @@ def test_layer_by_layer_falls_with_ranks_and_whole_batches_do_not() -> None:
     assert min(by_batch) > 6 * SEVEN_B.parameters
 
 
+def test_a_value_model_is_whole_on_every_rank() -> None:
+    own = msgspec.structs.replace(SEVEN_B, critic=True)
+    for ranks in (1, 8):
+        without, total = (
+            bytes_per_rank(msgspec.structs.replace(sizes, ranks=ranks), Gathered.LAYER).total
+            for sizes in (SEVEN_B, own)
+        )
+        assert total - without == 16 * SEVEN_B.parameters
+
+
 def test_parameters_are_gathered_for_a_batch_where_that_fits() -> None:
     def chosen(sizes: TrainingSizes, wanted: Gathered = Gathered.AUTO, room: int = ROOM) -> tuple[Gathered, str]:
         return choose_gathered(wanted, sizes, room, beside=4 << 30)

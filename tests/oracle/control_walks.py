@@ -62,6 +62,11 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
     "sorted, cut by tokens": {"rounds": SORTED, "length_sorted": LengthSorted(cohort_batches=2, cut_tokens=20)},
     "sorted, single": {"rounds": SORTED, "length_sorted": LengthSorted(cohort_batches=2, single=True)},
     "partial": {"rounds": SORTED, "length_sorted": LengthSorted(cohort_batches=3, partial=True), "max_staleness": 2},
+    "partial, single": {
+        "rounds": SORTED,
+        "length_sorted": LengthSorted(cohort_batches=3, partial=True, single=True),
+        "max_staleness": 2,
+    },
     "partial, tight": {
         "rounds": SORTED,
         "length_sorted": LengthSorted(cohort_batches=2, partial=True, oversubscription=1.0),
@@ -85,7 +90,7 @@ for name in ("sagc", "random"):
     SIZINGS[f"{name}, prompts"] = msgspec.structs.replace(SIZINGS[name], keeps=Keeps.PROMPTS)
 
 
-COMBINATIONS = [(n, sizing) for n in COMPOSITIONS for sizing in SIZINGS if sizing == "fixed" or n != "sorted, single"]
+COMBINATIONS = [(n, sizing) for n in COMPOSITIONS for sizing in SIZINGS if sizing == "fixed" or "single" not in n]
 """Single trajectories have no group size."""
 OFF_POLICY = ("continuous", "deferred prompts resumed", "partial")
 ON_POLICY = [pair for pair in COMBINATIONS if not pair[0].startswith(OFF_POLICY) and pair[0] != "auto"]
