@@ -361,7 +361,7 @@ def sizing_overrides(
     else:
         sizing = {"kind": "random", "advanced.shares": [shares.get(size, 0.0) for size in SIZES]}
     if keeps_prompts:
-        sizing["keeps"] = "prompts"
+        sizing["advanced.keeps"] = "prompts"
     return over | {f"group_sizing.{name}": value for name, value in ({"sizes": list(SIZES)} | sizing).items()}
 
 

@@ -211,10 +211,10 @@ class GroupSizing(Section, frozen=True):
 
     kind: Annotated[SizingKind, doc("")] = SizingKind.FIXED
     sizes: Annotated[tuple[Positive, ...], doc("candidates; each divides a batch of kept trajectories")] = (4, 8, 16)
-    keeps: Annotated[Keeps, doc("")] = Keeps.TRAJECTORIES
+    keeps: Annotated[Keeps, advanced("")] = Keeps.TRAJECTORIES
     straggler_ratio: Annotated[
         PositiveFloat,
-        doc("a group straggles when its longest completion is this many times its median one, or was truncated"),
+        advanced("a group straggles when its longest completion is this many times its median one, or was truncated"),
     ] = 2.0
     budget: Annotated[
         float | None,

@@ -253,7 +253,7 @@ def sizes_fit_the_batch(recipe: Recipe) -> Broken:
             yield Problem(
                 f"group_sizing.sizes.{index}",
                 f"{size} does not divide a batch of rollout.prompts_per_batch x group_size = {batch} trajectories: "
-                'choose a size that does, another batch, or keeps = "prompts"',
+                'choose a size that does, another batch, or advanced.keeps = "prompts"',
             )
     largest = max(sizing.sizes, default=1)
     updates, fewest = recipe.training.updates_per_batch, batch // largest

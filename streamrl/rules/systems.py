@@ -79,7 +79,7 @@ SYSTEMS: Mapping[System, tuple[Setting, ...]] = {
     ),
     System.SAGC: (
         _essential("group_sizing.kind", "sagc", "abstract"),
-        Setting("group_sizing.keeps", "prompts", "ours: only so smaller groups make shorter steps"),
+        Setting("group_sizing.advanced.keeps", "prompts", "ours: only so smaller groups make shorter steps"),
         Setting("rollout.rounds", "synchronous", "abstract"),
         Setting("objective.algorithm", "grpo", "abstract (DAPO, too)"),
     ),

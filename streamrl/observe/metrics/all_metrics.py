@@ -274,8 +274,8 @@ METRICS: tuple[Metric, ...] = (
         "sizing/straggler_rate",
         "share",
         SHARE,
-        "Complete groups, before any filter, whose longest completion was group_sizing.straggler_ratio times their "
-        "median one or more, or truncated; what a race cuts is estimated, groups of fewer than 4 are left out.",
+        "Complete groups, before any filter, whose longest completion was group_sizing.advanced.straggler_ratio times "
+        "their median one or more, or truncated; what a race cuts is estimated, groups of fewer than 4 are left out.",
     ),
     Metric("sizing/queue", "steps", LAST, "Virtual queue of straggler-aware sizing: straggler rate owed."),
     Metric("sizing/budget", "share", LAST, "Long-term straggler rate that is kept; 0 until it is measured."),
