@@ -61,6 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the records")
     parser.add_argument("--records", nargs="+", choices=list(RECORDED), default=list(RECORDED))
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=8, help="of a batch, of 8 completions each")
     parser.add_argument("--max-staleness", type=int, help="that what-if may use (default: that of the record)")
     parser.add_argument("--within", type=float, default=0.1, help="difference that passes")
@@ -76,6 +77,7 @@ def settings(options: argparse.Namespace, changed: Mapping[str, object]) -> dict
         "rewards.0.function": f"{reward.resolve()}:reward",
         "rollout.prompts_per_batch": options.prompts,
         "run.steps": options.steps,
+        "run.seed": options.seed,
         "evaluation.prompts": "",
         "training.advanced.threads": 1,
         **changed,

@@ -67,10 +67,9 @@ class WhatIf(Command, frozen=True):
                 [f"--max-staleness {stale} --min-length-share {share:g}: at least 0, and between 0 and 1"]
             )
         budget = Budget(max_staleness=stale, min_length_share=share)
-        recorded = of_trace or (self.subject / TRACE_FILE).is_file()
-        trace = self.subject if recorded else None
+        trace = self.subject if of_trace or (self.subject / TRACE_FILE).is_file() else None
         name, world, notes = world_of(trace, self.cluster, self.steps, self.warm_up, self.seed)
-        if not recorded and not self.cluster:
+        if trace is None and not self.cluster:
             notes.append(f"no recorded run and no --cluster: the built-in cluster {DEFAULT_CLUSTER!r} is used")
         notes += differences(recipe, world.model, world.lengths(self.seed).cap)
         for note in notes:
