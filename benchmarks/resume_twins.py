@@ -3,8 +3,13 @@
     python benchmarks/resume_twins.py --out twins --engines simulated --kills 50
     python benchmarks/resume_twins.py --out twins_vllm --engines vllm --kills 10
 
+    python benchmarks/resume_twins.py --out twins_all --engines vllm --rounds rollpacker --victims parts --kills 1
+
 Every twin is a real run with ``run.deterministic``, whose whole process tree is killed with SIGKILL at a random moment
-(some of them twice: a resume is resumed) and which ``streamrl resume`` ends. Compared with the run that was left alone:
+(some of them twice: a resume is resumed) and which ``streamrl resume`` ends; with ``--victims parts`` an engine is
+killed and later the controller, and the run goes on by itself. ``rollpacker``: every part of it at once (sets of
+engines, freed engines, presubmission, restarts, races, streaming, SAGC, DAPO, an adaptive limit), on two engines.
+Compared with the run that was left alone:
 the groups of every batch in the order of training with reward and length of each member, and every tensor of the
 weights and of the trainer's state in every checkpoint, bit for bit.
 Resumable: a finished twin is a JSON file in ``--out``.
@@ -27,6 +32,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from streamrl.control import actions as do
 from streamrl.control import events as on
@@ -39,12 +45,30 @@ from streamrl.recipe.load import load_recipe
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "examples/sort/recipe.toml"
 STEP_S = 0.7
-RUN_LIMIT_S = 300.0
+RUN_LIMIT_S = 600.0
 SEGMENTS = "all_segments"
 ROUNDS: dict[str, dict[str, object]] = {
     "synchronous": {},
     "tail_batching": {"rollout.rounds": "tail_batching", "tail_batching.prompt_oversampling": 1.25},
     "length_sorted": {"rollout.rounds": "length_sorted", "length_sorted.cohort_batches": 2},
+    "rollpacker": {
+        "rollout.rounds": "tail_batching",
+        "tail_batching.prompt_oversampling": 1.5,
+        "rollout.advanced.presubmit": "true",
+        "rollout.dynamic_sampling": "true",
+        "objective.algorithm": "dapo",
+        "training.advanced.streaming": "true",
+        "group_sizing.kind": "sagc",
+        "group_sizing.sizes": "[4, 8]",
+        "group_sizing.budget": 0.6,
+        "group_sizing.advanced.dwell": 1,
+        "engines.count": 2,
+        "engines.release": "drain",
+        "engines.advanced.restarts": 5,
+        "engines.advanced.rounds": '["short"]',
+        "engines.advanced.sets": '[{count = 1, rounds = ["long"]}]',
+        "rewards.0.advanced.adaptive_timeout": "{min_s = 2.0}",
+    },
 }
 
 
@@ -71,6 +95,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--engines", choices=("simulated", "vllm"), default="simulated")
     parser.add_argument("--rounds", nargs="+", choices=list(ROUNDS), default=list(ROUNDS))
+    parser.add_argument("--victims", choices=("tree", "parts"), default="tree")
     parser.add_argument("--kills", type=int, default=50, help="twins; every fifth is killed twice")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--first-seed", type=int, default=0)
@@ -129,12 +154,18 @@ def _killed(options: argparse.Namespace, seed: int, rounds: str, whole: Fingerpr
             time.sleep(when)
             if run.poll() is not None:
                 raise SystemExit(f"twin {seed} ended before its kill, with {run.returncode}: see {directory}")
+            if options.victims == "parts":
+                _kill_parts(run.pid, directory, draw)
+                at.append(when)
+                steps.append(_steps(directory, life))
+                command = []
+                break
             os.kill(run.pid, signal.SIGKILL)
             run.wait()
             at.append(when)
             steps.append(_steps(directory, life))
             command = [sys.executable, "-m", "streamrl", "resume", str(directory / "latest")]
-        run = _start(command, directory)
+        run = _start(command, directory) if command else run
         try:
             code = run.wait(RUN_LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -145,6 +176,24 @@ def _killed(options: argparse.Namespace, seed: int, rounds: str, whole: Fingerpr
         shutil.rmtree(directory)
     wall_s = time.monotonic() - began
     return Twin(seed=seed, rounds=rounds, at_s=at, steps=steps, differences=differences, wall_s=wall_s)
+
+
+def _kill_parts(parent: int, directory: Path, draw: random.Random) -> None:
+    """SIGKILL to an engine host, and to the controller after the next step."""
+    for role in ("engine", "controller"):
+        while not (found := [p for p in psutil.Process(parent).children() if role in _command(p)]):
+            time.sleep(0.1)
+        draw.choice(found).kill()
+        killed_at = _steps(directory, 0)
+        print(f"  SIGKILL to the {role} at step {killed_at}", flush=True)
+        while role == "engine" and psutil.pid_exists(parent) and _steps(directory, 0) <= killed_at:
+            time.sleep(0.1)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
 
 
 def _train(options: argparse.Namespace, directory: Path, rounds: str) -> list[str]:
