@@ -192,7 +192,7 @@ def _kill_parts(parent: int, directory: Path, draw: random.Random) -> None:
 
 def _command(process: psutil.Process) -> list[str]:
     with suppress(psutil.Error):
-        return process.cmdline()
+        return list(process.cmdline())
     return []
 
 

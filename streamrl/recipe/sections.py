@@ -230,10 +230,10 @@ class Engines(Section, frozen=True):
     cores: Annotated[tuple[str, ...], doc('of each engine on a CPU, such as ["0-3", "4-7"]')] = ()
     gpu_memory_utilization: Annotated[Share, doc("of a GPU, for all engines on it")] = 0.85
     start_timeout_s: Annotated[PositiveFloat, advanced("for an engine that was stopped to be ready again")] = 300.0
-    release: Annotated[ReleaseKind, doc("for rounds that train on-policy")] = ReleaseKind.NEVER
+    release: Annotated[ReleaseKind, doc("for rounds that end: not continuous ones")] = ReleaseKind.NEVER
     sets: Annotated[
         tuple[EngineShape, ...],
-        advanced("other sets, prepared beside this one; one is in use (rounds that train on-policy)"),
+        advanced("other sets, prepared beside this one; one is in use"),
     ] = ()
     sleep_level: Annotated[
         int,

@@ -146,9 +146,9 @@ def released_engines(recipe: Recipe) -> Broken:
         yield Problem(
             field, f'"{release}" needs an engine that goes on: set engines.count = 2 or more, or release = "never"'
         )
-    if not recipe.on_policy:
+    if rollout.rounds in (RoundKind.CONTINUOUS, RoundKind.CUSTOM) and not recipe.on_policy:
         yield Problem(
             field,
             f'does not fit rounds = "{rollout.rounds}" at staleness {rollout.max_staleness}, where one round runs into '
-            'the next and no engine is spare: set release = "never", or take rounds that train on-policy',
+            'the next and no engine is spare: set release = "never", or take rounds that end',
         )
