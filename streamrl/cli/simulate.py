@@ -16,6 +16,7 @@ from rich.table import Table
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.cli.command import Argument, AsJson, Command, Overrides, RecipePath, print_json, recipe_file
 from streamrl.recipe.load import load_recipe
+from streamrl.recipe.scheduling import System
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.calibrate import calibrate
 from streamrl.simulate.chrome_trace import ChromeTrace
@@ -45,7 +46,7 @@ class Simulate(Command, frozen=True):
     compare: Annotated[
         str,
         Argument(
-            "rounds to compare, each with settings of its own: continuous:rollout.max_staleness=2,synchronous",
+            "rounds or systems to compare, each with its settings: continuous:rollout.max_staleness=2,synchronous",
             metavar="POLICY,...",
         ),
     ] = ""
@@ -127,14 +128,18 @@ def refuse_impossible_numbers(steps: int, warm_up: int, seed: int) -> None:
 
 
 def candidates(request: Simulate) -> list[tuple[str, Recipe]]:
-    """The recipe by name, or one for each ``rounds[:key=value...]`` of ``--compare``. Raises ``RecipeError``."""
+    """The recipe by name, or one for each ``rounds[:key=value...]`` or system of --compare. Raises ``RecipeError``."""
     if not request.compare:
         recipe = load_recipe(recipe_file(request.recipe), request.overrides)
         return [(str(recipe.rollout.rounds), recipe)]
     chosen: list[tuple[str, Recipe]] = []
     for text in filter(None, (part.strip() for part in request.compare.split(","))):
         rounds, *settings = text.split(":")
-        overrides = (*request.overrides, f'rollout.rounds="{rounds}"', *settings)
+        # A system of the recipe would contradict the rounds.
+        one = [f'rollout.system="{rounds}"']
+        if rounds not in set(System) - {System.SYNCHRONOUS}:
+            one = ['rollout.system=""', f'rollout.rounds="{rounds}"']
+        overrides = (*request.overrides, *one, *settings)
         chosen.append((text, load_recipe(recipe_file(request.recipe), overrides)))
     if not chosen:
         raise RecipeError([f"--compare {request.compare!r} names no policy: give some, such as synchronous,continuous"])

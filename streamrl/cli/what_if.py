@@ -127,8 +127,8 @@ def _print_advice(advice: Advice, cluster: str, budget: Budget, question: WhatIf
 
 
 def advice_table(shown: list[Tried], advice: Advice) -> Table:
-    """One row a candidate; speeds are against the recipe as it is. "shared": optimizer steps along one gradient."""
-    names = ("tok/s", "speed", "groups/s", "step s", "length", "wasted", "bubble", "staleness", "wait", "shared", "")
+    """One row a candidate; speeds are against the recipe as it is. "steps/grad": steps along one gradient."""
+    names = ["tok/s", "speed", "groups/s", "step s", "length", "wasted", "bubble", "stale", "wait", "steps/grad", ""]
     table = results_table("", ("rounds", *names))
     now = advice.current.figures
     for tried in shown:

@@ -1,5 +1,5 @@
 """Engines that are freed late in a round, or exchanged for a set of another shape, as the controller sees them: what
-``freeing`` and ``sets`` decide is done here. Without either, all of this does nothing.
+``freeing`` and ``sets`` decide is done here. Without either, only restarts are reported.
 
 At the boundary of two rounds: freed engines of the set in use serve again; then the set of the next round is chosen;
 then the round's requests are submitted, to engines of that set alone.

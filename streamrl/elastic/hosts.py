@@ -108,7 +108,7 @@ class _Shared:
 class _Life:
     """One engine. ``in_use``: its set is. ``awake``: it has a host, or one is being started, which takes memory.
     ``stopped``: the supervisor starts one only when it is ordered. ``joined``: it holds the live version. ``late``: it
-    died, or waits for the next version, since its set is in use."""
+    died, or waits for the next version, after its set was put to use."""
 
     def __init__(self, slot: EngineSlot, shared: _Shared, *, in_use: bool) -> None:
         self.name, self.slot = slot.name, slot

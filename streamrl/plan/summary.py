@@ -146,7 +146,7 @@ def staleness_sentence(recipe: Recipe) -> str:
     rollout = recipe.rollout
     if recipe.on_policy:
         tail = recipe.tail_batching
-        along_one = rollout.rounds is RoundKind.TAIL_BATCHING and tail.long_round_batches > 1
+        along_one = rollout.rounds in (RoundKind.TAIL_BATCHING, RoundKind.AUTO) and tail.long_round_batches > 1
         long = f"; a long round takes {tail.long_round_batches} optimizer steps along one gradient" if along_one else ""
         return f"staleness 0: every token is trained by the version that sampled it{long}"
     what = {

@@ -1,4 +1,4 @@
-"""RollPacker's tail batching (arXiv 2509.21009, section 4): most rounds race, and the prompts that lose have their own.
+"""RollPacker's tail batching (arXiv 2509.21009, section 3): most rounds race, and the prompts that lose have their own.
 
 A short round launches ``prompt_oversampling`` times the prompts of a batch with ``response_oversampling`` times their
 responses, keeps the first responses of a prompt that are *rewarded*, and the first prompts that are complete. The

@@ -122,7 +122,7 @@ SAME_NOISE = (DeferredPrompts.REPLAY, DeferredPrompts.VERIFY)
 
 
 class TailBatching(Section, frozen=True):
-    """RollPacker's rounds (arXiv 2509.21009, section 4): short rounds launch more prompts, and more responses of a
+    """RollPacker's rounds (arXiv 2509.21009, section 3): short rounds launch more prompts, and more responses of a
     prompt, than they train."""
 
     prompt_oversampling: Annotated[Factor, doc("prompts that a short round launches for one that it trains")] = 1.25

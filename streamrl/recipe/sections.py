@@ -402,8 +402,8 @@ class Recipe(Section, frozen=True):
 
     @property
     def on_policy(self) -> bool:
-        """Whether every gradient is of tokens that the version sampled which it is taken at. A long round of several
-        batches takes several optimizer steps along one."""
+        """Whether each gradient is taken at the version that sampled its tokens. A long round of several batches takes
+        several optimizer steps along one gradient."""
         return trains_on_policy(self.rollout, self.tail_batching, self.length_sorted)
 
     @property

@@ -79,7 +79,7 @@ SYSTEMS: Mapping[System, tuple[Setting, ...]] = {
     ),
     System.SAGC: (
         _essential("group_sizing.kind", "sagc", "abstract"),
-        Setting("group_sizing.advanced.keeps", "prompts", "ours: only so smaller groups make shorter steps"),
+        Setting("group_sizing.advanced.keeps", "prompts", "ours: otherwise a smaller group makes no shorter step"),
         Setting("rollout.rounds", "synchronous", "abstract"),
         Setting("objective.algorithm", "grpo", "abstract (DAPO, too)"),
     ),
@@ -91,9 +91,9 @@ SYSTEMS: Mapping[System, tuple[Setting, ...]] = {
         Setting("tail_batching.long_round_batches", 4, "ours: docs/scheduling.md, Rounds"),
     ),
     System.SYNCHRONOUS: (
-        _essential("rollout.rounds", "synchronous", "the baseline of all three"),
-        _essential("rollout.max_staleness", 0, "the baseline of all three"),
-        _essential("group_sizing.kind", "fixed", "the baseline of all three"),
+        _essential("rollout.rounds", "synchronous", "the baseline"),
+        _essential("rollout.max_staleness", 0, "the baseline"),
+        _essential("group_sizing.kind", "fixed", "the baseline"),
     ),
 }
 
@@ -106,6 +106,8 @@ def apply_system(table: dict[str, Any], origin: Origin) -> tuple[Origin, list[st
     """
     rollout = table.get("rollout")
     name = rollout.get("system") if isinstance(rollout, dict) else None
+    if isinstance(rollout, dict) and name == "":  # ``--set 'rollout.system=""'``: that of the file does not hold
+        del rollout["system"]
     if not isinstance(rollout, dict) or not isinstance(name, str) or name not in SYSTEMS:
         return origin, [], []
     system, where = System(rollout.pop("system")), f'{origin.locate("rollout.system")} (system = "{name}")'
@@ -130,7 +132,8 @@ def _holders(table: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, A
     """``key`` and the table in which its last part is; with ``rewards.N``, of each reward that runs code."""
     section, *rest = key.split(".")
     if rest[0] == "N":
-        for index, item in enumerate(table.get(section, ())):
+        items = table.get(section, ())
+        for index, item in enumerate(items if isinstance(items, list) else ()):
             if isinstance(item, dict) and item.get("function") == SANDBOXED:
                 yield from ((f"{section}.{index}.{below}", held) for below, held in _holders(item, ".".join(rest[1:])))
         return

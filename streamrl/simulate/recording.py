@@ -174,7 +174,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
         if not new or abs(self.mismatch) <= LARGE_MISMATCH:
             return ""
         return (
-            f"cannot know: the recorded run itself is missed by {self.mismatch:+.0%}, and had no "
+            f"cannot know: the simulation of the recorded run is off by {self.mismatch:+.0%}, and had no "
             f"{', '.join(sorted(new))}: record a few steps of it"
         )
 

@@ -50,6 +50,15 @@ def test_simulate_compares_policies(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "short" in shown and "goodput" in shown
 
 
+def test_simulate_compares_rounds_and_systems_of_a_recipe_that_names_a_system(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = RECIPE.parents[1] / "systems" / "rollpacker.toml"
+    assert main(["simulate", str(recipe), *SMALL, "--json", "--compare", "synchronous,rollpacker,sortedrl"]) == 0
+    rounds = [one["report"]["rounds"] for one in json.loads(capsys.readouterr().out)]
+    assert rounds == ["synchronous", "tail_batching", "length_sorted"]
+
+
 def test_settings_that_the_cluster_decides_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     simulated = ["simulate", str(RECIPE), *SMALL, "--json"]
     assert main(simulated) == 0

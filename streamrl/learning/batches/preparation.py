@@ -180,8 +180,8 @@ def worth_training(item: PreparedSample, options: TrainerOptions) -> bool:
 
 
 def dealt(samples: Sequence[PreparedSample], options: TrainerOptions) -> list[list[PreparedSample]]:
-    """This rank's samples of each of ``updates_per_batch`` updates. Whole groups of all ranks, which get the same ones
-    however groups are spread over them: in turn, or ``shortest_first`` by mean length, as many in each. Collective."""
+    """This rank's samples of each of ``updates_per_batch`` updates. Each update trains the same whole groups whatever
+    the number of ranks: in turn, or ``shortest_first`` by mean length, as many in each. Collective."""
     lengths: dict[int, list[int]] = {}
     for item in samples:
         lengths.setdefault(item.sample.id.group_id, []).append(item.sample.trained_tokens)
