@@ -12,9 +12,10 @@ _KEYS_IN_PIECE = 20_000
 
 class TimeLimits:
     """The limits of one reward: ``min(max(floor, factor * slowest correct call), ceiling)`` for each key; the ceiling
-    where no call was correct yet, or the recipe does not ask for more."""
+    where no call was correct yet, or the recipe does not ask for more. ``late_is_wrong``: of the recipe."""
 
     def __init__(self, reward: Reward) -> None:
+        self.late_is_wrong = reward.late_is_wrong
         self._ceiling_s = reward.timeout_s
         self._adaptive = reward.adaptive_timeout
         self._slowest_s: dict[str, float] = {}

@@ -128,8 +128,9 @@ class CodeReward:
         self._learnt = limits
 
     async def __call__(self, completion: str, **columns: Any) -> float | None:
-        """The value. Raises ``ValueError`` for tests that are none, ``SandboxError``, and ``TimeoutError`` where
-        ``time_limit_is_wrong`` is False."""
+        """The value. Raises ``ValueError`` for tests that are none, ``SandboxError``, and ``TimeoutError`` for a test
+        case that ran beyond ``timeout_s`` where ``time_limit_is_wrong`` is False, or beyond a limit that was learnt
+        where the recipe does not say ``late_is_wrong``."""
         options = self.options
         outcome = await self.judge(
             completion,
@@ -160,12 +161,14 @@ class CodeReward:
         outcomes: list[CaseOutcome] = []
         for index, case in enumerate(cases):
             key = f"{prompt_id} case {index}"
-            limit_s = min(options.timeout_s, self._learnt.limit_s(key) if self._learnt else math.inf)
+            limit_s, late_is_wrong = options.timeout_s, options.time_limit_is_wrong
+            if self._learnt is not None and self._learnt.limit_s(key) < limit_s:
+                limit_s, late_is_wrong = self._learnt.limit_s(key), self._learnt.late_is_wrong
             outcome = await self._run_case(code, case, limit_s)
             outcomes.append(outcome)
             if self._learnt is not None and outcome.end is CaseEnd.PASSED:
                 self._learnt.observe(key, outcome.seconds, math.inf)
-            if outcome.end is CaseEnd.TIMED_OUT and not options.time_limit_is_wrong:
+            if outcome.end is CaseEnd.TIMED_OUT and not late_is_wrong:
                 raise TimeoutError(f"test case {index} of {len(cases)} ran beyond its limit of {limit_s:g} s")
             if outcome.end is not CaseEnd.PASSED and options.value == "all" and options.stop_at_first_failure:
                 break

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from typing import Any
 
+import msgspec
 import pytest
 
 from streamrl.base.errors import RecipeError
@@ -203,7 +204,8 @@ async def test_tests_that_are_none_are_named(tests: Any) -> None:
 async def test_each_case_of_a_prompt_has_the_limit_that_runs_which_passed_it_have_taught(sandbox: Sandbox) -> None:
     adaptive = AdaptiveTimeout(factor=2.0, min_s=1.0)
     reward = make(sandbox, timeout_s=10.0, value="share", whole=True)
-    limits = TimeLimits(Reward(function="code", timeout_s=60.0, adaptive_timeout=adaptive))
+    late = Reward(function="code", timeout_s=60.0, adaptive_timeout=adaptive, late_is_wrong=True)
+    limits = TimeLimits(late)
     reward.learn_time_limits(limits)
     tests = [{"input": "0", "output": "ok"}, {"input": "1.3", "output": "ok"}]
 
@@ -220,6 +222,13 @@ async def test_each_case_of_a_prompt_has_the_limit_that_runs_which_passed_it_hav
     assert await ends(program(1.2), "p") == [CaseEnd.TIMED_OUT, CaseEnd.PASSED], "the second was known to take longer"
     assert await ends(program(1.2), "q") == [CaseEnd.PASSED] * 2, "another prompt has limits of its own"
     assert set(limits.take_news()) == {f"{prompt} case {n}" for prompt in "pq" for n in (0, 1)}
+
+    # What was learnt is no limit of the task's own: without late_is_wrong a run beyond it failed, and is not wrong.
+    counted = TimeLimits(msgspec.structs.replace(late, late_is_wrong=False))
+    counted.remember({"p case 0": 0.1})
+    reward.learn_time_limits(counted)
+    with pytest.raises(TimeoutError, match="beyond its limit of 1 s"):
+        await reward(program(1.2), tests=tests, prompt_id="p")
 
 
 async def test_the_recipe_asks_for_limits_of_test_cases() -> None:
