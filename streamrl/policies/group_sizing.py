@@ -58,7 +58,7 @@ class RandomSize:
 
     def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
         rate = sagc.straggler_rate(_tables(groups), self._settings.straggler_ratio)
-        held = self._draws.held + 1
+        held = self._draws.held + batches
         if held < self._settings.dwell:
             self._draws = msgspec.structs.replace(self._draws, held=held)
             reason = f"stays {self.size}: drawn for {self._settings.dwell} steps, {held} of them done"
@@ -166,12 +166,13 @@ class StragglerAwareSize:
 
         Sizes that the recipe has no more are forgotten; where the current one is among them, the first size is taken.
         Where the recipe asks for another budget (a fork), what was spent of the one before does not count, and one that
-        it leaves out is measured again; what is known of the sizes stays.
+        it leaves out is measured again, as with other ``calibration_steps``; what is known of the sizes stays.
         """
         if "budget" not in state:
             return
         memory, new = msgspec.convert(state, sagc.SizingMemory, str_keys=True), self._memory
-        other_budget = memory.asked != new.asked
+        other_steps = self._settings.calibration_steps not in (None, memory.calibration_steps)
+        other_budget = memory.asked != new.asked or other_steps
         if other_budget:
             memory = msgspec.structs.replace(memory, budget=new.budget, queue=0.0, steps=0, rate_sum=0.0, warned=False)
         anew = memory.size not in self._sizes or (other_budget and not new.asked)
@@ -187,21 +188,29 @@ class StragglerAwareSize:
     def _calibrate(self) -> str:
         """One step without a budget is done. After the last one at the largest size (and at the smallest, where they do
         not inform each other) it is measured, and the queue made as if it had been in force from the start. Where too
-        few groups were seen, the middle size stays. Returns what the user is to know."""
+        few groups of either were seen, the middle size stays. Returns what the user is to know."""
         memory, sizes = self._memory, self._sizes
         if memory.warned:
             return ""
-        if memory.steps < memory.calibration_steps:
-            smallest = not self._reuse and 2 * memory.steps >= memory.calibration_steps
-            self._memory = msgspec.structs.replace(memory, size=sizes[0] if smallest else memory.size)
+        seen = {size: memory.straggling[size] + memory.calm[size] for size in (sizes[-1], sizes[0])}
+        done, needed = memory.steps, memory.calibration_steps
+        if not self._reuse:
+            if memory.size != sizes[0]:
+                if 2 * done >= needed:
+                    self._memory = msgspec.structs.replace(memory, size=sizes[0], held=0)
+                return ""
+            # Rounds that still bring groups of the largest size make the part at the smallest one longer.
+            late = seen[sizes[0]] < sagc.FEWEST_GROUPS
+            done, needed = memory.held, needed if late else needed // 2
+        if done < needed:
             return ""
-        seen = memory.straggling[sizes[-1]] + memory.calm[sizes[-1]]
-        if seen < sagc.FEWEST_GROUPS:
+        fewest = min(seen, key=seen.__getitem__)
+        if seen[fewest] < sagc.FEWEST_GROUPS:
             middle = sizes[len(sizes) // 2]
             self._memory = msgspec.structs.replace(memory, size=middle, held=0, warned=True)
             return (
-                f"group size stays {middle}: {seen:.0f} groups of size {sizes[-1]} are too few to measure a budget by; "
-                "set group_sizing.budget, or more group_sizing.advanced.calibration_steps"
+                f"group size stays {middle}: {seen[fewest]:.0f} groups of size {fewest} are too few to measure a "
+                "budget by; set group_sizing.budget, or more group_sizing.advanced.calibration_steps"
             )
         budget, told = sagc.measured_budget(sagc.risks_of(memory, sizes, 0.0), self._settings.tightening)
         memory = msgspec.structs.replace(memory, budget=budget, held=max(memory.held, self._settings.dwell))
@@ -232,7 +241,8 @@ class StragglerAwareSize:
         self._memory = msgspec.structs.replace(memory, warned=True)
         risk = sagc.risks_of(memory, [smallest], 0.0)[smallest].mean
         least = math.ceil(risk * 20) / 20
-        remedy = f"the budget that it could meet is {least:g}" if least < 1 else "raise group_sizing.straggler_ratio"
+        could_meet = f"the budget that it could meet is {least:g}"
+        remedy = could_meet if least < 1 else "raise group_sizing.advanced.straggler_ratio"
         return (
             f"no size meets group_sizing.budget = {memory.budget:g}: size {smallest} straggles in {risk:.2f} of its "
             f"groups; {remedy}"

@@ -23,7 +23,7 @@ LengthTable = NDArray[np.float64]
 CALIBRATED_SHARE = 0.5
 """Where a measured budget is, on the way from the risk of the smallest size to that of the largest."""
 FEWEST_GROUPS = 6.0
-"""Of the largest size, that a measured budget rests on at least."""
+"""Of the largest and of the smallest size, that a measured budget rests on at least."""
 QUEUE_CAP = 5.0
 """Largest queue, in multiples of V, while no size meets the budget."""
 
@@ -101,12 +101,12 @@ def learn(
 ) -> SizingMemory:
     """Forget a little of every size, since the policy drifts, and count the groups of this step.
 
-    With ``reuse`` a group also informs every smaller size; without it only the size in use.
+    With ``reuse`` a group also informs every smaller size; without it only its own.
     """
     straggling, calm = dict(memory.straggling), dict(memory.calm)
     for size in sizes:
-        informs = reuse or size == memory.size
-        straggled, number = count_stragglers(groups, size, ratio) if informs else (0, 0)
+        informing = [table_GL for table_GL in groups if reuse or table_GL.shape[1] == size]
+        straggled, number = count_stragglers(informing, size, ratio)
         straggling[size] = straggling.get(size, 0.0) * discount + straggled
         calm[size] = calm.get(size, 0.0) * discount + number - straggled
     return msgspec.structs.replace(memory, straggling=straggling, calm=calm)
@@ -178,8 +178,8 @@ def measured_budget(risks: Mapping[int, SizeRisk], tightening: float) -> tuple[f
 
 
 def with_cut_members(lengths: Sequence[int]) -> list[float]:
-    """``lengths`` of a group, with an estimate for members that a race cut (0): they exceed the longest that ended by
-    the ratios in which as many of the shortest lie below the next one.
+    """``lengths`` of a group, with an estimate for members that a race cut (0): mirrored about the median.
+    With k cut, the i-th longest is the longest that ended x (length k+1 / length i), lengths ascending.
 
     A race cuts the longest, so that the others say nothing of stragglers. Where log lengths of a prompt are spread
     alike above and below their median, and fewer than half are cut, groups straggle about as often as without a race.

@@ -220,7 +220,8 @@ class GroupSizing(Section, frozen=True):
         float | None,
         doc(
             "the long-term share of such groups (not set: half-way between those of the smallest and the largest size, "
-            "measured at the largest in the first steps)"
+            'measured at the largest in the first steps; half of them are at the smallest where straggler = "seconds" '
+            'and keeps = "prompts")'
         ),
     ] = None
     straggler: Annotated[Straggler, advanced("")] = Straggler.TOKENS
@@ -234,7 +235,7 @@ class GroupSizing(Section, frozen=True):
     dwell: Annotated[Positive, advanced("steps at one size, at least")] = 5
     calibration_steps: Annotated[
         Positive | None,
-        advanced("steps at the largest size in which a budget is measured (not set: 8, or a quarter of a short run)"),
+        advanced("first steps, in which a budget is measured (not set: 8, or a quarter of a short run)"),
     ] = None
     shares: Annotated[tuple[NaturalFloat, ...], advanced('of each of sizes, for kind = "random"')] = ()
 

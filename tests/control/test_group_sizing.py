@@ -161,6 +161,8 @@ def test_without_reuse_a_size_learns_from_itself_alone() -> None:
     sizer.observe(straggling(8, 2))
     assert sizer._memory.straggling == {4: 0, 8: 2, 16: 0, 32: 0}
     assert sizer._memory.calm == {4: 0, 8: 0, 16: 0, 32: 0}
+    sizer.observe([*calm(16, 2), *calm(8)])  # of a round before, when the size was 16
+    assert sizer._memory.calm == {4: 0, 8: 1, 16: 2, 32: 0}
 
 
 def test_a_step_that_trained_several_batches_spends_as_much_of_the_budget() -> None:
@@ -366,6 +368,12 @@ def test_a_budget_that_no_size_meets_pins_the_smallest_size_and_recovers() -> No
     assert easy.sizes[60:] == [32] * 40
 
 
+def test_where_every_group_straggles_the_key_that_helps_is_named() -> None:
+    sizer = StragglerAwareSize(sagc_settings(), 8, 1000)
+    reasons = [sizer.observe(straggling(4, 32)).reason for _ in range(5)]
+    assert "raise group_sizing.advanced.straggler_ratio" in reasons[-1]
+
+
 @pytest.mark.parametrize("budget", ["feasible", "out of reach", "measured"])
 @pytest.mark.parametrize("truncated", [0.0, 0.2, 0.4])
 @pytest.mark.parametrize("spread", [0.8, 1.3, 2.0])
@@ -498,6 +506,17 @@ def test_too_few_groups_measure_no_budget_and_the_middle_size_stays() -> None:
     later = sizer.observe(straggling(8, 2))
     assert later.reason.startswith("stays 8: step 9 without a budget") and not later.notify
     assert (sizer.size, sizer._memory.queue) == (8, 0)
+    again = StragglerAwareSize(
+        sagc_settings(budget=None, sizes=(4, 8, 16), discount=0.9, calibration_steps=12), 8, 1000
+    )
+    again.restore(sizer.snapshot())
+    assert again.size == 16, "what the message tells the user to do measures anew"
+    for _ in range(11):
+        assert not again.observe(calm(16)).notify
+    twin = StragglerAwareSize(again._settings, 8, 1000)
+    twin.restore(again.snapshot())
+    assert twin.snapshot() == again.snapshot()
+    assert twin.observe(calm(16)).notify and twin.budget > 0
 
 
 def test_seconds_of_batches_that_grow_with_the_size_are_measured_at_both_ends() -> None:
@@ -512,6 +531,33 @@ def test_seconds_of_batches_that_grow_with_the_size_are_measured_at_both_ends() 
     alike = StragglerAwareSize(msgspec.structs.replace(growing, keeps=Keeps.TRAJECTORIES), 8, 1000)
     alike.observe(calm(32, 4))
     assert alike._memory.calm[4] == 32, "with as many samples at every size the largest informs all"
+
+
+@pytest.mark.parametrize(
+    ("calibration", "rounds", "sizes", "is_measured"),
+    [
+        (1, [1, 1], [32, 4], True),
+        (3, [1, 1, 1], [32, 32, 4], True),
+        # A long round takes the run past all 8 steps at the largest size.
+        (8, [1, 1, 1, 5, 1, 1, 1, 1], [32] * 4 + [4] * 4, True),
+        (8, [1, 1, 1, 5, 4], [32] * 4 + [4], True),
+        # The first rounds after the change are of groups that were launched before it.
+        (2, [1, -1, 1], [32, 4, 4], True),
+        (1, [1, -1], [32, 4], False),
+    ],
+)
+def test_a_budget_in_seconds_rests_on_whole_rounds_at_both_ends(
+    calibration: int, rounds: list[int], sizes: list[int], is_measured: bool
+) -> None:
+    """Batches of each round, negative where its groups are still of 32; none straggles, so the budget is near 0."""
+    chosen = sagc_settings(budget=None, straggler=Straggler.SECONDS, keeps=Keeps.PROMPTS, calibration_steps=calibration)
+    sizer, had = StragglerAwareSize(chosen, 8, 1000), list[int]()
+    for batches in rounds:
+        assert sizer.budget == 0 and not sizer._memory.warned
+        had.append(sizer.size)
+        decision = sizer.observe(calm(32 if batches < 0 else sizer.size, 8 * abs(batches)), abs(batches))
+    assert had == sizes and decision.notify
+    assert 0 < sizer.budget < 0.1 if is_measured else "0 groups of size 4 are too few" in decision.reason
 
 
 def test_constants_follow_the_length_of_the_run() -> None:
@@ -590,6 +636,8 @@ def test_random_sizes_are_a_function_of_the_seed_and_held_for_dwell_steps() -> N
     held = sizes(1, 5)
     changes = [step + 1 for step in range(39) if held[step] != held[step + 1]]
     assert changes and all((step + 1) % 5 == 0 for step in changes)
+    four = RandomSize(random_settings(dwell=5), 1)
+    assert "4 of them done" in four.observe([], 4).reason and "by chance" in four.observe([]).reason
     # Lengths do not matter: that is what makes it the control experiment.
     calm_sizer, long_sizer = (RandomSize(random_settings(), 3) for _ in range(2))
     for _ in range(20):
