@@ -131,7 +131,9 @@ class Objective(Section, frozen=True):
     value_clip: Annotated[NaturalFloat, advanced("of the critic's values (0: not clipped)")] = 0.2
     value_learning_rate: Annotated[
         NaturalFloat,
-        advanced("of the critic (0: 0.04 / the width of the model, which is verl's 1e-5 at 4,096)"),
+        advanced(
+            "of the critic (0: 0.04 / the width of the model for its head, which is verl's 1e-5 at 4,096; 1e-5 below)"
+        ),
     ] = 0.0
     value_model: Annotated[ValueModel, advanced("")] = ValueModel.HEAD
 

@@ -11,7 +11,10 @@ from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 
 VALUE_STEP = 0.04
-"""About how far the default rate moves a value in a step: 0.04 / 4,096 is 1e-5, the rate of verl's critic."""
+"""About how far the default rate of the head moves a value in a step: 0.04 / 4,096 is 1e-5, the rate of verl's
+critic."""
+TRUNK_RATE = 1e-5
+"""Default rate of a value model of its own below its head: that of verl's critic."""
 
 
 class Critic:
@@ -30,16 +33,14 @@ class Critic:
         nn.init.zeros_(self._linear.weight)
         nn.init.zeros_(self._linear.bias)
         self._parameters = dict(self._linear.named_parameters())
+        rate = options.objective.value_learning_rate
+        groups = [{"params": list(self._parameters.values()), "lr": rate or VALUE_STEP / hidden}]
         if trunk is not None:
             trunk.requires_grad_(False)  # its output head has no part in a value
             inner = trunk.hugging_face.base_model.requires_grad_(True)
             self._parameters |= {f"trunk.{name}": parameter for name, parameter in inner.named_parameters()}
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=options.objective.value_learning_rate or VALUE_STEP / hidden,
-            betas=(options.beta1, options.beta2),
-            weight_decay=0.0,
-        )
+            groups.append({"params": list(inner.parameters()), "lr": rate or TRUNK_RATE})
+        self._optimizer = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), weight_decay=0.0)
         # Moments exist from the start, so that a checkpoint always has the same tensors.
         for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
