@@ -72,7 +72,8 @@ class ProgressWatch:
 
 
 class _Shared:
-    """What the lives of all engines share. ``switching``: engines that join serve when the others do, too."""
+    """What the lives of all engines share. ``switching``: engines that join serve when the others do, too.
+    ``alone_since``: when there was an engine last, or a start of one failed: the next one has as much time."""
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class _Shared:
         self.sync: WeightPush | None = None
         self.switching = True
         self.restarts = 0
+        self.alone_since = 0.0
         self.group: TaskGroup | None = None
         self._changed = anyio.Event()
 
@@ -112,11 +114,12 @@ class _Life:
 
     def __init__(self, slot: EngineSlot, shared: _Shared, *, in_use: bool) -> None:
         self.name, self.slot = slot.name, slot
-        self.in_use, self.stopped = in_use, not in_use
-        self.awake = self.joined = self.late = False
+        self.stopped = not in_use
+        self.awake = self.joined = False
         self.ready: tuple[RemoteEngine, EngineReady] | None = None
         self._shared, self._settings = shared, shared.settings
         self._admission = anyio.CancelScope()
+        self.use(in_use)
 
     async def run(self) -> None:
         """One host after another, while its set is in use."""
@@ -148,6 +151,7 @@ class _Life:
     def use(self, in_use: bool) -> None:
         """Have it serve from now on, or leave."""
         self.in_use, self.late = in_use, False
+        self.slot.death_is_fatal = in_use and not self._settings.restarts
         if not in_use:
             self._admission.cancel()
 
@@ -182,6 +186,7 @@ class _Life:
             await shared.until(lambda: engine.readiness or engine.failure or not self.in_use)
             if engine.failure:
                 log.warning("%s did not become ready: %s", self.name, engine.failure)
+                shared.alone_since = anyio.current_time()
             return engine.readiness if not engine.failure else None
         if not self._settings.restarts:
             raise EngineError(f"{self.name}: {reason}")
@@ -244,6 +249,8 @@ class _Life:
             self.awake = False
             shared.notify()
             await shared.until(lambda: engine.failure or self.in_use)
+            if not self.in_use:
+                raise EngineError(engine.failure)
             self.awake = True
             await shared.order(StartEngine(engine=self.name))
             await engine.wake()
@@ -321,8 +328,6 @@ class EngineHosts:
         self._settings = settings
         self._shared = _Shared(settings, order, emit, sleeps)
         self._lives: dict[str, _Life] = {}
-        for slot in self._slots.values():
-            slot.death_is_fatal = not settings.restarts
 
     @property
     def figures(self) -> dict[str, float]:
@@ -350,14 +355,16 @@ class EngineHosts:
             "silence_timeout_s": self._settings.silence_timeout_s,
             "progress_timeout_s": self._settings.progress_timeout_s,
         }
-        alone_since = math.inf
+        self._shared.alone_since = anyio.current_time()
         async with anyio.create_task_group() as self._shared.group:
             task_status.started()
             while True:
                 await anyio.sleep(LOOK_S)
                 now, pool = anyio.current_time(), self._shared.pool
-                alone_since = now if pool is None or pool.attached else min(alone_since, now)
-                if now - alone_since > limit:
+                # Sets are of local engines: the supervisor knows when it starts none again, and ends the run.
+                if pool is None or pool.attached or self._shared.switching:
+                    self._shared.alone_since = now
+                elif now - self._shared.alone_since > limit:
                     raise EngineError(f"no engine was there for {limit:g} s; the logs of their hosts say why they died")
                 engines = [life.ready[0] for life in self._lives.values() if life.ready]
                 watches = {engine: watches.get(engine) or ProgressWatch(**limits) for engine in engines}

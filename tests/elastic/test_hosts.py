@@ -40,7 +40,7 @@ class Started:
     """
 
     def __init__(
-        self, directory: str, group: anyio.abc.TaskGroup, *, first_port: int | None, sleeps: bool, restarts: int
+        self, directory: str, group: anyio.abc.TaskGroup, settings: Engines, *, first_port: int | None, sleeps: bool
     ) -> None:
         self.directory, self.group, self.first_port = directory, group, first_port
         self.ports: dict[str, int] = {}
@@ -55,7 +55,6 @@ class Started:
         self.made: list[SimulatedEngine] = []
         self.loading, self.loaded = anyio.Event(), anyio.Event()
         self.host_lives = "serves"
-        settings = Engines(restarts=restarts, start_timeout_s=5.0)
         self.hosts = EngineHosts(self.slots, settings, order=self.order, emit=self.emit, sleeps=sleeps)
 
     def at(self, name: str, stream: str) -> str:
@@ -101,6 +100,7 @@ class Started:
 
     async def order(self, order: SupervisorOrder) -> None:
         self.told.append(order)
+        await anyio.sleep(0.05)  # it reaches another process
         if isinstance(order, StartEngine) and order.engine not in self.running:
             self.group.start_soon(self.host, order.engine, self.host_lives)
         elif isinstance(order, StopEngine) and not order.patience_s and not order.sleeps:
@@ -121,10 +121,13 @@ class Started:
 
 
 @asynccontextmanager
-async def started(*, first_port: int | None = None, sleeps: bool = False, restarts: int = 3) -> AsyncIterator[Started]:
+async def started(
+    *, first_port: int | None = None, sleeps: bool = False, restarts: int = 3, start_timeout_s: float = 5.0
+) -> AsyncIterator[Started]:
+    settings = Engines(restarts=restarts, start_timeout_s=start_timeout_s)
     with tempfile.TemporaryDirectory(prefix="srl") as directory, anyio.fail_after(30):
         async with anyio.create_task_group() as group:
-            one = Started(directory, group, first_port=first_port, sleeps=sleeps, restarts=restarts)
+            one = Started(directory, group, settings, first_port=first_port, sleeps=sleeps)
             await one.open()
             yield one
             await one.close()  # what runs beside it ends by itself
@@ -203,6 +206,29 @@ async def test_an_engine_that_dies_while_its_set_is_started_serves_when_it_is_ba
         await one.assert_serves("engine-1", 0)
 
 
+@pytest.mark.parametrize("lives", ["loads", "dies"])
+async def test_a_start_has_its_whole_time_after_one_that_failed(lives: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.elastic.hosts.LONGEST_PAUSE_S", 0.0)
+    async with started(start_timeout_s=2.0) as one:
+        if lives == "loads":  # the first start of another set: too long
+            one.host_lives, name = "loads", "engine-1"
+            one.group.start_soon(one.hosts.use, [name])
+            while not one.hosts._lives[name].late:
+                await anyio.sleep(0.01)
+        else:  # the only engine in use is started again, which fails
+            name = "engine-0"
+            one.scopes[name].cancel()
+            await anyio.sleep(1.4)
+            await one.host(name, "dies")
+        if name in one.running:
+            one.scopes[name].cancel()
+        await anyio.sleep(1.4)
+        one.group.start_soon(one.host, name, "serves")
+        while not one.pool.serving:
+            await anyio.sleep(0.01)
+        await one.assert_serves(name, 0)
+
+
 async def test_a_run_that_ends_while_a_set_starts_ends_its_hosts() -> None:
     async with started() as one:
         one.host_lives = "loads"
@@ -230,8 +256,11 @@ async def test_where_no_engine_is_started_again_one_that_does_not_become_ready_e
     assert any("engine-1" in str(error) and reason in str(error) for error in failures(raised.value))
 
 
-async def test_an_engine_that_sleeps_wakes_with_the_live_version_and_is_started_where_it_died_asleep() -> None:
-    async with started(sleeps=True) as one:
+@pytest.mark.parametrize("restarts", [0, 3])
+async def test_an_engine_that_sleeps_wakes_with_the_live_version_and_is_started_at_its_next_use_where_it_died_asleep(
+    restarts: int,
+) -> None:
+    async with started(sleeps=True, restarts=restarts) as one:
         await one.hosts.use(["engine-1"])
         assert one.orders() == [StopEngine(engine="engine-0", sleeps=True), START_1]
         await one.sync.push(await anchor(1))
@@ -239,9 +268,15 @@ async def test_an_engine_that_sleeps_wakes_with_the_live_version_and_is_started_
         await one.hosts.use(["engine-0"])
         await one.assert_serves("engine-0", 1)
         assert len(one.made) == 2, "no process began"
+        one.orders()
         one.scopes["engine-1"].cancel()
-        while one.hosts._lives["engine-1"].ready:
+        while not one.hosts._lives["engine-1"].stopped:
             await anyio.sleep(0.01)
         await one.hosts.use(["engine-1"])
+        assert one.orders() == [
+            StopEngine(engine="engine-1"),
+            StopEngine(engine="engine-0", sleeps=True),
+            START_1,
+        ]
         await one.assert_serves("engine-1", 1)
         assert len(one.made) == 3 and one.events == []
