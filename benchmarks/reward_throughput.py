@@ -49,7 +49,7 @@ from streamrl.rewards.reward_exchange import score_message
 from streamrl.rewards.reward_set import RewardSet, RewardsOf
 from streamrl.rewards.worker import run_reward_worker
 from streamrl.sandbox.reward import CODE
-from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, next_ready
+from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, wait_ready
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789"
 TOKENS = 64
@@ -197,7 +197,7 @@ async def open_line(directory: Path, reward: Reward) -> AsyncIterator[Line]:
         ):
             process = await asyncio.create_subprocess_exec(sys.executable, __file__, "--worker", str(recipe_file), *at)
             line.worker = psutil.Process(process.pid)
-            await next_ready(results)
+            await wait_ready(orders, results)
             yield orders, results
             await process.wait()
 

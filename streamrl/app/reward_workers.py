@@ -26,7 +26,7 @@ from streamrl.rewards.inspect import inspect_in_subprocess
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, fresh_rewards, read_rewards_file
 from streamrl.rewards.time_limits import LearntLimits
 from streamrl.stages.attached_rewards import AttachedRewards, Note
-from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, WorkerStreams, next_ready
+from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, WorkerStreams, wait_ready
 
 FIRST_PROMPTS = 16
 
@@ -40,7 +40,7 @@ async def open_worker(topology: Topology, index: int) -> AsyncIterator[WorkerStr
         zmq_sender(RewardOrder, orders_at, bind=True, window=ORDERS_WINDOW, name=f"{name}.orders") as orders,
         zmq_receiver(RewardResult, topology.endpoint(name, "results"), bind=True, name=f"{name}.results") as results,
     ):
-        await next_ready(results)
+        await wait_ready(orders, results)
         yield orders, results
 
 

@@ -19,6 +19,7 @@ Cancelling ``receive`` never loses an item.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -101,12 +102,17 @@ async def converse(*halves: Callable[[], Awaitable[None]]) -> None:
 
 
 async def send_hello(stream: SendStream[T], orders: ReceiveStream[Any], hello: T) -> None:
-    """Send a controller its first item. Raises ``StreamBroken`` also when ``orders`` breaks before: that stream had
-    reached a peer that is gone, and its successor, which has the hello, would wait for answers for ever."""
+    """Send a controller its first item. Raises ``StreamBroken`` also when ``orders`` breaks before."""
+    await exchange_hello(partial(stream.send, hello), orders)
 
-    async def say() -> None:
-        await stream.send(hello)
-        said.cancel()
 
-    with anyio.CancelScope() as said:
-        await converse(say, orders.watch)
+async def exchange_hello(exchange: Callable[[], Awaitable[None]], other: SendStream[Any] | ReceiveStream[Any]) -> None:
+    """Send or receive the first item on one of two streams to the same peer. Raises ``StreamBroken`` also when the
+    other one breaks before: it had reached a peer that is gone, and its successor would wait at it for ever."""
+
+    async def first() -> None:
+        await exchange()
+        done.cancel()
+
+    with anyio.CancelScope() as done:
+        await converse(first, other.watch)

@@ -39,7 +39,7 @@ from streamrl.base.stage_messages import (
 )
 from streamrl.base.types import RewardFailureKind, Trajectory
 from streamrl.base.wakeup import Wakeup
-from streamrl.comm.stream import ReceiveStream, SendStream, converse
+from streamrl.comm.stream import ReceiveStream, SendStream, converse, exchange_hello
 from streamrl.recipe.rewards import FailurePolicy, Reward
 from streamrl.rewards.reward_exchange import OrderMessage, outcome_of
 from streamrl.rewards.time_limits import LearntLimits
@@ -390,12 +390,16 @@ class _Versions:
         return unused and self.scoring.pop(attachment.version, None) is not None
 
 
-async def next_ready(results: ReceiveStream[RewardResult]) -> RewardWorkerReady:
-    """The hello of a worker. Raises ``StreamBroken`` when it says something else first."""
+async def wait_ready(orders: SendStream[RewardOrder], results: ReceiveStream[RewardResult]) -> None:
+    """Wait for the hello of a worker. Raises ``StreamBroken`` when it says something else first, or when ``orders``
+    breaks before: a worker died while it connected, and its successor would never be given an order, nor an end."""
+    await exchange_hello(partial(_hear_hello, results), orders)
+
+
+async def _hear_hello(results: ReceiveStream[RewardResult]) -> None:
     try:
         hello = await results.receive()
     except StreamEnded as error:
         raise StreamBroken("a reward worker ended before it said that it is ready") from error
     if not isinstance(hello, RewardWorkerReady):
         raise StreamBroken(f"a reward worker said {type(hello).__name__} before it said that it is ready")
-    return hello

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import anyio
 import pytest
 
-from streamrl.base.errors import StreamBroken
+from streamrl.app.reward_workers import open_worker
+from streamrl.base.errors import StreamBroken, StreamEnded
+from streamrl.base.stage_messages import RewardOrder, RewardResult, RewardWorkerReady
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import send_hello
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.plan.topology import Topology
+from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage
 
 
 async def test_a_hello_is_said_once_and_the_orders_stay_as_they_are() -> None:
@@ -36,3 +44,29 @@ async def test_a_process_that_waits_to_say_hello_hears_that_its_orders_are_broke
             await anyio.wait_all_tasks_blocked()
             await orders_in.abort("the last controller is killed")
     assert raised and heard.statistics().buffered == 1, "its successor hears nothing of it"
+
+
+async def test_the_successor_of_a_worker_that_died_while_it_connected_hears_the_end_of_orders(tmp_path: Path) -> None:
+    orders_at, results_at = f"ipc://{tmp_path}/orders", f"ipc://{tmp_path}/results"
+    topology = Topology(processes=(), endpoints={"reward-0.orders": orders_at, "reward-0.results": results_at})
+    settings = RewardSettings(functions="length", per_group=False, timeout_s=5.0, concurrency=4)
+    stage = RewardStage(settings, [partial(open_worker, topology, 0)])
+    give, trajectories = memory_stream(1)
+    scored, outcomes = memory_stream(1)
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as group:
+            group.start_soon(stage.run, trajectories, scored)
+            async with zmq_receiver(RewardOrder, orders_at, bind=False) as dying:
+                while dying.statistics().window != ORDERS_WINDOW:  # until it knows the other end
+                    await anyio.sleep(0.01)
+                await dying.abort("killed before it connected for its results")
+            async with (
+                zmq_sender(RewardResult, results_at, bind=False) as results,
+                zmq_receiver(RewardOrder, orders_at, bind=False) as orders,
+            ):
+                await results.send(RewardWorkerReady(worker=0))
+                await give.aclose()
+                with pytest.raises(StreamEnded):
+                    await orders.receive()
+        with pytest.raises(StreamEnded):
+            await outcomes.receive()

@@ -26,7 +26,7 @@ from streamrl.rewards.decorated import as_reward, reward
 from streamrl.rewards.rewards_snapshot import fresh_rewards
 from streamrl.rewards.worker import run_reward_worker
 from streamrl.stages.attached_rewards import AttachedRewards
-from streamrl.stages.reward import RewardSettings, RewardStage, next_ready
+from streamrl.stages.reward import RewardSettings, RewardStage, wait_ready
 
 MakeTrajectory = Callable[..., Trajectory]
 MakeRecipe = Callable[..., Recipe]
@@ -106,7 +106,7 @@ async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
                 await results_in.aclose()
 
             group.start_soon(work)
-            await next_ready(results_out)
+            await wait_ready(orders_in, results_out)
             yield orders_in, results_out
 
         async def listen() -> None:
