@@ -265,6 +265,7 @@ class SendingEnd(StreamEnd):
     sent = 0
     taken = 0
     has_credit = False
+    _ends_early = False
 
     @property
     def credit(self) -> int:
@@ -279,7 +280,8 @@ class SendingEnd(StreamEnd):
         self.sent += 1
 
     def end(self) -> None:
-        """Say that no item follows. Without a peer there is nobody to tell."""
+        """Say that no item follows; to a peer that is not there yet, when it comes."""
+        self._ends_early = self.phase is Phase.WAITING
         if self.phase is Phase.OPEN:
             self.phase = Phase.ENDING
             self._send(Kind.END, sequence=self.sent)
@@ -300,6 +302,8 @@ class SendingEnd(StreamEnd):
             raise WireError(f"credit for {header.sequence} items, between {self.taken} and {self.sent} were possible")
         self.taken = header.sequence
         self.has_credit = True
+        if self._ends_early:
+            self.end()
 
 
 class ReceivingEnd(StreamEnd):

@@ -204,9 +204,9 @@ class ZmqSendStream(_ZmqStream[T]):
             # An end before the peer came is still an end: it is sent when the peer comes.
             while self._end.phase is Phase.WAITING or (self._end.phase is Phase.OPEN and not self._end.has_credit):
                 await self._connection.changed()
-        if self._end.phase is not Phase.OPEN:
-            return
         self._end.end()
+        if self._end.phase is not Phase.ENDING:
+            return
         self._connection.service()
         await self._part(self._close_seconds)
         if not self._end.finished:

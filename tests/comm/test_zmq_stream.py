@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import zmq
 
-from streamrl.base.errors import StreamBroken, WireError
+from streamrl.base.errors import StreamBroken, StreamEnded, WireError
 from streamrl.base.messages import EngineEvent, EngineLoad, EngineOrder, Resume
 from streamrl.base.types import Record, TokenArray
 from streamrl.comm import socket_options, wire, zmq_stream
@@ -466,3 +466,12 @@ async def test_an_end_that_nobody_acknowledges_is_an_error_and_bounded(new_endpo
     finally:
         router.close(linger=0)
     assert time.monotonic() - started < 2
+
+
+async def test_a_receiver_that_comes_late_hears_of_an_end_that_was_said_before(new_endpoint: NewEndpoint) -> None:
+    async with zmq_sender(EngineOrder, new_endpoint("ipc"), bind=True, close_seconds=0.1) as sends:
+        await sends.aclose()
+        with anyio.fail_after(10):
+            async with zmq_receiver(EngineOrder, sends.endpoint, bind=False) as receives:
+                with pytest.raises(StreamEnded):
+                    await receives.receive()
