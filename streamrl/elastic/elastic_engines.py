@@ -164,9 +164,8 @@ class ElasticEngines:
 
     async def version_live(self, policy_version: int, *, last: bool) -> None:
         """The engines hold another version: all of the set serve, and what was submitted in advance is sampled. After
-        the ``last`` one nothing is freed or switched any more."""
-        if last:
-            self.give_up()
+        the ``last`` one nothing is freed or switched any more; a switch under way goes on, for the last evaluation."""
+        self._given_up = self._given_up or last
         self._chooser.went_live(policy_version, self._clock(), self._pool.load())
         async with self._one_at_a_time:
             self._readmit_freed()
@@ -178,8 +177,9 @@ class ElasticEngines:
         self._switching.cancel()
 
     def end(self) -> None:
-        """The run is over: ``run`` returns."""
+        """The run is over: ``run`` returns, and no switch is waited for."""
         self._looking.cancel()
+        self._switching.cancel()
 
     # ---- freeing -----------------------------------------------------------------------------------
 

@@ -123,7 +123,10 @@ async def test_nothing_changes_shortly_before_the_end_or_once_the_run_ends() -> 
     assert ending.told == []
 
 
-async def test_a_switch_that_the_end_of_the_run_overtakes_is_not_waited_for() -> None:
+@pytest.mark.parametrize("how", ["give_up", "end", "last version"])
+async def test_a_switch_that_the_end_of_the_run_overtakes_is_not_waited_for_but_the_last_evaluation_needs_it(
+    how: str,
+) -> None:
     world = World()
     for version in range(4):
         await world.round(version, 100.0, 5)
@@ -132,8 +135,14 @@ async def test_a_switch_that_the_end_of_the_run_overtakes_is_not_waited_for() ->
     async with anyio.create_task_group() as group:
         await world.elastic.launched("synchronous", ids, 10, 4, group)
         await anyio.wait_all_tasks_blocked()
-        world.elastic.give_up()
-    assert world.told == ["withdraw engine-0 engine-1"] and world.chooser.current == "2x1"
+        if how == "last version":
+            await world.elastic.version_live(5, last=True)
+            world.never.set()
+        else:
+            getattr(world.elastic, how)()
+    switched = how == "last version"
+    assert world.told == ["withdraw engine-0 engine-1", "use engine-2"][: 1 + switched]
+    assert world.chooser.current == ("1x2" if switched else "2x1")
 
 
 async def test_a_round_that_was_submitted_in_advance_is_measured_from_its_version_on() -> None:
