@@ -22,7 +22,7 @@ KERNEL = ("base", "recipe", "control", "buffers", "comm", "engines", "learning",
 LIMITS = {
     "lines of streamrl": (55_771, 42_000),
     "lines of the kernel": (21_914, 8_000),
-    "lines of tests": (42_287, 32_000),
+    "lines of tests": (42_291, 32_000),
     "lines of campaigns": (6_730, 5_000),
     "files of streamrl": (361, 260),
     "files above 15 in a folder": (0, 0),

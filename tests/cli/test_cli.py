@@ -395,7 +395,11 @@ class ScriptedPipeline:
 def run_script(project: Path, monkeypatch: pytest.MonkeyPatch, script: list[Any]) -> int:
     monkeypatch.setattr(streamrl.cli.train, "Pipeline", ScriptedPipeline)
     monkeypatch.setattr(ScriptedPipeline, "script", script)
-    return main(["train", str(project)])
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # below nohup it is ignored, and a run leaves it so
+    try:
+        return main(["train", str(project)])
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def started(project: Path) -> RunStarted:
