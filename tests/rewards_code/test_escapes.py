@@ -128,9 +128,8 @@ FILES = [
     Attempt("sysfs", "import os; print('ESCAPED', os.listdir('/sys/kernel'))"),
     Attempt("write to the standard library", "import os; open(os.__file__, 'a'); print('ESCAPED')"),
     Attempt(
-        "write to site-packages",
-        "import os; p = os.path.join(os.path.dirname(os.__file__), 'site-packages', '@ABSTRACT@')\n"
-        "open(p, 'w').close(); os.unlink(p); print('ESCAPED')",
+        "add to the standard library",
+        "import os; p = os.__file__ + '@ABSTRACT@'; open(p, 'w').close(); os.unlink(p); print('ESCAPED')",
     ),
     Attempt(
         "chroot and climb",
