@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from streamrl.base.errors import RecipeError
-from streamrl.cli.command import recipe_file
 from streamrl.plan.gpus import gpu_placement
 from streamrl.plan.preflight import CheckedModel, check_model, preflight, resumed
 from streamrl.plan.summary import arithmetic_lines, process_lines
@@ -16,15 +15,16 @@ from streamrl.plan.topology import plan_topology
 from streamrl.prompts.probe import problem_of_model
 from streamrl.prompts.prompt_spec import SourceKind, read_spec
 from streamrl.prompts.prompts import open_rows
-from streamrl.recipe.load import dump_recipe, read_recipe
+from streamrl.recipe.load import dump_recipe
 from streamrl.recipe.sections import EngineKind, Launch, Recipe
 from streamrl.vllm.options import engine_options
 
 PROBE_TIMEOUT_S = 300.0
 
 
-def dry_run(recipe: Recipe, path: Path, overrides: Sequence[str]) -> int:
-    """Print the resolved recipe, its arithmetic and the processes; then raise ``RecipeError`` when a check fails."""
+def dry_run(recipe: Recipe, system: Sequence[str], path: Path, overrides: Sequence[str]) -> int:
+    """Print the resolved recipe, its arithmetic and the processes; then raise ``RecipeError`` when a check fails.
+    ``system``: what ``rollout.system`` set in it, one line a key."""
     arguments = " ".join([shlex.quote(str(path)), *(f"--set {shlex.quote(text)}" for text in overrides)])
     recipe, kept = resumed(recipe)
     topology = plan_topology(recipe, Path(tempfile.gettempdir()) / "streamrl-XXXXXXXX")
@@ -32,8 +32,8 @@ def dry_run(recipe: Recipe, path: Path, overrides: Sequence[str]) -> int:
     facts, context = (model.facts, model.context) if model else (None, 0)
     print("# the resolved recipe\n")
     print(dump_recipe(recipe))
-    if lines := read_recipe(recipe_file(path), overrides)[1]:
-        print("# what rollout.system sets\n", *lines, "", sep="\n")
+    if system:
+        print("# what rollout.system sets\n", *system, "", sep="\n")
     print("# what it adds up to\n")
     print("\n".join(arithmetic_lines(recipe, facts, context, _held_out(recipe))))
     print("\n# what would be started\n")

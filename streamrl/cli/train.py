@@ -21,7 +21,7 @@ from streamrl.observe.terminal.printable import also_log_to, log_to
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.plan.summary import SIMULATED_SENTENCE, learning_rate_notice, streaming_notice
 from streamrl.plan.topology import Role, plan_topology
-from streamrl.recipe.load import load_recipe
+from streamrl.recipe.load import read_recipe
 from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.rules.transport_rules import insecure_notice
 
@@ -39,9 +39,9 @@ class Train(Command, frozen=True):
 
     def run(self) -> int:
         """0: done or drained; 130: cut short."""
-        recipe = load_recipe(recipe_file(self.recipe), self.overrides)
+        recipe, system = read_recipe(recipe_file(self.recipe), self.overrides)
         if self.dry_run:
-            return dry_run(recipe, self.recipe, self.overrides)
+            return dry_run(recipe, system, self.recipe, self.overrides)
         return _follow(recipe, lambda: Pipeline(recipe))
 
 

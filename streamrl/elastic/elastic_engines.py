@@ -169,7 +169,7 @@ class ElasticEngines:
         self._chooser.went_live(policy_version, self._clock(), self._pool.load())
         async with self._one_at_a_time:
             self._readmit_freed()
-            await self._have_idle(0)
+            await self._set_idle(0)
 
     def give_up(self) -> None:
         """The run ends: engines are neither freed nor switched, and none is waited for."""
@@ -198,7 +198,7 @@ class ElasticEngines:
     async def _look(self, freeing: Freeing) -> None:
         if self.freed and not self._pool.serving:  # those that served were lost
             self._readmit_freed()
-            await self._have_idle(0)
+            await self._set_idle(0)
         if self._given_up or self.freed or not freeing.is_due:
             return
         engines = self._engines()
@@ -230,15 +230,15 @@ class ElasticEngines:
             raise EngineError(
                 f"{', '.join(plan.free)}: requests were not dropped within {DRAIN_SECONDS:g} s of an abort"
             ) from error
-        await self._have_idle(len(plan.free))
+        await self._set_idle(len(plan.free))
 
     def _readmit_freed(self) -> None:
-        """Idle engines hold the live version, or are paused for the next: also in the midst of a round."""
+        """Have freed engines serve again: they hold the live version, or are paused for the next one."""
         back, self.freed = self.freed, ()
         for name in back:
             self._pool.readmit(name, FREED)
 
-    async def _have_idle(self, count: int) -> None:
+    async def _set_idle(self, count: int) -> None:
         if self._share_cores is not None and count != self._idle:
             await self._share_cores(count)
         self._idle = count

@@ -145,11 +145,11 @@ class _Life:
                     self.joined, self.ready = False, None
             if self.in_use:
                 missed_since = min(missed_since, anyio.current_time())
-                self._is_late()
+                self._mark_late()
                 await self.slot.wait_closed()
 
     def use(self, in_use: bool) -> None:
-        """Have it serve from now on, or leave."""
+        """Say whether its set is in use: it serves from now on, or leaves."""
         self.in_use, self.late = in_use, False
         self.slot.death_is_fatal = in_use and not self._settings.restarts
         if not in_use:
@@ -202,7 +202,7 @@ class _Life:
             assert self._shared.sync is not None
             try:
                 await pool.attach(self.name, engine)
-                await self._shared.sync.admit(self.name, engine, self._is_late)
+                await self._shared.sync.admit(self.name, engine, self._mark_late)
             except EngineError as error:
                 if not self._settings.restarts or not (engine.failure or self.name in pool.attached):
                     raise
@@ -293,7 +293,7 @@ class _Life:
         if self.slot.engine is engine:
             await self.slot.abandon()
 
-    def _is_late(self) -> None:
+    def _mark_late(self) -> None:
         self.late = True
         self._shared.notify()
 

@@ -19,8 +19,8 @@ from streamrl.learning.batches.gradients import BatchSums, accumulate
 from streamrl.learning.batches.packing import PreparedSample, empty_micro_batch, packed_rows
 from streamrl.learning.batches.preparation import (
     OpenBatch,
-    dealt,
     prepare_group,
+    split_for_updates,
     token_moments,
     whitened,
     worth_training,
@@ -131,7 +131,7 @@ class Updates:
         sums.seconds += time.perf_counter() - started
         # Every token of the batch weighs the same, in whichever update it is.
         loss_tokens, samples = sums.loss_tokens / updates, sums.samples / updates
-        shares = dealt(prepared, self._options)
+        shares = split_for_updates(prepared, self._options)
         lengths = update_lengths(shares[0], shares[-1], self._device) if updates > 1 else {}
         steps, optimizing = [], 0.0
         for update in range(in_all):

@@ -38,14 +38,14 @@ class RoundKind(StrEnum):
 
 
 class System(StrEnum):
-    """What the key sets, each as its paper does; any key beside it overrides, and the dry run prints all of them.
+    """A published system: the keys that its paper sets. A key beside it overrides, and the dry run prints all of them.
 
     ``rollpacker``: tail batching with both races (arXiv 2509.21009), adaptive limits of sandboxed code, streaming.
     ``sortedrl``, ``sortedrl_partial``: cohorts of single trajectories sorted by length, with REINFORCE++ (arXiv
     2603.23414). ``sagc``: group sizes chosen online (arXiv 2606.02218). ``fastest``: what was fastest here without
     stale tokens, which is none of the papers': ``auto`` rounds submitted in advance, verified deferred prompts, long
     rounds of four batches (all but the first of their four steps follow a gradient of weights that have moved).
-    ``synchronous``: none of it.
+    ``synchronous``: the baseline.
     """
 
     ROLLPACKER = "rollpacker"

@@ -41,7 +41,8 @@ def _of_rounds(*kinds: RoundKind) -> Callable[[Recipe], str]:
 
 
 def _of_sizing(*kinds: SizingKind) -> Callable[[Recipe], str]:
-    """Keys of ``[group_sizing]`` that these kinds read. What a straggler is is read by all: the rate is a metric."""
+    """Keys of ``[group_sizing]`` that these kinds read. All kinds read ``straggler_ratio`` and ``straggler``:
+    the rate is a metric."""
 
     def why(recipe: Recipe) -> str:
         kind = recipe.group_sizing.kind

@@ -393,10 +393,10 @@ class _Versions:
 async def wait_ready(orders: SendStream[RewardOrder], results: ReceiveStream[RewardResult]) -> None:
     """Wait for the hello of a worker. Raises ``StreamBroken`` when it says something else first, or when ``orders``
     breaks before: a worker died while it connected, and its successor would never be given an order, nor an end."""
-    await exchange_hello(partial(_hear_hello, results), orders)
+    await exchange_hello(partial(_receive_hello, results), orders)
 
 
-async def _hear_hello(results: ReceiveStream[RewardResult]) -> None:
+async def _receive_hello(results: ReceiveStream[RewardResult]) -> None:
     try:
         hello = await results.receive()
     except StreamEnded as error:

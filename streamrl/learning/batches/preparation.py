@@ -179,7 +179,7 @@ def worth_training(item: PreparedSample, options: TrainerOptions) -> bool:
     return bool(item.advantage if item.token_advantages is None else item.token_advantages.any())
 
 
-def dealt(samples: Sequence[PreparedSample], options: TrainerOptions) -> list[list[PreparedSample]]:
+def split_for_updates(samples: Sequence[PreparedSample], options: TrainerOptions) -> list[list[PreparedSample]]:
     """This rank's samples of each of ``updates_per_batch`` updates. Each update trains the same whole groups whatever
     the number of ranks: in turn, or ``shortest_first`` by mean length, as many in each. Collective."""
     lengths: dict[int, list[int]] = {}
