@@ -53,7 +53,7 @@ class EarlyRace(StatelessRounds):
         return Remainder.REQUEUE
 
     @property
-    def losing(self) -> DropReason:
+    def drop_reason(self) -> DropReason:
         """What their trajectories are counted as."""
         return DropReason.LOST_RACE
 

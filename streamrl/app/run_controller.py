@@ -278,8 +278,8 @@ def _slots(recipe: Recipe, topology: Topology) -> dict[str, EngineSlot]:
 
 async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams: AsyncExitStack) -> RankStreams:
     name = f"trainer-{index}"
-    # A whole batch and its close fit, so control never waits for a rank that is busy with another one.
-    window = 2 * recipe.rollout.prompts_per_batch + 64
+    # A batch in as many groups as it has trajectories, and its close, fit twice: control never waits for a busy rank.
+    window = 2 * recipe.batch_trajectories * recipe.tail_batching.long_round_batches + 64
     batches = await streams.enter_async_context(
         zmq_sender(
             TrainingOrder,

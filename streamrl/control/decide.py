@@ -76,7 +76,7 @@ def _fill_once(state: RunState, rules: Rules, out: Actions) -> bool:
             break
         candidate = Candidate(
             group_id=group.group_id,
-            trajectories=seen.seats_of(group.keep),
+            trajectories=seen.trajectories_of(group.keep),
             tokens=group.tokens,
             deadline=last_version(group.oldest_version, rules.settings.max_staleness),
         )
@@ -141,7 +141,7 @@ def _settle(state: RunState, rules: Rules, out: Actions) -> None:
         longest = max((g.longest for g in state.buffer.groups()), default=0)
         for group in others:
             observe_deferred(group, longest, rules)
-            drop_group(state, group, rules.policy.losing, out)
+            drop_group(state, group, rules.policy.drop_reason, out)
             state.prompts.queue.append(next_attempt(group, group.seed_base if rules.policy.replays else None))
             state.prompts.unsorted = True
 

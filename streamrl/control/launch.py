@@ -33,7 +33,7 @@ def view(state: RunState, rules: Rules) -> RoundView:
         batch_trajectories=each * settings.batch_seats,
         group_size=size,
         target=each * batch.target,
-        seats=each * batch.seats,
+        missing=each * batch.seats,
         keeps_prompts=settings.group_sizing.keeps_prompts,
         joined=len(batch.groups),
         batch_closed=state.batch_closed and not ahead,

@@ -80,8 +80,8 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
 
     ``batch_trajectories``: what one optimizer step consumes; ``group_size``: of the open round, or chosen for the next
     one by the group sizing; ``keeps_prompts``: a batch is so many groups, so that here each of them counts as
-    ``group_size`` trajectories, whatever its own size. ``target``: trajectories that close the open batch; ``seats``:
-    how many of them are missing; ``joined``: groups in it. ``round_kind``: of the round that the open batch belongs to,
+    ``group_size`` trajectories, whatever its own size. ``target``: trajectories that close the open batch; ``missing``:
+    how many of them it still takes; ``joined``: groups in it. ``round_kind``: of the round that the open batch belongs to,
     empty before its first launch. ``untrained``: groups that run or are ready, ``untrained_trajectories``: what batches
     would take of those and of paused ones; ``paused``: groups that were stopped. ``queue``: prompts that wait in the
     queue, next one first; ``exhausted``: the source has no more. ``due``: trajectories of untrained groups by the last
@@ -93,7 +93,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     batch_trajectories: int
     group_size: int
     target: int
-    seats: int
+    missing: int
     joined: int
     batch_closed: bool
     round_kind: str
@@ -108,7 +108,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     due: tuple[tuple[int, int], ...]
     keeps_prompts: bool = False
 
-    def seats_of(self, size: int) -> int:
+    def trajectories_of(self, size: int) -> int:
         """Trajectories that a group of ``size`` counts as."""
         return self.group_size if self.keeps_prompts else size
 
@@ -120,7 +120,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def at_barrier(self) -> bool:
         """The open batch may take what is launched now, and the version that will train it is live."""
-        open_batch = not self.batch_closed and self.seats > 0 and self.steps_left > 0
+        open_batch = not self.batch_closed and self.missing > 0 and self.steps_left > 0
         return open_batch and self.live_version == self.trainer_version
 
     def leaves_time_for_others(self, candidate: Candidate) -> bool:
@@ -130,7 +130,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
             candidate.deadline,
             self.due,
             now=self.trainer_version,
-            seats=self.seats,
+            seats=self.missing,
             batch=self.batch_trajectories,
         )
 
@@ -184,7 +184,7 @@ class RoundPolicy(Protocol):
         ...
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
-        """Asked for each ready group, oldest first, while the open batch has seats."""
+        """Asked for each ready group, oldest first, while the open batch takes more."""
         ...
 
     def remainder(self, view: RoundView) -> Remainder:
@@ -192,8 +192,8 @@ class RoundPolicy(Protocol):
         ...
 
     @property
-    def losing(self) -> DropReason:
-        """Why groups end that ``requeue`` drops."""
+    def drop_reason(self) -> DropReason:
+        """Reason with which groups end whose prompts ``remainder`` requeues."""
         ...
 
     def slots(self) -> int:

@@ -26,7 +26,7 @@ class SynchronousRounds(StatelessRounds):
         size = head if of_one_size and not view.round_kind else view.group_size
         queued_at = size if of_one_size else 0
         waiting = sum(queued_at in (0, ref.group_size) for ref in view.queue)
-        missing = view.seats // view.seats_of(size) - view.untrained
+        missing = view.missing // view.trajectories_of(size) - view.untrained
         return Launch(
             groups=min(missing, waiting) if waiting else missing,
             source=Source.QUEUE if waiting else Source.FRESH,
@@ -43,7 +43,7 @@ class SynchronousRounds(StatelessRounds):
         return Remainder.KEEP
 
     @property
-    def losing(self) -> DropReason:
+    def drop_reason(self) -> DropReason:
         return DropReason.CUT
 
     def slots(self) -> int:

@@ -144,7 +144,7 @@ class AutoRounds(StatelessRounds):
         return self._policies[self.current].remainder(view)
 
     @property
-    def losing(self) -> DropReason:
+    def drop_reason(self) -> DropReason:
         """See ``RoundPolicy``."""
         return DropReason.LOST_RACE
 

@@ -53,7 +53,7 @@ class LengthSorted(StatelessRounds):
             queued = sum(ref.group_size == size for ref in view.queue) if varies else view.queued
             each = 1 if self._options.single else size
             limit = round((self._options.oversubscription or self._options.cohort_batches) * view.batch_trajectories)
-            groups = min(queued, (limit - view.untrained_trajectories) // view.seats_of(each))
+            groups = min(queued, (limit - view.untrained_trajectories) // view.trajectories_of(each))
             if groups <= 0:
                 return None
             return Launch(
@@ -67,7 +67,7 @@ class LengthSorted(StatelessRounds):
         if view.untrained or view.exhausted:
             return None
         # To the end of a batch: a cohort that opens in the middle of one (groups were dropped) must not span one more.
-        trajectories = view.seats + (self._options.cohort_batches - 1) * view.batch_trajectories
+        trajectories = view.missing + (self._options.cohort_batches - 1) * view.batch_trajectories
         prompts = max(trajectories // view.group_size, 1)
         copies = view.group_size if self._options.single else 1
         return Launch(groups=prompts, source=Source.COHORT, size=0, round_kind="", copies=copies)
@@ -90,7 +90,7 @@ class LengthSorted(StatelessRounds):
         return Remainder.PAUSE if self._options.partial else Remainder.REQUEUE
 
     @property
-    def losing(self) -> DropReason:
+    def drop_reason(self) -> DropReason:
         return DropReason.CUT
 
     def sorted_queue(self, queue: Sequence[PromptRef]) -> Sequence[PromptRef]:

@@ -44,7 +44,7 @@ class TailBatching(StatelessRounds):
             return self._go_on(view)
         due = self._size_due(view)
         size = due or view.group_size
-        batch, waiting = view.batch_trajectories // view.seats_of(size), self._waiting(view, size)
+        batch, waiting = view.batch_trajectories // view.trajectories_of(size), self._waiting(view, size)
         batches = self._options.long_round_batches
         if view.steps_left == 1 or due:  # their last chance, however few batches they are; or their turn
             batches = max(1, min(batches, waiting // batch))
@@ -55,7 +55,7 @@ class TailBatching(StatelessRounds):
             return self._long(view, whole, size)
         # Paused ones may have ended meanwhile: they are in the batch, or ready for the next.
         # Counted in places, too: those may be of another size.
-        missing = math.ceil(view.seats / size) - view.untrained
+        missing = math.ceil(view.missing / size) - view.untrained
         wanted = max(
             math.ceil(self._options.prompt_oversampling * batch) - view.joined - view.untrained, missing - waiting
         )
@@ -73,7 +73,7 @@ class TailBatching(StatelessRounds):
         if len(self._sizes) == 1:
             return 0
         counts = Counter(ref.group_size for ref in view.queue)
-        waiting = {size: view.seats_of(size) * counts[size] for size in self._sizes}
+        waiting = {size: view.trajectories_of(size) * counts[size] for size in self._sizes}
         batch = view.batch_trajectories
         batches = 1 if view.steps_left == 1 else self._options.long_round_batches
         in_all, wanted = sum(waiting.values()), batch * batches
@@ -101,7 +101,7 @@ class TailBatching(StatelessRounds):
     def _go_on(self, view: RoundView) -> Launch | None:
         """Groups that were dropped are refilled, so that the round can fill its batch."""
         size = view.group_size
-        missing = math.ceil(view.seats / size) - view.untrained
+        missing = math.ceil(view.missing / size) - view.untrained
         if view.round_kind == SHORT and not view.exhausted:
             racing = math.ceil(self._options.prompt_oversampling * (view.target // size))
             wanted = max(racing - view.joined - view.untrained, missing)
@@ -125,7 +125,7 @@ class TailBatching(StatelessRounds):
         return Launch(groups=groups, source=source, size=size, keep=view.group_size, round_kind=SHORT)
 
     def _long(self, view: RoundView, groups: int, size: int) -> Launch:
-        batches = max(1, groups * view.seats_of(size) // view.batch_trajectories)
+        batches = max(1, groups * view.trajectories_of(size) // view.batch_trajectories)
         return Launch(
             groups=groups,
             source=Source.PAUSED if self._pauses else Source.QUEUE,
@@ -145,7 +145,7 @@ class TailBatching(StatelessRounds):
         return Remainder.PAUSE if self._pauses else Remainder.REQUEUE
 
     @property
-    def losing(self) -> DropReason:
+    def drop_reason(self) -> DropReason:
         return DropReason.LOST_RACE
 
     def slots(self) -> int:

@@ -70,7 +70,7 @@ class Rounds:
     def view(self) -> RoundView:
         return RoundView(
             trainer_version=self.version, live_version=self.version, batch_trajectories=64, group_size=8, target=64,
-            seats=64, joined=0, batch_closed=False, round_kind="", untrained=0, untrained_trajectories=0, paused=0,
+            missing=64, joined=0, batch_closed=False, round_kind="", untrained=0, untrained_trajectories=0, paused=0,
             queue=(PromptRef(prompt_id="p"),) * self.queued,
             exhausted=False, free_slots=10_000, steps_left=10_000 - self.version,
             when_stale=StalePolicy.WAIT, due=(),
@@ -175,7 +175,7 @@ def test_the_adviser_knows_where_a_race_pays(model: ClusterModel, prompts: int, 
     assert 0.2 < found.seconds[RACE]["short"] / found.seconds[RACE]["long"] < 0.9
     policy = AutoRounds(settings(prompts))
     policy.observe(found)
-    view = msgspec.structs.replace(Rounds(policy).view(), batch_trajectories=8 * prompts, seats=8 * prompts)
+    view = msgspec.structs.replace(Rounds(policy).view(), batch_trajectories=8 * prompts, missing=8 * prompts)
     policy.launch(view)
     assert (policy.current != SYNCHRONOUS) is races
 

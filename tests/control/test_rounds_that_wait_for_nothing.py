@@ -24,7 +24,7 @@ class LaunchesNoGroups(SynchronousRounds):
     def launch(self, view: RoundView) -> Launch | None:
         if not view.at_barrier:
             return None
-        groups = view.seats // view.group_size - view.untrained
+        groups = view.missing // view.group_size - view.untrained
         return Launch(groups=groups, source=Source.FRESH, size=view.group_size, round_kind="plain")
 
 
