@@ -211,7 +211,7 @@ def _deadlock(state: RunState, rules: Rules) -> str:
     seen = view(state, rules)
     return (
         f"the rounds ({rules.settings.policy or rules.settings.rounds}) wait for nothing: no trajectory runs, "
-        f"{seen.seats} of {seen.target} places of the batch are free, {len(buffer.ready)} groups are ready, "
+        f"{seen.missing} of {seen.target} places of the batch are free, {len(buffer.ready)} groups are ready, "
         f"{seen.queued} prompts queue and {seen.free_slots} slots are free; "
         "correct what launch, may_join or slots answer"
     )

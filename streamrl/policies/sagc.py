@@ -127,9 +127,13 @@ def risks_of(memory: SizingMemory, sizes: Sequence[int], optimism: float) -> dic
 
 
 def utilities_of(sizes: Sequence[int]) -> dict[int, float]:
-    """The benefit of each size, ascending: 0 for the smallest, 1 for the largest, concave between (logarithmic)."""
-    span = math.log(sizes[-1] / sizes[0])
-    return {size: math.log(size / sizes[0]) / span if span else 0.0 for size in sizes}
+    """The benefit of each size, ascending: how much less variance its gradient has, 0 for the smallest, 1 for the largest.
+
+    With a leave-one-out baseline (Kool et al. 2019) the variance within prompts is as 1 / (G - 1) at equally many
+    prompts, and as G / (G - 1) at equally many samples: the same utility.
+    """
+    least, most = 1 / (sizes[-1] - 1), 1 / (sizes[0] - 1)
+    return {size: (most - 1 / (size - 1)) / (most - least) if most > least else 0.0 for size in sizes}
 
 
 def is_out_of_reach(memory: SizingMemory, smallest: int, deviations: float = 0.0) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -194,11 +193,18 @@ def test_risk_is_bounded_from_below_and_never_falls_with_the_size() -> None:
     assert (risks[16].mean, risks[16].low) == (0.5, pytest.approx(max(risks[4].low, 0.5 - math.sqrt(0.25 / 2))))
 
 
-def test_utility_is_concave_from_0_to_1() -> None:
-    utilities = sagc.utilities_of((4, 8, 12, 16, 32))
-    slopes = [(utilities[b] - utilities[a]) / (b - a) for a, b in pairwise((4, 8, 12, 16, 32))]
-    assert (utilities[4], utilities[32]) == (0, 1)
-    assert slopes == sorted(slopes, reverse=True)
+@pytest.mark.parametrize("keeps", Keeps)
+def test_utility_is_the_variance_that_a_larger_group_takes_off_the_gradient(keeps: Keeps) -> None:
+    sizes, rng = (4, 8, 16), np.random.default_rng(0)
+    variances = []
+    for size in sizes:
+        groups = 48 // size if keeps is Keeps.TRAJECTORIES else 6
+        rewards = rng.random((20_000, groups, size)) < 0.3
+        scores = rng.standard_normal((20_000, groups, size))
+        baselines = (rewards.sum(axis=2, keepdims=True) - rewards) / (size - 1)
+        variances.append(np.mean((rewards - baselines) * scores, axis=(1, 2)).var())
+    gained = [(variances[0] - variance) / (variances[0] - variances[-1]) for variance in variances]
+    assert list(sagc.utilities_of(sizes).values()) == pytest.approx(gained, abs=0.05)
 
 
 # ---- (b) boundaries and the batch
@@ -319,8 +325,16 @@ def test_rates_by_size_are_those_of_the_reference(spread: float, rates: tuple[fl
     ],
 )
 def test_the_controller_does_what_it_does_in_the_reference(
-    changes: dict[str, float], utility: float, rate: float, second_half: float, overshoot: float, switches: int
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, float],
+    utility: float,
+    rate: float,
+    second_half: float,
+    overshoot: float,
+    switches: int,
 ) -> None:
+    logarithmic = {size: math.log(size / SIZES[0], SIZES[-1] / SIZES[0]) for size in SIZES}
+    monkeypatch.setattr(sagc, "utilities_of", lambda sizes: {size: logarithmic[size] for size in sizes})
     chosen = sagc_settings(**{"tightening": 0.0, "dwell": 1, **changes})
     runs = [simulate(StragglerAwareSize(chosen, 8, 1000), 300, lambda _: 0.4, seed) for seed in range(4)]
     assert np.mean([run.utility for run in runs]) == pytest.approx(utility, abs=0.04)
