@@ -82,10 +82,10 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     one by the group sizing; ``keeps_prompts``: a batch is so many groups, so that here each of them counts as
     ``group_size`` trajectories, whatever its own size. ``target``: trajectories that close the open batch; ``missing``:
     how many of them it still takes; ``joined``: groups in it. ``round_kind``: of the round that the open batch belongs
-    to, empty before its first launch. ``untrained``: groups that run or are ready, ``untrained_trajectories``: what batches
-    would take of those and of paused ones; ``paused``: groups that were stopped. ``queue``: prompts that wait in the
-    queue, next one first; ``exhausted``: the source has no more. ``due``: trajectories of untrained groups by the last
-    trainer version that may train them, ascending.
+    to, empty before its first launch. ``untrained``: groups that run or are ready, ``untrained_trajectories``: what
+    batches would take of those and of paused ones; ``paused``: groups that were stopped. ``queue``: prompts that wait
+    in the queue, next one first; ``exhausted``: the source has no more. ``due``: trajectories of untrained groups by
+    the last trainer version that may train them, ascending.
     """
 
     trainer_version: int

@@ -127,7 +127,7 @@ def risks_of(memory: SizingMemory, sizes: Sequence[int], optimism: float) -> dic
 
 
 def utilities_of(sizes: Sequence[int]) -> dict[int, float]:
-    """The benefit of each size, ascending: how much less variance its gradient has, 0 for the smallest, 1 for the largest.
+    """The benefit of each size, ascending: the variance that it takes off the gradient, 0 to 1 for the largest.
 
     With a leave-one-out baseline (Kool et al. 2019) the variance within prompts is as 1 / (G - 1) at equally many
     prompts, and as G / (G - 1) at equally many samples: the same utility.

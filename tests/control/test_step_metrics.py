@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle.control_world import control_settings
+from oracle.trace_header import trace_header
 
 from streamrl.base.messages import EngineLoad
 from streamrl.base.run_events import RunEvent, StepFinished
@@ -38,26 +39,10 @@ from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.step_metrics import discard_metrics, length_metrics, reward_metrics, unbiased_mean
 from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStats
-from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace, read_trace
+from streamrl.observe.report.trajectory_trace import TrajectoryTrace, read_trace
 from streamrl.observe.report.wait_reason import WaitReason
 from streamrl.policies.round_policies import make_control
 from streamrl.sync.weight_sync import PushReport
-
-HEADER = TraceHeader(
-    schema=TRACE_SCHEMA,
-    run_id="r",
-    started_at=0.0,
-    seed=0,
-    max_tokens=100,
-    max_model_len=128,
-    temperature=1.0,
-    prompts_per_batch=2,
-    group_size=2,
-    rounds="tail_batching",
-    max_staleness=0,
-    engines=1,
-    capacity=4,
-)
 
 
 def identity(group: int, sample: int, attempt: int = 0) -> TrajectoryId:
@@ -148,7 +133,7 @@ def test_a_slow_reward_costs_what_the_batch_waited_for_it_alone() -> None:
 
 def test_each_ends_once_whatever_comes_first(tmp_path: Path) -> None:
     """Dropped before and after its result, refused, failed, trained, under way at the end: one line each."""
-    trace = TrajectoryTrace(tmp_path / "t", HEADER)
+    trace = TrajectoryTrace(tmp_path / "t", trace_header())
     work = TrajectoryStats(trace)
     ids = [identity(0, sample) for sample in range(9)]
     work.launched(launch(ids, 4, "short"), 3, 1.0)
@@ -368,7 +353,7 @@ def batch_of(groups: int, size: int, tokens: int, first: int = 0) -> list[Scored
 
 
 async def test_a_step_is_reported_as_it_was(tmp_path: Path) -> None:
-    trace = TrajectoryTrace(tmp_path / "t", HEADER)
+    trace = TrajectoryTrace(tmp_path / "t", trace_header())
     story = Story(trace)
     story.report.began()
     extra = identity(7, 0)
@@ -414,7 +399,7 @@ async def test_a_step_is_reported_as_it_was(tmp_path: Path) -> None:
 
 
 def test_engines_are_measured_since_the_last_time(tmp_path: Path) -> None:
-    trace = TrajectoryTrace(tmp_path / "t", HEADER)
+    trace = TrajectoryTrace(tmp_path / "t", trace_header())
     report = Story(trace).report
 
     def load(steps: int, seconds: float, tokens: int, preemptions: int) -> EngineLoad:

@@ -9,34 +9,17 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle.trace_header import trace_header
 
 from streamrl.base.errors import StreamRLError
 from streamrl.observe.report.trajectory_trace import (
-    TRACE_SCHEMA,
     TRAINED,
     EnginesLine,
     StepLine,
-    TraceHeader,
     TraceLine,
     TrajectoryLine,
     TrajectoryTrace,
     read_trace,
-)
-
-HEADER = TraceHeader(
-    schema=TRACE_SCHEMA,
-    run_id="run-1",
-    started_at=1.7e9,
-    seed=3,
-    max_tokens=448,
-    max_model_len=512,
-    temperature=1.0,
-    prompts_per_batch=8,
-    group_size=8,
-    rounds="tail_batching",
-    max_staleness=0,
-    engines=2,
-    capacity=64,
 )
 
 
@@ -85,7 +68,7 @@ def engines(time_s: float) -> EnginesLine:
 
 
 def write(path: Path, lines: list[TraceLine]) -> None:
-    trace = TrajectoryTrace(path, HEADER)
+    trace = TrajectoryTrace(path, trace_header())
     for line in lines:
         trace.append(line)
     trace.close()
@@ -96,7 +79,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     lost = trajectory(2.0, outcome="lost_race", finish_reason="", reward=None, tokens=0, reward_s=0.0)
     write(tmp_path / "t", [trajectory(1.0), engines(1.1), lost, step(2.5)])
     run = read_trace(tmp_path / "t")
-    assert run.header == HEADER
+    assert run.header == trace_header()
     assert run.trajectories == (trajectory(1.0), lost)
     assert run.trajectories[1].reward is None, "no reward is not a reward of 0"
     assert (run.steps, run.engines) == ((step(2.5),), (engines(1.1),))
@@ -120,12 +103,12 @@ def test_a_torn_file_loses_its_last_line_and_no_other(
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_the_trace_of_a_run_of_days_is_bounded(goes_on: bool, tmp_path: Path) -> None:
     path, most = tmp_path / "t", 20_000
-    trace = TrajectoryTrace(path, HEADER, most_bytes=most)
+    trace = TrajectoryTrace(path, trace_header(), most_bytes=most)
     for number in range(400):
         trace.append(trajectory(float(number), group=number))
         if goes_on and number % 50 == 0:
             trace.close()
-            trace = TrajectoryTrace(path, HEADER, goes_on=True, most_bytes=most)
+            trace = TrajectoryTrace(path, trace_header(), goes_on=True, most_bytes=most)
     trace.close()
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == ["older-t", "t"] and all(f.stat().st_size < most + 1000 for f in files)
@@ -139,9 +122,9 @@ def test_the_trace_of_a_run_of_days_is_bounded(goes_on: bool, tmp_path: Path) ->
         (b"", "not a trace"),
         (b'{"type":"header"', "not a trace"),
         (msgspec.json.encode(step(1.0)) + b"\n", "not the header"),
-        (msgspec.json.encode(HEADER) + b"\nnot json\n" + msgspec.json.encode(step(1.0)) + b"\n", "line 2"),
-        (msgspec.json.encode(msgspec.structs.replace(HEADER, schema=99)) + b"\n", "schema 99"),
-        (msgspec.json.encode(HEADER) + b"\n" + msgspec.json.encode(HEADER) + b"\n", "second header"),
+        (msgspec.json.encode(trace_header()) + b"\nnot json\n" + msgspec.json.encode(step(1.0)) + b"\n", "line 2"),
+        (msgspec.json.encode(trace_header(schema=99)) + b"\n", "schema 99"),
+        (msgspec.json.encode(trace_header()) + b"\n" + msgspec.json.encode(trace_header()) + b"\n", "second header"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

@@ -74,7 +74,6 @@ from streamrl.journal.run_journal import JournalledOutcomes, RunJournal
 from streamrl.journal.summary import RunSummary, summarize
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
-from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader
 from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.sections import ReleaseKind
@@ -85,23 +84,6 @@ from streamrl.stages.reward import RewardSettings, RewardStage
 from streamrl.stages.rollout import RolloutStage
 from streamrl.sync.verify import WeightAudit
 from streamrl.sync.weight_sync import WeightSync
-
-TRACE_HEADER = TraceHeader(
-    schema=TRACE_SCHEMA,
-    run_id="run-1",
-    started_at=1.7e9,
-    seed=0,
-    max_tokens=64,
-    max_model_len=128,
-    temperature=1.0,
-    prompts_per_batch=4,
-    group_size=4,
-    rounds="any",
-    max_staleness=0,
-    engines=1,
-    capacity=64,
-)
-
 
 RUN = {"steps": 6, "batch_groups": 4, "group_size": 4, "max_failed_share": 0.5, "failure_window": 64}
 

@@ -13,7 +13,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scripted_parts
-from scripted_parts import TRACE_HEADER, CountingRank, Killed, SimulatedRun, run_settings
+from oracle.trace_header import trace_header
+from scripted_parts import CountingRank, Killed, SimulatedRun, run_settings
 
 from streamrl.base.run_events import EvaluationFinished, RunResumed, RunWarning, StepFinished
 from streamrl.control.settings import ControlSettings
@@ -106,7 +107,7 @@ async def test_of_a_step_that_began_in_another_life_no_time_is_reported(
     for events in range(10, 34):
         directory = tmp_path / str(events)
         directory.mkdir()
-        with closing(TrajectoryTrace(directory / "trace.jsonl", TRACE_HEADER)) as trace:
+        with closing(TrajectoryTrace(directory / "trace.jsonl", trace_header())) as trace:
             monkeypatch.setattr(scripted_parts, "RunReport", partial(RunReport, trace=trace))
             run = SimulatedRun(SYNCHRONOUS, directory, kept=True)
             assert not await one_life(run, events)

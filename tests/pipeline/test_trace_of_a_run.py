@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scripted_parts
+from oracle.trace_header import trace_header
 
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_trace import TRAINED, TrajectoryTrace, read_trace
@@ -39,7 +40,7 @@ async def test_the_trace_of_a_run_agrees_with_its_accounting(
     policy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Controller, stages and simulated engines: each trajectory is in the trace once, with the end control gave it."""
-    trace = TrajectoryTrace(tmp_path / "trace.jsonl", scripted_parts.TRACE_HEADER)
+    trace = TrajectoryTrace(tmp_path / "trace.jsonl", trace_header())
     monkeypatch.setattr(scripted_parts, "RunReport", partial(RunReport, trace=trace))
     settings = scripted_parts.run_settings(**{"dynamic_sampling": True, "max_failed_share": 0.9} | policy)
     run = scripted_parts.SimulatedRun(settings, tmp_path, failing=13)

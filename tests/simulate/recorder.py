@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from oracle.trace_header import trace_header
 
 from streamrl.control import actions as do
-from streamrl.observe.report.trajectory_trace import EnginesLine, RecordedRun, StepLine, TraceHeader, TrajectoryLine
+from streamrl.observe.report.trajectory_trace import EnginesLine, RecordedRun, StepLine, TrajectoryLine
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import Request
 from streamrl.simulate.lengths import ModelledLengths
@@ -95,11 +96,9 @@ class Recorder(Simulation):
             msgspec.structs.replace(line, ended_s=trained_s.get(line.newest_version, now))
             for line in self.trajectories.values()
         ]
-        header = TraceHeader(
-            schema=1, run_id="simulated", started_at=0.0, seed=0, max_tokens=self.model.lengths.cap, max_model_len=500,
-            temperature=1.0, prompts_per_batch=16, group_size=8, rounds="synchronous", max_staleness=0, engines=1,
-            capacity=128,
-        )  # fmt: skip
+        header = trace_header(
+            max_tokens=self.model.lengths.cap, max_model_len=500, prompts_per_batch=16, group_size=8, capacity=128
+        )
         return RecordedRun(
             header=header, trajectories=tuple(lines), steps=tuple(steps), engines=tuple(self.engine_lines)
         )

@@ -8,8 +8,9 @@ from collections import Counter
 import msgspec
 import numpy as np
 import pytest
+from oracle.trace_header import trace_header
 
-from streamrl.observe.report.trajectory_trace import RecordedRun, TraceHeader, TrajectoryLine
+from streamrl.observe.report.trajectory_trace import RecordedRun, TrajectoryLine
 from streamrl.simulate.calibrate import fit_lengths
 from streamrl.simulate.cluster import DEMO, HEAVY, ROLLPACKER_14B
 from streamrl.simulate.lengths import LengthModel, ModelledLengths, RecordedLengths, recorded_rows
@@ -78,10 +79,6 @@ def test_impossible_models_are_refused(wrong: dict[str, object]) -> None:
 
 def recorded_run(attempts: list[tuple[str, list[int]]]) -> RecordedRun:
     """One group each, in the order of their launch; a length below 0: stopped after so many tokens."""
-    header = TraceHeader(
-        schema=1, run_id="r", started_at=0.0, seed=0, max_tokens=99, max_model_len=200, temperature=1.0,
-        prompts_per_batch=2, group_size=2, rounds="synchronous", max_staleness=0, engines=1, capacity=4,
-    )  # fmt: skip
     lines = [
         TrajectoryLine(
             prompt_id=prompt, group=group, sample=sample, attempt=0, prompt_tokens=3, tokens=abs(tokens),
@@ -92,7 +89,7 @@ def recorded_run(attempts: list[tuple[str, list[int]]]) -> RecordedRun:
         for sample, tokens in enumerate(values)
     ]  # fmt: skip
     # Lines come in the order in which trajectories ended, which is any.
-    return RecordedRun(header=header, trajectories=tuple(reversed(lines)), steps=(), engines=())
+    return RecordedRun(header=trace_header(), trajectories=tuple(reversed(lines)), steps=(), engines=())
 
 
 def test_recorded_lengths_return_in_order_or_resampled_by_prompt() -> None:

@@ -12,14 +12,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from oracle.trace_header import trace_header
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.main import main
 from streamrl.observe.report.trajectory_trace import (
-    TRACE_SCHEMA,
     EnginesLine,
     StepLine,
-    TraceHeader,
     TrajectoryLine,
     TrajectoryTrace,
     read_trace,
@@ -188,20 +187,8 @@ def record_run(folder: Path, *, steps: int = 16, prompts: int = 8, stalled_s: fl
     """A run directory as a synchronous run of an engine with a decode step of 2 ms + 0.05 ms x running leaves it, where
     each rollout also takes ``stalled_s``."""
     write_recipe(folder, prompts, "[sampling]\nmax_tokens = 2048")
-    header = TraceHeader(
-        schema=TRACE_SCHEMA,
-        run_id="recorded",
-        started_at=0.0,
-        seed=0,
-        max_tokens=2048,
-        max_model_len=4096,
-        temperature=1.0,
-        prompts_per_batch=prompts,
-        group_size=8,
-        rounds="synchronous",
-        max_staleness=0,
-        engines=1,
-        capacity=prompts * 8,
+    header = trace_header(
+        max_tokens=2048, max_model_len=4096, prompts_per_batch=prompts, group_size=8, capacity=prompts * 8
     )
     trace = TrajectoryTrace(folder / "trace.jsonl", header)
     lengths, now = ModelledLengths(HEAVY.lengths, 3), 0.0
