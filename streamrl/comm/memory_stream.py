@@ -9,7 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded
 from streamrl.base.wakeup import Turns, Wakeup
-from streamrl.comm.stream import StreamStatistics
+from streamrl.comm.stream import ReceiveStream, StreamStatistics
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ class MemorySendStream(_MemoryStream[T]):
             self._channel.changed.notify()
 
 
-class MemoryReceiveStream(_MemoryStream[T]):
+class MemoryReceiveStream(_MemoryStream[T], ReceiveStream[T]):
     """The receiving end; make it with ``memory_stream``."""
 
     _role = "receiver"
@@ -132,15 +132,6 @@ class MemoryReceiveStream(_MemoryStream[T]):
         """Stop receiving: the sender gets ``StreamBroken``, unless it had ended the stream."""
         if not self._closed:
             await self.abort("the receiver closed the stream")
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> T:
-        try:
-            return await self.receive()
-        except StreamEnded:
-            raise StopAsyncIteration from None
 
 
 def memory_stream(window: int) -> tuple[MemorySendStream[Any], MemoryReceiveStream[Any]]:

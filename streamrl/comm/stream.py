@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar
 import anyio
 import msgspec
 
-from streamrl.base.errors import StreamBroken
+from streamrl.base.errors import StreamBroken, StreamEnded
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -77,7 +77,14 @@ class ReceiveStream(Protocol[T_co]):
 
     def statistics(self) -> StreamStatistics: ...
 
-    def __aiter__(self) -> AsyncIterator[T_co]: ...
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        return self
+
+    async def __anext__(self) -> T_co:
+        try:
+            return await self.receive()
+        except StreamEnded:
+            raise StopAsyncIteration from None
 
 
 async def converse(*halves: Callable[[], Awaitable[None]]) -> None:

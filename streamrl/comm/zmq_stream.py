@@ -26,7 +26,7 @@ from anyio.abc import TaskGroup
 
 from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded, WireError
 from streamrl.base.wakeup import Turns
-from streamrl.comm.stream import StreamStatistics
+from streamrl.comm.stream import ReceiveStream, StreamStatistics
 from streamrl.comm.stream_protocol import Hello, Phase, ReceivingEnd, Role, SendingEnd
 from streamrl.comm.wire import HEADER_BYTES, WireCodec, WireLimits
 from streamrl.comm.zmq_connection import StreamConnection
@@ -228,7 +228,7 @@ class ZmqSendStream(_ZmqStream[T]):
         return self._end.sent - self._end.taken
 
 
-class ZmqReceiveStream(_ZmqStream[T]):
+class ZmqReceiveStream(_ZmqStream[T], ReceiveStream[T]):
     """The receiving end; make it with ``zmq_receiver``. ``async for`` over it stops at the end of the stream."""
 
     def __init__(self, item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]) -> None:
@@ -284,15 +284,6 @@ class ZmqReceiveStream(_ZmqStream[T]):
             window=self._end.window,
             wait_seconds=self._turns.wait_seconds,
         )
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> T:
-        try:
-            return await self.receive()
-        except StreamEnded:
-            raise StopAsyncIteration from None
 
 
 @overload
