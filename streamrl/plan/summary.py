@@ -74,7 +74,8 @@ def _sizing_lines(recipe: Recipe) -> list[str]:
     if sizing.kind is not SizingKind.SAGC:
         return [sizes] if sizing.varies else []
     measured = sizing.calibration_over(steps)
-    known = f"measured in the first {measured} steps at size {sizing.sizes[-1]}" if measured else f"= {sizing.budget:g}"
+    at = str(sizing.sizes[-1]) if sizing.informs_smaller else f"{sizing.sizes[-1]} and {sizing.sizes[0]}, half each"
+    known = f"measured in the first {measured} steps at size {at}" if measured else f"= {sizing.budget:g}"
     return [f"{sizes}: budget {known}, tradeoff = {sizing.tradeoff_over(steps):g}, stragglers in {sizing.straggler}"]
 
 
@@ -145,10 +146,15 @@ def staleness_sentence(recipe: Recipe) -> str:
     """The staleness bound of a run, in one sentence."""
     rollout = recipe.rollout
     if recipe.on_policy:
-        tail = recipe.tail_batching
-        along_one = rollout.rounds in (RoundKind.TAIL_BATCHING, RoundKind.AUTO) and tail.long_round_batches > 1
-        long = f"; a long round takes {tail.long_round_batches} optimizer steps along one gradient" if along_one else ""
-        return f"staleness 0: every token is trained by the version that sampled it{long}"
+        batches = recipe.tail_batching.long_round_batches
+        if batches == 1 or rollout.rounds not in (RoundKind.TAIL_BATCHING, RoundKind.AUTO):
+            return "staleness 0: every token is trained by the version that sampled it"
+        steps = batches * recipe.training.updates_per_batch * recipe.training.epochs_per_batch
+        along = " along one gradient" if steps == batches else f", {batches} along each gradient"
+        return (
+            "staleness 0: every token is trained by the version that sampled it; a long round takes "
+            f"{steps} optimizer steps{along}"
+        )
     what = {
         StalePolicy.WAIT: "publishing waits for it",
         StalePolicy.DROP: "it is dropped (reason: stale)",

@@ -16,7 +16,7 @@ from streamrl.control.fixed_size import FixedSize
 from streamrl.control.model import GroupLengths
 from streamrl.control.round_policy import GroupSizer, SizingDecision
 from streamrl.policies import sagc
-from streamrl.recipe.scheduling import GroupSizing, SizingKind, Straggler
+from streamrl.recipe.scheduling import GroupSizing, SizingKind
 
 SURE = 2.0
 """Deviations by which a risk is above the budget before the run warns that no size meets it."""
@@ -107,8 +107,7 @@ class StragglerAwareSize:
     def __init__(self, settings: GroupSizing, start: int, steps: int, *, reuse: bool = True) -> None:
         self._settings = settings
         self._sizes = settings.sizes
-        # How long a member takes depends on how many others run: parts of a larger batch say nothing of a smaller one.
-        self._reuse = reuse and not (settings.keeps_prompts and settings.straggler is Straggler.SECONDS)
+        self._reuse = reuse and settings.informs_smaller
         self._utilities = sagc.utilities_of(settings.sizes)
         self._memory = sagc.SizingMemory(
             size=settings.sizes[-1] if settings.budget is None else start,

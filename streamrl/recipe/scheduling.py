@@ -249,6 +249,12 @@ class GroupSizing(Section, frozen=True):
         """Whether batches are of so many groups, whatever their size."""
         return self.varies and self.keeps is Keeps.PROMPTS
 
+    @property
+    def informs_smaller(self) -> bool:
+        """Whether parts of a group tell how often smaller groups straggle: not in seconds where batches of smaller
+        groups are smaller, since how long a member takes depends on how many others run."""
+        return not (self.keeps_prompts and self.straggler is Straggler.SECONDS)
+
     def batches(self, prompts: int, size: int) -> tuple[tuple[int, int], ...]:
         """(groups, their size) of a batch, for each size that groups may have. ``prompts``, ``size``: of the recipe."""
         if not self.varies:

@@ -22,7 +22,17 @@ from streamrl.plan.summary import (
 )
 from streamrl.plan.topology import plan_topology
 from streamrl.recipe.objective import Algorithm, Objective, OffPolicy, Proximal, RatioLevel, ValueModel
-from streamrl.recipe.scheduling import GroupSizing, InFlight, Rollout, RoundKind, SizingKind, StalePolicy
+from streamrl.recipe.scheduling import (
+    GroupSizing,
+    InFlight,
+    Keeps,
+    Rollout,
+    RoundKind,
+    SizingKind,
+    StalePolicy,
+    Straggler,
+    TailBatching,
+)
 from streamrl.recipe.sections import (
     Checkpoint,
     Engines,
@@ -78,6 +88,12 @@ def test_micro_batches_hold_the_batch(prompts: int, group: int, tokens: int, bud
 
 def test_staleness_sentences() -> None:
     assert staleness_sentence(RECIPE) == "staleness 0: every token is trained by the version that sampled it"
+    races = change(
+        rollout=Rollout(rounds=RoundKind.TAIL_BATCHING),
+        tail_batching=TailBatching(long_round_batches=4),
+        training=Training(updates_per_batch=2, epochs_per_batch=2),
+    )
+    assert staleness_sentence(races).endswith("; a long round takes 16 optimizer steps, 4 along each gradient")
     rollout = Rollout(
         rounds=RoundKind.CONTINUOUS, max_staleness=1, in_flight=InFlight.RESUME, when_stale=StalePolicy.DROP
     )
@@ -93,6 +109,10 @@ def test_what_a_recipe_of_one_line_leaves_to_group_sizing_is_shown() -> None:
     measured = "budget measured in the first 8 steps at size 16, tradeoff = 1, stragglers in tokens"
     assert f"group size  sagc over 4, 8, 16: {measured}" in lines
     assert any('advantages = "leave_one_out"' in line for line in lines)
+    timed = GroupSizing(kind=SizingKind.SAGC, straggler=Straggler.SECONDS, keeps=Keeps.PROMPTS)
+    assert any(
+        "first 8 steps at size 16 and 4, half each" in line for line in arithmetic_lines(change(group_sizing=timed))
+    )
     short = change(group_sizing=GroupSizing(kind=SizingKind.SAGC, budget=0.6), run=Run(steps=72))
     assert "group size  sagc over 4, 8, 16: budget = 0.6, tradeoff = 0.5, stragglers in tokens" in arithmetic_lines(
         short
