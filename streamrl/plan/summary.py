@@ -146,15 +146,13 @@ def staleness_sentence(recipe: Recipe) -> str:
     """The staleness bound of a run, in one sentence."""
     rollout = recipe.rollout
     if recipe.on_policy:
+        said = "staleness 0: every token is trained by the version that sampled it"
         batches = recipe.tail_batching.long_round_batches
         if batches == 1 or rollout.rounds not in (RoundKind.TAIL_BATCHING, RoundKind.AUTO):
-            return "staleness 0: every token is trained by the version that sampled it"
+            return said
         steps = batches * recipe.training.updates_per_batch * recipe.training.epochs_per_batch
         along = " along one gradient" if steps == batches else f", {batches} along each gradient"
-        return (
-            "staleness 0: every token is trained by the version that sampled it; a long round takes "
-            f"{steps} optimizer steps{along}"
-        )
+        return f"{said}; a long round takes {steps} optimizer steps{along}"
     what = {
         StalePolicy.WAIT: "publishing waits for it",
         StalePolicy.DROP: "it is dropped (reason: stale)",

@@ -249,9 +249,7 @@ class StragglerAwareSize:
 
     def _decided(self, rate: float | None, reason: str, *, notify: bool = False) -> SizingDecision:
         memory = self._memory
-        figures = _figures(memory.size, rate)
-        figures["sizing/queue"] = memory.queue
-        figures["sizing/budget"] = memory.budget
+        figures = _figures(memory.size, rate) | {"sizing/queue": memory.queue, "sizing/budget": memory.budget}
         risks = sagc.risks_of(memory, self._sizes, self._settings.optimism)
         figures.update({f"sizing/risk_{size}": risk.mean for size, risk in risks.items()})
         return SizingDecision(size=memory.size, reason=reason, figures=figures, notify=notify)
