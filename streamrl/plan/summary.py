@@ -150,9 +150,9 @@ def staleness_sentence(recipe: Recipe) -> str:
         batches = recipe.tail_batching.long_round_batches
         if batches == 1 or rollout.rounds not in (RoundKind.TAIL_BATCHING, RoundKind.AUTO):
             return said
-        steps = batches * recipe.training.updates_per_batch * recipe.training.epochs_per_batch
-        along = " along one gradient" if steps == batches else f", {batches} along each gradient"
-        return f"{said}; a long round takes {steps} optimizer steps{along}"
+        count = batches * recipe.training.updates_per_batch * recipe.training.epochs_per_batch
+        along = " along one gradient" if count == batches else f", {batches} along each gradient"
+        return f"{said}; a long round takes {count} optimizer steps{along}"
     what = {
         StalePolicy.WAIT: "publishing waits for it",
         StalePolicy.DROP: "it is dropped (reason: stale)",
