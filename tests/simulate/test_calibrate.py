@@ -104,7 +104,7 @@ def test_a_recorded_run_is_read_back_and_replayed(tmp_path: Path) -> None:
 
 def test_a_run_too_short_to_fit_and_a_missing_trace_are_named(tmp_path: Path) -> None:
     run = Recorder(TRUTH, 2).recorded()
-    with pytest.raises(StreamRLError, match=r"run simulated recorded 256 whole completions and 2 steps"):
+    with pytest.raises(StreamRLError, match=r"run run-1 recorded 256 whole completions and 2 steps"):
         calibrate(run)
     with pytest.raises(StreamRLError, match=r"run simulated has 0 samples of decode steps"):
         calibrate(Recorder(TRUTH, 4, samples=False).recorded())

@@ -262,7 +262,7 @@ def test_command_on_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture
     run = record_run(tmp_path)
     assert main(["what-if", str(run), "--steps", "24", "--warm-up", "4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["cluster"] == "of run recorded"
+    assert told["cluster"] == "of run run-1"
     assert abs(told["mismatch"]) < 0.1 and "as recorded / as simulated" in told["notes"][0]
     assert "assumed, not fitted: engine.presubmitted_s" in told["notes"][1]
     assert told["current"]["recipe"] == ""
