@@ -99,6 +99,28 @@ def test_every_bit_of_a_small_patch_may_be_wrong_behind_valid_digests(push: Smal
     assert outcomes["codec"], outcomes
 
 
+def test_what_is_under_way_stays_within_the_credit() -> None:
+    sample = world().samples[2]
+    manifest, *chunks = replies_of(sample)
+    sizes = [len(frames[1]) for frames in chunks]
+    part = receiving(sample)
+    assert len(list(part.requests(0))) == 1
+    assert not list(part.requests(0)), "the manifest is under way"
+    part.take(manifest)
+    credit = 2 * sizes[0] + 1
+    under_way = [request.chunk for request in part.requests(credit)]
+    assert under_way == [0, 1]
+    asked = list(under_way)
+    while under_way:
+        part.take(chunks[under_way.pop(0)])
+        more = [request.chunk for request in part.requests(credit)]
+        under_way += more
+        asked += more
+        assert sum(sizes[chunk] for chunk in under_way) <= credit
+    assert asked == list(range(len(chunks)))
+    assert part.complete
+
+
 # ---- patches that only a broken or hostile publisher would write ---------------------------------------
 
 

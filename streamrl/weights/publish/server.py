@@ -8,17 +8,14 @@ run any event loop, or none.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 import msgspec
 import zmq
 
 from streamrl.base.errors import WeightError
-from streamrl.comm.socket_options import make_signal
 from streamrl.comm.zmq_sockets import ipc_path_identity, remove_ipc_path
-from streamrl.remote.guarded_sockets import bind, connect
+from streamrl.remote.guarded_sockets import bind
 from streamrl.remote.key_gate import KeyGate
 from streamrl.remote.transport_keys import KeyRole
 from streamrl.weights.requests import (
@@ -34,7 +31,7 @@ from streamrl.weights.requests import (
     pull_socket,
 )
 
-_STOP_ENDPOINT = "inproc://stop"
+_POLL_MILLISECONDS = 100  # until the thread sees that it is to stop
 
 
 class ServedPart(msgspec.Struct, frozen=True, eq=False):
@@ -57,10 +54,9 @@ class PublisherServer:
     def __init__(self, endpoint: str, name: str) -> None:
         self.endpoint = endpoint
         self._parts: dict[str, ServedPart] = {}
-        self._queue = ReplyQueue()
         self._name = name
         self._context: WeightContext | None = None
-        self._stop: zmq.Socket[bytes] | None = None
+        self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._bound = threading.Event()
         self._failure: BaseException | None = None
@@ -71,8 +67,6 @@ class PublisherServer:
         # Made now, nobody sees the process grow when it first serves a large part, hours later.
         zmq.Frame(b"", copy=False)
         self._context = WeightContext(io_threads=1)
-        self._stop = make_signal(self._context, _STOP_ENDPOINT)
-        bind(self._stop, _STOP_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, args=(self._context,), name=self._name, daemon=True)
         self._thread.start()
         self._bound.wait()
@@ -94,70 +88,55 @@ class PublisherServer:
     def close(self) -> None:
         """Stop serving and release the endpoint. Idempotent."""
         self._parts = {}
-        if self._context is None or self._stop is None or self._thread is None:
+        if self._context is None or self._thread is None:
             return
-        with suppress(zmq.Again):  # the thread has failed, and nobody listens
-            self._stop.send(b"", zmq.NOBLOCK)
+        self._stop.set()
         self._thread.join()
-        self._stop.close(linger=0)
         self._context.term()
         self._context = None
 
     def _serve(self, context: WeightContext) -> None:
-        stop = make_signal(context, _STOP_ENDPOINT)
         try:
-            connect(stop, _STOP_ENDPOINT)
-            self._bind_and_answer(context, stop)
+            self._bind_and_answer(context)
         except Exception as failure:  # noqa: BLE001 - kept, and raised in the owner's thread by check()
             self._failure = failure
         finally:
-            stop.close(linger=0)
             self._bound.set()
 
-    def _bind_and_answer(self, context: WeightContext, stop: zmq.Socket[bytes]) -> None:
+    def _bind_and_answer(self, context: WeightContext) -> None:
         identity: tuple[int, int] | None = None
         router = pull_socket(context, zmq.ROUTER, self.endpoint, max_frame_bytes=REQUEST_LIMIT)
         try:
             self.endpoint = bind(router, self.endpoint, KeyRole.ENGINE)
             identity = ipc_path_identity(self.endpoint)
             self._bound.set()
-            self._answer_until_stopped(router, stop, context.opened_gate)
+            self._answer_until_stopped(router, context.opened_gate)
         finally:
             router.close(linger=0)
             context.close_gate()
             remove_ipc_path(self.endpoint, identity)
 
-    def _answer_until_stopped(self, router: zmq.Socket[bytes], stop: zmq.Socket[bytes], gate: KeyGate | None) -> None:
+    def _answer_until_stopped(self, router: zmq.Socket[bytes], gate: KeyGate | None) -> None:
+        """Requests of all peers in turn, as ZeroMQ hands them over: each is answered before the next one is taken."""
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
-        poller.register(stop, zmq.POLLIN)
         if gate is not None:
             poller.register(gate.ended_fd, zmq.POLLIN)
-        while True:
-            self._send_all(router)
-            ready = dict(poller.poll())
-            if stop in ready:
-                return
+        while not self._stop.is_set():
+            ready = dict(poller.poll(_POLL_MILLISECONDS))
             if gate is not None and gate.ended_fd in ready:
                 gate.check()
             if router in ready:
                 peer, *frames = router.recv_multipart(zmq.NOBLOCK)
-                self._queue.add(peer, frames)
+                self._send(router, peer, *self._answer(frames))
 
-    def _send_all(self, router: zmq.Socket[bytes]) -> None:
-        """Answer every request that waits, peer after peer."""
-        while (waiting := self._queue.first()) is not None:
-            peer, frames = waiting
-            reply, payload = self._answer(frames)
-            try:
-                router.send_multipart([peer, encoder.encode(reply), payload], zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError as error:
-                # A peer that left, or one that asked for more than its queue holds: it asks again if it lives.
-                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                    raise
-                self._queue.drop_peer()
-            else:
-                self._queue.drop_first()
+    def _send(self, router: zmq.Socket[bytes], peer: bytes, reply: Reply, payload: bytes | memoryview) -> None:
+        try:
+            router.send_multipart([peer, encoder.encode(reply), payload], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            # A peer that left, or one that asked for more than its queue holds: it asks again if it lives.
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
 
     def _answer(self, frames: Sequence[bytes]) -> tuple[Reply, bytes | memoryview]:
         try:
@@ -173,34 +152,3 @@ class PublisherServer:
         if not 0 <= request.chunk < len(part.chunks):
             return NotServed(digest, f"chunk {request.chunk} of {len(part.chunks)} does not exist"), b""
         return ChunkReply(digest, request.chunk), part.chunks[request.chunk]
-
-
-class ReplyQueue:
-    """Requests that are not answered yet. Peers take turns, so that none waits for all that another asked.
-
-    A request that waits already is not queued twice: asking again costs nothing. Pure: no socket, no clock.
-    """
-
-    def __init__(self) -> None:
-        self._peers: OrderedDict[bytes, dict[tuple[bytes, ...], None]] = OrderedDict()
-
-    def add(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        """``frames``: the request as it came."""
-        self._peers.setdefault(peer, {})[tuple(frames)] = None
-
-    def first(self) -> tuple[bytes, tuple[bytes, ...]] | None:
-        """Peer and request to be answered next; None when nobody waits."""
-        for peer, requests in self._peers.items():
-            return peer, next(iter(requests))
-        return None
-
-    def drop_peer(self) -> None:
-        """The first peer is gone, and with it all that it asked for."""
-        self._peers.popitem(last=False)
-
-    def drop_first(self) -> None:
-        """It was answered: the next peer's turn."""
-        peer, requests = self._peers.popitem(last=False)
-        del requests[next(iter(requests))]
-        if requests:
-            self._peers[peer] = requests
