@@ -106,7 +106,7 @@ def test_a_run_too_short_to_fit_and_a_missing_trace_are_named(tmp_path: Path) ->
     run = Recorder(TRUTH, 2).recorded()
     with pytest.raises(StreamRLError, match=r"run run-1 recorded 256 whole completions and 2 steps"):
         calibrate(run)
-    with pytest.raises(StreamRLError, match=r"run simulated has 0 samples of decode steps"):
+    with pytest.raises(StreamRLError, match=r"run run-1 has 0 samples of decode steps"):
         calibrate(Recorder(TRUTH, 4, samples=False).recorded())
     with pytest.raises(StreamRLError, match=r"has no trace\.jsonl"):
         load_recording(tmp_path)
