@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 
 import anyio
@@ -38,7 +37,6 @@ class Turns:
     QUICK = 64
 
     def __init__(self, changed: Callable[[], Awaitable[None]]) -> None:
-        self.wait_seconds = 0.0
         self._changed = changed
         self._one = anyio.Lock(fast_acquire=True)
         self._quick = 0
@@ -53,12 +51,7 @@ class Turns:
         if self._one.locked() or not ready():  # otherwise nobody has to be waited for
             async with self._one:
                 while not ready():
-                    await self._wait()
-
-    async def _wait(self) -> None:
-        started = time.monotonic()
-        try:
-            await self._changed()
-        finally:
-            self._quick = 0  # the others had their turn
-            self.wait_seconds += time.monotonic() - started
+                    try:
+                        await self._changed()
+                    finally:
+                        self._quick = 0  # the others had their turn

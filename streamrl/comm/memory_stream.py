@@ -9,7 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded
 from streamrl.base.wakeup import Turns, Wakeup
-from streamrl.comm.stream import ReceiveStream, StreamStatistics
+from streamrl.comm.stream import ReceiveStream
 
 T = TypeVar("T")
 
@@ -37,7 +37,6 @@ class _MemoryStream(ABC, Generic[T]):
         self._channel = channel
         self._turns = Turns(channel.changed.wait)
         self._closed = False
-        self._items = 0
 
     async def __aenter__(self) -> Self:
         return self
@@ -66,16 +65,6 @@ class _MemoryStream(ABC, Generic[T]):
             self._raise_if_unusable()
             await self._channel.changed.wait()
 
-    def statistics(self) -> StreamStatistics:
-        """Items sent, or taken; nothing is encoded, so ``bytes`` is 0."""
-        return StreamStatistics(
-            items=self._items,
-            bytes=0,
-            buffered=len(self._channel.items),
-            window=self._channel.window,
-            wait_seconds=self._turns.wait_seconds,
-        )
-
     def _raise_if_unusable(self) -> None:
         if self._closed:
             raise StreamClosed(f"memory stream: the {self._role} closed it")
@@ -92,7 +81,6 @@ class MemorySendStream(_MemoryStream[T]):
         """Hand over one item, waiting while the window is full. Cancelled, it has not sent."""
         await self._turns.take(self._has_room)
         self._channel.items.append(item)
-        self._items += 1
         self._channel.changed.notify()
 
     def _has_room(self) -> bool:
@@ -116,7 +104,6 @@ class MemoryReceiveStream(_MemoryStream[T], ReceiveStream[T]):
         """The next item. Cancelled, it has taken none. What was sent before an end or a break comes first."""
         await self._turns.take(self._has_item)
         item = self._channel.items.popleft()
-        self._items += 1
         self._channel.changed.notify()
         return item
 

@@ -1,4 +1,4 @@
-"""The one stream protocol: four verbs and three outcomes.
+"""The one stream protocol: three verbs and three outcomes.
 
 A stream carries items of one type from one sender to one receiver, in order, each exactly once.
 
@@ -6,7 +6,6 @@ A stream carries items of one type from one sender to one receiver, in order, ea
 ``send(item)``   waits for credit, so a sender is never more than the window ahead of the receiver
 ``receive()``    waits for the next item
 ``aclose()``     sender: end of stream, after what was sent; receiver: stop, the sender sees broken
-``statistics()`` counters, for the reporter
 ``StreamEnded``  (receive) the sender closed and everything was received
 ``StreamClosed`` (send, receive) this side closed it
 ``StreamBroken`` (send, receive) the peer is gone without an end, or broke the protocol
@@ -23,23 +22,12 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import anyio
-import msgspec
 
 from streamrl.base.errors import StreamBroken, StreamEnded
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
-
-
-class StreamStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of one end of a stream. ``buffered``: items sent and not yet credited, or received and not yet taken."""
-
-    items: int
-    bytes: int
-    buffered: int
-    window: int
-    wait_seconds: float
 
 
 class SendStream(Protocol[T_contra]):
@@ -57,8 +45,6 @@ class SendStream(Protocol[T_contra]):
         """Return never; raise ``StreamBroken``, or ``StreamClosed``: for a caller that sends nothing meanwhile."""
         ...
 
-    def statistics(self) -> StreamStatistics: ...
-
 
 class ReceiveStream(Protocol[T_co]):
     """The receiving end. ``async for`` over it stops at ``StreamEnded``."""
@@ -74,8 +60,6 @@ class ReceiveStream(Protocol[T_co]):
     async def aclose(self) -> None:
         """Stop receiving: the sender gets ``StreamBroken``. Idempotent."""
         ...
-
-    def statistics(self) -> StreamStatistics: ...
 
     def __aiter__(self) -> AsyncIterator[T_co]:
         return self

@@ -19,14 +19,14 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 
 import anyio
 from anyio.abc import TaskGroup
 
 from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded, WireError
 from streamrl.base.wakeup import Turns
-from streamrl.comm.stream import ReceiveStream, StreamStatistics
+from streamrl.comm.stream import ReceiveStream
 from streamrl.comm.stream_protocol import Hello, Phase, ReceivingEnd, Role, SendingEnd
 from streamrl.comm.wire import HEADER_BYTES, WireCodec, WireLimits
 from streamrl.comm.zmq_connection import StreamConnection
@@ -79,7 +79,6 @@ class _ZmqStream(ABC, Generic[T]):
         self._tasks: TaskGroup
         self._turns = Turns(lambda: self._connection.changed())
         self._closed = False
-        self._bytes = 0
 
     @property
     def endpoint(self) -> str:
@@ -174,7 +173,6 @@ class ZmqSendStream(_ZmqStream[T]):
             most = hello.message_bytes - HEADER_BYTES
             raise WireError(self._describe(f"an item of {size} bytes, the receiver takes at most {most}"))
         self._end.send_item(frames)
-        self._bytes += size
         self._connection.service()
 
     def _has_credit(self) -> bool:
@@ -211,21 +209,8 @@ class ZmqSendStream(_ZmqStream[T]):
         await self._part(self._close_seconds)
         if not self._end.finished:
             self._end.fail(f"the end was not acknowledged within {self._close_seconds} s")
-            raise StreamBroken(self._describe(f"{self._end.reason}; {self._unacknowledged} items may be lost"))
-
-    def statistics(self) -> StreamStatistics:
-        """Items and bytes sent; ``buffered``: sent and not yet taken by the receiver, as far as credit tells."""
-        return StreamStatistics(
-            items=self._end.sent,
-            bytes=self._bytes,
-            buffered=self._unacknowledged,
-            window=self._end.window,
-            wait_seconds=self._turns.wait_seconds,
-        )
-
-    @property
-    def _unacknowledged(self) -> int:
-        return self._end.sent - self._end.taken
+            lost = self._end.sent - self._end.taken
+            raise StreamBroken(self._describe(f"{self._end.reason}; {lost} items may be lost"))
 
 
 class ZmqReceiveStream(_ZmqStream[T], ReceiveStream[T]):
@@ -253,7 +238,6 @@ class ZmqReceiveStream(_ZmqStream[T], ReceiveStream[T]):
             raise StreamBroken(self._describe(str(error))) from error
         finally:
             self._connection.service()
-        self._bytes += sum(len(frame) for frame in frames)
         return item
 
     def _has_item(self) -> bool:
@@ -275,25 +259,7 @@ class ZmqReceiveStream(_ZmqStream[T], ReceiveStream[T]):
         else:
             await self.abort("the receiver closed the stream")
 
-    def statistics(self) -> StreamStatistics:
-        """Items and bytes taken by this application; ``buffered``: arrived and not yet taken."""
-        return StreamStatistics(
-            items=self._end.taken,
-            bytes=self._bytes,
-            buffered=len(self._end.items),
-            window=self._end.window,
-            wait_seconds=self._turns.wait_seconds,
-        )
 
-
-@overload
-def zmq_sender(
-    item_type: type[T], endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]
-) -> ZmqSendStream[T]: ...
-@overload
-def zmq_sender(
-    item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]
-) -> ZmqSendStream[Any]: ...
 def zmq_sender(item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]) -> ZmqSendStream[Any]:
     """The sending end of a stream, to be entered with ``async with``. ``item_type`` may be a union of records.
 
@@ -303,14 +269,6 @@ def zmq_sender(item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[S
     return ZmqSendStream(item_type, endpoint, bind=bind, **options)
 
 
-@overload
-def zmq_receiver(
-    item_type: type[T], endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]
-) -> ZmqReceiveStream[T]: ...
-@overload
-def zmq_receiver(
-    item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]
-) -> ZmqReceiveStream[Any]: ...
 def zmq_receiver(
     item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]
 ) -> ZmqReceiveStream[Any]:

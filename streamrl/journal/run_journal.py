@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from streamrl.base.stage_messages import FinishedTrajectory, RolloutOutcome, TrajectoryHeld
 from streamrl.base.types import Prompt, ScoredTrajectory
 from streamrl.buffers.trajectory_store import TrajectoryStore
-from streamrl.comm.stream import SendStream, StreamStatistics
+from streamrl.comm.stream import SendStream
 from streamrl.control.actions import Decision
 from streamrl.control.events import CheckpointDone, ControlEvent
 from streamrl.control.machine import Control
@@ -139,7 +139,3 @@ class JournalledOutcomes:
     async def watch(self) -> None:
         """See ``SendStream``."""
         await self._outcomes.watch()
-
-    def statistics(self) -> StreamStatistics:
-        """See ``SendStream``."""
-        return self._outcomes.statistics()

@@ -261,20 +261,6 @@ async def receive_notes(receiver: ReceiveStream[Note], count: int) -> None:
         assert (await receiver.receive()).number == number
 
 
-async def test_statistics_count(open_ends: Any) -> None:
-    async with open_ends(Note, window=4) as (sender, receiver):
-        await send_notes(sender, range(3))
-        assert (sender.statistics().items, sender.statistics().buffered) == (3, 3)
-        await receiver.receive()
-        await until_waiting(lambda: receiver.statistics().buffered == 2)
-        await until_waiting(lambda: sender.statistics().buffered == 2)
-        assert receiver.statistics().items == 1
-        assert sender.statistics().window == receiver.statistics().window == 4
-        with anyio.move_on_after(0.05):
-            await send_notes(sender, range(9))
-        assert sender.statistics().wait_seconds > 0.02
-
-
 async def test_large_arrays_arrive_equal(open_ends: Any) -> None:
     tokens = token_array(range(1_000_000))
     completion = Completion(
