@@ -22,7 +22,7 @@ from streamrl.simulate.cluster import DEMO, ClusterModel
 from streamrl.simulate.engine_fit import StepFit, fit_arrivals, fit_step, step_samples, unbiased_fit
 from streamrl.simulate.engines import EngineModel
 from streamrl.simulate.lengths import LengthModel, recorded_rows
-from streamrl.simulate.recording import life_times, trained_groups
+from streamrl.simulate.recording import life_times, steps_alone, trained_groups
 from streamrl.simulate.stages import PushModel, RewardModel, TrainerClock, TrainerModel
 
 FEWEST_COMPLETIONS = 64
@@ -88,7 +88,7 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
             tensor_parallel_size=recipe.engines.tensor_parallel_size if recipe else 1,
         ),
         reward=_reward(run),
-        push=_push(run.steps[1:]),
+        push=_push(steps_alone(run.steps[1:], recipe)),
     )
     return Fit(
         model=model,
@@ -115,7 +115,7 @@ def _engine(run: RecordedRun, step: StepFit, arrival: float, presubmitted: float
     )
 
 
-def _push(steps: tuple[StepLine, ...]) -> PushModel:
+def _push(steps: Sequence[StepLine]) -> PushModel:
     """Means of all that is neither rollout nor training, by kind of round: so the total is kept."""
     by_kind: dict[str, list[float]] = {}
     for line in steps:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
-from streamrl.observe.report.trajectory_trace import TRAINED, RecordedRun, TrajectoryLine, read_trace
+from streamrl.observe.report.trajectory_trace import TRAINED, RecordedRun, StepLine, TrajectoryLine, read_trace
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.lengths import RecordedLengths
-from streamrl.simulate.report import SimulationReport
+from streamrl.simulate.report import SimulationReport, StepRow
 from streamrl.simulate.simulation import simulate_recipe
 
 Floats = NDArray[np.float64]
@@ -139,12 +140,14 @@ MOST_WARM_UP = 5
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     """A recorded run beside its own ``recipe``, simulated on the lengths that it recorded. ``goodput``: trained tokens
     a second, recorded and simulated; ``recorded``, ``simulated``: mean seconds of a step by kind of round, "": of all.
+    ``evaluated``: steps that are left out of it, since an evaluation ran beside them.
     """
 
     recipe: Recipe
     goodput: tuple[float, float]
     recorded: dict[str, float]
     simulated: dict[str, float]
+    evaluated: int = 0
 
     @property
     def mismatch(self) -> float:
@@ -186,6 +189,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
             f"the recorded recipe, as recorded / as simulated: {self.goodput[0]:.0f} / {self.goodput[1]:.0f} trained "
             f"tokens a second ({self.mismatch:+.1%}); seconds of a step, by which forecasts are scaled: {steps}"
         )
+        told += f"; left out: {self.evaluated} steps beside an evaluation" if self.evaluated else ""
         warning = "WARNING: something took time that is not simulated: what is said of other rounds is weak"
         return [told, warning] if abs(self.mismatch) > LARGE_MISMATCH else [told]
 
@@ -197,14 +201,34 @@ def agreement(run: RecordedRun, recipe: Recipe, model: ClusterModel, seed: int =
     steps = run.steps[warm_up:]
     lengths = RecordedLengths(run, resample=False, seed=seed)
     report = simulate_recipe(recipe, model, len(steps), lengths, seed=seed, warm_up=warm_up)
-    took = {kind: [line.step_s for line in steps if line.round_kind == kind] for kind in {s.round_kind for s in steps}}
-    took[""] = [line.step_s for line in steps]
+    alone = set(steps_alone(steps, recipe))
+    # From the last one: a report has only so many steps.
+    pairs = [pair for pair in zip(reversed(steps), reversed(report.recent), strict=False) if pair[0] in alone]
+    (goodput, recorded), (of_simulation, simulated) = (_figures(side) for side in zip(*pairs, strict=True))
     return Agreement(
         recipe=recipe,
-        goodput=(sum(line.trained_tokens for line in steps) / sum(took[""]), report.goodput),
-        recorded={kind: float(np.mean(seconds)) for kind, seconds in took.items()},
-        simulated={kind.round_kind: kind.step_s for kind in report.kinds if kind.steps} | {"": report.step_s_mean},
+        goodput=(goodput, of_simulation),
+        recorded=recorded,
+        simulated=simulated,
+        evaluated=len(steps) - len(alone),
     )
+
+
+def steps_alone(steps: Sequence[StepLine], recipe: Recipe | None) -> list[StepLine]:
+    """Those beside which no evaluation ran: it begins when a version goes live, takes part of the engines, and the next
+    version waits for its end. No simulation has it. All steps, where each has one."""
+    every = recipe.evaluation.every if recipe is not None and recipe.evaluation.prompts else 0
+    return [line for line in steps if not every or (line.policy_version - 1) % every] or list(steps)
+
+
+def _figures(steps: Sequence[StepLine | StepRow]) -> tuple[float, dict[str, float]]:
+    """Trained tokens a second, and mean seconds of a step by kind of round, "": of all."""
+    seconds: dict[str, list[float]] = {}
+    for step in steps:
+        seconds.setdefault(step.round_kind, []).append(step.step_s)
+    seconds[""] = [step.step_s for step in steps]
+    goodput = sum(step.trained_tokens for step in steps) / sum(seconds[""])
+    return goodput, {kind: fmean(each) for kind, each in seconds.items()}
 
 
 def _form(recipe: Recipe, kinds: Iterable[str]) -> set[str]:

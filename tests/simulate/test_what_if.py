@@ -183,17 +183,20 @@ def test_a_candidate_that_cannot_be_simulated_is_left_out_and_told(tmp_path: Pat
 # ---- the command ------------------------------------------------------------------------------------
 
 
-def record_run(folder: Path, *, steps: int = 16, prompts: int = 8, stalled_s: float = 0.0) -> Path:
+def record_run(folder: Path, *, stalled_s: float = 0.0, evaluated_s: float = 0.0) -> Path:
     """A run directory as a synchronous run of an engine with a decode step of 2 ms + 0.05 ms x running leaves it, where
-    each rollout also takes ``stalled_s``."""
-    write_recipe(folder, prompts, "[sampling]\nmax_tokens = 2048")
+    each rollout also takes ``stalled_s``, and one beside an evaluation (every fourth) ``evaluated_s``."""
+    steps, prompts, every = 16, 8, 4
+    evaluation = f'[evaluation]\nprompts = "held_out.jsonl"\nevery = {every}'
+    write_recipe(folder, prompts, "\n".join(["[sampling]", "max_tokens = 2048", evaluation if evaluated_s else ""]))
     header = trace_header(
         max_tokens=2048, max_model_len=4096, prompts_per_batch=prompts, group_size=8, capacity=prompts * 8
     )
     trace = TrajectoryTrace(folder / "trace.jsonl", header)
     lengths, now = ModelledLengths(HEAVY.lengths, 3), 0.0
     for step in range(steps):
-        now = record_step(trace, lengths, step, prompts, now, stalled_s)
+        beside_s = evaluated_s if step % every == 0 else 0.0
+        now = record_step(trace, lengths, step, prompts, now, stalled_s + beside_s)
     trace.close()
     return folder
 
@@ -259,9 +262,10 @@ def record_step(
 
 
 def test_command_on_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = record_run(tmp_path)
+    run = record_run(tmp_path, evaluated_s=5.0)
     assert main(["what-if", str(run), "--steps", "24", "--warm-up", "4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
+    assert told["notes"][0].endswith("; left out: 3 steps beside an evaluation")
     assert told["cluster"] == "of run run-1"
     assert abs(told["mismatch"]) < 0.1 and "as recorded / as simulated" in told["notes"][0]
     assert "assumed, not fitted: engine.presubmitted_s" in told["notes"][1]
