@@ -18,21 +18,14 @@ STUDENT_T_BEYOND = 1.96
 class LearningRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run. ``metrics``: for each name that was asked for, its value in every step that reports it.
 
-    ``accuracy``: of the last held-out evaluation, over ``held_out`` prompts; NaN and 0 without one.
+    ``accuracy``: of the last held-out evaluation; NaN without one.
     """
 
     arm: str
     seed: int
     step_seconds: list[float]
-    rewards: list[float]
     metrics: dict[str, list[float]]
     accuracy: float
-    held_out: int
-
-    @property
-    def accuracy_variance(self) -> float:
-        """Of the accuracy as a mean of ``held_out`` yes-or-no outcomes: what another draw of samples may change."""
-        return self.accuracy * (1 - self.accuracy) / max(1, self.held_out)
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -63,10 +56,8 @@ def learning_run(
         arm=arm,
         seed=seed,
         step_seconds=[step["time/step_s"] for step in steps],
-        rewards=[step["reward/mean"] for step in steps],
         metrics={name: [step[name] for step in steps if name in step] for name in names},
         accuracy=last.get("eval/held_out/avg@1", math.nan),
-        held_out=int(last.get("eval/held_out/prompts", 0)),
     )
 
 

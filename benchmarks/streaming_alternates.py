@@ -2,10 +2,10 @@
 
     python benchmarks/streaming_alternates.py --steps 23 --pairs 5
 
-``streaming_pays.py`` compares whole runs, and on a shared machine runs minutes apart differ by more than streaming
-brings. Here a pair is two runs of one seed: in one streaming is on at even steps, in the other at odd ones. Both sample
-the same completions, so each step is compared with itself; what the machine does between the runs meets both arms
-alike. Not streaming has its best thread placement (as that sweep found it): all cores at the close, when engines rest.
+On a shared machine runs minutes apart differ by more than streaming brings. So a pair is two runs of one seed: in one
+streaming is on at even steps, in the other at odd ones. Both sample the same completions, so each step is compared with
+itself; what the machine does between the runs meets both arms alike. Not streaming has its best thread placement: all
+cores at the close, when engines rest.
 """
 
 from __future__ import annotations
