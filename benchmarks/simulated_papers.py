@@ -20,8 +20,7 @@ from typing import Any
 import msgspec
 
 from streamrl.control.settings import ControlSettings
-from streamrl.elastic.sets import EngineSet
-from streamrl.plan.topology import expected_kv_tokens
+from streamrl.plan.topology import PreparedSet, expected_kv_tokens
 from streamrl.recipe.scheduling import (
     DeferredPrompts,
     GroupSizing,
@@ -309,8 +308,8 @@ def engine_changes(say: Callable[[str], None], steps: int = 40) -> None:
     for kv_tokens in (490_000, 80_000, 40_000):
         model = part(ROLLPACKER_14B, "engine", kv_tokens=kv_tokens)
         room = expected_kv_tokens(kv_tokens, 4, of=2, weight_tokens=model.engines.weight_tokens)
-        own = EngineSet(name="16x2", engines=16, tensor_parallel_size=2, kv_tokens=kv_tokens)
-        other = EngineSet(name="8x4", engines=8, tensor_parallel_size=4, kv_tokens=room, max_num_seqs=512)
+        own = PreparedSet(count=16, tensor_parallel_size=2, kv_tokens=kv_tokens)
+        other = PreparedSet(count=8, tensor_parallel_size=4, kv_tokens=room, max_num_seqs=512)
         for name, chosen in schedules.items():
             alone, both = (simulate(chosen, model, steps, engines=EnginePlan(sets=s)) for s in ((), (own, other)))
             preempted = f"preemptions {alone.preemptions} to {both.preemptions}"

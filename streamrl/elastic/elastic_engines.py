@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup
 
 from streamrl.base.errors import EngineError, StreamRLError
@@ -26,10 +27,10 @@ from streamrl.base.types import TrajectoryId
 from streamrl.control.actions import Decision
 from streamrl.elastic.freeing import Freeing, OpenRequest, ReleasePlan, ServingEngine
 from streamrl.elastic.hosts import DRAIN_SECONDS, EngineHosts
-from streamrl.elastic.sets import EngineSet, SetChooser, SetPlan
+from streamrl.elastic.sets import SetChooser, SetPlan
 from streamrl.engines.pool import AWAY, EnginePool
 from streamrl.engines.routing import ServedRequest
-from streamrl.plan.topology import prepared_sets
+from streamrl.plan.topology import PreparedSet, prepared_sets
 from streamrl.recipe.sections import Recipe, ReleaseKind
 
 FREED = "freed"
@@ -45,18 +46,7 @@ def set_chooser(recipe: Recipe, kv_tokens: Mapping[str, int], switch_s: float) -
     """Return what chooses between the sets of ``recipe``, the one that begins first. ``kv_tokens``: of one engine, by
     set; ``switch_s``: what a switch is taken to cost until one was made. Raises ``StreamRLError`` where engines are to
     be freed and the room of the first set is not known."""
-    sets = [
-        EngineSet(
-            name=one.name,
-            engines=one.count,
-            tensor_parallel_size=one.tensor_parallel_size,
-            kv_tokens=kv_tokens[one.name],
-            max_num_seqs=one.max_num_seqs,
-            round_kinds=one.rounds,
-            hosts=one.engines,
-        )
-        for one in prepared_sets(recipe)
-    ]
+    sets = [msgspec.structs.replace(one, kv_tokens=kv_tokens[one.name]) for one in prepared_sets(recipe)]
     release = recipe.engines.release
     if release is not ReleaseKind.NEVER and not sets[0].kv_tokens:
         raise StreamRLError(
@@ -115,13 +105,13 @@ class ElasticEngines:
         seconds, self._switched_s = self._switched_s, 0.0
         return self._hosts.figures | {
             "engines/set": float(list(self._chooser.sets).index(self._served_by.name)),
-            "engines/serving": float(self._served_by.engines),
+            "engines/serving": float(self._served_by.count),
             "engines/switches_total": float(self._switches),
             "time/engine_switch_s": seconds,
         }
 
     @property
-    def _set(self) -> EngineSet:
+    def _set(self) -> PreparedSet:
         return self._chooser.sets[self._chooser.current]
 
     # ---- what the controller does ------------------------------------------------------------------
@@ -140,7 +130,7 @@ class ElasticEngines:
         plan = self._chooser.launched(round_kind, ids, prompt_tokens, policy_version, self._clock(), load)
         if plan is not None and plan.because is not None and not self._given_up and not self._switches_now:
             self._switches_now = True
-            self._pool.withdraw(self._set.hosts, AWAY)
+            self._pool.withdraw(self._set.engines, AWAY)
             await self._decided(plan.because, self._step, True)
             beside.start_soon(self._switch, plan)
 
@@ -279,7 +269,7 @@ class ElasticEngines:
         """Have the planned set serve; returns when it does, or the run ends."""
         began = self._clock()
         with anyio.CancelScope() as self._switching:
-            await self._hosts.use(self._chooser.sets[plan.engine_set].hosts)
+            await self._hosts.use(self._chooser.sets[plan.engine_set].engines)
             now = self._clock()
             self._switches += 1
             self._switched_s = now - began

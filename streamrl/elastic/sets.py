@@ -22,24 +22,7 @@ from streamrl.base.messages import EngineLoad
 from streamrl.base.types import TrajectoryId
 from streamrl.control.actions import Decision
 from streamrl.engines.step_cost import StepCost
-
-
-class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to use the devices of the rollout. ``kv_tokens``: tokens that the KV cache of *one* engine holds (0: more
-    than is ever asked for); ``round_kinds``: rounds that it always serves; ``hosts``: names of its engines."""
-
-    name: str
-    engines: int
-    tensor_parallel_size: int
-    kv_tokens: int = 0
-    max_num_seqs: int = 256
-    round_kinds: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()
-
-    @property
-    def capacity(self) -> float:
-        """Tokens that all caches hold together."""
-        return float(self.engines * self.kv_tokens) if self.kv_tokens else math.inf
+from streamrl.plan.topology import PreparedSet
 
 
 class SetSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +104,7 @@ class SetPlanner:
 
     def __init__(
         self,
-        sets: Sequence[EngineSet],
+        sets: Sequence[PreparedSet],
         *,
         switch_s: float,
         cost: StepCost,
@@ -156,7 +139,7 @@ class SetPlanner:
     def plan(self, round_kind: str, rounds_left: int) -> SetPlan:
         """Return the set that serves the round of ``round_kind`` which is about to begin."""
         for one in self.sets.values():
-            if round_kind in one.round_kinds:
+            if round_kind in one.rounds:
                 reason = f"{round_kind} rounds belong to set {one.name} (engines.advanced.sets)"
                 because = Decision(subject="engine_set", reason=reason, figures={})
                 return SetPlan(engine_set=one.name, because=because if one.name != self.current else None)
@@ -165,11 +148,11 @@ class SetPlanner:
         horizon = min(self._settings.horizon, rounds_left)
         if kind is None or horizon <= 0:
             return stay
-        others = [one for one in self.sets.values() if one.name != self.current and not one.round_kinds]
+        others = [one for one in self.sets.values() if one.name != self.current and not one.rounds]
         plans = [self._weighed(one, kind, horizon) for one in others if self._worth_a_trial(one, kind)]
         return max((plan for plan in plans if plan.gain_s > 0), key=lambda plan: plan.gain_s, default=stay)
 
-    def _worth_a_trial(self, one: EngineSet, kind: KindHistory) -> bool:
+    def _worth_a_trial(self, one: PreparedSet, kind: KindHistory) -> bool:
         """Of a set that such rounds were never on: what is expected of it is a guess, and needs a sign beside it."""
         here, settings = self.sets[self.current], self._settings
         if one.name in kind.ratios:
@@ -179,7 +162,7 @@ class SetPlanner:
         fits = math.isinf(one.capacity) or kind.last.kv_usage * here.capacity / one.capacity <= settings.headroom
         return kind.quiet >= settings.quiet_rounds and fits
 
-    def _weighed(self, one: EngineSet, kind: KindHistory, horizon: int) -> SetPlan:
+    def _weighed(self, one: PreparedSet, kind: KindHistory, horizon: int) -> SetPlan:
         """What it is worth to go to ``one``: for good, or for rounds of this kind and back, whichever is more."""
         here, switch_s, certainty = self.sets[self.current], self.switch_s, self._settings.certainty
 
@@ -223,7 +206,7 @@ class SetPlanner:
         because = Decision(subject="engine_set", reason=reason, figures=figures)
         return SetPlan(engine_set=one.name, gain_s=total, because=because)
 
-    def _seconds(self, one: EngineSet, kind: KindHistory) -> tuple[float, float]:
+    def _seconds(self, one: PreparedSet, kind: KindHistory) -> tuple[float, float]:
         """Seconds of a round of that kind on ``one``, and the relative error of that. A set that such rounds were never
         on is corrected as the set in use is, or as those that are known are."""
         expected = expected_seconds(one, kind.last, self.cost, self._settings.scaling)
@@ -237,7 +220,9 @@ class SetChooser(SetPlanner):
     ``load``: of the engines in use together, with counters since they exist. ``cost`` None: it is measured, too.
     """
 
-    def __init__(self, sets: Sequence[EngineSet], *, steps: int, switch_s: float, cost: StepCost | None = None) -> None:
+    def __init__(
+        self, sets: Sequence[PreparedSet], *, steps: int, switch_s: float, cost: StepCost | None = None
+    ) -> None:
         super().__init__(sets, switch_s=switch_s, cost=cost or StepCost(base_s=1e-3, per_running_s=0.0))
         self._steps = steps
         self._measured_steps = _FadingLine() if cost is None else None
@@ -360,14 +345,14 @@ def faster_steps(tensor_parallel_size: int, scaling: float) -> float:
     return float((2 * scaling) ** math.log2(tensor_parallel_size))
 
 
-def expected_seconds(one: EngineSet, load: RoundMeasured, cost: StepCost, scaling: float = 0.8) -> float:
+def expected_seconds(one: PreparedSet, load: RoundMeasured, cost: StepCost, scaling: float = 0.8) -> float:
     """What a round like ``load`` would take on ``one``, before what was measured corrects it.
 
     As many decode steps as the longest completion has tokens, or as the tokens of an engine need when KV or
     ``max_num_seqs`` bounds how many requests run: ``steps x base + tokens x per_running``, both faster with workers.
     """
-    tokens = load.tokens / one.engines
-    requests = max(load.requests / one.engines, 1.0)
+    tokens = load.tokens / one.count
+    requests = max(load.requests / one.count, 1.0)
     held = load.prompt + load.tokens / max(load.requests, 1) / 2  # of a request, in the mean of its life
     running = min(requests, float(one.max_num_seqs), one.kv_tokens / max(held, 1.0) if one.kv_tokens else math.inf)
     steps = max(load.longest, tokens / max(running, 1.0))

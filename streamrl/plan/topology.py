@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from pathlib import Path
 
@@ -46,15 +47,16 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
-    """``count`` engines, from number ``first`` on, of ``tensor_parallel_size`` workers. ``kv_tokens`` 0: what fits."""
+    """``count`` engines, from number ``first`` on, of ``tensor_parallel_size`` workers. ``kv_tokens``: of one engine
+    (0: what fits); ``rounds``: kinds of rounds that it always serves."""
 
-    first: int
+    first: int = 0
     count: int
-    tensor_parallel_size: int
-    max_num_seqs: int
-    kv_tokens: int
-    cores: tuple[str, ...]
-    rounds: tuple[str, ...]
+    tensor_parallel_size: int = 1
+    max_num_seqs: int = 256
+    kv_tokens: int = 0
+    cores: tuple[str, ...] = ()
+    rounds: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -65,6 +67,11 @@ class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
     def engines(self) -> tuple[str, ...]:
         """Names of its engines."""
         return tuple(f"engine-{index}" for index in range(self.first, self.first + self.count))
+
+    @property
+    def capacity(self) -> float:
+        """Tokens that all caches hold together; infinite where ``kv_tokens`` is 0."""
+        return float(self.count * self.kv_tokens) if self.kv_tokens else math.inf
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):

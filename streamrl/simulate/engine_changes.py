@@ -7,18 +7,18 @@ Another set takes over between rounds, in ``switch_s``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.base.messages import EngineLoad
 from streamrl.base.types import TrajectoryId
 from streamrl.control.actions import Decision
 from streamrl.elastic.freeing import Freeing, OpenRequest, ServingEngine
-from streamrl.elastic.sets import EngineSet, SetChooser, faster_steps
+from streamrl.elastic.sets import SetChooser, faster_steps
 from streamrl.engines.step_cost import StepCost
-from streamrl.plan.topology import expected_kv_tokens, prepared_sets
+from streamrl.plan.topology import PreparedSet, expected_kv_tokens, prepared_sets
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import EngineModel
@@ -33,44 +33,27 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     """What a recipe lets become of the engines. ``sets``: all of them, the cluster's own first; empty: that is all."""
 
     release: ReleaseKind = ReleaseKind.NEVER
-    sets: tuple[EngineSet, ...] = ()
+    sets: tuple[PreparedSet, ...] = ()
 
     def most_engines(self, model: ClusterModel) -> int:
         """Of the largest set."""
-        return max([model.engines.count, *(one.engines for one in self.sets)])
+        return max([model.engines.count, *(one.count for one in self.sets)])
 
 
 def engine_plan(recipe: Recipe, model: ClusterModel) -> EnginePlan:
     """What ``recipe`` asks for on that cluster, whose engines are the first set."""
     if not recipe.engines.sets:
         return EnginePlan(release=recipe.engines.release)
-    engines, first = model.engines, prepared_sets(recipe)[0]
-    own = EngineSet(
-        name=f"{engines.count}x{engines.tensor_parallel_size}",
-        engines=engines.count,
-        tensor_parallel_size=engines.tensor_parallel_size,
-        kv_tokens=model.engine.kv_tokens,
-        max_num_seqs=model.engine.max_num_seqs,
-        round_kinds=first.rounds,
-    )
-    others = [
-        EngineSet(
-            name=one.name,
-            engines=one.count,
-            tensor_parallel_size=one.tensor_parallel_size,
-            kv_tokens=one.kv_tokens
-            or expected_kv_tokens(
-                own.kv_tokens,
-                one.tensor_parallel_size,
-                of=own.tensor_parallel_size,
-                weight_tokens=engines.weight_tokens,
-            ),
-            max_num_seqs=-(-own.max_num_seqs * own.engines // one.count),
-            round_kinds=one.rounds,
-        )
-        for one in prepared_sets(recipe)[1:]
-    ]
-    return EnginePlan(release=recipe.engines.release, sets=(own, *others))
+    engines, (first, *others) = model.engines, prepared_sets(recipe)
+    workers, kv_tokens = engines.tensor_parallel_size, model.engine.kv_tokens
+    requests = model.engine.max_num_seqs
+    own = replace(first, count=engines.count, tensor_parallel_size=workers, kv_tokens=kv_tokens, max_num_seqs=requests)
+
+    def expected(one: PreparedSet) -> PreparedSet:
+        room = expected_kv_tokens(kv_tokens, one.tensor_parallel_size, of=workers, weight_tokens=engines.weight_tokens)
+        return replace(one, kv_tokens=one.kv_tokens or room, max_num_seqs=-(-requests * own.count // one.count))
+
+    return EnginePlan(release=recipe.engines.release, sets=(own, *map(expected, others)))
 
 
 class SimulatedFreeing:
@@ -118,7 +101,7 @@ class SimulatedFreeing:
 class SimulatedSets:
     """Changes the engines of ``rollout`` to the set that ``SetChooser`` chooses as a round begins."""
 
-    def __init__(self, rollout: SimulatedRollout, model: ClusterModel, sets: Sequence[EngineSet], steps: int) -> None:
+    def __init__(self, rollout: SimulatedRollout, model: ClusterModel, sets: Sequence[PreparedSet], steps: int) -> None:
         self._rollout = rollout
         self._model = model
         faster = faster_steps(model.engines.tensor_parallel_size, model.engines.parallel_scaling)
@@ -135,7 +118,7 @@ class SimulatedSets:
         if plan is None:
             return None
         one = self._chooser.sets[plan.engine_set]
-        rollout.change(one.engines, scaled_engine(self._model, one), engines.switch_s)
+        rollout.change(one.count, scaled_engine(self._model, one), engines.switch_s)
         self._chooser.switched(one.name, rollout.now + engines.switch_s, engines.switch_s, self._load)
         return plan.because
 
@@ -154,12 +137,12 @@ class SimulatedSets:
         )
 
 
-def scaled_engine(model: ClusterModel, one: EngineSet) -> EngineModel:
+def scaled_engine(model: ClusterModel, one: PreparedSet) -> EngineModel:
     """An engine of that set: decode steps and prefill take what they take on the cluster's engine, by workers."""
     scaling = model.engines.parallel_scaling
     faster = faster_steps(one.tensor_parallel_size, scaling) / faster_steps(model.engines.tensor_parallel_size, scaling)
     engine = model.engine
-    return msgspec.structs.replace(
+    return replace(
         engine,
         base_s=engine.base_s / faster,
         per_running_s=engine.per_running_s / faster,
@@ -167,5 +150,5 @@ def scaled_engine(model: ClusterModel, one: EngineSet) -> EngineModel:
         per_root_running_s=engine.per_root_running_s / faster,
         prefill_tokens_s=engine.prefill_tokens_s * faster,
         max_num_seqs=one.max_num_seqs,
-        kv_tokens=0 if math.isinf(one.capacity) else one.kv_tokens,
+        kv_tokens=one.kv_tokens,
     )

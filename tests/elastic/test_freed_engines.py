@@ -16,9 +16,10 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.control.actions import Decision
 from streamrl.elastic.elastic_engines import ElasticEngines
 from streamrl.elastic.freeing import Freeing, FreeingSettings
-from streamrl.elastic.sets import EngineSet, SetChooser
+from streamrl.elastic.sets import SetChooser
 from streamrl.engines.pool import AWAY, EnginePool
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.plan.topology import PreparedSet
 from streamrl.recipe.scheduling import InFlight
 from streamrl.stages.rollout import RolloutStage
 from streamrl.sync.weight_sync import WeightSync
@@ -56,7 +57,7 @@ class Rounds:
             freeing.launched("long", [identity])
             freeing.ended(identity, tokens)
         freeing.begin_round()
-        one = EngineSet(name="4x1", engines=4, tensor_parallel_size=1, kv_tokens=4_000, max_num_seqs=32)
+        one = PreparedSet(count=4, tensor_parallel_size=1, kv_tokens=4_000, max_num_seqs=32)
         self.elastic = ElasticEngines(
             self.pool,
             None,  # type: ignore[arg-type] - no set is changed

@@ -11,17 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.elastic.sets import (
-    EngineSet,
     RoundMeasured,
     SetPlan,
     SetPlanner,
     expected_seconds,
 )
 from streamrl.engines.step_cost import StepCost
-from streamrl.plan.topology import expected_kv_tokens
+from streamrl.plan.topology import PreparedSet, expected_kv_tokens
 
-WIDE = EngineSet(name="8x1", engines=8, tensor_parallel_size=1, kv_tokens=40_000)
-DEEP = EngineSet(name="4x2", engines=4, tensor_parallel_size=2, kv_tokens=120_000)
+WIDE = PreparedSet(count=8, tensor_parallel_size=1, kv_tokens=40_000)
+DEEP = PreparedSet(count=4, tensor_parallel_size=2, kv_tokens=120_000)
 SETS = (WIDE, DEEP)
 COST = StepCost(base_s=0.01, per_running_s=0.0001)
 
@@ -171,7 +170,7 @@ def test_a_trial_that_failed_is_taken_back_and_not_repeated() -> None:
 
 
 def test_rounds_that_belong_to_a_set_are_served_by_it() -> None:
-    sets = (WIDE, msgspec.structs.replace(DEEP, round_kinds=("long",)))
+    sets = (WIDE, msgspec.structs.replace(DEEP, rounds=("long",)))
 
     def plan(current: str, kind: str) -> SetPlan:
         planner = SetPlanner(sets, switch_s=1e9, cost=COST)
@@ -202,12 +201,12 @@ def test_more_room_never_takes_longer_and_the_longest_completion_bounds_it(
     load: RoundMeasured, kv_tokens: int, more: int
 ) -> None:
     def seconds(tokens: int, base_s: float = 0.01) -> float:
-        one = EngineSet(name="x", engines=4, tensor_parallel_size=1, kv_tokens=tokens)
+        one = PreparedSet(count=4, tensor_parallel_size=1, kv_tokens=tokens)
         return expected_seconds(one, load, StepCost(base_s=base_s, per_running_s=0.0001))
 
     assert seconds(0) <= seconds(kv_tokens + more) <= seconds(kv_tokens)
     assert seconds(0) >= 0.01 * load.longest
-    workers = [EngineSet(name="x", engines=1, tensor_parallel_size=n, kv_tokens=0) for n in (1, 2, 4)]
+    workers = [PreparedSet(count=1, tensor_parallel_size=n, kv_tokens=0) for n in (1, 2, 4)]
     one, two, four = (expected_seconds(w, load, COST) for w in workers)
     assert two == pytest.approx(one / 1.6) and four == pytest.approx(one / 1.6**2)
 

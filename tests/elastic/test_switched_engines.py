@@ -13,11 +13,12 @@ from streamrl.base.stage_messages import TrajectoryLost
 from streamrl.base.types import TrajectoryId
 from streamrl.control.actions import Decision
 from streamrl.elastic.elastic_engines import ElasticEngines
-from streamrl.elastic.sets import EngineSet, SetChooser
+from streamrl.elastic.sets import SetChooser
 from streamrl.engines.pool import AWAY
+from streamrl.plan.topology import PreparedSet
 
-WIDE = EngineSet(name="2x1", engines=2, tensor_parallel_size=1, kv_tokens=2_000, hosts=("engine-0", "engine-1"))
-DEEP = EngineSet(name="1x2", engines=1, tensor_parallel_size=2, kv_tokens=5_000, hosts=("engine-2",))
+WIDE = PreparedSet(count=2, tensor_parallel_size=1, kv_tokens=2_000)
+DEEP = PreparedSet(count=1, tensor_parallel_size=2, kv_tokens=5_000, first=2)
 
 
 class World:

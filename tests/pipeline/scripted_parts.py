@@ -63,7 +63,7 @@ from streamrl.control.machine import Control
 from streamrl.control.settings import ControlSettings
 from streamrl.elastic.elastic_engines import ElasticEngines
 from streamrl.elastic.freeing import Freeing
-from streamrl.elastic.sets import EngineSet, SetChooser
+from streamrl.elastic.sets import SetChooser
 from streamrl.engines.pool import AWAY, EnginePool
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.evaluate.evaluation import Evaluations, HeldOut
@@ -74,6 +74,7 @@ from streamrl.journal.run_journal import JournalledOutcomes, RunJournal
 from streamrl.journal.summary import RunSummary, summarize
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
+from streamrl.plan.topology import PreparedSet
 from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.sections import ReleaseKind
@@ -304,7 +305,7 @@ class SimulatedRun:
         in_flight: InFlight = InFlight.KEEP,
         lengths: LengthMixture | None = None,
         release: ReleaseKind = ReleaseKind.NEVER,
-        sets: Sequence[EngineSet] = (),
+        sets: Sequence[PreparedSet] = (),
         kept: bool = True,  # without a journal virtual time does not pass while the disk is waited for
     ) -> None:
         self._kept, self.events_to_live, self.outcomes_to_live = kept, 10**9, 0
@@ -336,7 +337,7 @@ class SimulatedRun:
     async def run(self, *, stop_at: tuple[str, int] | None = None) -> str:
         """Until the run ends; when ``stop_at`` is in ``history`` a drain is asked for. Returns the reason."""
         self._stop_at = stop_at
-        absent = [name for one in self._sets[1:] for name in one.hosts]
+        absent = [name for one in self._sets[1:] for name in one.engines]
         pool = EnginePool({f"engine-{index}": engine for index, engine in enumerate(self.engines)}, absent=absent)
         await pool.start()
         rollout = RolloutStage(pool, max_tokens=64, temperature=1.0, top_p=1.0)
@@ -453,7 +454,7 @@ class SimulatedRun:
             if shown:
                 await report.decided(decision, step)
 
-        alone = EngineSet(name="alone", engines=len(self.engines), tensor_parallel_size=1, kv_tokens=4000)
+        alone = PreparedSet(count=len(self.engines), tensor_parallel_size=1, kv_tokens=4000)
         return ElasticEngines(
             pool,
             MemoryHosts(self, pool),  # type: ignore[arg-type]

@@ -15,9 +15,9 @@ from scripted_parts import SimulatedRun, run_settings
 from streamrl.base.errors import CannotContinue
 from streamrl.base.run_events import EvaluationFinished, RunDecided, RunWarning, StepFinished
 from streamrl.elastic.elastic_engines import ElasticEngines
-from streamrl.elastic.sets import EngineSet
 from streamrl.journal.log import read_journal
 from streamrl.journal.records import JournalCodec, JournalDecision
+from streamrl.plan.topology import PreparedSet
 from streamrl.recipe.scheduling import InFlight, RoundKind, StalePolicy
 from streamrl.recipe.sections import ReleaseKind
 
@@ -236,17 +236,13 @@ async def test_engines_are_freed_in_rounds_and_serve_in_the_next(rounds: dict[st
 
 # ---- sets of engines ------------------------------------------------------------------------------------
 
-WIDE = EngineSet(
-    name="2x1",
-    engines=2,
+WIDE = PreparedSet(
+    count=2,
     tensor_parallel_size=1,
     kv_tokens=4_000,
-    round_kinds=("short",),
-    hosts=("engine-0", "engine-1"),
+    rounds=("short",),
 )
-DEEP = EngineSet(
-    name="1x2", engines=1, tensor_parallel_size=2, kv_tokens=9_000, round_kinds=("long",), hosts=("engine-2",)
-)
+DEEP = PreparedSet(count=1, tensor_parallel_size=2, kv_tokens=9_000, rounds=("long",), first=2)
 SETS = (WIDE, DEEP)
 
 
@@ -284,8 +280,8 @@ async def test_sets_freed_engines_and_the_next_round_in_advance_in_one_run(
 ) -> None:
     """Freed engines return before the next round is submitted, and it goes to the set that was chosen for it alone."""
     chosen = run_settings(batch_groups=8, steps=11, presubmit=True, **TAIL)
-    wide = msgspec.structs.replace(WIDE, name="3x1", engines=3, hosts=("engine-0", "engine-1", "engine-2"))
-    deep = msgspec.structs.replace(DEEP, name="2x2", engines=2, hosts=("engine-3", "engine-4"))
+    wide = msgspec.structs.replace(WIDE, count=3)
+    deep = msgspec.structs.replace(DEEP, first=3, count=2)
     run = SimulatedRun(chosen, tmp_path, engines=3, ranks=2, sets=(wide, deep), release=ReleaseKind.DRAIN)
     launched, submitted_to = ElasticEngines.launched, set()
 
@@ -295,7 +291,7 @@ async def test_sets_freed_engines_and_the_next_round_in_advance_in_one_run(
 
     monkeypatch.setattr(ElasticEngines, "launched", noting)
     assert await run.run() == "finished"
-    assert submitted_to == {wide.hosts, ()}, "to the whole set, or to the one that joins: they wait for it"
+    assert submitted_to == {wide.engines, ()}, "to the whole set, or to the one that joins: they wait for it"
     accounting = run.controller.state.accounting()
     assert accounting.balanced and accounting.in_flight == 0
     trained = run.trained()

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.elastic.sets import EngineSet
+from streamrl.plan.topology import PreparedSet
 from streamrl.recipe.scheduling import RoundKind, TailBatching
 from streamrl.recipe.sections import ReleaseKind
 from streamrl.simulate.cluster import ROLLPACKER_14B, ClusterModel
@@ -84,8 +84,8 @@ def test_the_reference_gain_of_freeing_half_of_the_engines_is_met() -> None:
 # ---- sets of engines -----------------------------------------------------------------------------------
 
 TIGHT = with_part(with_part(SHARED, "engines", count=4, weight_tokens=1500.0, switch_s=0.5), "engine", kv_tokens=900)
-WIDE = EngineSet(name="4x1", engines=4, tensor_parallel_size=1, kv_tokens=900, max_num_seqs=256)
-DEEP = EngineSet(name="2x2", engines=2, tensor_parallel_size=2, kv_tokens=3300, max_num_seqs=512)
+WIDE = PreparedSet(count=4, tensor_parallel_size=1, kv_tokens=900, max_num_seqs=256)
+DEEP = PreparedSet(count=2, tensor_parallel_size=2, kv_tokens=3300, max_num_seqs=512)
 BOTH = EnginePlan(sets=(WIDE, DEEP))
 
 
@@ -108,8 +108,8 @@ def test_a_load_that_has_room_goes_where_steps_are_faster_and_a_dear_switch_is_n
 
 def test_engines_of_either_set_are_freed() -> None:
     model = with_part(SHARED, "engine", kv_tokens=2_000)
-    own = EngineSet(name="4x1", engines=4, tensor_parallel_size=1, kv_tokens=2_000, max_num_seqs=64)
-    other = EngineSet(name="2x2", engines=2, tensor_parallel_size=2, kv_tokens=5_000, max_num_seqs=128)
+    own = PreparedSet(count=4, tensor_parallel_size=1, kv_tokens=2_000, max_num_seqs=64)
+    other = PreparedSet(count=2, tensor_parallel_size=2, kv_tokens=5_000, max_num_seqs=128)
     report = accounted(model, EnginePlan(release=ReleaseKind.DRAIN, sets=(own, other)))
     assert report.reasons["engine_set"] >= 1 and report.reasons["engines_freed"] > 5
 
@@ -117,8 +117,8 @@ def test_engines_of_either_set_are_freed() -> None:
 def test_each_kind_of_round_may_have_its_set() -> None:
     pinned = EnginePlan(
         sets=(
-            msgspec.structs.replace(WIDE, round_kinds=("short",)),
-            msgspec.structs.replace(DEEP, round_kinds=("long",)),
+            msgspec.structs.replace(WIDE, rounds=("short",)),
+            msgspec.structs.replace(DEEP, rounds=("long",)),
         )
     )
     report = accounted(TIGHT, pinned, **TAIL)
