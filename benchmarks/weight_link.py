@@ -34,7 +34,8 @@ from streamrl.weights.manifest import (
     ChunkEntry,
     Manifest,
     ShardSpec,
-    TensorEntry,
+    UnitEntry,
+    WorkUnit,
     digest_of,
     encode_manifest,
 )
@@ -181,7 +182,7 @@ def publish_raw(setting: Setting, server: PublisherServer) -> WeightAnnouncement
         encoded, positions = encode_raw(new, old)
         places = positions + unit.offset
         part_hash += hash_elements(unit.name, places, new[positions]) - hash_elements(unit.name, places, old[positions])
-        entries.append(TensorEntry(unit, positions.size, len(encoded)))
+        entries.append(UnitEntry(WorkUnit((unit,)), len(encoded)))
         patches.append(encoded)
     payload = memoryview(b"".join(patches))
     chunks = [payload[start : start + CHUNK_BYTES] for start in range(0, len(payload), CHUNK_BYTES)]

@@ -58,8 +58,8 @@ def manifests() -> Target:
         if len(frames) == 1:
             encoded = compressor.compress(encoded)
         manifest = decode_manifest(encoded, digest_of(encoded), "here")
-        for entry in manifest.tensors:
-            assert entry.shard.offset >= 0 and entry.shard.offset + entry.shard.count <= 1 << 64
+        for shard in (shard for entry in manifest.units for shard in entry.unit.shards):
+            assert shard.offset >= 0 and shard.offset + shard.count <= 1 << 64
         return "accepted"
 
     made = [message(seed(content, MSGPACK)) for content in plain]

@@ -22,7 +22,8 @@ import zstandard
 from campaigns.fuzz.mutations import broken_bytes
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.weights.manifest import ChunkEntry, Manifest, ShardSpec, decode_manifest, digest_of, encode_manifest
+from streamrl.weights import manifest as tables
+from streamrl.weights.manifest import Manifest, ShardSpec, decode_manifest, digest_of, encode_manifest
 from streamrl.weights.publish import publisher as publishing
 from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.pull.decoding import Decoding
@@ -199,14 +200,14 @@ def patch_case(random: Random) -> str:
     everything = world()
     sample = everything.samples[random.randrange(len(everything.samples))]
     payload = b"".join(sample.part.chunks)
-    starts = np.cumsum([0, *(entry.payload_bytes for entry in sample.manifest.tensors)])
-    index = random.randrange(len(sample.manifest.tensors))
+    starts = np.cumsum([0, *(entry.payload_bytes for entry in sample.manifest.units)])
+    index = random.randrange(len(sample.manifest.units))
     patch = payload[starts[index] : starts[index + 1]]
     broken = broken_bytes(random, patch, bytes(payload[starts[index] // 2 :]))
-    entry = msgspec.structs.replace(sample.manifest.tensors[index], payload_bytes=len(broken))
-    tensors = (*sample.manifest.tensors[:index], entry, *sample.manifest.tensors[index + 1 :])
+    entry = msgspec.structs.replace(sample.manifest.units[index], payload_bytes=len(broken))
+    units = (*sample.manifest.units[:index], entry, *sample.manifest.units[index + 1 :])
     payload = payload[: starts[index]] + broken + payload[starts[index + 1] :]
-    return hostile(sample, msgspec.structs.replace(sample.manifest, tensors=tensors), payload)
+    return hostile(sample, msgspec.structs.replace(sample.manifest, units=units), payload)
 
 
 def late_case(random: Random) -> str:
@@ -258,26 +259,25 @@ def manifest_case(random: Random) -> str:
         else:
             broken = broken_bytes(random, *manifests)
         return hostile_bytes(sample, broken, list(sample.part.chunks), sample.manifest.payload_bytes)
-    entries = list(sample.manifest.tensors)
+    entries = list(sample.manifest.units)
     index = random.randrange(len(entries))
-    field = random.choice(["offset", "count", "shape", "name", "dtype", "joined", "changed_elements"])
+    first, *others = entries[index].unit.shards
+    field = random.choice(["offset", "count", "shape", "name", "dtype"])
     number = random.choice([-1, 0, 1, 7, 2**31, 2**32, 2**62, -(2**62)])
     value = {"shape": (number, number), "name": "other", "dtype": "float16"}.get(field, number)
-    entry = entries[index]
-    if field in ("joined", "changed_elements"):
-        entries[index] = msgspec.structs.replace(entry, **{field: not entry.joined if field == "joined" else number})
-    else:
-        entries[index] = msgspec.structs.replace(entry, shard=msgspec.structs.replace(entry.shard, **{field: value}))
+    wrong = msgspec.structs.replace(first, **{field: value})
+    unit = tables.WorkUnit(random.choice([(wrong, *others), (*others, wrong), (*others,), (first, first, *others)]))
+    entries[index] = msgspec.structs.replace(entries[index], unit=unit)
     if random.random() < 0.2:
         entries.append(entries[index])
-    return hostile(sample, msgspec.structs.replace(sample.manifest, tensors=tuple(entries)), None)
+    return hostile(sample, msgspec.structs.replace(sample.manifest, units=tuple(entries)), None)
 
 
 def hostile(sample: Sample, manifest: Manifest, payload: bytes | None) -> str:
     chunks = [bytes(chunk) for chunk in sample.part.chunks]
     if payload is not None:
         chunks = [payload[start : start + CHUNK] for start in range(0, len(payload), CHUNK)]
-        table = tuple(ChunkEntry(digest_of(chunk), len(chunk)) for chunk in chunks)
+        table = tuple(tables.ChunkEntry(digest_of(chunk), len(chunk)) for chunk in chunks)
         manifest = msgspec.structs.replace(manifest, chunks=table)
     return hostile_bytes(sample, encode_manifest(manifest), chunks, manifest.payload_bytes)
 

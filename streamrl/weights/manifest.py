@@ -1,4 +1,4 @@
-"""The manifest of one rank's part of one version (its identity, its tensors, its chunks), and the units it is coded in.
+"""The manifest of one rank's part of one version (its identity, its units, its chunks), and the units it is coded in.
 
 The digest of the encoded manifest is the identity of the part; everything else hangs on it: the manifest
 names the digest of every chunk, so the bytes are checked, no matter which process serves them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
 from typing import cast
 
@@ -19,9 +19,9 @@ import zstandard
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
 from streamrl.weights.codec.bits import BitArray, BitType, bit_type
-from streamrl.weights.codec.codec import EncodedPatch, WeightPatch
+from streamrl.weights.codec.codec import WeightPatch
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 CHECKPOINT_VERSION = -1
 """Base version of a delta that is made on the checkpoint files both sides began with: no published version."""
 CHUNK_BYTES = 1 << 20
@@ -67,15 +67,70 @@ class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, offset=self.offset + start, count=count)
 
 
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One encoded patch: the shard (or the piece of one) it belongs to, the elements it decodes to, its bytes in the
-    payload. ``joined``: the patch of the entry before is of this shard too, whose elements follow there; it has no
-    bytes of its own (``WorkUnit``)."""
+class WorkUnit(msgspec.Struct, frozen=True, array_like=True):
+    """What is compared, encoded and decoded in one go: shards of one dtype in a row, or pieces of them, up to
+    ``UNIT_ELEMENTS``. A patch has tables of its own, so one of a few thousand elements costs half as much again as the
+    same changes among many. Each shard stays a tensor of its own for everything else: its hash, its place on the
+    engine."""
 
-    shard: ShardSpec
-    changed_elements: int
+    shards: tuple[ShardSpec, ...]
+
+    @property
+    def dtype(self) -> str:
+        """The published dtype of all."""
+        return self.shards[0].dtype
+
+    @property
+    def bits(self) -> BitType:
+        """What their elements are written as."""
+        return bit_type(self.dtype, self.name)
+
+    @property
+    def count(self) -> int:
+        """Elements of all."""
+        return sum(shard.count for shard in self.shards)
+
+    @property
+    def name(self) -> str:
+        """For error messages."""
+        first, *others = (shard.name for shard in self.shards)
+        return f"{first} and {len(others)} more" if others else first
+
+    def join(self, bits_of: Callable[[ShardSpec], BitArray]) -> BitArray:
+        """All elements in a row. Not copied where it is one shard."""
+        parts = [bits_of(shard) for shard in self.shards]
+        return parts[0] if len(parts) == 1 else cast("BitArray", np.concatenate(parts))
+
+    def cut(self, patch: WeightPatch) -> list[WeightPatch]:
+        """What a patch of all of them makes of each. ``patch``: its positions rise within ``count``."""
+        if len(self.shards) == 1:
+            return [patch]
+        edges = list(accumulate((shard.count for shard in self.shards), initial=0))
+        if patch.positions is None:
+            return [WeightPatch(None, patch.values[start:stop]) for start, stop in pairwise(edges)]
+        places = np.searchsorted(patch.positions, edges).tolist()
+        return [
+            WeightPatch(patch.positions[first:last] - edge, patch.values[first:last])
+            for (first, last), edge in zip(pairwise(places), edges, strict=False)
+        ]
+
+    def check(self) -> None:
+        """Raise ``WeightError`` for shards that leave their tensor, or that nobody would code together."""
+        for shard in self.shards:
+            shard.check()
+        dtypes = {shard.dtype for shard in self.shards}
+        if len(dtypes) != 1 or (len(self.shards) > 1 and self.count > UNIT_ELEMENTS):
+            raise WeightError(
+                f"{len(self.shards)} shards of {self.count} elements, as {', '.join(sorted(dtypes)) or 'nothing'}, are "
+                f"coded together: shards of one dtype are, up to {UNIT_ELEMENTS} elements"
+            )
+
+
+class UnitEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One encoded patch: the unit that it decodes to, and its bytes in the payload."""
+
+    unit: WorkUnit
     payload_bytes: int
-    joined: bool = False
 
 
 class ChunkEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -86,8 +141,8 @@ class ChunkEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank publishes for one version. The payload is the patches of ``tensors``, one after another,
-    cut into ``chunks``. A delta lists only tensors that changed; an anchor (``base_version`` None) lists all.
+    """What one rank publishes for one version. The payload is the patches of ``units``, one after another,
+    cut into ``chunks``. A delta lists only units that changed; an anchor (``base_version`` None) lists all.
 
     ``base_part_hash`` and ``part_hash``: the rank's part of the state hash before and after. ``base_digest``: of the
     manifest of the base version (empty: there is none), for receivers that lack it too. ``shards``: all that the rank
@@ -102,7 +157,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     base_part_hash: int
     base_digest: str
     part_hash: int
-    tensors: tuple[TensorEntry, ...]
+    units: tuple[UnitEntry, ...]
     chunks: tuple[ChunkEntry, ...]
     shards: tuple[ShardSpec, ...] = ()
 
@@ -153,93 +208,16 @@ def decode_manifest(encoded: bytes | memoryview, expected_digest: str, endpoint:
             f"manifest from {endpoint} has format {manifest.format_version}; this build reads {FORMAT_VERSION}: "
             "run the same streamrl version on both sides"
         )
-    in_tensors = sum(entry.payload_bytes for entry in manifest.tensors)
-    if in_tensors != manifest.payload_bytes:
+    in_units = sum(entry.payload_bytes for entry in manifest.units)
+    if in_units != manifest.payload_bytes:
         raise WeightError(
-            f"manifest {expected_digest} from {endpoint}: tensors take {in_tensors} bytes, "
-            f"chunks {manifest.payload_bytes}"
+            f"manifest {expected_digest} from {endpoint}: units take {in_units} bytes, chunks {manifest.payload_bytes}"
         )
-    for shard in (*(entry.shard for entry in manifest.tensors), *manifest.shards):
+    for entry in manifest.units:
+        entry.unit.check()
+    for shard in manifest.shards:
         shard.check()
-    _refuse_wrong_joins(manifest, expected_digest, endpoint)
     return manifest
-
-
-def _refuse_wrong_joins(manifest: Manifest, digest: str, endpoint: str) -> None:
-    """Raise ``WeightError`` for shards that nobody would code together."""
-    first: ShardSpec | None = None
-    elements = 0
-    for entry in manifest.tensors:
-        if not entry.joined:
-            first, elements = entry.shard, entry.shard.count
-            continue
-        elements += entry.shard.count
-        if first is None or first.dtype != entry.shard.dtype or entry.payload_bytes or elements > UNIT_ELEMENTS:
-            raise WeightError(
-                f"manifest {digest} from {endpoint} joins {entry.shard.name!r} ({entry.shard.dtype}, with "
-                f"{entry.payload_bytes} bytes of its own) to {first and first.name!r}; {elements} elements together"
-            )
-
-
-class WorkUnit(msgspec.Struct, frozen=True):
-    """What is compared, encoded and decoded in one go: shards of one dtype in a row, or pieces of them, up to
-    ``UNIT_ELEMENTS``. A patch has tables of its own, so one of a few thousand elements costs half as much again as the
-    same changes among many. Each shard stays a tensor of its own for everything else: its hash, its entry in the
-    manifest, its place on the engine."""
-
-    shards: tuple[ShardSpec, ...]
-
-    @property
-    def dtype(self) -> str:
-        """The published dtype of all."""
-        return self.shards[0].dtype
-
-    @property
-    def bits(self) -> BitType:
-        """What their elements are written as."""
-        return bit_type(self.dtype, self.name)
-
-    @property
-    def count(self) -> int:
-        """Elements of all."""
-        return sum(shard.count for shard in self.shards)
-
-    @property
-    def name(self) -> str:
-        """For error messages."""
-        first, *others = (shard.name for shard in self.shards)
-        return f"{first} and {len(others)} more" if others else first
-
-    def join(self, bits_of: Callable[[ShardSpec], BitArray]) -> BitArray:
-        """All elements in a row. Not copied where it is one shard."""
-        parts = [bits_of(shard) for shard in self.shards]
-        return parts[0] if len(parts) == 1 else cast("BitArray", np.concatenate(parts))
-
-    def cut(self, patch: WeightPatch) -> list[WeightPatch]:
-        """What a patch of all of them makes of each. ``patch``: its positions rise within ``count``."""
-        if len(self.shards) == 1:
-            return [patch]
-        edges = list(accumulate((shard.count for shard in self.shards), initial=0))
-        if patch.positions is None:
-            return [WeightPatch(None, patch.values[start:stop]) for start, stop in pairwise(edges)]
-        places = np.searchsorted(patch.positions, edges).tolist()
-        return [
-            WeightPatch(patch.positions[first:last] - edge, patch.values[first:last])
-            for (first, last), edge in zip(pairwise(places), edges, strict=False)
-        ]
-
-    def entries(self, encoded: EncodedPatch) -> Iterator[TensorEntry]:
-        """Its lines in the manifest."""
-        if encoded.listed_elements == self.count:
-            yield from self.complete_entries(len(encoded.encoded))
-            return
-        for index, (shard, part) in enumerate(zip(self.shards, self.cut(encoded.patch), strict=True)):
-            yield TensorEntry(shard, part.values.size, 0 if index else len(encoded.encoded), joined=index > 0)
-
-    def complete_entries(self, payload_bytes: int) -> Iterator[TensorEntry]:
-        """The same, where so many bytes decode to all elements."""
-        for index, shard in enumerate(self.shards):
-            yield TensorEntry(shard, shard.count, 0 if index else payload_bytes, joined=index > 0)
 
 
 def work_units(shards: Iterable[ShardSpec]) -> list[WorkUnit]:
@@ -262,15 +240,3 @@ def work_units(shards: Iterable[ShardSpec]) -> list[WorkUnit]:
         if together:
             units.append(WorkUnit(tuple(together)))
     return units
-
-
-def listed_units(entries: Iterable[TensorEntry]) -> Iterator[tuple[WorkUnit, tuple[TensorEntry, ...]]]:
-    """The units of a manifest's tensors, each with its entries."""
-    together: list[TensorEntry] = []
-    for entry in entries:
-        if together and not entry.joined:
-            yield WorkUnit(tuple(one.shard for one in together)), tuple(together)
-            together = []
-        together.append(entry)
-    if together:
-        yield WorkUnit(tuple(one.shard for one in together)), tuple(together)

@@ -259,9 +259,9 @@ def test_an_earlier_version_that_is_not_the_one_before_is_refused(push: SmallPus
     with pytest.raises(WeightError, match="cannot be made on version 2"):
         taken(base_version=2)
     with pytest.raises(WeightError, match="dense it would have"):
-        huge = msgspec.structs.replace(manifest.tensors[0], payload_bytes=1 << 30)
+        huge = msgspec.structs.replace(manifest.units[0], payload_bytes=1 << 30)
         chunks = (msgspec.structs.replace(manifest.chunks[0], payload_bytes=1 << 20),) * (1 << 10)
-        taken(tensors=(huge,), chunks=chunks)
+        taken(units=(huge,), chunks=chunks)
 
 
 def test_a_chain_that_takes_more_than_complete_weights_is_not_followed(push: SmallPush) -> None:

@@ -18,7 +18,7 @@ from streamrl.base.errors import WeightError
 from streamrl.weights.codec import codec
 from streamrl.weights.codec.codec import decode_patch
 from streamrl.weights.codec.symbols import encode_symbols
-from streamrl.weights.manifest import decode_manifest, listed_units
+from streamrl.weights.manifest import WorkUnit, decode_manifest
 from streamrl.weights.pull import decoding
 from streamrl.weights.pull.replica import FetchedVersion, ShardPatch
 from tests.weights.faulty_link import Frames, SmallPush, changed, flip, served
@@ -81,9 +81,9 @@ def test_every_bit_of_a_small_patch_may_be_wrong_behind_valid_digests(push: Smal
         patches: list[ShardPatch] = []
         start = 0
         try:
-            for unit, entries in listed_units(sample.manifest.tensors):
-                encoded = memoryview(wrong)[start : start + entries[0].payload_bytes]
-                patches += decoding.Decoding(push.replica).decode([(unit, entries, encoded)])
+            for entry in sample.manifest.units:
+                encoded = memoryview(wrong)[start : start + entry.payload_bytes]
+                patches += decoding.Decoding(push.replica).decode([(entry.unit, encoded)])
                 start += len(encoded)
             base_hash = sample.manifest.base_part_hash
             fetched = FetchedVersion(sample.announced, 0, base_hash, patches, len(payload), "run")
@@ -219,11 +219,12 @@ def test_a_decompression_bomb_is_refused_before_memory_is_taken_for_it(kind: str
 def test_a_manifest_that_lists_more_than_was_announced_is_refused() -> None:
     """Before memory is taken for it, and before any of its chunks is asked for."""
     sample = world().samples[1]
-    *others, last = sample.manifest.tensors
-    many = msgspec.structs.replace(last.shard, shape=(BOMB, BOMB), count=BOMB * BOMB)
-    entry = msgspec.structs.replace(last, shard=many)
+    *others, last = sample.manifest.units
+    (shard,) = last.unit.shards
+    many = msgspec.structs.replace(shard, shape=(BOMB, BOMB), count=BOMB * BOMB)
+    entry = msgspec.structs.replace(last, unit=WorkUnit((many,)))
     with pytest.raises(WeightError, match=r"lists shards of \d+ elements; announced were"):
-        hostile(sample, msgspec.structs.replace(sample.manifest, tensors=(*others, entry)), None)
+        hostile(sample, msgspec.structs.replace(sample.manifest, units=(*others, entry)), None)
 
 
 def test_a_slice_of_the_fuzzed_frames() -> None:

@@ -24,12 +24,11 @@ from streamrl.weights.codec.codec import encode_patch
 from streamrl.weights.manifest import (
     Manifest,
     ShardSpec,
-    TensorEntry,
+    UnitEntry,
     WorkUnit,
     decode_manifest,
     digest_of,
     encode_manifest,
-    listed_units,
 )
 from streamrl.weights.publish.publisher import WeightPublisher
 from streamrl.weights.pull.decoding import Decoding
@@ -48,16 +47,14 @@ def held(shards: Sequence[ShardSpec], bits: Bits) -> CheckpointReplica:
     return replica
 
 
-def sent(
-    shards: Sequence[ShardSpec], old: Bits | None, new: Bits
-) -> Iterator[tuple[WorkUnit, list[TensorEntry], bytes]]:
-    """The entries and the bytes of all units that have some."""
+def sent(shards: Sequence[ShardSpec], old: Bits | None, new: Bits) -> Iterator[tuple[WorkUnit, bytes]]:
+    """All units that have some bytes, and those."""
     for unit in manifest.work_units(shards):
         base = None if old is None else unit.join(lambda s: old[s.name][s.offset : s.offset + s.count])
         encoded = encode_patch(unit.join(lambda s: new[s.name][s.offset : s.offset + s.count]), base, unit.dtype)
         if encoded is not None:
             assert len(encoded.encoded) <= unit.count * unit.bits.itemsize
-            yield unit, list(unit.entries(encoded)), encoded.encoded
+            yield unit, encoded.encoded
 
 
 @settings(deadline=None, max_examples=60)
@@ -80,17 +77,15 @@ def test_any_tensors_arrive_bit_for_bit_however_they_are_joined(data: st.DataObj
         patched.setattr(manifest, "UNIT_ELEMENTS", 300)
         decoding = Decoding(None if anchor else held(shards, old))
         listed, arrived = [], []
-        for unit, entries, encoded in sent(shards, None if anchor else old, new):
-            ((again, found),) = listed_units(entries)
-            assert again == unit
-            listed += entries
-            arrived += decoding.decode([(unit, found, memoryview(encoded))])
+        for unit, encoded in sent(shards, None if anchor else old, new):
+            listed.append(UnitEntry(unit, len(encoded)))
+            arrived += decoding.decode([(unit, memoryview(encoded))])
         decoded = decode_manifest_of(listed)
-    assert decoded.tensors == tuple(listed)
+    assert decoded.units == tuple(listed)
     assert_become(shards, {} if anchor else old, new, arrived)
 
 
-def decode_manifest_of(entries: Sequence[TensorEntry]) -> Manifest:
+def decode_manifest_of(entries: Sequence[UnitEntry]) -> Manifest:
     size = sum(entry.payload_bytes for entry in entries)
     chunks = (manifest.ChunkEntry("", size),)
     encoded = encode_manifest(Manifest(manifest.FORMAT_VERSION, "run", 0, 1, 0, 0, "", 0, tuple(entries), chunks))
@@ -152,10 +147,7 @@ def test_what_did_not_change_beside_what_did_is_not_staged(tmp_path: Path) -> No
         staged = push.replica.stage(push.fetch(announced))
         assert list(staged.patches) == ["norm"]
         listed = decode_manifest(served(push.publisher, announced).manifest, announced.sources[0].manifest_digest, "")
-        assert [(entry.shard.name, entry.changed_elements, entry.joined) for entry in listed.tensors] == [
-            ("norm", 40, False),
-            ("layer", 0, True),
-        ]
+        assert [[shard.name for shard in entry.unit.shards] for entry in listed.units] == [["norm", "layer"]]
     finally:
         push.close()
 
@@ -187,47 +179,34 @@ def test_a_manifest_that_unfolds_beyond_its_limit_is_refused_before_it_does() ->
 # ---- what only a broken or hostile publisher would write ---------------------------------------------------
 
 
-def entries_of(*sizes: int, dtype: str = "bfloat16") -> list[TensorEntry]:
-    return [
-        TensorEntry(ShardSpec(f"t{i}", dtype, (size,), 0, size), 0, 0 if i else 9, joined=i > 0)
-        for i, size in enumerate(sizes)
-    ]
+def unit_of(*sizes: int, dtype: str = "bfloat16") -> WorkUnit:
+    return WorkUnit(tuple(ShardSpec(f"t{i}", dtype, (size,), 0, size) for i, size in enumerate(sizes)))
 
 
 def test_joins_that_nobody_makes_are_refused() -> None:
-    honest = entries_of(5, 0, 7)
-    assert decode_manifest_of(honest).tensors == tuple(honest)
-    first, second, third = honest
-    with_bytes = msgspec.structs.replace(third, payload_bytes=1)
-    (other,) = entries_of(7, dtype="float16")
+    honest = unit_of(5, 0, 7)
+    assert decode_manifest_of([UnitEntry(honest, 9)]).units == (UnitEntry(honest, 9),)
     cases = {
-        "to nothing": [msgspec.structs.replace(first, joined=True), second],
-        "with bytes of its own": [first, second, with_bytes],
-        "of another dtype": [first, second, msgspec.structs.replace(third, shard=other.shard)],
-        "more than is ever joined": entries_of(1, manifest.UNIT_ELEMENTS),
+        "nothing": WorkUnit(()),
+        "of another dtype": WorkUnit((*honest.shards, *unit_of(7, dtype="float16").shards)),
+        "more than is ever joined": unit_of(1, manifest.UNIT_ELEMENTS),
     }
-    for kind, entries in cases.items():
-        with pytest.raises(WeightError, match=r"joins 't\d'"):
-            pytest.fail(f"{kind}: {decode_manifest_of(entries)}")
+    for kind, unit in cases.items():
+        with pytest.raises(WeightError, match="are coded together"):
+            pytest.fail(f"{kind}: {decode_manifest_of([UnitEntry(unit, 9)])}")
 
 
 def test_a_lie_about_what_is_joined_never_becomes_a_wrong_weight() -> None:
-    """In a manifest with valid digests: another order, one tensor more, less or twice, changes moved to another one."""
+    """In a manifest with valid digests: another order, one tensor less or twice, by itself, or another part of it."""
     sample = world().samples[1]
-    norm, layer, head = sample.manifest.tensors
-    assert (norm.joined, layer.joined, head.joined) == (False, True, False)
-    replace = msgspec.structs.replace
-    moved = [replace(norm, changed_elements=norm.changed_elements + 1), replace(layer, changed_elements=0)]
-    swapped = [replace(layer, joined=False, payload_bytes=norm.payload_bytes), replace(norm, joined=True)]
-    swapped[1] = replace(swapped[1], payload_bytes=0)
-    for entries in (
-        [*moved, head],
-        [*swapped, head],
-        [norm, head],
-        [norm, layer, layer, head],
-        [norm, replace(layer, joined=False), head],
-        [norm, replace(layer, shard=replace(layer.shard, offset=60, count=layer.shard.count - 60)), head],
-    ):
+    joined, head = sample.manifest.units
+    norm, layer = joined.unit.shards
+    cut = msgspec.structs.replace(layer, offset=60, count=layer.count - 60)
+    for shards in ((layer, norm), (norm,), (norm, layer, layer), (norm, cut)):
+        units = (UnitEntry(WorkUnit(shards), joined.payload_bytes), head)
         with pytest.raises(WeightError):
-            pytest.fail(hostile(sample, replace(sample.manifest, tensors=tuple(entries)), None))
+            pytest.fail(hostile(sample, msgspec.structs.replace(sample.manifest, units=units), None))
+    apart = (UnitEntry(WorkUnit((norm,)), joined.payload_bytes), UnitEntry(WorkUnit((layer,)), 0), head)
+    with pytest.raises(WeightError):
+        pytest.fail(hostile(sample, msgspec.structs.replace(sample.manifest, units=apart), None))
     assert hostile(sample, sample.manifest, None) == "equal"

@@ -59,7 +59,6 @@ def assert_exact(base: np.ndarray, new: np.ndarray, dtype: str) -> None:
         assert np.array_equal(delta.patch.positions, np.flatnonzero(base != new))
         assert np.array_equal(delta.patch.values, new[base != new])
         listed = decode_patch(delta.encoded, dtype, base.size, "t", base)
-        assert listed.values.size == delta.listed_elements
         assert listed.positions is None or bool(np.all(np.diff(listed.positions) > 0))
         assert len(delta.encoded) <= new.nbytes
     anchor = encode_patch(new, None, dtype)

@@ -65,12 +65,11 @@ class WeightPatch(msgspec.Struct, frozen=True, eq=False):
 
 
 class EncodedPatch(msgspec.Struct, frozen=True, eq=False):
-    """A patch and its bytes. ``patch`` holds copies, and nothing but what changed. ``listed_elements``: how many
-    ``encoded`` decodes to, which is every element where a complete patch was the shorter one."""
+    """A patch and its bytes. ``patch`` holds copies, and nothing but what changed; ``encoded`` decodes to every element
+    where a complete patch was the shorter one."""
 
     patch: WeightPatch
     encoded: bytes
-    listed_elements: int
 
 
 class ExponentClasses(msgspec.Struct, frozen=True, eq=False):
@@ -124,7 +123,7 @@ def encode_patch(bits: BitArray, base: BitArray | None, dtype: str) -> EncodedPa
     if bits.size > MAXIMUM_ELEMENTS:
         raise WeightError(f"a patch of {bits.size} elements was asked for; {MAXIMUM_ELEMENTS} fit: cut the shard")
     if base is None:
-        return EncodedPatch(WeightPatch(None, bits.copy()), encode_complete(bits), bits.size)
+        return EncodedPatch(WeightPatch(None, bits.copy()), encode_complete(bits))
     base, bits = kernels.frozen(base), kernels.frozen(bits)
     positions = np.flatnonzero(base != bits).astype(np.int64, copy=False)
     if not positions.size:
@@ -170,8 +169,8 @@ def encode_changes(changes: Changes, elements: int, complete: Callable[[], BitAr
     if 2 * len(encoded) > elements * changes.values.itemsize:
         whole = encode_complete(complete())
         if len(whole) <= len(encoded):
-            return EncodedPatch(patch, whole, elements)
-    return EncodedPatch(patch, encoded, changes.positions.size)
+            return EncodedPatch(patch, whole)
+    return EncodedPatch(patch, encoded)
 
 
 def encode_complete(bits: BitArray) -> bytes:

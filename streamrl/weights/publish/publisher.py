@@ -29,7 +29,7 @@ from streamrl.weights.manifest import (
     ChunkEntry,
     Manifest,
     ShardSpec,
-    TensorEntry,
+    UnitEntry,
     WorkUnit,
     digest_of,
     encode_manifest,
@@ -146,13 +146,13 @@ class WeightPublisher:
             return self._encode_first(unit, parts, base) if first else self._encode_change(unit, parts)
 
         made: list[_EncodedUnit] = []
-        entries: list[TensorEntry] = []
+        entries: list[UnitEntry] = []
 
         def payload(units: Iterable[_EncodedUnit]) -> Iterator[bytes]:
             for spec, unit in zip(self._units, units, strict=True):
                 made.append(unit)
                 if unit.encoded is not None:
-                    entries.extend(spec.entries(unit.encoded))
+                    entries.append(UnitEntry(spec, len(unit.encoded.encoded)))
                     yield unit.encoded.encoded
 
         with self._mapped(encode) as units:
@@ -168,11 +168,11 @@ class WeightPublisher:
         self._server.check()
         if policy_version != self._version:
             raise WeightError(f"version {policy_version} cannot be anchored: the newest is {self._version}")
-        entries: list[TensorEntry] = []
+        entries: list[UnitEntry] = []
 
         def payload(units: Iterable[bytes]) -> Iterator[bytes]:
             for spec, encoded in zip(self._units, units, strict=True):
-                entries.extend(spec.complete_entries(len(encoded)))
+                entries.append(UnitEntry(spec, len(encoded)))
                 yield encoded
 
         with self._mapped(lambda unit: encode_complete(self._baseline[unit])) as units:
@@ -204,7 +204,7 @@ class WeightPublisher:
         spec = self._units[unit]
         bits = self._source.complete(parts, spec.dtype).copy()
         if base.bits is None:
-            encoded = EncodedPatch(WeightPatch(None, bits), encode_complete(bits), bits.size)
+            encoded = EncodedPatch(WeightPatch(None, bits), encode_complete(bits))
             return _EncodedUnit(encoded, _hash_of(spec, encoded.patch), bits)
         old = base.bits(unit)
         delta = encode_patch(bits, old, spec.dtype)
@@ -242,7 +242,7 @@ class WeightPublisher:
         with ThreadPoolExecutor(self._threads, thread_name_prefix="weight encoding") as pool:
             yield pool.map(encode, units)
 
-    def _part(self, base: _Base, entries: Sequence[TensorEntry], chunks: list[memoryview]) -> ServedPart:
+    def _part(self, base: _Base, entries: Sequence[UnitEntry], chunks: list[memoryview]) -> ServedPart:
         assert self._version is not None
         manifest = Manifest(
             format_version=FORMAT_VERSION,
@@ -253,7 +253,7 @@ class WeightPublisher:
             base_part_hash=base.part_hash,
             base_digest=base.digest,
             part_hash=self._part_hash,
-            tensors=tuple(entries),
+            units=tuple(entries),
             chunks=tuple(ChunkEntry(digest_of(chunk), len(chunk)) for chunk in chunks),
             shards=base.shards,
         )

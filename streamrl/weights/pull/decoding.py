@@ -11,12 +11,12 @@ import numpy as np
 from streamrl.base.errors import WeightError
 from streamrl.weights.codec.bits import BitArray, PositionArray
 from streamrl.weights.codec.codec import WeightPatch, decode_patch
-from streamrl.weights.manifest import ShardSpec, TensorEntry, WorkUnit
+from streamrl.weights.manifest import ShardSpec, WorkUnit
 from streamrl.weights.pull.received_part import ReceivedChain
 from streamrl.weights.pull.replica import CheckpointReplica, ShardPatch
 
 DECODING_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-_EncodedPatch = tuple[WorkUnit, tuple[TensorEntry, ...], memoryview]
+_EncodedPatch = tuple[WorkUnit, memoryview]
 
 
 class Decoding:
@@ -94,17 +94,11 @@ def _decoded_in_turn(encoded: Sequence[_EncodedPatch], base: BitArray | None) ->
     return WeightPatch(changed, bits[changed])
 
 
-def _decoded(unit: WorkUnit, entries: Sequence[TensorEntry], encoded: memoryview, base: BitArray | None) -> WeightPatch:
-    """One patch, checked against the manifest."""
+def _decoded(unit: WorkUnit, encoded: memoryview, base: BitArray | None) -> WeightPatch:
+    """One patch, whose positions lie in its unit."""
     patch = decode_patch(encoded, unit.dtype, unit.count, unit.name, base)
     if patch.positions is not None and not _rise_within(patch.positions, unit.count):
         raise WeightError(f"the patch of {unit.name!r} has positions that do not rise within {unit.count} elements")
-    for part, entry in zip(unit.cut(patch), entries, strict=True):
-        if part.values.size != entry.changed_elements:
-            raise WeightError(
-                f"the patch of {entry.shard.name!r} changes {part.values.size} elements; the manifest says "
-                f"{entry.changed_elements}"
-            )
     return patch
 
 

@@ -13,15 +13,7 @@ from itertools import accumulate
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement, WeightSource
-from streamrl.weights.manifest import (
-    CHUNK_BYTES,
-    Manifest,
-    TensorEntry,
-    WorkUnit,
-    decode_manifest,
-    digest_of,
-    listed_units,
-)
+from streamrl.weights.manifest import CHUNK_BYTES, Manifest, WorkUnit, decode_manifest, digest_of
 from streamrl.weights.requests import GetChunk, GetManifest, ManifestReply, NotServed, Reply, Request, decode_reply
 
 CHUNK_ATTEMPTS = 3
@@ -50,7 +42,6 @@ class ReceivedPart:
         self._endpoint = endpoint
         self._payload = bytearray()
         self._starts = [0]
-        self._units: list[tuple[WorkUnit, tuple[TensorEntry, ...]]] = []
         self._ends: list[int] = []
         self._waiting: deque[int] = deque()
         self._asked: dict[int, None] = {}
@@ -100,11 +91,12 @@ class ReceivedPart:
         """How many patches, in the order of the manifest, are here from their first to their last byte."""
         return 0 if self.manifest is None else bisect_right(self._ends, self._starts[self._leading])
 
-    def patch_bytes(self) -> Iterator[tuple[WorkUnit, tuple[TensorEntry, ...], memoryview]]:
+    def patch_bytes(self) -> Iterator[tuple[WorkUnit, memoryview]]:
         """Every patch of the manifest: what it is of, and its place in the payload, whether it is here or not."""
         view = memoryview(self._payload).toreadonly()
-        for (unit, entries), start, end in zip(self._units, (0, *self._ends), self._ends, strict=False):
-            yield unit, entries, view[start:end]
+        entries = () if self.manifest is None else self.manifest.units
+        for entry, end in zip(entries, self._ends, strict=True):
+            yield entry.unit, view[end - entry.payload_bytes : end]
 
     def describe(self) -> str:
         """What is missing, for an error message."""
@@ -127,8 +119,7 @@ class ReceivedPart:
         refuse(manifest)
         for chunk in manifest.chunks:
             self._starts.append(self._starts[-1] + chunk.payload_bytes)
-        self._units = list(listed_units(manifest.tensors))
-        self._ends = list(accumulate(entries[0].payload_bytes for _, entries in self._units))
+        self._ends = list(accumulate(entry.payload_bytes for entry in manifest.units))
         self._verified = bytearray(len(manifest.chunks))
         self._waiting.extend(range(len(manifest.chunks)))
         self.manifest = manifest
@@ -315,16 +306,16 @@ class ReceivedChain:
         digest = self.oldest.digest
         if any(not 0 < chunk.payload_bytes <= CHUNK_BYTES for chunk in manifest.chunks):
             raise WeightError(f"manifest {digest} has a chunk that is empty or over {CHUNK_BYTES} bytes")
-        elements = sum(entry.shard.count for entry in manifest.tensors)
+        elements = sum(entry.unit.count for entry in manifest.units)
         if elements > self.source.total_elements:
             raise WeightError(
                 f"manifest {digest} lists shards of {elements} elements; announced were {self.source.total_elements}"
             )
-        for unit, entries in listed_units(manifest.tensors):
-            dense, size = unit.count * unit.bits.itemsize, entries[0].payload_bytes
-            too_many = any(not 0 <= entry.changed_elements <= entry.shard.count for entry in entries)
-            if too_many or not 0 <= size <= dense + dense // 1000 + PATCH_OVERHEAD:
+        for entry in manifest.units:
+            unit, size = entry.unit, entry.payload_bytes
+            dense = unit.count * unit.bits.itemsize
+            if not 0 <= size <= dense + dense // 1000 + PATCH_OVERHEAD:
                 raise WeightError(
-                    f"manifest {digest}: the patch of {unit.name!r} changes {sum(e.changed_elements for e in entries)} "
-                    f"of {unit.count} elements in {size} bytes; dense it would have {dense}"
+                    f"manifest {digest}: the patch of {unit.name!r} has {size} bytes for {unit.count} elements; "
+                    f"dense it would have {dense}"
                 )
