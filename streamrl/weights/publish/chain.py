@@ -38,13 +38,9 @@ class Chain:
             self._bytes -= self._links.popleft().size
         self._drop_acknowledged()
 
-    def begin(self, anchor: ServedPart) -> None:
-        """A first version, complete: the next is made on it."""
-        self.newest_digest = anchor.manifest_digest
-        self.add_anchor(anchor)
-
     def add_anchor(self, anchor: ServedPart) -> None:
-        """A complete version."""
+        """A complete version. The next one is made on it where it is the first."""
+        self.newest_digest = self.newest_digest or anchor.manifest_digest
         others = [other for other in self._anchors if other.manifest_digest != anchor.manifest_digest]
         self._anchors = [*others[-1:], anchor]
 

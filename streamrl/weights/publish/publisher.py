@@ -20,7 +20,7 @@ from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightSource
 from streamrl.base.messages import Published as Published
 from streamrl.weights.codec.bits import BitArray, bit_type
-from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_complete, encode_patch
+from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_complete
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.manifest import (
     CHECKPOINT_VERSION,
@@ -40,28 +40,18 @@ from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.publish.tensor_source import HostTensors, TensorSource
 
-_Encoded = TypeVar("_Encoded")
+_Made = TypeVar("_Made")
 _ELEMENTS_WORTH_THREADS = 1 << 22
 _CHAIN_SHARE = 4  # a quarter of the baseline's bytes: some 70 versions that change 1 % each
 
 
-class _EncodedUnit(msgspec.Struct, frozen=True, eq=False):
-    """How one work unit changed (``encoded`` None: not at all). ``hash_change``: what that adds to the rank's part of
-    the state hash. ``bits``: all of it, where it becomes the baseline."""
+class _Base(msgspec.Struct, frozen=True):
+    """What a version is made on: its number (None: nothing), its part of the state hash, its manifest's digest, and
+    ``Manifest.shards``."""
 
-    encoded: EncodedPatch | None
-    hash_change: int = 0
-    bits: BitArray | None = None
-
-
-class _Base(msgspec.Struct, frozen=True, eq=False):
-    """What a version is made on: its number (None: nothing), its part of the state hash, its manifest's digest, its
-    bits by unit, and ``Manifest.shards``."""
-
-    policy_version: int | None
+    policy_version: int | None = None
     part_hash: int = 0
     digest: str = ""
-    bits: Callable[[int], BitArray] | None = None
     shards: tuple[ShardSpec, ...] = ()
 
 
@@ -139,45 +129,37 @@ class WeightPublisher:
             wrong = sorted(bits.keys() ^ self._shards.keys())[:5]
             raise WeightError(f"published tensors differ from the shards of rank {self._rank}: {', '.join(wrong)}")
         checked = {name: self._source.checked(bits[name], shard) for name, shard in self._shards.items()}
-        first, base = self._version is None, self._base()
+        if self._version is None:
+            self._take_checkpoint()
+        if self._version is None:
+            return self._publish_first(policy_version, checked)
 
-        def encode(unit: int) -> _EncodedUnit:
-            parts = self._parts_of(unit, checked)
-            return self._encode_first(unit, parts, base) if first else self._encode_change(unit, parts)
-
-        made: list[_EncodedUnit] = []
-        entries: list[UnitEntry] = []
-
-        def payload(units: Iterable[_EncodedUnit]) -> Iterator[bytes]:
-            for spec, unit in zip(self._units, units, strict=True):
-                made.append(unit)
-                if unit.encoded is not None:
-                    entries.append(UnitEntry(spec, len(unit.encoded.encoded)))
-                    yield unit.encoded.encoded
+        def encode(unit: int) -> tuple[EncodedPatch | None, int]:
+            spec, baseline = self._units[unit], self._baseline[unit]
+            delta = self._source.changes(unit, self._parts_of(unit, checked), baseline, spec.dtype)
+            return delta, _hash_change(spec, delta, baseline)
 
         with self._mapped(encode) as units:
-            chunks = list(_cut(payload(units)))
-        self._take_over(policy_version, made, base)
-        part = self._part(base, entries, chunks)
-        (self._chain.add if base.bits else self._chain.begin)(part)
-        changed = sum(u.encoded.patch.values.size for u in made if u.encoded is not None)
-        return self._served(part, base.policy_version, changed)
+            made = list(units)
+        shards = tuple(self._shards.values()) if self._version == CHECKPOINT_VERSION else ()
+        base = _Base(self._version, self._part_hash, self._chain.newest_digest, shards)
+        patches = {unit: delta.patch for unit, (delta, _) in enumerate(made) if delta is not None}
+        self._version = policy_version
+        self._part_hash = (base.part_hash + sum(change for _, change in made)) % HASH_MODULUS
+        for unit, patch in patches.items():
+            self._baseline[unit][patch.positions] = patch.values
+        self._source.advance(patches)
+        part = self._part(base, (None if delta is None else delta.encoded for delta, _ in made))
+        self._chain.add(part)
+        return self._served(part, base.policy_version, sum(patch.values.size for patch in patches.values()))
 
     def publish_anchor(self, policy_version: int) -> Published:
         """Publish the newest version again, complete in itself. Raises ``WeightError`` for another one."""
         self._server.check()
         if policy_version != self._version:
             raise WeightError(f"version {policy_version} cannot be anchored: the newest is {self._version}")
-        entries: list[UnitEntry] = []
-
-        def payload(units: Iterable[bytes]) -> Iterator[bytes]:
-            for spec, encoded in zip(self._units, units, strict=True):
-                entries.append(UnitEntry(spec, len(encoded)))
-                yield encoded
-
         with self._mapped(lambda unit: encode_complete(self._baseline[unit])) as units:
-            chunks = list(_cut(payload(units)))
-        part = self._part(_Base(None), entries, chunks)
+            part = self._part(_Base(), units)
         self._chain.add_anchor(part)
         return self._served(part, None, sum(shard.count for shard in self._shards.values()))
 
@@ -188,44 +170,30 @@ class WeightPublisher:
         self._chain.acknowledge(policy_version)
         self._server.serve(self._chain)
 
-    def _base(self) -> _Base:
-        if self._version is not None:
-            return _Base(self._version, self._part_hash, self._chain.newest_digest, self._baseline.__getitem__)
+    def _take_checkpoint(self) -> None:
+        """What the engines load becomes the baseline, where it is known and is what is published."""
         if self._checkpoint is None:
-            return _Base(None)
-        checkpoint, shards = self._checkpoint, tuple(self._shards.values())
-        try:
-            part_hash = checkpoint.part_hash(shards)
-        except WeightError:  # other tensors than are published, or none: an anchor
-            return _Base(None)
-        return _Base(CHECKPOINT_VERSION, part_hash, "", lambda unit: self._units[unit].join(checkpoint.bits_of), shards)
-
-    def _encode_first(self, unit: int, parts: Sequence[Any], base: _Base) -> _EncodedUnit:
-        spec = self._units[unit]
-        bits = self._source.complete(parts, spec.dtype).copy()
-        if base.bits is None:
-            encoded = EncodedPatch(WeightPatch(None, bits), encode_complete(bits))
-            return _EncodedUnit(encoded, _hash_of(spec, encoded.patch), bits)
-        old = base.bits(unit)
-        delta = encode_patch(bits, old, spec.dtype)
-        return _EncodedUnit(delta, _hash_change(spec, delta, old), bits)
-
-    def _encode_change(self, unit: int, parts: Sequence[Any]) -> _EncodedUnit:
-        spec, baseline = self._units[unit], self._baseline[unit]
-        delta = self._source.changes(unit, parts, baseline, spec.dtype)
-        return _EncodedUnit(delta, _hash_change(spec, delta, baseline))
-
-    def _take_over(self, policy_version: int, made: Sequence[_EncodedUnit], base: _Base) -> None:
-        """The version becomes the baseline, in proportion to what changed."""
-        first, self._version = self._version is None, policy_version
-        self._part_hash = (base.part_hash + sum(unit.hash_change for unit in made)) % HASH_MODULUS
-        if first:
-            self._baseline = [unit.bits for unit in made if unit.bits is not None]
             return
-        patches = {number: unit.encoded.patch for number, unit in enumerate(made) if unit.encoded is not None}
-        for number, patch in patches.items():
-            self._baseline[number][patch.positions] = patch.values
-        self._source.advance(patches)
+        try:
+            part_hash = self._checkpoint.part_hash(self._shards.values())
+        except WeightError:  # other tensors than are published, or none: the first version is complete
+            return
+        self._baseline = [unit.join(self._checkpoint.bits_of).copy() for unit in self._units]
+        self._version, self._part_hash = CHECKPOINT_VERSION, part_hash
+
+    def _publish_first(self, policy_version: int, given: Mapping[str, Any]) -> Published:
+        """A version that is made on nothing."""
+
+        def take(unit: int) -> tuple[BitArray, int]:
+            spec = self._units[unit]
+            bits = self._source.complete(self._parts_of(unit, given), spec.dtype).copy()
+            return bits, _hash_of(spec, WeightPatch(None, bits))
+
+        with self._mapped(take) as units:
+            taken = list(units)
+        self._baseline = [bits for bits, _ in taken]
+        self._version, self._part_hash = policy_version, sum(part for _, part in taken) % HASH_MODULUS
+        return self.publish_anchor(policy_version)
 
     def _parts_of(self, unit: int, given: Mapping[str, Any]) -> list[Any]:
         """A unit's part of what was given for each of its shards."""
@@ -233,7 +201,7 @@ class WeightPublisher:
         return [given[spec.name][start : start + spec.count] for spec, start in starts]
 
     @contextmanager
-    def _mapped(self, encode: Callable[[int], _Encoded]) -> Iterator[Iterator[_Encoded]]:
+    def _mapped(self, encode: Callable[[int], _Made]) -> Iterator[Iterator[_Made]]:
         """``encode`` of every work unit, in order; in threads where there is enough to share."""
         units = range(len(self._units))
         if self._threads == 1 or sum(unit.count for unit in self._units) < _ELEMENTS_WORTH_THREADS:
@@ -242,8 +210,18 @@ class WeightPublisher:
         with ThreadPoolExecutor(self._threads, thread_name_prefix="weight encoding") as pool:
             yield pool.map(encode, units)
 
-    def _part(self, base: _Base, entries: Sequence[UnitEntry], chunks: list[memoryview]) -> ServedPart:
+    def _part(self, base: _Base, encoded: Iterable[bytes | None]) -> ServedPart:
+        """The newest version. ``encoded``: the patch of each unit; None where nothing changed."""
         assert self._version is not None
+        entries: list[UnitEntry] = []
+
+        def payload() -> Iterator[bytes]:
+            for unit, patch in zip(self._units, encoded, strict=True):
+                if patch is not None:
+                    entries.append(UnitEntry(unit, len(patch)))
+                    yield patch
+
+        chunks = list(_cut(payload()))
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             run_id=self._run_id,
@@ -257,8 +235,8 @@ class WeightPublisher:
             chunks=tuple(ChunkEntry(digest_of(chunk), len(chunk)) for chunk in chunks),
             shards=base.shards,
         )
-        encoded = encode_manifest(manifest)
-        return ServedPart(self._version, digest_of(encoded), encoded, chunks)
+        signed = encode_manifest(manifest)
+        return ServedPart(self._version, digest_of(signed), signed, chunks)
 
     def _served(self, part: ServedPart, base_version: int | None, changed: int) -> Published:
         self._server.serve(self._chain)
