@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,19 +21,20 @@ from streamrl.elastic.elastic_engines import ElasticEngines, set_chooser
 from streamrl.elastic.freeing import Freeing
 from streamrl.elastic.hosts import EngineHosts
 from streamrl.engines.pool import EnginePool
-from streamrl.engines.slots import EngineSlot
 from streamrl.evaluate.evaluation import HeldOut
 from streamrl.evaluate.sample_files import TrainingSamples
 from streamrl.journal.recover import RecoveredRun
 from streamrl.journal.run_journal import RunJournal
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_trace import TrajectoryTrace, trace_header
-from streamrl.plan.topology import prepared_sets
+from streamrl.plan.topology import Topology, prepared_sets
 from streamrl.prompts.mixed_prompts import MixedPrompts
 from streamrl.prompts.prompts import PromptSource, open_prompts
 from streamrl.prompts.tokenizer import Tokenizer
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe, ReleaseKind
+from streamrl.remote.guarded_sockets import KeyGuard
+from streamrl.remote.transport_keys import KeyRole
 from streamrl.run.trainer_ranks import TrainerRanks
 from streamrl.stages.attached_rewards import AttachedRewards
 from streamrl.stages.reward import RewardStage
@@ -67,7 +68,7 @@ class Parts(msgspec.Struct, frozen=True):
 
 async def open_engines(
     recipe: Recipe,
-    slots: Mapping[str, EngineSlot],
+    topology: Topology,
     order: Callable[[ParentMessage], Awaitable[None]],
     emit: Emit,
     nursery: anyio.abc.TaskGroup,
@@ -75,9 +76,11 @@ async def open_engines(
     """Wait for the engines of the first set. On a CPU, where vLLM's sleep does nothing, engines of sets that are not in
     use end."""
     sleeps = bool(recipe.engines.sets and recipe.engines.sleep_level) and installed_device() != "cpu"
-    hosts = EngineHosts(slots, recipe.engines, order=order, emit=emit, sleeps=sleeps)
+    sets, at, guard = prepared_sets(recipe), topology.endpoint, KeyGuard(KeyRole.ENGINE)
+    endpoints = {name: (at(name, "orders"), at(name, "completions")) for one in sets for name in one.engines}
+    hosts = EngineHosts(endpoints, recipe.engines, order=order, emit=emit, guard=guard, sleeps=sleeps)
     await nursery.start(hosts.run)
-    return hosts, *await hosts.start(prepared_sets(recipe)[0].engines)
+    return hosts, *await hosts.start(sets[0].engines)
 
 
 async def open_rollout(recipe: Recipe, parts: Parts, held_out: HeldOut) -> RolloutStage:

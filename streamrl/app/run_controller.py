@@ -69,7 +69,6 @@ from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.control.actions import Decision
 from streamrl.control.settings import control_settings
-from streamrl.engines.slots import EngineSlot
 from streamrl.evaluate.evaluation import Evaluations
 from streamrl.evaluate.sample_files import write_evaluation
 from streamrl.journal.run_journal import JournalledOutcomes
@@ -125,12 +124,10 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
                 reporter.record(event)
             await steps.send(event)
 
-        trainer, slots, judge = TrainerRanks(ranks), _slots(recipe, topology), JudgeLink(recipe, topology)
+        trainer, judge = TrainerRanks(ranks), JudgeLink(recipe, topology)
         watch = Watchdog(recipe, run_directory, emit)
         async with anyio.create_task_group() as nursery:
             nursery.start_soon(watch.run)
-            for slot in slots.values():
-                nursery.start_soon(slot.run)
             nursery.start_soon(judge.run)
             # Beside others that load: after the death of a controller nobody has work until it has all of this.
             loading = BegunEarly(nursery, partial(anyio.to_thread.run_sync, load_tokenizer, recipe.model.path))
@@ -139,7 +136,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             ready_after = partial(_say_ready, emit, began)
             training = BegunEarly(nursery, partial(_ready_ranks, trainer, ready_after))
             with watch.waits.waiting_for("the engines to start"):
-                hosts, pool, ready = await open_engines(recipe, slots, steps.send, emit, nursery)
+                hosts, pool, ready = await open_engines(recipe, topology, steps.send, emit, nursery)
             await ready_after(prepared_sets(recipe)[0].engines)
             start_s = anyio.current_time() - began
             with watch.waits.waiting_for("the trainer ranks to load"):
@@ -268,12 +265,6 @@ async def _ready_ranks(
     hellos = await trainer.ready()
     await ready_after(f"trainer-{hello.rank}" for hello in hellos)
     return hellos
-
-
-def _slots(recipe: Recipe, topology: Topology) -> dict[str, EngineSlot]:
-    names = [name for one in prepared_sets(recipe) for name in one.engines]
-    at, guard = topology.endpoint, KeyGuard(KeyRole.ENGINE)
-    return {n: EngineSlot(n, at(n, "orders"), at(n, "completions"), guard) for n in names}
 
 
 async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams: AsyncExitStack) -> RankStreams:

@@ -1,10 +1,11 @@
 """The lives of engine hosts: a host is started when its set of engines is used, brought to the live version, and
 stopped when another set is used; one that dies in use is started again while the others serve.
 
-Each engine has one task here, whatever happens to it. The supervisor, or a person, starts its hosts; here its slot is
-opened for each. An engine that makes no progress, or fails in a weight push, is ended first, and is then a dead one.
-What it served is submitted to the others. A host of a set that is not in use ends, or sleeps (on CUDA): it gives the
-device's memory back. One that dies asleep is started when its set is used next.
+Each engine has one task here, whatever happens to it. The supervisor, or a person, starts its hosts; here its two
+streams are bound anew for each: nothing that one sends late is taken for the next one's. An engine that makes no
+progress, or fails in a weight push, is ended first, and is then a dead one. What it served is submitted to the others.
+A host of a set that is not in use ends, or sleeps (on CUDA): it gives the device's memory back. One that dies asleep is
+started when its set is used next.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from streamrl.base.concurrent_calls import start_unless_ending
 from streamrl.base.errors import EngineError, StreamBroken
-from streamrl.base.messages import EngineReady
+from streamrl.base.messages import EngineEvent, EngineOrder, EngineReady
 from streamrl.base.run_events import EngineBack, EngineLost, KillEngine, StartEngine, StopEngine, SupervisorOrder
+from streamrl.comm.zmq_sockets import SocketGuard
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.engines.engine import Engine, WeightPush
 from streamrl.engines.pool import AWAY, EnginePool
 from streamrl.engines.remote_engine import RemoteEngine
-from streamrl.engines.slots import EngineSlot
 from streamrl.recipe.sections import Engines
 
+WINDOW = 4096
 LOOK_S = 0.5
 LONGEST_LOOK_S = 2.0
 """No more than this counts between two looks: what delays the looks delays what would have been heard, too."""
@@ -73,22 +76,25 @@ class ProgressWatch:
 
 class _Shared:
     """What the lives of all engines share. ``switching``: engines that join serve when the others do, too.
-    ``alone_since``: when there was an engine last, or a start of one failed: the next one has as much time."""
+    ``alone_since``: when there was an engine last, or a start of one failed: the next one has as much time.
+    ``streams``: the group of tasks that listen to hosts, which ends after the lives do."""
 
     def __init__(
         self,
         settings: Engines,
         order: Callable[[SupervisorOrder], Awaitable[None]],
         emit: Callable[[EngineLost | EngineBack], Awaitable[None]],
+        guard: SocketGuard | None,
         sleeps: bool,
     ) -> None:
-        self.settings, self.order, self.emit, self.sleeps = settings, order, emit, sleeps
+        self.settings, self.order, self.emit, self.guard, self.sleeps = settings, order, emit, guard, sleeps
         self.pool: EnginePool | None = None
         self.sync: WeightPush | None = None
         self.switching = True
         self.restarts = 0
         self.alone_since = 0.0
         self.group: TaskGroup | None = None
+        self.streams: TaskGroup | None = None
         self._changed = anyio.Event()
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -108,17 +114,20 @@ class _Shared:
 
 
 class _Life:
-    """One engine. ``in_use``: its set is. ``awake``: it has a host, or one is being started, which takes memory.
-    ``stopped``: the supervisor starts one only when it is ordered. ``joined``: it holds the live version. ``late``: it
-    died, or waits for the next version, after its set was put to use."""
+    """One engine. ``endpoints``: of its orders and its events. ``in_use``: its set is. ``awake``: it has a host, or one
+    is being started, which takes memory. ``stopped``: the supervisor starts one only when it is ordered. ``joined``: it
+    holds the live version. ``late``: it died, or waits for the next version, after its set was put to use."""
 
-    def __init__(self, slot: EngineSlot, shared: _Shared, *, in_use: bool) -> None:
-        self.name, self.slot = slot.name, slot
+    def __init__(self, name: str, endpoints: tuple[str, str], shared: _Shared, *, in_use: bool) -> None:
+        self.name, self._endpoints = name, endpoints
         self.stopped = not in_use
         self.awake = self.joined = False
         self.ready: tuple[RemoteEngine, EngineReady] | None = None
         self._shared, self._settings = shared, shared.settings
-        self._admission = anyio.CancelScope()
+        self._admission, self._listening = anyio.CancelScope(), anyio.CancelScope()
+        self._engine: RemoteEngine | None = None
+        self._closed = anyio.Event()
+        self._closed.set()
         self.use(in_use)
 
     async def run(self) -> None:
@@ -130,7 +139,8 @@ class _Life:
                 await self._stop()
                 await self._shared.until(lambda: self.in_use)
             self.awake = True
-            engine = await self.slot.open()
+            assert self._shared.streams is not None, "run() was not started"
+            engine = await self._shared.streams.start(self._listen)
             self._shared.start(self._note_changes, engine)
             if self.stopped:
                 self.stopped = False
@@ -146,12 +156,39 @@ class _Life:
             if self.in_use:
                 missed_since = min(missed_since, anyio.current_time())
                 self._mark_late()
-                await self.slot.wait_closed()
+                await self._closed.wait()
+
+    async def _listen(self, *, task_status: TaskStatus[RemoteEngine]) -> None:
+        """Listen to one host until it has ended, or is given up. Raises ``EngineError`` naming the engine whose host
+        died, where that ends the run."""
+        name, guard, (orders_at, events_at) = self.name, self._shared.guard, self._endpoints
+        sender = zmq_sender(EngineOrder, orders_at, bind=True, window=WINDOW, guard=guard, name=f"{name}.orders")
+        receiver = zmq_receiver(
+            EngineEvent, events_at, bind=True, window=WINDOW, guard=guard, name=f"{name}.completions"
+        )
+        self._closed = anyio.Event()
+        try:
+            with anyio.CancelScope() as self._listening:
+                async with sender as orders, receiver as events:
+                    self._engine = RemoteEngine(name, orders, events)
+                    task_status.started(self._engine)
+                    try:
+                        await self._engine.run()
+                    except EngineError:
+                        if self.in_use and not self._settings.restarts:
+                            raise
+        finally:
+            self._engine = None
+            self._closed.set()
+
+    async def abandon(self) -> None:
+        """Stop listening to its host: it is being ended, perhaps before it ever was ready."""
+        self._listening.cancel()
+        await self._closed.wait()
 
     def use(self, in_use: bool) -> None:
         """Say whether its set is in use: it serves from now on, or leaves."""
         self.in_use, self.late = in_use, False
-        self.slot.death_is_fatal = in_use and not self._settings.restarts
         if not in_use:
             self._admission.cancel()
 
@@ -264,7 +301,7 @@ class _Life:
         one is gone."""
         if self.stopped:
             return
-        engine = self.slot.engine
+        engine = self._engine
         serves = engine is not None and engine.readiness is not None and not engine.failure
         self.stopped = True
         await self._shared.order(StopEngine(engine=self.name, patience_s=PATIENCE_SECONDS if serves else 0.0))
@@ -272,8 +309,8 @@ class _Life:
             with anyio.move_on_after(STOP_SECONDS):
                 with suppress(StreamBroken):  # it ended before its orders did
                     await engine.aclose()
-                await self.slot.wait_closed()
-        await self.slot.abandon()
+                await self._closed.wait()
+        await self.abandon()
         self.awake = False
         self._shared.notify()
 
@@ -290,8 +327,8 @@ class _Life:
 
     async def _kill(self, engine: RemoteEngine, order: KillEngine) -> None:
         await self._shared.order(order)
-        if self.slot.engine is engine:
-            await self.slot.abandon()
+        if self._engine is engine:
+            await self.abandon()
 
     def _mark_late(self) -> None:
         self.late = True
@@ -307,26 +344,28 @@ class _Life:
 
 
 class EngineHosts:
-    """``run`` beside everything else, as the slots; ``start`` the first set; ``attend`` as soon as there is a weight
+    """``run`` beside everything else; ``start`` the first set; ``attend`` as soon as there is a weight
     sync; ``use`` another set between rounds; ``aclose`` at the end.
 
-    ``slots``: of all engines. ``settings``: the recipe's section ``engines``; where it allows no restarts, the death of
-    an engine in use ends the run. ``sleeps``: engines of a set that is not in use keep their process. ``order`` reaches
-    the supervisor, ``emit`` the observers of the run.
+    ``endpoints``: of the orders and of the events of all engines, by name. ``settings``: the recipe's section
+    ``engines``; where it allows no restarts, the death of an engine in use ends the run. ``guard``: which hosts may
+    connect over tcp. ``sleeps``: engines of a set that is not in use keep their process. ``order`` reaches the
+    supervisor, ``emit`` the observers of the run.
     """
 
     def __init__(
         self,
-        slots: Mapping[str, EngineSlot],
+        endpoints: Mapping[str, tuple[str, str]],
         settings: Engines,
         *,
         order: Callable[[SupervisorOrder], Awaitable[None]],
         emit: Callable[[EngineLost | EngineBack], Awaitable[None]],
+        guard: SocketGuard | None = None,
         sleeps: bool = False,
     ) -> None:
-        self._slots = dict(slots)
+        self._endpoints = endpoints
         self._settings = settings
-        self._shared = _Shared(settings, order, emit, sleeps)
+        self._shared = _Shared(settings, order, emit, guard, sleeps)
         self._lives: dict[str, _Life] = {}
 
     @property
@@ -345,7 +384,7 @@ class EngineHosts:
         return [life for life in self._lives.values() if life.in_use]
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Watch the engines, and wait for those that were lost; until ``aclose``. The slots must run beside it.
+        """Watch the engines, and wait for those that were lost; until ``aclose``, and until their hosts have ended.
 
         Raises ``EngineError`` when no engine is there for long, or one comes back with another model.
         """
@@ -356,7 +395,7 @@ class EngineHosts:
             "progress_timeout_s": self._settings.progress_timeout_s,
         }
         self._shared.alone_since = anyio.current_time()
-        async with anyio.create_task_group() as self._shared.group:
+        async with anyio.create_task_group() as self._shared.streams, anyio.create_task_group() as self._shared.group:
             task_status.started()
             while True:
                 await anyio.sleep(LOOK_S)
@@ -381,14 +420,14 @@ class EngineHosts:
         one model.
         """
         shared = self._shared
-        self._lives = {name: _Life(slot, shared, in_use=name in names) for name, slot in self._slots.items()}
+        self._lives = {n: _Life(n, at, shared, in_use=n in names) for n, at in self._endpoints.items()}
         for life in self._lives.values():
             shared.start(life.run)
         await shared.until(lambda: self._alive() and all(life.ready or life.late for life in self._in_use))
         alive = self._alive()
         engines = {name: engine for name, (engine, _) in alive.items()}
         fatal_deaths = self._settings.fatal_deaths if self._settings.restarts else None
-        pool = EnginePool(engines, absent=[n for n in self._slots if n not in alive], fatal_deaths=fatal_deaths)
+        pool = EnginePool(engines, absent=[n for n in self._lives if n not in alive], fatal_deaths=fatal_deaths)
         ready = pool.joined([ready for _, ready in alive.values()])
         shared.pool, shared.switching = pool, False
         for name in alive:
@@ -439,13 +478,12 @@ class EngineHosts:
         self._shared.group.cancel_scope.cancel()
         attached = self._shared.pool.attached if self._shared.pool else {}
         for name, life in self._lives.items():
-            life.slot.retire()
             if life.ready and not life.awake:
                 await life.ready[0].aclose()
             elif name not in attached:
                 if not life.stopped:
                     await self._shared.order(StopEngine(engine=name))
-                await life.slot.abandon()
+                await life.abandon()
 
     def on_failure(self, engine: Engine, reason: str) -> bool:
         """End ``engine``, if it has not died, so that it is started again. Returns whether the run continues without

@@ -17,7 +17,6 @@ from streamrl.elastic.hosts import PATIENCE_SECONDS, EngineHosts
 from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.remote_engine import ENGINE_FAILURE
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.engines.slots import EngineSlot
 from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.sections import Engines
 from streamrl.remote.guarded_sockets import KeyGuard
@@ -45,9 +44,7 @@ class Started:
         self.directory, self.group, self.first_port = directory, group, first_port
         self.ports: dict[str, int] = {}
         guard = KeyGuard(KeyRole.ENGINE)
-        self.slots = {
-            n: EngineSlot(n, self.at(n, "orders"), self.at(n, "completions"), guard) for n in ("engine-0", "engine-1")
-        }
+        endpoints = {n: (self.at(n, "orders"), self.at(n, "completions")) for n in ("engine-0", "engine-1")}
         self.scopes: dict[str, anyio.CancelScope] = {}
         self.running: set[str] = set()
         self.told: list[SupervisorOrder] = []
@@ -55,7 +52,7 @@ class Started:
         self.made: list[SimulatedEngine] = []
         self.loading, self.loaded = anyio.Event(), anyio.Event()
         self.host_lives = "serves"
-        self.hosts = EngineHosts(self.slots, settings, order=self.order, emit=self.emit, sleeps=sleeps)
+        self.hosts = EngineHosts(endpoints, settings, order=self.order, emit=self.emit, guard=guard, sleeps=sleeps)
 
     def at(self, name: str, stream: str) -> str:
         if self.first_port is not None:
@@ -64,8 +61,6 @@ class Started:
         return f"ipc://{self.directory}/{name}.{stream}"
 
     async def open(self) -> None:
-        for slot in self.slots.values():
-            self.group.start_soon(slot.run)
         await self.group.start(self.hosts.run)
         self.group.start_soon(self.host, "engine-0", "serves")
         self.pool, _ = await self.hosts.start(["engine-0"])

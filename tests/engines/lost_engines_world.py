@@ -22,7 +22,6 @@ from streamrl.elastic.hosts import EngineHosts
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.simulated.engine import SimulationOptions
 from streamrl.engines.simulated.text import UniformText
-from streamrl.engines.slots import EngineSlot
 from streamrl.plan.topology import ProcessPlan, Role, Topology
 from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.sections import Engines
@@ -59,11 +58,9 @@ class Controller:
         self.names = [plan.name for plan in topology.processes if plan.role is Role.ENGINE]
         self.supervisor = supervisor
         self.orders_of_engines = EngineOrders(supervisor)
-        self.slots = {
-            name: EngineSlot(name, topology.endpoint(name, "orders"), topology.endpoint(name, "completions"))
-            for name in self.names
-        }
-        self.hosts = EngineHosts(self.slots, settings, order=self.order, emit=self.emit)
+        at = topology.endpoint
+        endpoints = {name: (at(name, "orders"), at(name, "completions")) for name in self.names}
+        self.hosts = EngineHosts(endpoints, settings, order=self.order, emit=self.emit)
         self.ordered: list[SupervisorOrder] = []
         self.events: list[EngineLost | EngineBack] = []
         self.outcomes: list[RolloutOutcome] = []
@@ -89,8 +86,6 @@ class Controller:
         return announced(policy_version, None)
 
     async def connect(self, group: anyio.abc.TaskGroup) -> EnginePool:
-        for slot in self.slots.values():
-            group.start_soon(slot.run)
         await group.start(self.hosts.run)
         self.pool, self.ready = await self.hosts.start(self.names)
         self.sync = WeightSync(
@@ -145,8 +140,6 @@ class Controller:
         await self.until(lambda: len(self.outcomes) >= len(self.launched))
         await self.hosts.aclose()
         await self.pool.aclose()
-        for slot in self.slots.values():
-            slot.retire()
 
     def assert_whole(self, *, refused: Sequence[int] = ()) -> None:
         """Every trajectory came back once, as an engine that nothing happens to samples it."""
