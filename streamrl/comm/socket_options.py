@@ -15,7 +15,7 @@ HANDSHAKE_TIMEOUT_MS = 10_000
 RECONNECT_INTERVAL_MS = 50
 RECONNECT_INTERVAL_MAX_MS = 500
 SMALL_FRAME = 64 << 10
-"""Enough for a signal between two threads, or for what libzmq says of a connection."""
+"""Enough for what libzmq says of a connection."""
 
 
 def make_socket(
@@ -47,8 +47,3 @@ def make_socket(
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # otherwise a message to a peer that is gone vanishes silently
     return socket
-
-
-def make_signal(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
-    """One end of a signal between threads of this process, at an inproc endpoint."""
-    return make_socket(context, zmq.PAIR, endpoint=endpoint, max_frame_bytes=SMALL_FRAME)

@@ -7,6 +7,7 @@ also while the run publishes nothing. ``publish`` only puts the message into a b
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -17,7 +18,7 @@ import msgspec
 import zmq
 
 from streamrl.base.errors import UNDECODABLE, UNENCODABLE, StreamRLError, WireError
-from streamrl.comm.socket_options import make_signal, make_socket
+from streamrl.comm.socket_options import make_socket
 from streamrl.remote.guarded_sockets import GuardedContext, bind, connect
 from streamrl.remote.transport_keys import KeyRole
 
@@ -28,7 +29,6 @@ HIGH_WATER = 1000
 LARGEST_MESSAGE = 1 << 19
 """Bytes. As JSON they become up to thirty times as many when they are decoded."""
 LARGEST_SUBSCRIPTION = 1 << 10
-_WAKE_ENDPOINT = "inproc://wake"
 
 
 class TelemetryError(StreamRLError):
@@ -67,11 +67,7 @@ class TelemetryPublisher:
             send_high_water_mark=high_water,
         )
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # a second subscriber to the same topic must be welcomed too
-        self._wake_receive = make_signal(self._context, _WAKE_ENDPOINT)
-        self._wake_send = make_signal(self._context, _WAKE_ENDPOINT)
         try:
-            bind(self._wake_receive, _WAKE_ENDPOINT)
-            connect(self._wake_send, _WAKE_ENDPOINT)
             self.endpoint = bind(self._socket, endpoint, KeyRole.OBSERVER)
         except StreamRLError as error:
             self._context.close_gate()
@@ -79,6 +75,7 @@ class TelemetryPublisher:
             raise TelemetryError(
                 f"the metrics socket is not there: {error}; set metrics.endpoint to a free one, or leave it empty"
             ) from error
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name="telemetry", daemon=True)
         self._thread.start()
 
@@ -102,42 +99,33 @@ class TelemetryPublisher:
             self._pending.put_nowait((topic, body | fields))
         except queue.Full:
             self._dropped_before_socket += 1
-        self._wake()
+        os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
         """Send what is queued, within the linger, and end the thread. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._wake()
+        os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
-        self._wake_send.close(linger=0)
+        os.close(self._wake_fd)
         self._context.close_gate()
         self._context.term()
         if self.endpoint.startswith("ipc://"):
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
-    def _wake(self) -> None:
-        try:
-            self._wake_send.send(b"", zmq.NOBLOCK)
-        except zmq.Again:
-            return  # enough wake-ups are under way
-
     def _serve(self) -> None:
-        try:
+        with self._socket:  # an open one would hold ``close`` up for ever
             self._serve_all()
-        finally:  # an open socket would hold ``close`` up for ever
-            self._wake_receive.close(linger=0)
-            self._socket.close()
 
     def _serve_all(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_receive, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
         while not (self._closed and self._pending.empty()):
             ready = dict(poller.poll())
-            if self._wake_receive in ready:
-                self._wake_receive.recv(zmq.NOBLOCK)
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
                 self._send_pending()
             if self._socket in ready and self._socket.recv(zmq.NOBLOCK)[:1] == b"\x01":
                 self._welcome()
