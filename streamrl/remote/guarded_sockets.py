@@ -65,7 +65,7 @@ def keys_for(endpoint: str) -> RoleKeys | None:
     return keys
 
 
-def bind(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole | None = None) -> str:
+def bind(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole) -> str:
     """Bind and return the endpoint with its real port. ``admits``: whose keys are let in, where there are keys.
 
     Raises ``StreamRLError`` naming the endpoint and the remedy, also where other hosts would reach it without keys, or
@@ -80,12 +80,15 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole | None = None
     return bound
 
 
-def connect(socket: zmq.Socket[bytes], endpoint: str, serves: KeyRole = KeyRole.CONTROLLER) -> None:
+def connect(socket: zmq.Socket[bytes], endpoint: str, serves: KeyRole) -> None:
     """Start connecting; libzmq retries until somebody binds. ``serves``: whose key must be there, where there are keys.
 
     Raises ``StreamRLError`` for an impossible address, or one on another host where this process has no keys.
     """
-    guard_connector(socket, endpoint, serves)
+    if (keys := keys_for(endpoint)) is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, public_keys(keys.directory, serves)[0])
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     zmq_sockets.connect(socket, endpoint)
 
 
@@ -121,15 +124,11 @@ class KeyGuard:
             gate.check()
 
 
-def guard_listener(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole | None) -> KeyGate | None:
+def guard_listener(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole) -> KeyGate | None:
     """Before a socket is bound: its key, and who is let in. Returns its gate; None where it is a plain socket."""
     keys = keys_for(endpoint)
     if keys is None:
         return None
-    if admits is None:
-        raise StreamRLError(
-            f"{endpoint} does not say whose keys it lets in: that is a bug of streamrl, please report it"
-        )
     context: object = socket.context
     if not isinstance(context, GuardedContext):
         raise StreamRLError(f"the socket of {endpoint} is in a context without a gate: that is a bug of streamrl")
@@ -144,16 +143,6 @@ def guard_listener(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole | N
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     return context.gate
-
-
-def guard_connector(socket: zmq.Socket[bytes], endpoint: str, serves: KeyRole) -> None:
-    """Before a socket is connected: its key, and the key that the listener there must have."""
-    keys = keys_for(endpoint)
-    if keys is None:
-        return
-    socket.setsockopt(zmq.CURVE_SERVERKEY, public_keys(keys.directory, serves)[0])
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 def check_strangers_are_refused(kind: int, endpoint: str, gate: KeyGate) -> None:
