@@ -141,11 +141,8 @@ async def _score(case: Case, reward: Reward) -> str:
         rewards = RewardSet(attached, PlainText(), tasks)
         try:
             await rewards.open()
-            async with asyncio.TaskGroup() as life:
-                watching = life.create_task(rewards.watch())
-                together = await rewards.score([_trajectory(text, i) for i, text in enumerate(case.completions)])
-                (after,) = await rewards.score([_trajectory("c", len(case.completions))])
-                watching.cancel()
+            together = await rewards.score([_trajectory(text, i) for i, text in enumerate(case.completions)])
+            (after,) = await rewards.score([_trajectory("c", len(case.completions))])
         finally:
             await asyncio.shield(rewards.aclose())
     must = list(together) if case.all_score else []

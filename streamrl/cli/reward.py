@@ -179,10 +179,7 @@ async def _score(
             await rewards.open()
             started = time.perf_counter()
             async with asyncio.TaskGroup() as scoring:
-                watching = scoring.create_task(rewards.watch())
                 tasks = [scoring.create_task(rewards.score(group.trajectories)) for group in groups]
-                outcomes = [await task for task in tasks]
-                watching.cancel()
-            return outcomes, time.perf_counter() - started
+            return [task.result() for task in tasks], time.perf_counter() - started
         finally:
             await asyncio.shield(rewards.aclose())

@@ -43,8 +43,9 @@ class RewardsOf(msgspec.Struct, frozen=True, kw_only=True):
 class RewardSet:
     """Scores trajectories with every function of ``attached``, side by side. ``open`` before, ``aclose`` after.
 
-    ``tasks`` must outlive it: a trusted coroutine that swallows its cancellation stays there. ``combines``: the recipe
-    has a function of its own that makes one number of the values.
+    ``tasks`` must outlive it: a trusted coroutine that swallows its cancellation stays there, and they end with
+    ``StreamRLError`` when call processes cannot be started any more. ``combines``: the recipe has a function of its own
+    that makes one number of the values.
     """
 
     def __init__(self, attached: RewardsOf, tokenizer: Tokenizer, tasks: asyncio.TaskGroup) -> None:
@@ -91,10 +92,6 @@ class RewardSet:
     def stuck(self) -> int:
         """Trusted coroutines past their limit that still run."""
         return self._coroutines.stuck
-
-    async def watch(self) -> None:
-        """Raises ``StreamRLError`` when call processes cannot be started any more; otherwise it never returns."""
-        await (anyio.sleep_forever() if self._pool is None else self._pool.wait_for_failure())
 
     def begin(self, order: ScoreGroup, prompts: Sequence[Prompt]) -> Scoring:
         """Score one order: plain trusted functions at once. ``prompts``: of the message."""

@@ -160,19 +160,18 @@ class _Serving:
             await send_hello(self._results, self._orders, RewardWorkerReady(worker=worker))
             async with asyncio.TaskGroup() as serving:
                 # Of the two streams one may break alone: a controller would open both again and wait for a hello.
-                watches = [serving.create_task(watch()) for watch in (self._sets[0].watch, self._results.watch)]
+                watching = serving.create_task(self._results.watch())
                 answering = serving.create_task(self._answer())
-                await self._receive(serving, watches)
+                await self._receive(serving)
                 self._ended = True
                 self._changed.notify()
                 await asyncio.wait([answering])
-                for watch in watches:
-                    watch.cancel()
+                watching.cancel()
         finally:
             for rewards in list(self._sets.values()):
                 await asyncio.shield(asyncio.wait_for(rewards.aclose(), _CLOSE_LIMIT_S))
 
-    async def _receive(self, serving: asyncio.TaskGroup, watches: list[asyncio.Task[None]]) -> None:
+    async def _receive(self, serving: asyncio.TaskGroup) -> None:
         loading: set[asyncio.Task[None]] = set()
         while True:
             try:
@@ -184,7 +183,7 @@ class _Serving:
                     await self._begin(order, serving)
                 case LoadRewardSet():
                     # In turn with the orders: an order of this version is sent only when it is known to be loaded.
-                    task = serving.create_task(self._load_another(order, serving, watches))
+                    task = serving.create_task(self._load_another(order))
                     loading.add(task)
                     task.add_done_callback(loading.discard)
                 case CloseRewardSet():
@@ -229,9 +228,7 @@ class _Serving:
         self._sets[version] = rewards
         return rewards
 
-    async def _load_another(
-        self, order: LoadRewardSet, answers: asyncio.TaskGroup, watches: list[asyncio.Task[None]]
-    ) -> None:
+    async def _load_another(self, order: LoadRewardSet) -> None:
         version = order.reward_version
         attached = RewardsOf(version=version, rewards=order.rewards, limits=self._recipe.reward_limits)
         self._loading += 1
@@ -244,7 +241,6 @@ class _Serving:
         finally:
             self._loading -= 1
             self._rearm()
-        watches.append(answers.create_task(rewards.watch()))
         await self._results.send(RewardSetLoaded(reward_version=version, per_group=rewards.per_group))
 
     async def _answer(self) -> None:

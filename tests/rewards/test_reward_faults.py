@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import resource
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +20,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from streamrl.base.concurrent_calls import first_error
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory
 from streamrl.learning.objective.advantages import group_advantages
@@ -211,14 +213,12 @@ async def test_calls_that_crash_one_after_the_other_end_nothing(
     pool: Pool, make_trajectory: MakeTrajectory, name: str
 ) -> None:
     rewards = await pool.open(Reward(function=f"{KILLERS}:{name}"), processes=1)
-    async with asyncio.TaskGroup() as life, asyncio.timeout(40):
-        watching = life.create_task(rewards.watch())
+    async with asyncio.timeout(40):
         for _ in range(12):
             (outcome,) = await rewards.score([make_trajectory("z")])
             assert isinstance(outcome, RewardFailure) and outcome.kind is RAISED, outcome
         (good,) = await rewards.score([make_trajectory()])
-        assert good.calls[0].value == 3.0
-        watching.cancel()
+    assert good.calls[0].value == 3.0
 
 
 LEAKS = (
@@ -347,17 +347,18 @@ async def test_process_that_never_begins_is_replaced_and_its_calls_are_made_by_a
 
 
 async def test_processes_that_never_begin_are_given_up_with_the_reason(
-    pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_directory: Path, make_trajectory: MakeTrajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamrl.rewards.calls.pool._READY_LIMIT_S", 0.2)
     module = threaded_module(tmp_path, second_import="pass")
     module.write_text(module.read_text().replace("== 2:\n    pass", ">= 2:\n    threading.Event().wait()"))
-    rewards = await pool.open(Reward(function=f"{module}:plain"), processes=1)
-    scoring = asyncio.create_task(rewards.score([make_trajectory()]))
-    async with asyncio.timeout(20):
-        with pytest.raises(StreamRLError, match=r"5 reward processes in a row .*was not ready within 0\.2 s"):
-            await rewards.watch()
-    scoring.cancel()
+    with pytest.raises(BaseExceptionGroup) as ended:
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            rewards = await Pool(model_directory, tasks).open(Reward(function=f"{module}:plain"), processes=1)
+            await rewards.score([make_trajectory()])
+    error = first_error(ended.value)
+    assert isinstance(error, StreamRLError)
+    assert re.search(r"5 reward processes in a row .*was not ready within 0\.2 s", str(error))
 
 
 async def test_call_that_leaves_its_output_blocked_is_late_and_its_process_is_replaced(

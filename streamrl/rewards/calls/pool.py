@@ -324,12 +324,10 @@ class _ForkServer:
 class CallPool:
     """Runs calls of ``rewards`` in at most ``processes`` processes, and coroutines in one more.
 
-    ``run`` as a task of its own for as long as it is used; ``opened`` before ``call``. ``failure`` is set when no
-    process can be started any more, and every call waits for ever then.
+    ``run`` as a task of its own for as long as it is used; ``opened`` before ``call``.
     """
 
     def __init__(self, rewards: Sequence[Reward], processes: int) -> None:
-        self.failure = ""
         self._rewards = rewards
         self._most = processes
         self._warm = min(processes, len(os.sched_getaffinity(0)))
@@ -339,7 +337,6 @@ class CallPool:
         self._waiting: dict[bool, list[tuple[tuple[int, int], Call]]] = {False: [], True: []}
         self._changed = Wakeup()
         self._opened = anyio.Event()
-        self._failed = anyio.Event()
         self._closed = anyio.Event()
         self._scope = anyio.CancelScope()
         self._slots = 0
@@ -349,7 +346,8 @@ class CallPool:
         self._calls = self._forked = 0
 
     async def run(self) -> None:
-        """Until ``aclose``."""
+        """Until ``aclose``. Raises ``StreamRLError`` in a group when no process can be started any more: every call
+        waits for ever then."""
         try:
             with self._scope:
                 async with anyio.create_task_group() as self._tasks:
@@ -390,11 +388,6 @@ class CallPool:
         await call.done.wait()
         assert call.result is not None
         return call.result
-
-    async def wait_for_failure(self) -> None:
-        """Until no process can be started any more. Raises ``StreamRLError`` then."""
-        await self._failed.wait()
-        raise StreamRLError(self.failure)
 
     async def aclose(self) -> None:
         """Kill every process. Calls that have not ended are forgotten. Idempotent."""
@@ -479,9 +472,7 @@ class CallPool:
             if starts >= _MOST_BAD_STARTS:
                 problem = f"{starts} reward processes in a row ended before they could take a call"
                 remedy = "look for the reason in the log of the reward worker"
-                self.failure = f"{problem} (the last: {reason}): {remedy}"
-                self._failed.set()
-                await anyio.sleep_forever()
+                raise StreamRLError(f"{problem} (the last: {reason}): {remedy}")
 
     def _end(self, child: CallChild) -> None:
         self._server.kill(child)
