@@ -19,7 +19,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -87,11 +87,6 @@ class _Age:
         return self._calls >= _MOST_CALLS or any(map(operator.gt, used, self._most))
 
 
-def describe_raised(error: BaseException) -> CheckedValue:
-    """The failure that an exception of user code is."""
-    return failed(RewardFailureKind.RAISED, describe_error(error))[0]
-
-
 def _is_exhausted(error: BaseException) -> bool:
     """Whether user code raised because the process had no memory, threads or descriptors left."""
     cause: BaseException | None = error
@@ -150,7 +145,7 @@ class SyncServer:
             values = check_returned(returned, count, per_group=function.signature.per_group)
         except BaseException as error:  # noqa: BLE001 - SystemExit of a user's function is a failed reward, not our end
             seconds = Clock.perf_counter() - started
-            values = (describe_raised(error),) * count
+            values = failed(RewardFailureKind.RAISED, describe_error(error), count)
             exhausted = _is_exhausted(error)
             del error
         if os.getpid() != self._pid:  # the function forked, and this is the copy
@@ -176,6 +171,19 @@ class SyncServer:
         if needed > self._cpu_limit_s:
             self._cpu_limit_s = needed + 60
             resource.setrlimit(resource.RLIMIT_CPU, (self._cpu_limit_s, resource.RLIM_INFINITY))
+
+
+async def values_of_coroutine(
+    function: RewardFunction, completion: Any, arguments: Mapping[str, Any], count: int
+) -> tuple[tuple[CheckedValue, ...], bool]:
+    """The values of a call, and whether the process was exhausted. Raises ``CancelledError`` alone."""
+    try:
+        returned = await function.call(completion, **arguments)
+        return check_returned(returned, count, per_group=function.signature.per_group), False
+    except asyncio.CancelledError:
+        raise  # by us, or by itself: the caller sees which
+    except BaseException as error:  # noqa: BLE001 - SystemExit of a user's coroutine is a failed reward, not our end
+        return failed(RewardFailureKind.RAISED, describe_error(error), count), _is_exhausted(error)
 
 
 class _Stepped:
@@ -275,20 +283,9 @@ class LoopServer:
         task.add_done_callback(ended)
 
     async def _call(self, order: CallOrder) -> tuple[tuple[CheckedValue, ...], bool]:
-        """Its values, and whether the process was exhausted."""
-        function = self._functions[order.function]
-        count = count_of(order)
-
-        async def inner() -> Any:
-            return await function.call(order.completion, **order.arguments)
-
-        try:
-            returned = await _Stepped(inner().__await__(), self._page, order.sequence)
-            return check_returned(returned, count, per_group=function.signature.per_group), False
-        except asyncio.CancelledError:
-            raise  # by us, or by itself: the callback sees which
-        except BaseException as error:  # noqa: BLE001 - SystemExit of a user's coroutine is a failed reward, not our end
-            return (describe_raised(error),) * count, _is_exhausted(error)
+        call = values_of_coroutine(self._functions[order.function], order.completion, order.arguments, count_of(order))
+        answered: tuple[tuple[CheckedValue, ...], bool] = await _Stepped(call.__await__(), self._page, order.sequence)
+        return answered
 
     def _answer(
         self,

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from streamrl.base.types import RewardFailureKind
-from streamrl.rewards.calls.process import describe_raised, late_message
+from streamrl.recipe.user_code import describe_error
+from streamrl.rewards.calls.process import late_message, values_of_coroutine
 from streamrl.rewards.signature import RewardFunction
 from streamrl.rewards.values import CallResult, CheckedValue, check_returned, failed
 
@@ -42,7 +43,7 @@ def call_at_once(
         else:
             values = check_returned(returned, count, per_group=function.signature.per_group)
     except BaseException as error:  # noqa: BLE001 - SystemExit of a user's function is a failed reward, not our end
-        values = (describe_raised(error),) * count
+        values = failed(RewardFailureKind.RAISED, describe_error(error), count)
     seconds = time.perf_counter() - started
     if seconds > limit_s:
         values = failed(RewardFailureKind.TIMED_OUT, late_message(limit_s), count)
@@ -54,7 +55,7 @@ class TrustedCoroutines:
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
-        self._late: set[asyncio.Task[tuple[CheckedValue, ...]]] = set()
+        self._late: set[asyncio.Task[tuple[tuple[CheckedValue, ...], bool]]] = set()
 
     @property
     def stuck(self) -> int:
@@ -66,7 +67,7 @@ class TrustedCoroutines:
     ) -> CallResult:
         """The result of a coroutine function, after ``limit_s`` at the latest."""
         started = time.perf_counter()
-        task = self._tasks.create_task(_run(function, completion, arguments, count))
+        task = self._tasks.create_task(values_of_coroutine(function, completion, arguments, count))
         deadline = started + limit_s
         try:
             while not (await asyncio.wait([task], timeout=deadline - time.perf_counter()))[0]:
@@ -83,20 +84,8 @@ class TrustedCoroutines:
         elif task.cancelled():
             values = failed(RewardFailureKind.RAISED, "CancelledError: it was cancelled by itself", count)
         else:
-            values = task.result()
+            values, _ = task.result()
         return CallResult(values, time.perf_counter() - started, 0.0, limit_s)
-
-
-async def _run(
-    function: RewardFunction, completion: Any, arguments: Mapping[str, Any], count: int
-) -> tuple[CheckedValue, ...]:
-    try:
-        returned = await function.call(completion, **arguments)
-        return check_returned(returned, count, per_group=function.signature.per_group)
-    except asyncio.CancelledError:
-        raise  # by us, or by itself: the caller sees which
-    except BaseException as error:  # noqa: BLE001 - SystemExit of a user's coroutine is a failed reward, not our end
-        return (describe_raised(error),) * count
 
 
 async def close_functions(functions: Iterable[RewardFunction]) -> None:
@@ -114,7 +103,7 @@ async def _close(function: RewardFunction) -> None:
     try:
         await asyncio.wait_for(aclose(), _CLOSE_LIMIT_S)
     except Exception as error:  # noqa: BLE001 - this reward is done with, and others are closed too
-        _log.warning("closing reward %s failed: %s: %s", function.name, type(error).__name__, error)
+        _log.warning("closing reward %s failed: %s: %s", function.signature.name, type(error).__name__, error)
 
 
 _CLOCK_MONOTONIC = 1
