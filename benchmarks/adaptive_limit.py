@@ -43,7 +43,7 @@ from streamrl.base.types import (
 )
 from streamrl.prompts.tokenizer import load_tokenizer
 from streamrl.recipe.rewards import AdaptiveTimeout, Reward, RewardLimits
-from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.rewards.reward_set import RewardSet
 
 CEILING_S, FLOOR_S, FACTOR = 30.0, 2.0, 1.5
 HANG_SHARE, SLOW_SHARE = 0.05, 0.01
@@ -160,7 +160,7 @@ async def measure(directory: Path, given: argparse.Namespace, *, adaptive: bool)
     prompts = [rng.lognormvariate(math.log(MEDIAN_S), SIGMA) for _ in range(PROMPTS)]
     measured = Measured([], [])
     async with asyncio.TaskGroup() as tasks:
-        rewards = RewardSet(RewardsOf(version=0, rewards=(reward,), limits=limits), load_tokenizer(directory), tasks)
+        rewards = RewardSet([reward], limits, load_tokenizer(directory), tasks)
         await rewards.open()
         for number in range(given.warm_up + given.rounds):
             drawn = draw_round(prompts, rng, scale)

@@ -46,7 +46,7 @@ from streamrl.prompts.tokenizer import load_tokenizer
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.sections import Model, Prompts, Recipe
 from streamrl.rewards.reward_exchange import score_message
-from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.rewards.reward_set import RewardSet
 from streamrl.rewards.worker import run_reward_worker
 from streamrl.sandbox.reward import CODE
 from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, wait_ready
@@ -103,7 +103,7 @@ async def through_pool(directory: Path, reward: Reward, trajectories: list[Traje
     rates = []
     async with asyncio.TaskGroup() as tasks:
         limits = RewardLimits(processes=1, concurrency=AT_ONCE)
-        rewards = RewardSet(RewardsOf(version=0, rewards=(reward,), limits=limits), load_tokenizer(directory), tasks)
+        rewards = RewardSet([reward], limits, load_tokenizer(directory), tasks)
         await rewards.open()
         await rewards.score(trajectories[:64])
         messages = [score_message([trajectory]) for trajectory in trajectories]

@@ -20,9 +20,9 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.prompts.prompt_rows import BadRow, read_prompt
 from streamrl.prompts.tokenizer import ChatError, Tokenizer, load_tokenizer, refuse_different_tokenizers
-from streamrl.recipe.sections import Reward
-from streamrl.rewards import load_reward
-from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.recipe.rewards import Reward, RewardLimits
+from streamrl.rewards.reward_set import RewardSet
+from streamrl.rewards.signature import load_reward
 from streamrl.stages.rollout import RolloutStage
 
 PACKAGE = Path(__file__).resolve().parent.parent / "streamrl"
@@ -305,7 +305,7 @@ async def test_ids_that_text_cannot_carry_reach_the_trainer(tmp_path: Path) -> N
     file.write_text("texts = []\ndef reward(completion):\n    texts.append(completion)\n    return 1.0\n")
     reward = Reward(function=f"{file}:reward", trusted=True)
     async with asyncio.TaskGroup() as tasks:
-        rewards = RewardSet(RewardsOf(version=0, rewards=(reward,)), tokenizer, tasks)
+        rewards = RewardSet([reward], RewardLimits(), tokenizer, tasks)
         await rewards.open()
         [scored] = await rewards.score([finished.trajectory])
     assert isinstance(scored, ScoredTrajectory)

@@ -51,7 +51,7 @@ from streamrl.base.types import (
 from streamrl.evaluate.trial_completions import PlainText
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.rewards.inspect import inspect_in_subprocess
-from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.rewards.reward_set import RewardSet
 from streamrl.rewards.scoring import Outcome
 
 AT_ONCE = 4
@@ -137,8 +137,7 @@ def _module(case: Case, directory: Path) -> Path:
 
 async def _score(case: Case, reward: Reward) -> str:
     async with asyncio.TaskGroup() as tasks:
-        attached = RewardsOf(version=0, rewards=(reward,), limits=RewardLimits(processes=2))
-        rewards = RewardSet(attached, PlainText(), tasks)
+        rewards = RewardSet([reward], RewardLimits(processes=2), PlainText(), tasks)
         try:
             await rewards.open()
             together = await rewards.score([_trajectory(text, i) for i, text in enumerate(case.completions)])

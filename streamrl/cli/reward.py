@@ -38,7 +38,7 @@ from streamrl.recipe.load import load_recipe, resolve_function
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.inspect import inspect_in_subprocess
-from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.rewards.reward_set import RewardSet
 from streamrl.rewards.scoring import Outcome
 from streamrl.rewards.signature import RewardSignature, needed_columns
 
@@ -173,8 +173,7 @@ async def _score(
 ) -> tuple[list[tuple[Outcome, ...]], float]:
     """Outcomes of each group, and the seconds that all took."""
     async with asyncio.TaskGroup() as user_calls:
-        attached = RewardsOf(version=0, rewards=(reward,), limits=RewardLimits())
-        rewards = RewardSet(attached, tokenizer, user_calls)
+        rewards = RewardSet([reward], RewardLimits(), tokenizer, user_calls)
         try:
             await rewards.open()
             started = time.perf_counter()

@@ -36,9 +36,8 @@ from streamrl.prompts.prompts import check_prompts, missing_source
 from streamrl.prompts.tokenizer import Tokenizer, load_tokenizer
 from streamrl.recipe.sections import EngineKind, Launch, OptimizerKind, Recipe, TransportKind
 from streamrl.remote.transport_keys import transport_environment
-from streamrl.rewards import needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
-from streamrl.rewards.reward_set import RewardsOf
+from streamrl.rewards.reward_set import combining_rewards
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file, resumed_rewards
 from streamrl.rules.rules import broken_rules
 from streamrl.vllm.options import device_problems, installed_device, max_model_len, model_config
@@ -121,8 +120,8 @@ def check_model(recipe: Recipe) -> CheckedModel:
 
 
 def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
-    combining = RewardsOf(version=0, rewards=recipe.rewards, limits=recipe.reward_limits).combining
-    inspections = inspect_in_subprocess([*recipe.rewards, *filter(None, [combining])], USER_CODE_TIMEOUT_S)
+    combining = combining_rewards(recipe.rewards, recipe.reward_limits)
+    inspections = inspect_in_subprocess([*recipe.rewards, *combining], USER_CODE_TIMEOUT_S)
     for index, inspection in enumerate(inspections):
         path = f"rewards.{index}.function" if index < len(recipe.rewards) else "reward_limits.combine"
         yield from (f"{path}: {problem}" for problem in inspection.problems)

@@ -1,4 +1,4 @@
-"""A versioned set of reward functions, loaded and ready to score: in this process, and in call processes."""
+"""A set of reward functions, loaded and ready to score: in this process, and in call processes."""
 
 from __future__ import annotations
 
@@ -24,44 +24,37 @@ from streamrl.rewards.values import CallFailure, CallResult
 COMBINING = "combine"
 
 
-class RewardsOf(msgspec.Struct, frozen=True, kw_only=True):
-    """What is attached: a value with a version, which changes as a whole."""
-
-    version: int
-    rewards: tuple[Reward, ...]
-    limits: RewardLimits = RewardLimits()
-
-    @property
-    def combining(self) -> Reward | None:
-        """The recipe's own combining function, as one more reward that runs where the others do."""
-        spec = self.limits.combine
-        if spec in (COMBINE_WEIGHTS, COMBINE_SEPARATE):
-            return None
-        return Reward(function=spec, name=COMBINING, trusted=all(reward.trusted for reward in self.rewards))
+def combining_rewards(rewards: Sequence[Reward], limits: RewardLimits) -> tuple[Reward, ...]:
+    """The recipe's own combining function, if any, as one more reward that runs where the others do."""
+    if limits.combine in (COMBINE_WEIGHTS, COMBINE_SEPARATE):
+        return ()
+    return (Reward(function=limits.combine, name=COMBINING, trusted=all(reward.trusted for reward in rewards)),)
 
 
 class RewardSet:
-    """Scores trajectories with every function of ``attached``, side by side. ``open`` before, ``aclose`` after.
+    """Scores trajectories with every function of ``rewards``, side by side. ``open`` before, ``aclose`` after.
 
     ``tasks`` must outlive it: a trusted coroutine that swallows its cancellation stays there, and they end with
     ``StreamRLError`` when call processes cannot be started any more. ``combines``: the recipe has a function of its own
     that makes one number of the values.
     """
 
-    def __init__(self, attached: RewardsOf, tokenizer: Tokenizer, tasks: asyncio.TaskGroup) -> None:
-        self.attached = attached
+    def __init__(
+        self, rewards: Sequence[Reward], limits: RewardLimits, tokenizer: Tokenizer, tasks: asyncio.TaskGroup
+    ) -> None:
+        self.rewards = rewards
+        self.limits = limits
         self.signatures: list[RewardSignature] = []
         self._tokenizer = tokenizer
         self._tasks = tasks
-        combining = attached.combining
-        self._all = (*attached.rewards, *([combining] if combining is not None else []))
-        self.combines = combining is not None
+        self._all = (*rewards, *combining_rewards(rewards, limits))
+        self.combines = len(self._all) > len(rewards)
         self._trusted: dict[int, RewardFunction] = {}
         self._coroutines = TrustedCoroutines(tasks)
         other = [index for index, reward in enumerate(self._all) if not reward.trusted]
         self._pool_index = {index: place for place, index in enumerate(other)}
         self._pool: CallPool | None = None
-        self._queues = [RewardQueue(reward, attached.limits.concurrency) for reward in self._all]
+        self._queues = [RewardQueue(reward, limits.concurrency) for reward in self._all]
 
     async def open(self) -> None:
         """Load the functions. Raises ``RecipeError`` with every problem."""
@@ -70,7 +63,7 @@ class RewardSet:
         }
         found: list[RewardSignature] = []
         if self._pool_index:
-            self._pool = CallPool([self._all[index] for index in self._pool_index], self.attached.limits.processes)
+            self._pool = CallPool([self._all[index] for index in self._pool_index], self.limits.processes)
             self._tasks.create_task(self._pool.run())
             found = await self._pool.opened()
         self.signatures = [
@@ -98,14 +91,13 @@ class RewardSet:
         return Scoring(self, SampleTexts(order.completions, prompts, self._tokenizer), order.rank)
 
     async def score(self, trajectories: Sequence[Trajectory], rank: int = 0) -> tuple[Outcome, ...]:
-        """One outcome for each trajectory, in the same order. Never raises for what user code does.
+        """One outcome for each trajectory, in the same order, of version 0. Never raises for what user code does.
 
         ``rank``: of several orders that wait, the smallest goes first.
         """
         message = score_message(trajectories, rank=rank)
-        version = self.attached.version
         rewards = await self.begin(message.groups[0], message.prompts).finish()
-        return tuple(outcome_of(t, reward, version) for t, reward in zip(trajectories, rewards, strict=True))
+        return tuple(outcome_of(t, reward, 0) for t, reward in zip(trajectories, rewards, strict=True))
 
     def remember_limits(self, slowest_s: Mapping[str, Mapping[str, float]]) -> None:
         """Slowest correct calls by reward and key, which other workers have observed."""
@@ -168,10 +160,9 @@ class Scoring:
         self._rewards = rewards
         self._texts = texts
         self._rank = rank
-        attached = rewards.attached.rewards
-        self._values: list[list[SampleValue | None]] = [[None] * len(attached) for _ in texts.completions]
+        self._values: list[list[SampleValue | None]] = [[None] * len(rewards.rewards) for _ in texts.completions]
         self._combined: list[CallResult | None] = [None] * len(texts.completions)
-        self._left = [asked for index in range(len(attached)) for asked in self._calls_of(index)]
+        self._left = [asked for index in range(len(rewards.rewards)) for asked in self._calls_of(index)]
         self._call_now()
         if not self._left:
             self._combine()
@@ -227,18 +218,18 @@ class Scoring:
         self._set(asked.index, asked.members, result)
 
     def _set(self, index: int, members: Sequence[int], result: CallResult) -> None:
-        attached = self._rewards.attached.rewards
-        if index == len(attached):
+        rewards = self._rewards.rewards
+        if index == len(rewards):
             self._combined[members[0]] = result
             return
         for member, checked in zip(members, result.values, strict=True):
-            self._values[member][index] = SampleValue(attached[index], checked, result)
+            self._values[member][index] = SampleValue(rewards[index], checked, result)
 
     def _combine(self) -> None:
         """All values are there. Where the recipe combines them by a function of its own, it is asked first."""
         samples = [[value for value in values if value is not None] for values in self._values]
         if self._rewards.combines and not any(self._combined):
-            index = len(self._rewards.attached.rewards)
+            index = len(self._rewards.rewards)
             for place, values in enumerate(samples):
                 trained = [value for value in values if not value.reward.shadow]
                 named = {value.reward.label: v for value in trained if (v := value.value) is not None}
@@ -251,7 +242,7 @@ class Scoring:
             self._call_now()
             if self._left:
                 return
-        separate = self._rewards.attached.limits.combine == COMBINE_SEPARATE
+        separate = self._rewards.limits.combine == COMBINE_SEPARATE
         self.scored = tuple(
             [combine(values, own=own, separate=separate) for values, own in zip(samples, self._combined, strict=True)]
         )

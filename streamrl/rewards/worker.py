@@ -21,6 +21,7 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from streamrl.base.concurrent_calls import first_error
 from streamrl.base.errors import RecipeError, StreamEnded
@@ -41,11 +42,12 @@ from streamrl.base.stage_messages import (
 )
 from streamrl.base.wakeup import Wakeup
 from streamrl.comm.stream import ReceiveStream, SendStream, send_hello
+from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.calls.pool import LOAD_LIMIT_S
 from streamrl.rewards.calls.trusted import ExitTimer
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
-from streamrl.rewards.reward_set import RewardSet, RewardsOf, Scoring
+from streamrl.rewards.reward_set import RewardSet, Scoring
 from streamrl.rewards.scoring import Tokenizer
 
 _HEARTBEAT_S = 0.5
@@ -138,8 +140,7 @@ class _Serving:
 
     async def open(self) -> None:
         """Load what the recipe says. Raises ``RecipeError``; nothing is left then."""
-        attached = RewardsOf(version=0, rewards=self._recipe.rewards, limits=self._recipe.reward_limits)
-        await self._load(0, attached)
+        await self._load(0, self._recipe.rewards)
 
     async def beat(self) -> None:
         """Show that the loop runs. Not shown for longer than any call may take means that user code holds it."""
@@ -218,23 +219,22 @@ class _Serving:
         self._scored.append(GroupScored(order_id=order.order_id, rewards=rewards))
         self._changed.notify()
 
-    async def _load(self, version: int, attached: RewardsOf) -> RewardSet:
-        rewards = RewardSet(attached, self._tokenizer, self._user_calls)
+    async def _load(self, version: int, rewards: Sequence[Reward]) -> RewardSet:
+        loaded = RewardSet(rewards, self._recipe.reward_limits, self._tokenizer, self._user_calls)
         try:
-            await rewards.open()
+            await loaded.open()
         except BaseException:
-            await asyncio.shield(rewards.aclose())
+            await asyncio.shield(loaded.aclose())
             raise
-        self._sets[version] = rewards
-        return rewards
+        self._sets[version] = loaded
+        return loaded
 
     async def _load_another(self, order: LoadRewardSet) -> None:
         version = order.reward_version
-        attached = RewardsOf(version=version, rewards=order.rewards, limits=self._recipe.reward_limits)
         self._loading += 1
         self._rearm()  # now: trusted functions are imported here, and the loop is blocked until that is done
         try:
-            rewards = await self._load(version, attached)
+            rewards = await self._load(version, order.rewards)
         except RecipeError as error:
             await self._results.send(RewardSetLoaded(reward_version=version, problems=tuple(error.problems)))
             return

@@ -27,7 +27,7 @@ from streamrl.learning.objective.advantages import group_advantages
 from streamrl.prompts.tokenizer import load_tokenizer
 from streamrl.recipe.objective import AdvantageKind
 from streamrl.recipe.rewards import Reward, RewardLimits
-from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.rewards.reward_set import RewardSet
 
 MakeTrajectory = Callable[..., Trajectory]
 KILLERS = Path(__file__).parent / "killers.py"
@@ -56,9 +56,7 @@ class Pool:
         self.sets: list[RewardSet] = []
 
     async def open(self, *rewards: Reward, processes: int = 2) -> RewardSet:
-        limits = RewardLimits(processes=processes)
-        attached = RewardsOf(version=1, rewards=rewards, limits=limits)
-        rewards_open = RewardSet(attached, self._tokenizer, self._tasks)
+        rewards_open = RewardSet(rewards, RewardLimits(processes=processes), self._tokenizer, self._tasks)
         self.sets.append(rewards_open)
         await rewards_open.open()
         return rewards_open

@@ -20,12 +20,12 @@ from streamrl.base.types import RewardFailure, RewardFailureKind, ScoredTrajecto
 from streamrl.prompts.tokenizer import load_tokenizer
 from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
 from streamrl.recipe.sections import Recipe
-from streamrl.rewards import load_reward
 from streamrl.rewards.calls.trusted import TrustedCoroutines
 from streamrl.rewards.reward_exchange import outcome_of
 from streamrl.rewards.reward_queue import RewardQueue
-from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.rewards.reward_set import RewardSet
 from streamrl.rewards.scoring import SampleValue, combine
+from streamrl.rewards.signature import load_reward
 from streamrl.rewards.values import CallResult, CheckedValue, check_returned, check_value
 
 MakeTrajectory = Callable[..., Trajectory]
@@ -45,8 +45,7 @@ def release() -> Any:
 @asynccontextmanager
 async def scoring(recipe: Recipe, release: Any = None) -> AsyncIterator[RewardSet]:
     async with asyncio.TaskGroup() as tasks:
-        attached = RewardsOf(version=3, rewards=recipe.rewards, limits=recipe.reward_limits)
-        rewards = RewardSet(attached, load_tokenizer(recipe.model.path), tasks)
+        rewards = RewardSet(recipe.rewards, recipe.reward_limits, load_tokenizer(recipe.model.path), tasks)
         await rewards.open()
         try:
             yield rewards
@@ -93,7 +92,7 @@ async def test_value_is_what_the_function_returned(
 ) -> None:
     (outcome,) = await score(trusted(function), make_trajectory(answer="abc", other=1))
     assert isinstance(outcome, ScoredTrajectory), outcome
-    assert (outcome.reward, outcome.reward_version) == (reward, 3)
+    assert outcome.reward == reward
     assert type(outcome.reward) is float
     assert outcome.reward_parts == {function: reward}
     assert outcome.reward_seconds > 0

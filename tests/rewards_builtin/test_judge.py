@@ -31,7 +31,7 @@ from streamrl.judge.client import JudgeError
 from streamrl.prompts.tokenizer import load_tokenizer
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.recipe.rewards import FailurePolicy, Reward, RewardLimits
-from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.rewards.reward_set import RewardSet
 from streamrl.rewards.signature import RewardFunction
 
 httpx = pytest.importorskip("httpx")
@@ -296,8 +296,7 @@ def scored(samples: int, *, trusted: bool = True, limit_s: float = 30.0, **optio
 
     async def score() -> list[Any]:
         async with asyncio.TaskGroup() as tasks:
-            attached = RewardsOf(version=0, rewards=(reward,), limits=RewardLimits())
-            rewards = RewardSet(attached, load_tokenizer(str(SORT)), tasks)
+            rewards = RewardSet([reward], RewardLimits(), load_tokenizer(str(SORT)), tasks)
             await rewards.open()
             try:
                 return list(await rewards.score([trajectory(sample) for sample in range(samples)]))
