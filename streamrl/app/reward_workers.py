@@ -21,9 +21,9 @@ from streamrl.prompts.prompts import check_prompts, missing_columns, open_prompt
 from streamrl.prompts.tokenizer import Tokenizer, load_tokenizer
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
-from streamrl.rewards import needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, fresh_rewards, read_rewards_file
+from streamrl.rewards.signature import needed_columns
 from streamrl.rewards.time_limits import LearntLimits
 from streamrl.stages.attached_rewards import AttachedRewards, Note
 from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, WorkerStreams, wait_ready

@@ -39,6 +39,7 @@ from streamrl.remote.transport_keys import transport_environment
 from streamrl.rewards.inspect import inspect_in_subprocess
 from streamrl.rewards.reward_set import combining_rewards
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file, resumed_rewards
+from streamrl.rewards.signature import needed_columns
 from streamrl.rules.rules import broken_rules
 from streamrl.vllm.options import device_problems, installed_device, max_model_len, model_config
 

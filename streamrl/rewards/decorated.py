@@ -1,37 +1,16 @@
-"""Rewards that are written down in Python: what a recipe would say, beside the function."""
+"""Rewards of functions that are given in Python."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.rewards import Reward
-
-_SETTINGS = "__streamrl_reward__"
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def reward(**settings: Any) -> Callable[[Function], Function]:
-    """Give a function what a recipe would say about it: ``@reward(weight=0.5, timeout_s=2)``.
-
-    They apply where the function itself is attached (``pipeline.rewards.attach(function)``). The function stays what it
-    is. Raises ``TypeError`` for a setting that ``[[rewards]]`` does not have.
-    """
-    unknown = sorted(set(settings) - (set(Reward.__struct_fields__) - {"function"}))
-    if unknown:
-        raise TypeError(f"a reward has no setting {', '.join(unknown)} (see [[rewards]])")
-
-    def decorate(function: Function) -> Function:
-        setattr(function, _SETTINGS, settings)
-        return function
-
-    return decorate
 
 
 def as_reward(given: Reward | str | Callable[..., Any], **settings: Any) -> Reward:
@@ -41,9 +20,7 @@ def as_reward(given: Reward | str | Callable[..., Any], **settings: Any) -> Rewa
     """
     if isinstance(given, Reward):
         return structs.replace(given, **settings)
-    if isinstance(given, str):
-        return Reward(function=given, **settings)
-    return Reward(function=_spec_of(given), **(getattr(given, _SETTINGS, {}) | settings))
+    return Reward(function=given if isinstance(given, str) else _spec_of(given), **settings)
 
 
 def _spec_of(function: Callable[..., Any]) -> str:

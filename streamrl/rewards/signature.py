@@ -52,11 +52,6 @@ class RewardFunction(msgspec.Struct, frozen=True, kw_only=True):
     signature: RewardSignature
     call: Callable[..., Any]
 
-    @property
-    def name(self) -> str:
-        """What metrics call it."""
-        return self.signature.name
-
 
 def load_reward(reward: Reward, limits: TimeLimits | None = None) -> RewardFunction:
     """The function that ``reward`` names, with its options.

@@ -47,14 +47,10 @@ class TimeLimits:
         for key, seconds in slowest_s.items():
             _keep_slowest(self._slowest_s, key, seconds)
 
-    @property
-    def learnt(self) -> int:
-        """Keys with a correct call."""
-        return len(self._slowest_s)
-
 
 class LearntLimits:
-    """What all workers of a run have observed, by the name of the reward; it outlives each of them.
+    """What all workers of a run have observed, by the name of the reward; it outlives each of them. ``slowest_s``: the
+    slowest correct calls by reward and key, in seconds.
 
     ``since``: the version of the rewards that brought each one. A reward that is replaced starts without any,
     whatever calls of its predecessor still report.
@@ -64,30 +60,25 @@ class LearntLimits:
         self, since: Mapping[str, int] | None = None, slowest_s: Mapping[str, Mapping[str, float]] | None = None
     ) -> None:
         self.since = dict(since or {})
-        self._slowest_s = {name: dict(found) for name, found in (slowest_s or {}).items() if name in self.since}
+        self.slowest_s = {name: dict(found) for name, found in (slowest_s or {}).items() if name in self.since}
 
     def attached(self, since: Mapping[str, int]) -> None:
         """These score from now on. What was observed of others is forgotten."""
         same = {name for name, version in since.items() if self.since.get(name) == version}
         self.since = dict(since)
-        self._slowest_s = {name: found for name, found in self._slowest_s.items() if name in same}
+        self.slowest_s = {name: found for name, found in self.slowest_s.items() if name in same}
 
     def observed(self, version: int, slowest_s: Mapping[str, Mapping[str, float]]) -> None:
         """A worker reports what functions of ``version`` took."""
         for name, found in slowest_s.items():
             if version >= self.since.get(name, version + 1):
-                known = self._slowest_s.setdefault(name, {})
+                known = self.slowest_s.setdefault(name, {})
                 for key, seconds in found.items():
                     _keep_slowest(known, key, seconds)
 
-    @property
-    def slowest_s(self) -> dict[str, dict[str, float]]:
-        """Slowest correct calls by reward and key, in seconds."""
-        return self._slowest_s
-
     def pieces(self, version: int) -> Iterator[dict[str, dict[str, float]]]:
         """What a worker that has loaded ``version`` must know, in pieces that a message has room for."""
-        for name, found in self._slowest_s.items():
+        for name, found in self.slowest_s.items():
             if version < self.since[name]:
                 continue
             keys = list(found)

@@ -13,8 +13,8 @@ import pytest
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.rewards import AdaptiveTimeout, Reward
-from streamrl.rewards import RewardSignature, load_reward, needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
+from streamrl.rewards.signature import RewardSignature, load_reward, needed_columns
 
 KILLERS = Path(__file__).parent / "killers.py"
 

@@ -152,7 +152,7 @@ def test_a_missing_library_is_named_with_its_extra(make, monkeypatch) -> None:
     monkeypatch.setattr(declared, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"needs math_verify: pip install 'streamrl\[rewards\]'"):
         make("math")
-    assert make("exact").name == "exact"
+    assert make("exact").signature.name == "exact"
 
 
 def test_names_are_what_the_recipe_says() -> None:

@@ -216,7 +216,7 @@ async def test_each_case_of_a_prompt_has_the_limit_that_runs_which_passed_it_hav
         return [case.end for case in (await reward.judge(code, tests, prompt_id=prompt_id)).cases]
 
     assert await ends(program(2.0, "wrong"), "p") == [CaseEnd.WRONG] * 2
-    assert limits.learnt == 0, "a wrong one teaches nothing"
+    assert not limits.take_news(), "a wrong one teaches nothing"
     assert await reward(program(0.0), tests=tests, prompt_id="p") == 1.0
     assert limits.limit_s("p case 0") == 1.0 and 2.6 <= limits.limit_s("p case 1") < 10
     assert await ends(program(1.2), "p") == [CaseEnd.TIMED_OUT, CaseEnd.PASSED], "the second was known to take longer"
