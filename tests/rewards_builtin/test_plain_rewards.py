@@ -6,7 +6,6 @@ import pytest
 
 from streamrl.base.errors import RecipeError
 from streamrl.rewards.builtin.catalog import BUILTIN
-from streamrl.rewards.builtin.length import soft_overlong_penalty
 
 
 @pytest.mark.parametrize(
@@ -84,14 +83,11 @@ def test_format_that_the_prompt_opened(make, score) -> None:
     assert score(reward, "a</think> b <answer>b</answer>") == 0
 
 
-def test_overlong_is_equation_13_of_dapo(make, score) -> None:
+def test_length_is_equation_13_of_dapo(make, score) -> None:
     """With the paper's own numbers: 20480 at most, 4096 of them the buffer."""
-    reward = make("overlong", max_tokens=20480, buffer=4096)
+    reward = make("length", longest=16384, margin=4096)
     values = {16384: 0.0, 16385: -1 / 4096, 18432: -0.5, 20480: -1.0, 20481: -1.0, 1: 0.0}
-    for tokens, value in values.items():
-        assert soft_overlong_penalty(tokens, max_tokens=20480, buffer=4096) == value
-        assert soft_overlong_penalty(tokens, max_tokens=20480, buffer=4096, penalty=0.5) == value / 2
-    assert score(reward, "", token_ids=[0] * 18432) == -0.5
+    assert {tokens: score(reward, "", token_ids=[0] * tokens) for tokens in values} == values
     assert reward.signature.provided == ("token_ids",)
 
 
@@ -122,7 +118,6 @@ def test_length_of_text(make, score) -> None:
         ("length", {"shortest": 5, "longest": 4}, "correct one"),
         ("length", {"longest": 4, "unit": "lines"}, 'must be one of "tokens", "words", "characters"'),
         ("length", {"longest": 4, "margin": 0}, "must be an integer >"),
-        ("overlong", {"max_tokens": 8, "buffer": 9}, '"buffer" = 9 is above "max_tokens" = 8: lower it'),
         ("reasoning_gym", {"task": "chain_sums"}, 'no task of reasoning-gym (did you mean "chain_sum"?)'),
         ("judge", {"endpoint": "here", "model": "m"}, "is no address: write it as http://host:8000/v1"),
         ("judge", {"model": "m"}, "has no endpoint"),
@@ -142,7 +137,7 @@ def test_wrong_options_are_named_with_the_remedy(make, name, options, problem) -
 
 def test_every_wrong_option_is_named_at_once(make) -> None:
     with pytest.raises(RecipeError) as caught:
-        make("overlong", buffer="x", maximum=3)
+        make("judge", model=3, maximum=3, retries=-1)
     assert len(caught.value.problems) == 3
 
 
@@ -156,5 +151,5 @@ def test_a_missing_library_is_named_with_its_extra(make, monkeypatch) -> None:
 
 
 def test_names_are_what_the_recipe_says() -> None:
-    listed = {"exact", "regex", "format", "length", "overlong", "math", "reasoning_gym", "reward_model"}
+    listed = {"exact", "regex", "format", "length", "math", "reasoning_gym", "reward_model"}
     assert set(BUILTIN) == listed | {"code", "judge"}

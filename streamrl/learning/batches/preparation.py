@@ -28,7 +28,6 @@ from streamrl.learning.options import TrainerOptions
 from streamrl.learning.process_group import all_gather_bytes
 from streamrl.recipe.algorithms import WHOLE_BATCH, WITHIN_GROUPS
 from streamrl.recipe.objective import AdvantageKind, KlPlace
-from streamrl.rewards.builtin.length import soft_overlong_penalty
 
 
 class SampleScores(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,13 +47,11 @@ def shaped_reward(sample: TrainingSample, options: TrainerOptions) -> float:
 
 
 def _overlong(sample: TrainingSample, options: TrainerOptions) -> float:
-    settings = options.objective
-    return soft_overlong_penalty(
-        sample.trained_tokens,
-        max_tokens=options.max_tokens,
-        buffer=settings.overlong_buffer,
-        penalty=settings.overlong_penalty,
-    )
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 to ``-penalty``, linear in the buffer."""
+    buffer, penalty = options.objective.overlong_buffer, options.objective.overlong_penalty
+    if not buffer:
+        return 0.0
+    return -penalty * min(1.0, max(0.0, (sample.trained_tokens - (options.max_tokens - buffer)) / buffer))
 
 
 def has_signal(group: TrainingGroup, options: TrainerOptions) -> bool:

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from streamrl.rewards.builtin.declared import BuiltinReward, RewardCallable
-from streamrl.rewards.builtin.length import LENGTH, OVERLONG
+from streamrl.rewards.builtin.length import LENGTH
 from streamrl.rewards.builtin.mathematics import MATH
 from streamrl.rewards.builtin.reasoning_gym_task import REASONING_GYM
 from streamrl.rewards.builtin.sequence_classifier import REWARD_MODEL
@@ -30,7 +30,7 @@ def _of_package(module: str, name: str) -> Callable[..., RewardCallable]:
 
 
 BUILTIN: Mapping[str, Callable[..., RewardCallable]] = {
-    **{reward.name: reward for reward in (EXACT, REGEX, MATH, REASONING_GYM, LENGTH, OVERLONG, FORMAT, REWARD_MODEL)},
+    **{reward.name: reward for reward in (EXACT, REGEX, MATH, REASONING_GYM, LENGTH, FORMAT, REWARD_MODEL)},
     "code": _of_package("streamrl.sandbox.reward", "CODE"),
     "judge": _of_package("streamrl.judge.reward", "JUDGE"),
 }

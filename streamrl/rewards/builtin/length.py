@@ -1,4 +1,4 @@
-"""``length`` and ``overlong``: what a completion's length costs. Both are 0 where it is fine, and never positive."""
+"""``length``: what a completion's length costs: 0 where it is fine, and never positive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class LengthUnit(StrEnum):
 class LengthOptions(Options, frozen=True):
     """0 for a completion of ``shortest`` to ``longest`` units; outside it falls to -1 over ``margin`` units.
 
-    ``longest`` 0: no upper bound. ``unit``: tokens (as sampled, the end token among them), words or characters.
+    ``longest`` 0: no upper bound. With ``longest`` = maximum - ``margin`` it is DAPO's soft overlong punishment (arXiv
+    2503.14476, equation 13). ``unit``: tokens (as sampled, the end token among them), words or characters.
     """
 
     shortest: Natural = 0
@@ -52,33 +53,4 @@ def _length(options: LengthOptions) -> RewardCallable:
     return declare(length_of_text)
 
 
-class OverlongOptions(Options, frozen=True):
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
-
-    ``max_tokens``: the longest completion (``sampling.max_tokens``); ``buffer``: the last so many tokens of it, over
-    which the penalty goes from 0 to -1 (the paper: 4096 of 20480).
-    """
-
-    max_tokens: Positive
-    buffer: Positive
-
-
-def _overlong(options: OverlongOptions) -> RewardCallable:
-    if options.buffer > options.max_tokens:
-        raise BadOption(f'"buffer" = {options.buffer} is above "max_tokens" = {options.max_tokens}: lower it')
-
-    def overlong(_completion: str, *, token_ids: list[int]) -> float:
-        return soft_overlong_penalty(len(token_ids), max_tokens=options.max_tokens, buffer=options.buffer)
-
-    return declare(overlong, provided=["token_ids"])
-
-
-def soft_overlong_penalty(tokens: int, *, max_tokens: int, buffer: int, penalty: float = 1.0) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 to ``-penalty``, linear in the ``buffer``."""
-    if buffer <= 0:
-        return 0.0
-    return -penalty * min(1.0, max(0.0, (tokens - (max_tokens - buffer)) / buffer))
-
-
 LENGTH = BuiltinReward("length", LengthOptions, _length)
-OVERLONG = BuiltinReward("overlong", OverlongOptions, _overlong)
