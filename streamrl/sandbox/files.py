@@ -12,7 +12,6 @@ library and writing beneath /tmp whatever else is reachable, and no TCP, no abst
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 from collections.abc import Iterable
@@ -89,8 +88,7 @@ def enter(scratch_bytes: int, scratch_files: int) -> None:
 
 def map_user(inside: int, outside_user: int, outside_group: int) -> None:
     """Write the maps of the user namespace that this process is the first of."""
-    with contextlib.suppress(FileNotFoundError):  # before Linux 3.19
-        _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"{inside} {outside_user} 1")
     _write("/proc/self/gid_map", f"{inside} {outside_group} 1")
 

@@ -142,11 +142,7 @@ def set_no_new_privileges() -> None:
 
 def drop_capabilities() -> None:
     """Give up every capability. With ``set_no_new_privileges`` for good: the bounding set does not matter then."""
-    try:
-        prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
-    except OSError as error:
-        if error.errno != 22:  # EINVAL: before Linux 4.3 there are none
-            raise
+    prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITY_VERSION_3, 0))
     _syscall("capset", header, bytes(24))
 
