@@ -64,11 +64,11 @@ def _right_length(random: Any, frames: list[bytes]) -> list[bytes]:
 
 def zygote_messages() -> Target:
     """What the sandbox's own process tells: who it is, and how runs ended."""
-    report = {"status": 0, "seconds": 0.5, "cpu_seconds": 0.25, "killed_for": None}
+    report = {"status": 0, "seconds": 0.5, "cpu_seconds": 0.25, "timed_out": False}
     said = (
-        {"layers": ["namespaces", "seccomp"], "missing": {"landlock": "no"}},
-        {"run": 3, "report": report},
-        {"run": 3, "report": {"error": "no jail"}},
+        {"type": "LayersFound", "held": ["namespaces", "seccomp"], "missing": {"landlock": "no"}},
+        {"type": "RunEnded", "run": 3, "report": report},
+        {"type": "RunEnded", "run": 3, "error": "no jail"},
     )
 
     def run(frames: Sequence[bytes]) -> str:

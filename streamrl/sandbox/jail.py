@@ -66,9 +66,7 @@ class Job(NamedTuple):
 
 def watch(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoReturn:
     """The life of a watcher, from its first instruction to its last. Writes a line to ``report_fd`` before it ends:
-    ``{"status", "seconds", "cpu_seconds", "killed_for"}``, or ``{"error"}`` where the jail could not be built.
-
-    ``killed_for``: "timed_out", "stopped" (the zygote wanted no more of it), or empty.
+    ``{"report": {"status", "seconds", "cpu_seconds", "timed_out"}}``, or ``{"error"}``: no jail could be built.
     """
     try:
         _enter(layers, limits, job, report_fd)
@@ -81,7 +79,7 @@ def watch(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoReturn:
             _become(layers, limits, job, report_fd)
         for fd in {*job.stdio, *job.open_fds}:
             os.close(fd)
-        _report(report_fd, _wait(pid, limits.seconds, alone=layers.namespaces))
+        _report(report_fd, {"report": _wait(pid, limits.seconds, alone=layers.namespaces)})
     except BaseException as error:  # noqa: BLE001 - the zygote must hear of every kind, and this process end
         _report(report_fd, {"error": _described(error)})
     os._exit(0)
@@ -181,8 +179,7 @@ def _set_limits(layers: Layers, limits: Limits) -> None:
 def _wait(pid: int, seconds: float, *, alone: bool) -> dict[str, Any]:
     """Until ``pid`` ended, at most ``seconds``; then it is killed. ``alone``: the kernel ends what else is left."""
     started = time.monotonic()
-    unwanted = False
-    killed_for = ""
+    unwanted = timed_out = False
     while True:
         ended, status, usage = os.wait4(-1, os.WNOHANG)
         if ended == pid:
@@ -191,7 +188,7 @@ def _wait(pid: int, seconds: float, *, alone: bool) -> dict[str, Any]:
             continue  # an orphan
         left = started + seconds - time.monotonic()
         if left <= 0 or unwanted:
-            killed_for = killed_for or ("stopped" if unwanted else "timed_out")
+            timed_out = left <= 0
             os.kill(pid, signal.SIGKILL)
             left = 1.0
         heard = signal.sigtimedwait(_AWAITED, left)
@@ -201,7 +198,7 @@ def _wait(pid: int, seconds: float, *, alone: bool) -> dict[str, Any]:
         _kill_descendants()
     code = os.waitstatus_to_exitcode(status)
     cpu = usage.ru_utime + usage.ru_stime
-    return {"status": code, "seconds": took, "cpu_seconds": cpu, "killed_for": killed_for}
+    return {"status": code, "seconds": took, "cpu_seconds": cpu, "timed_out": timed_out}
 
 
 def _kill_descendants() -> None:

@@ -46,8 +46,8 @@ class CodeOptions(Options, frozen=True):
 
     ``column``: holds the tests (see ``streamrl.sandbox.cases``). ``entry_point_column``, ``setup_column``:
     columns with the function that ``check`` is called with, and with Python to run before each snippet. ``whole``: the
-    whole completion is the code. ``value``: ``all`` cases passed, or the ``share``. ``stop_at_first_failure``: of use
-    with ``all`` only. ``compare``, ``tolerance``: see ``same_output``; ``tolerance`` is for what functions return, too.
+    whole completion is the code. ``value``: ``all`` cases passed, or the ``share``. ``compare``, ``tolerance``: see
+    ``same_output``; ``tolerance`` is for what functions return, too.
 
     Limits, for each case: ``timeout_s`` of wall time; ``time_limit_is_wrong`` False: a case beyond it fails the
     sample instead of counting as wrong. ``memory_mb`` of address space for each process, ``output_mb`` for each file
@@ -63,7 +63,6 @@ class CodeOptions(Options, frozen=True):
     setup_column: str = "setup"
     whole: bool = False
     value: Literal["all", "share"] = "all"
-    stop_at_first_failure: bool = True
     compare: Comparison = "lines"
     tolerance: float | None = None
     timeout_s: PositiveFloat = 5.0
@@ -170,7 +169,7 @@ class CodeReward:
                 self._learnt.observe(key, outcome.seconds, math.inf)
             if outcome.end is CaseEnd.TIMED_OUT and not late_is_wrong:
                 raise TimeoutError(f"test case {index} of {len(cases)} ran beyond its limit of {limit_s:g} s")
-            if outcome.end is not CaseEnd.PASSED and options.value == "all" and options.stop_at_first_failure:
+            if outcome.end is not CaseEnd.PASSED and options.value == "all":
                 break
         passed = sum(outcome.end is CaseEnd.PASSED for outcome in outcomes)
         value = passed / len(cases) if options.value == "share" else float(passed == len(cases))

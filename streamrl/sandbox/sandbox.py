@@ -77,8 +77,8 @@ def read_answer(content: bytes) -> Answer:
         return Answer(raised=f"an answer that cannot be read: {type(error).__name__}: {error}")
 
 
-class LayersFound(msgspec.Struct, frozen=True):
-    """``held``: layers that were built and tried; ``missing``: why others could not be."""
+class LayersFound(msgspec.Struct, frozen=True, tag=True):
+    """What a zygote says first. ``held``: layers that were built and tried; ``missing``: why others could not be."""
 
     held: tuple[str, ...]
     missing: dict[str, str]
@@ -89,45 +89,33 @@ class LayersFound(msgspec.Struct, frozen=True):
         return "namespaces" in self.held or "seccomp" in self.held
 
 
-class ZygoteMessage(msgspec.Struct, frozen=True):
-    """How ``run`` ended; a hello where that is None: which layers hold, and why others are missing."""
+class RunEnded(msgspec.Struct, frozen=True, tag=True):
+    """How ``run`` ended, or the ``error`` for which it could not begin."""
 
-    run: int | None = None
-    report: dict[str, Any] = {}
-    layers: tuple[str, ...] = ()
-    missing: dict[str, str] = {}
-
-
-_REPORTED: dict[str, type | tuple[type, ...]] = {"status": int, "seconds": (int, float), "cpu_seconds": (int, float)}
+    run: int
+    report: RunReport | None = None
+    error: str = ""
 
 
-def read_zygote_message(content: bytes) -> ZygoteMessage:
+_messages: msgspec.json.Decoder[LayersFound | RunEnded] = msgspec.json.Decoder(LayersFound | RunEnded)
+
+
+def read_zygote_message(content: bytes) -> LayersFound | RunEnded:
     """Its hello, or how a run ended. Raises ``SandboxError`` for anything else."""
     try:
-        message = msgspec.json.decode(content, type=ZygoteMessage)
+        return _messages.decode(content)
     except UNDECODABLE as error:
         raise SandboxError(f"the sandbox says what is no message of it: {error}") from error
-    report = message.report
-    complete = all(isinstance(report.get(field), kind) for field, kind in _REPORTED.items()) and "killed_for" in report
-    if message.run is None or complete or "error" in report:
-        return message
-    problem = {"error": f"its report does not say how it ended, only {', '.join(map(repr, report)) or 'nothing'}"}
-    return msgspec.structs.replace(message, report=problem)  # of this run only: others are not concerned
 
 
 class Sandbox:
     """Runs code in jails. Use it on one event loop; the zygote starts with the first run and after it died.
 
-    ``layers``: which of ``ALL_LAYERS`` to use where the kernel has them. ``interpreter``: what runs the code.
-    ``user``: start the zygote as this user id (the process's own where None).
+    ``layers``: which of ``ALL_LAYERS`` to use where the kernel has them.
     """
 
-    def __init__(
-        self, layers: Sequence[str] = ALL_LAYERS, *, interpreter: str = sys.executable, user: int | None = None
-    ) -> None:
+    def __init__(self, layers: Sequence[str] = ALL_LAYERS) -> None:
         self._wanted = tuple(layers)
-        self._interpreter = interpreter
-        self._user = user
         self._starting = asyncio.Lock()
         self._run_ids = itertools.count()
         self._zygote: _Zygote | None = None
@@ -146,8 +134,7 @@ class Sandbox:
 
     async def layers(self) -> LayersFound:
         """The layers that hold, and why others do not. Raises ``SandboxError`` when no zygote starts."""
-        hello = (await self._ready()).hello
-        return LayersFound(hello.layers, hello.missing)
+        return (await self._ready()).hello
 
     async def run_program(self, source: bytes, stdin: bytes, limits: Limits) -> tuple[RunReport, bytes]:
         """Run ``source`` as a program: its report, and what it wrote to stdout (up to the limit for files + 1)."""
@@ -165,13 +152,14 @@ class Sandbox:
         zygote = await self._ready()
         run_id = next(self._run_ids)
         order = {"run": run_id, "kind": kind, "limits": list(limits)}
-        return _report(await zygote.run(run_id, order, files, limits.seconds + _ANSWER_GRACE_S), files[3])
+        report = await zygote.run(run_id, order, files, limits.seconds + _ANSWER_GRACE_S)
+        return msgspec.structs.replace(report, last_error=_last_line(files[3]))
 
     async def _ready(self) -> _Zygote:
         async with self._starting:
             if self._zygote is None or self._zygote.dead:
                 await self.aclose()
-                self._zygote = await _Zygote.start(self._wanted, self._interpreter, self._user)
+                self._zygote = await _Zygote.start(self._wanted)
             return self._zygote
 
 
@@ -179,25 +167,25 @@ class _Zygote:
     """The process and the socket to it."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, errors: int) -> None:
-        self.hello = ZygoteMessage()
+        self.hello = LayersFound((), {})
         self.dead = False
         self._process = process
         self._control = control
         self._errors = errors
         self._loop = asyncio.get_running_loop()
-        self._hello: asyncio.Future[ZygoteMessage] = self._loop.create_future()
-        self._answers: dict[int, asyncio.Future[ZygoteMessage]] = {}
+        self._hello: asyncio.Future[Any] = self._loop.create_future()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
         self._loop.add_reader(control.fileno(), self._receive)
 
     @classmethod
-    async def start(cls, layers: Sequence[str], interpreter: str, user: int | None) -> _Zygote:
+    async def start(cls, layers: Sequence[str]) -> _Zygote:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         near.setblocking(False)
         errors = os.memfd_create("zygote errors")
         with far:
             place = str(Path(__file__).parent)
             process = subprocess.Popen(  # noqa: ASYNC220 - it starts in milliseconds, once
-                [interpreter, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, place, str(far.fileno())],
+                [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, place, str(far.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
@@ -205,8 +193,6 @@ class _Zygote:
                 env={"MALLOC_ARENA_MAX": "1"},  # an arena for each thread would count as memory of the code
                 pass_fds=(far.fileno(),),
                 start_new_session=True,
-                user=user,
-                extra_groups=None if user is None else [],
             )
         zygote = cls(process, near, errors)
         try:
@@ -221,13 +207,12 @@ class _Zygote:
             raise
         return zygote
 
-    async def run(self, run_id: int, order: dict[str, Any], files: Sequence[int], seconds: float) -> dict[str, Any]:
-        answer: asyncio.Future[ZygoteMessage] = self._loop.create_future()
-        self._answers[run_id] = answer
+    async def run(self, run_id: int, order: dict[str, Any], files: Sequence[int], seconds: float) -> RunReport:
+        answer = self._answers[run_id] = self._loop.create_future()
         try:
             socket.send_fds(self._control, [json.dumps(order).encode()], list(files))
             async with asyncio.timeout(seconds):
-                report = (await answer).report
+                ended: RunEnded = await answer
         except OSError as error:  # TimeoutError too
             self._end(f"the sandbox does not answer ({type(error).__name__}: {error})")
             raise SandboxError("the sandbox does not answer: it is started again for the next run") from error
@@ -237,9 +222,9 @@ class _Zygote:
             raise
         finally:
             self._answers.pop(run_id, None)
-        if "error" in report:
-            raise SandboxError(f"no jail for the code: {report['error']}")
-        return report
+        if ended.report is None:
+            raise SandboxError(f"no jail for the code: {ended.error}")
+        return ended.report
 
     async def aclose(self) -> None:
         self._end("the sandbox was closed")
@@ -267,7 +252,7 @@ class _Zygote:
         except SandboxError as error:
             self._end(str(error))
             return
-        waiting = self._hello if message.run is None else self._answers.get(message.run)
+        waiting = self._hello if isinstance(message, LayersFound) else self._answers.get(message.run)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
 
@@ -310,16 +295,10 @@ def _content(fd: int, most: int) -> bytes:
     return content
 
 
-def _report(report: dict[str, Any], stderr: int) -> RunReport:
+def _last_line(stderr: int) -> str:
     start = max(0, os.fstat(stderr).st_size - _MOST_STDERR_BYTES)
     lines = os.pread(stderr, _MOST_STDERR_BYTES, start).decode(errors="replace").strip().splitlines()
-    return RunReport(
-        status=report["status"],
-        seconds=report["seconds"],
-        cpu_seconds=report["cpu_seconds"],
-        timed_out=report["killed_for"] == "timed_out",
-        last_error=lines[-1][:200] if lines else "",
-    )
+    return lines[-1][:200] if lines else ""
 
 
 @cache
@@ -330,13 +309,13 @@ def available_layers() -> LayersFound:
     return probe_layers(ALL_LAYERS)
 
 
-def probe_layers(layers: tuple[str, ...], user: int | None = None) -> LayersFound:
-    """Those of ``layers`` that hold when a sandbox is started (as ``user``)."""
+def probe_layers(layers: tuple[str, ...]) -> LayersFound:
+    """Those of ``layers`` that hold when a sandbox is started."""
     found: list[LayersFound] = []
 
     async def ask() -> None:
         try:
-            async with Sandbox(layers, user=user) as sandbox:
+            async with Sandbox(layers) as sandbox:
                 found.append(await sandbox.layers())
         except (SandboxError, OSError) as error:
             found.append(LayersFound((), dict.fromkeys(layers, str(error))))

@@ -116,14 +116,6 @@ def assemble(machine: int, *, paths: bool, modes: bool, processes: bool, only_pi
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
 
-def allowed_numbers(machine: int) -> dict[str, int]:
-    """Every call that a filter of this machine may let through without a look at its arguments, by name."""
-    named: dict[str, int] = {}
-    for table in (_ALWAYS, _PATHS, _MODES, _PROCESSES):
-        named.update({name: n for name, numbers in table.items() if (n := numbers[machine]) is not None})
-    return named
-
-
 def _intervals(allowed: Sequence[int]) -> list[tuple[int, int]]:
     """(first number, action), each up to the next; the last has no end."""
     found = [(0, _ERRNO | _ENOSYS)]

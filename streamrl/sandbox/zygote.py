@@ -215,7 +215,7 @@ class _Serving:
         """Say which layers hold, and why others do not."""
         layers = self._layers
         held = {"namespaces": layers.namespaces, "landlock": layers.landlock, "seccomp": layers.seccomp is not None}
-        self._send({"layers": [name for name, holds in held.items() if holds], "missing": missing})
+        self._send({"type": "LayersFound", "held": [name for name, holds in held.items() if holds], "missing": missing})
 
     def try_once(self) -> None:
         """Build one jail. Raises ``OSError`` where the kernel does not let us."""
@@ -224,7 +224,7 @@ class _Serving:
         with open(fd, "rb") as file:
             report = jail.read_reports(file.read())
         os.waitpid(pid, 0)
-        if report.get("status") != 0:
+        if report.get("report", {}).get("status") != 0:
             raise OSError(1, f"a jail cannot be built: {report}")
 
     def run(self) -> None:
@@ -261,8 +261,7 @@ class _Serving:
         try:
             report_fd, pid = self._watch(job, limits)
         except OSError as error:
-            problem = {"error": f"no process could be started: {error}"}
-            self._send({"run": order["run"], "report": problem})
+            self._ended(order["run"], {"error": f"no process could be started: {error}"})
         else:
             run = _Run(order["run"], pid, time.monotonic() + limits.seconds + _GRACE_S, bytearray())
             self._runs[run.run_id] = run
@@ -301,7 +300,10 @@ class _Serving:
         os.close(fd)
         os.waitpid(run.watcher, 0)  # nothing that it started is left when this returns
         del self._runs[run.run_id]
-        self._send({"run": run.run_id, "report": jail.read_reports(bytes(run.reported))})
+        self._ended(run.run_id, jail.read_reports(bytes(run.reported)))
+
+    def _ended(self, run_id: int, how: dict[str, Any]) -> None:
+        self._send({"type": "RunEnded", "run": run_id} | how)
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
