@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import sqlite3
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from streamrl.base.errors import StreamRLError
 
@@ -30,16 +29,9 @@ class JudgeError(StreamRLError):
     """The judge gave no answer; the message names the endpoint, what it said and the remedy."""
 
 
-class _Connection:
-    """What belongs to one event loop."""
-
-    def __init__(self, http: httpx.AsyncClient, places: asyncio.Semaphore) -> None:
-        self.http = http
-        self.places = places
-
-
 class JudgeClient:
-    """Asks one endpoint. Nothing is opened before the first question, so that it may be made before a fork."""
+    """Asks one endpoint, on one event loop. Nothing is opened before the first question, so that it may be made before
+    a fork."""
 
     def __init__(
         self,
@@ -59,7 +51,7 @@ class JudgeClient:
         self._retries = retries
         self._timeout_s = timeout_s
         self._socket_path = socket_path
-        self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection] = WeakKeyDictionary()
+        self._opened: tuple[httpx.AsyncClient, asyncio.Semaphore] | None = None
 
     @classmethod
     def of_own(cls, socket_path: str, *, concurrency: int) -> Self:
@@ -77,29 +69,27 @@ class JudgeClient:
         """The text that the model wrote. Raises ``JudgeError`` when the last attempt failed as well."""
         if self._socket_path == "":
             raise JudgeError("there is nobody to ask: set endpoint, or run a recipe whose [judge] has a model")
-        connection = self._connection()
-        async with connection.places:
-            return await self._ask(connection.http, route, body)
+        self._opened = self._opened or self._open()
+        http, places = self._opened
+        async with places:
+            return await self._ask(http, route, body)
 
     async def aclose(self) -> None:
-        """Close the connections of the running loop. The next question opens them again."""
-        connection = self._connections.pop(asyncio.get_running_loop(), None)
-        if connection is not None:
-            await connection.http.aclose()
+        """Close the connections. The next question opens them again."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            await opened[0].aclose()
 
-    def _connection(self) -> _Connection:
-        loop = asyncio.get_running_loop()
-        if loop not in self._connections:
-            import httpx
+    def _open(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
+        import httpx
 
-            limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
-            http = httpx.AsyncClient(
-                headers=self._headers,
-                timeout=httpx.Timeout(self._timeout_s, connect=_CONNECT_S),
-                transport=httpx.AsyncHTTPTransport(uds=self._socket_path, limits=limits),
-            )
-            self._connections[loop] = _Connection(http, asyncio.Semaphore(self._concurrency))
-        return self._connections[loop]
+        limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
+        http = httpx.AsyncClient(
+            headers=self._headers,
+            timeout=httpx.Timeout(self._timeout_s, connect=_CONNECT_S),
+            transport=httpx.AsyncHTTPTransport(uds=self._socket_path, limits=limits),
+        )
+        return http, asyncio.Semaphore(self._concurrency)
 
     async def _ask(self, http: httpx.AsyncClient, route: str, body: Mapping[str, Any]) -> str:
         import httpx
@@ -168,7 +158,7 @@ class AnswerCache:
         """``path`` empty: in memory. Nothing is opened yet: a connection must not cross a fork."""
         self._path = path
         self._entries = entries
-        self._opened: tuple[int, sqlite3.Connection] | None = None
+        self._opened: sqlite3.Connection | None = None
         self._added = 0
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -194,8 +184,8 @@ class AnswerCache:
             connection.execute(f"DELETE FROM answers WHERE number IN ({oldest})", (self._entries,))
 
     def _connection(self) -> sqlite3.Connection:
-        if self._opened is not None and self._opened[0] == os.getpid():
-            return self._opened[1]
+        if self._opened is not None:
+            return self._opened
         connection = sqlite3.connect(
             self._path or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False
         )
@@ -205,11 +195,5 @@ class AnswerCache:
         connection.execute(
             "CREATE TABLE IF NOT EXISTS answers (number INTEGER PRIMARY KEY, key TEXT UNIQUE, answer TEXT NOT NULL)"
         )
-        self._opened = (os.getpid(), connection)
+        self._opened = connection
         return connection
-
-    def close(self) -> None:
-        """Close the file. Idempotent; the next use opens it again."""
-        if self._opened is not None and self._opened[0] == os.getpid():
-            self._opened[1].close()
-        self._opened = None

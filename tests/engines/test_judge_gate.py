@@ -7,15 +7,15 @@ import anyio.lowlevel
 import pytest
 
 from streamrl.base.errors import EngineError
-from streamrl.judge.gate import GatePolicy, JudgeGate, gate_policy
+from streamrl.judge.gate import JudgeGate, lets_in, look_again_s
 from streamrl.recipe.judge import Judge, YieldKind
 
-POLICY = GatePolicy(batch=4, batch_wait_s=1.0, actor_share=0.5, max_wait_s=10.0)
-AT_ONCE = GatePolicy(batch=1, batch_wait_s=0.0, actor_share=1.0, max_wait_s=3600.0)
+JUDGE = Judge(batch=4, batch_wait_s=1.0, actor_share=0.5, max_wait_s=10.0)
+AT_ONCE = Judge(batch=1, batch_wait_s=0.0, actor_share=1.0, max_wait_s=3600.0)
 
 
 @pytest.mark.parametrize(
-    ("waiting", "oldest_s", "actor", "awake", "lets_in"),
+    ("waiting", "oldest_s", "actor", "awake", "goes"),
     [
         (0, 0.0, 0.0, False, False),
         (3, 0.0, 0.0, False, False),  # not a batch, and nobody has lost patience
@@ -29,28 +29,28 @@ AT_ONCE = GatePolicy(batch=1, batch_wait_s=0.0, actor_share=1.0, max_wait_s=3600
         (1, 10.0, 1.0, False, True),  # but not for ever
     ],
 )
-def test_who_is_let_in(waiting: int, oldest_s: float, actor: float, awake: bool, lets_in: bool) -> None:
-    assert POLICY.lets_in(waiting, oldest_s, actor=actor, awake=awake) == lets_in
+def test_who_is_let_in(waiting: int, oldest_s: float, actor: float, awake: bool, goes: bool) -> None:
+    assert lets_in(JUDGE, waiting, oldest_s, actor=actor, awake=awake) == goes
 
 
 def test_time_alone_changes_the_answer_twice() -> None:
-    assert POLICY.look_again_s(0, 0.0) is None
-    assert POLICY.look_again_s(1, 0.25) == 0.75
-    assert POLICY.look_again_s(1, 1.0) == 9.0
+    assert look_again_s(JUDGE, 0, 0.0) is None
+    assert look_again_s(JUDGE, 1, 0.25) == 0.75
+    assert look_again_s(JUDGE, 1, 1.0) == 9.0
 
 
 def test_a_judge_that_never_yields_waits_for_the_actor_only() -> None:
-    policy = gate_policy(Judge(model="m", when_idle=YieldKind.NEVER, batch=32, actor_share=0.25))
-    assert policy.lets_in(1, 0.0, actor=0.25, awake=False)
-    assert not policy.lets_in(1, 0.0, actor=0.3, awake=False)
+    judge = Judge(model="m", when_idle=YieldKind.NEVER, batch=32, actor_share=0.25)
+    assert lets_in(judge, 1, 0.0, actor=0.25, awake=False)
+    assert not lets_in(judge, 1, 0.0, actor=0.3, awake=False)
 
 
 class Engine:
     """Notes what is done to it, and whether it was asked at rest."""
 
-    def __init__(self, policy: GatePolicy) -> None:
+    def __init__(self, judge: Judge) -> None:
         self.moves: list[str] = []
-        self.gate = JudgeGate(policy, self.wake, self.rest)
+        self.gate = JudgeGate(judge, self.wake, self.rest)
         self.resting = anyio.Event()
         self.answering = 0
         self.answers = anyio.Event()
@@ -81,7 +81,7 @@ class Engine:
 
 
 async def test_it_wakes_for_a_batch_and_rests_after_it() -> None:
-    engine = Engine(GatePolicy(batch=3, batch_wait_s=3600.0, actor_share=0.5, max_wait_s=3600.0))
+    engine = Engine(Judge(batch=3, batch_wait_s=3600.0, actor_share=0.5, max_wait_s=3600.0))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.gate.run)
         for _ in range(2):
@@ -112,7 +112,7 @@ async def test_it_wakes_for_a_batch_and_rests_after_it() -> None:
 
 async def test_a_question_that_is_given_up_leaves_no_trace() -> None:
     """Past its time limit: one that waits at the gate, and one that is being answered."""
-    engine = Engine(GatePolicy(batch=2, batch_wait_s=3600.0, actor_share=1.0, max_wait_s=3600.0))
+    engine = Engine(Judge(batch=2, batch_wait_s=3600.0, actor_share=1.0, max_wait_s=3600.0))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.gate.run)
         with anyio.move_on_after(0):
@@ -138,11 +138,11 @@ async def test_a_question_that_is_given_up_leaves_no_trace() -> None:
 
 async def test_patience_and_the_longest_wait_end_by_the_clock() -> None:
     """Fewer than a batch, and an actor that never leaves room: both are asked in the end."""
-    for policy in (
-        GatePolicy(batch=9, batch_wait_s=0.01, actor_share=1.0, max_wait_s=3600.0),
-        GatePolicy(batch=1, batch_wait_s=0.0, actor_share=0.1, max_wait_s=0.01),
+    for judge in (
+        Judge(batch=9, batch_wait_s=0.01, actor_share=1.0, max_wait_s=3600.0),
+        Judge(batch=1, batch_wait_s=0.0, actor_share=0.1, max_wait_s=0.01),
     ):
-        engine = Engine(policy)
+        engine = Engine(judge)
         engine.gate.actor_runs(1.0)
         engine.answers.set()
         async with anyio.create_task_group() as tasks:
