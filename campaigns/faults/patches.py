@@ -49,7 +49,7 @@ from streamrl.recipe.load import load_recipe
 from streamrl.remote.control_socket import serving_control
 from streamrl.rewards import worker as reward_worker
 from streamrl.rewards.inspect import RewardInspection, inspect_in_subprocess
-from streamrl.rewards.signature import inspect_reward
+from streamrl.rewards.signature import load_reward
 from streamrl.supervise import child_process, clean_up, supervisor
 from streamrl.supervise.crash_bundle import write_crash_bundle
 from streamrl.supervise.watchdog import Watchdog, ask_for_stacks
@@ -159,7 +159,7 @@ def _files_and_user_code(world: World, put: Any, put_for: Any) -> None:
         return parts.SimulatedPrompts(Random(f"{world.shape.seed} {source}"), named.get("start", 0), limit)
 
     def inspect(rewards: Any, *_: Any) -> list[RewardInspection]:
-        return [RewardInspection(spec=reward.function, signature=inspect_reward(reward)) for reward in rewards]
+        return [RewardInspection(signature=load_reward(reward).signature) for reward in rewards]
 
     tokenizer = parts.StubTokenizer()
     put_for(load_tokenizer, lambda _: tokenizer)

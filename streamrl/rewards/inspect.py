@@ -15,13 +15,12 @@ from streamrl.base.errors import UNDECODABLE, RecipeError
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.throwaway_process import answer_parent, run_throwaway
 from streamrl.rewards.environment import passed_environment
-from streamrl.rewards.signature import RewardSignature, inspect_reward
+from streamrl.rewards.signature import RewardSignature, load_reward
 
 
 class RewardInspection(msgspec.Struct, frozen=True, kw_only=True):
     """One reward: its signature, or why it cannot be used (one line each, with the remedy)."""
 
-    spec: str
     signature: RewardSignature | None = None
     problems: tuple[str, ...] = ()
 
@@ -40,7 +39,7 @@ def inspect_in_subprocess(rewards: Sequence[Reward], timeout_s: float = 60.0) ->
         budget = max(1.0, budget - seconds)
         if len(inspections) < len(rewards):
             spec = rewards[len(inspections)].function
-            inspections.append(RewardInspection(spec=spec, problems=(f'reward "{spec}" {failure}',)))
+            inspections.append(RewardInspection(problems=(f'reward "{spec}" {failure}',)))
     return inspections
 
 
@@ -71,9 +70,9 @@ def _answer(answers: BinaryIO, arguments: Sequence[str]) -> None:
     for given in arguments:
         reward = msgspec.json.decode(given, type=Reward)
         try:
-            inspection = RewardInspection(spec=reward.function, signature=inspect_reward(reward))
+            inspection = RewardInspection(signature=load_reward(reward).signature)
         except RecipeError as error:
-            inspection = RewardInspection(spec=reward.function, problems=tuple(error.problems))
+            inspection = RewardInspection(problems=tuple(error.problems))
         answers.write(msgspec.json.encode(inspection) + b"\n")
 
 

@@ -152,17 +152,16 @@ def combine(values: Sequence[SampleValue], *, own: CallResult | None = None, sep
     for value in trained:
         if (failure := value.failure) is not None:
             return _failure(values, value.reward.label, failure, policy_of(value))
-    known = [(value, value.value) for value in values]
-    applicable = [(value.reward, v) for value, v in known if v is not None and not value.reward.shadow]
+    applicable = [(value.reward, v) for value in trained if (v := value.value) is not None]
     total = _total(applicable, own)
     if isinstance(total, CallFailure):
         name = ", ".join(value.reward.label for value in trained) if own is None else "combine"
         return _failure(values, name, total, _strictest(trained))
     return SampleReward(
         reward=total,
-        parts=_parts(known),
+        parts=_parts(values),
         seconds=_seconds(values),
-        calls=_calls(known),
+        calls=_calls(values),
         separate={reward.label: (reward.weight, v) for reward, v in applicable} if separate else {},
     )
 
@@ -190,11 +189,11 @@ def policy_of(value: SampleValue) -> FailurePolicy:
     return reward.on_timeout if late and reward.on_timeout is not None else reward.on_failure
 
 
-def _parts(known: Sequence[tuple[SampleValue, float | None]]) -> dict[str, float]:
+def _parts(values: Sequence[SampleValue]) -> dict[str, float]:
     """Values as returned, by name; also those of shadows."""
     parts: dict[str, float] = {}
-    for value, total in known:
-        if total is not None:
+    for value in values:
+        if (total := value.value) is not None:
             parts[value.reward.label] = total
         for name, part in value.checked.parts.items():
             parts[f"{value.reward.label}.{name}"] = part
@@ -216,7 +215,7 @@ def _seconds(values: Sequence[SampleValue]) -> float:
     return max(value.call.seconds + value.call.waited_s for value in values)
 
 
-def _calls(known: Sequence[tuple[SampleValue, float | None]]) -> tuple[RewardCall, ...]:
+def _calls(values: Sequence[SampleValue]) -> tuple[RewardCall, ...]:
     return tuple(
         [
             RewardCall(
@@ -225,10 +224,10 @@ def _calls(known: Sequence[tuple[SampleValue, float | None]]) -> tuple[RewardCal
                 waited_s=value.call.waited_s,
                 limit_s=value.call.limit_s,
                 adapted=value.call.limit_s < value.reward.timeout_s and value.call.limit_s > 0,
-                value=total,
+                value=value.value,
                 failure=None if value.checked.failure is None else value.checked.failure.kind,
             )
-            for value, total in known
+            for value in values
         ]
     )
 
@@ -236,7 +235,7 @@ def _calls(known: Sequence[tuple[SampleValue, float | None]]) -> tuple[RewardCal
 def _failure(values: Sequence[SampleValue], function: str, failure: CallFailure, policy: FailurePolicy) -> SampleReward:
     return SampleReward(
         seconds=_seconds(values),
-        calls=_calls([(value, value.value) for value in values]),
+        calls=_calls(values),
         kind=failure.kind,
         function=function,
         message=failure.message,

@@ -78,11 +78,6 @@ def load_reward(reward: Reward, limits: TimeLimits | None = None) -> RewardFunct
     return RewardFunction(signature=signature, call=function)
 
 
-def inspect_reward(reward: Reward) -> RewardSignature:
-    """Signature of the function that ``reward`` names, imported in this process. Raises ``RecipeError``."""
-    return load_reward(reward).signature
-
-
 def _build(reward: Reward) -> Callable[..., Any]:
     from streamrl.rewards.builtin.catalog import BUILTIN
 
