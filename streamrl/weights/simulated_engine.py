@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import anyio
-import msgspec
 import numpy as np
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS, OrderDone, WeightAnnouncement
-from streamrl.weights.codec.bits import BitArray, PositionArray, bit_type
+from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
-from streamrl.weights.pull.replica import CheckpointReplica, StagedVersion, TensorSpec
+from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
 from streamrl.weights.vllm.weight_transaction import StageReport, WeightTransaction
 
+_Write = tuple[str, StagedPatch]
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.05
 
 
@@ -50,7 +50,7 @@ class SimulatedWeights:
         return OrderDone(order_id=0, seconds=time.monotonic() - began, payload_bytes=report.payload_bytes)
 
     def commit(self, policy_version: int) -> OrderDone:
-        """Write the staged version, read it back, and say what state hash the live arrays have. Raises ``WeightError``;
+        """Write the staged version, and say what state hash the live arrays have. Raises ``WeightError``;
         what was live before is live again then."""
         began = time.monotonic()
         self._transaction.apply(policy_version)
@@ -78,16 +78,6 @@ class SimulatedWeights:
         return self._live
 
 
-class _Write(msgspec.Struct, frozen=True, eq=False):
-    """``positions`` and ``old_bits`` None: all elements, whatever is there. ``hash_change``: to the state hash."""
-
-    tensor: str
-    positions: PositionArray | None
-    new_bits: BitArray
-    old_bits: BitArray | None
-    hash_change: int
-
-
 class _LiveBits:
     """Arrays in place of a model's parameters: a ``LiveModel``."""
 
@@ -95,58 +85,44 @@ class _LiveBits:
         self.state_hash = 0
         self._bits = {name: _loaded(spec, checkpoint) for name, spec in tensors.items()}
 
-    def prepare(self, staged: StagedVersion, replica: CheckpointReplica) -> list[_Write]:
-        """What it adds to the hash is known before the engine pauses."""
-        writes = []
-        for name, patch in staged.patches.items():
-            if patch.positions is None:
-                change = hash_range(name, 0, patch.new_bits)
-                writes.append(_Write(name, None, patch.new_bits, None, change))
-                continue
-            old = replica.bits(name)[patch.positions]
-            change = hash_elements(name, patch.positions, patch.new_bits) - hash_elements(name, patch.positions, old)
-            writes.append(_Write(name, patch.positions, patch.new_bits, old, change))
-        return writes
+    def prepare(self, staged: StagedVersion, _: CheckpointReplica) -> list[_Write]:
+        """Nothing is known of it before the engine pauses."""
+        return list(staged.patches.items())
 
     def apply(self, writes: Sequence[_Write], *, anchor: bool) -> int:
-        """Compare with what should be there, write, read back. Returns the new state hash."""
-        for write in writes:
-            if write.old_bits is not None:
-                self._compare(write, write.old_bits, "before")
-            self._bits[write.tensor][_places(write)] = write.new_bits
-            self._compare(write, write.new_bits, "after")
-        return (sum(write.hash_change for write in writes) + (0 if anchor else self.state_hash)) % HASH_MODULUS
+        """Write, and return the state hash by what was found there and what is there now: an element that was something
+        else than the version before says, or that does not keep what is written, makes it another one."""
+        total = 0 if anchor else self.state_hash
+        for name, patch in writes:
+            live = self._bits[name]
+            if patch.positions is None:
+                live[:] = patch.new_bits
+                total += hash_range(name, 0, live)
+                continue
+            total -= hash_elements(name, patch.positions, live[patch.positions])
+            live[patch.positions] = patch.new_bits
+            total += hash_elements(name, patch.positions, live[patch.positions])
+        return total % HASH_MODULUS
 
     def undo(self, writes: Sequence[_Write], replica: CheckpointReplica) -> None:
         """From the replica, which still holds the version before."""
-        for write in writes:
-            places = _places(write)
-            self._bits[write.tensor][places] = replica.bits(write.tensor)[places]
+        for name, _ in writes:
+            self._bits[name][:] = replica.bits(name)
 
     def audit(self, replica: CheckpointReplica) -> int:
         """Every element, against the replica. Returns the state hash."""
-        total = 0
         for name in replica.tensors:
-            whole = _Write(name, None, replica.bits(name), None, 0)
-            self._compare(whole, whole.new_bits, "in an audit, long after")
-            total += hash_range(name, 0, self._bits[name])
-        return total % HASH_MODULUS
+            wrong = int(np.count_nonzero(self._bits[name] != replica.bits(name)))
+            if wrong:
+                raise WeightError(
+                    f"live tensor {name!r}: {wrong} of {self._bits[name].size} elements differ in an audit, long after "
+                    "the commit: something else than a commit wrote to it"
+                )
+        return sum(hash_range(name, 0, self._bits[name]) for name in replica.tensors) % HASH_MODULUS
 
     def checksums(self) -> dict[str, str]:
         """By tensor."""
         return {name: hashlib.sha256(bits.tobytes()).hexdigest() for name, bits in self._bits.items()}
-
-    def _compare(self, write: _Write, expected: BitArray, moment: str) -> None:
-        wrong = int(np.count_nonzero(self._bits[write.tensor][_places(write)] != expected))
-        if wrong:
-            raise WeightError(
-                f"live tensor {write.tensor!r}: {wrong} of {expected.size} elements differ {moment} the commit: "
-                "something else than a commit wrote to it"
-            )
-
-
-def _places(write: _Write) -> PositionArray | slice:
-    return slice(None) if write.positions is None else write.positions
 
 
 def _loaded(spec: TensorSpec, checkpoint: CheckpointBase) -> BitArray:

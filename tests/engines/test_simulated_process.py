@@ -161,7 +161,7 @@ async def test_what_was_announced_wrongly_or_written_by_somebody_else_is_refused
     await engine.pause(PauseMode.KEEP, clear_cache=False)
     live = engine._weights._live._bits  # type: ignore[union-attr]
     live["embed"][0] ^= 1
-    with pytest.raises(WeightError, match="differ before the commit"):
+    with pytest.raises(WeightError, match="the live weights have state hash"):
         await engine.commit(second.policy_version)
     assert await engine.checksums() == held, "undone from the replica"
     await pushes.push(second, [engine, other])
