@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,7 +87,8 @@ class WeightTransaction:
         self._audit_interval = audit_interval
         self._commits_since_audit = 0
         self._kept = KeptParts()
-        self._staging: _StagingThread | None = None
+        self._staging: Future[_Staged] | None = None
+        self._stop = threading.Event()
         self._staged: _Staged | None = None
         self._applied: tuple[StagedVersion, int] | None = None
         self._error = ""
@@ -99,13 +101,11 @@ class WeightTransaction:
         if self._applied is not None:
             self.roll_back()
         self._staged, self._error = None, ""
-        live = self.live
-
-        def stage(stop: threading.Event) -> _Staged:
-            with self.replica.staging(announcement, stop):
-                return self._stage(announcement, live, stop)
-
-        self._staging = _StagingThread(stage, after=self._staging)
+        self._stop.set()
+        self._stop = threading.Event()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="weight staging")
+        self._staging = thread.submit(self._stage, announcement, self.live, self._stop, self._staging)
+        thread.shutdown(wait=False)  # it ends when it is done
 
     def forget_live(self, why: str) -> None:
         """The live weights are lost, ``why`` says how: nothing but an anchor makes this worker whole again."""
@@ -113,31 +113,48 @@ class WeightTransaction:
         self._forget_staged()
         self.tainted = why
 
-    def _stage(self, announcement: WeightAnnouncement, live: LiveModel | None, stop: threading.Event) -> _Staged:
-        if self._holds(announcement):
-            return _Staged(_replay(self.replica), [])
-        self._refuse_for_tainted(announcement)
-        self._audit_when_due(live)
-        checkpoint = self._begin_anew()
+    def _stage(
+        self,
+        announcement: WeightAnnouncement,
+        live: LiveModel | None,
+        stop: threading.Event,
+        given_up: Future[_Staged] | None,
+    ) -> _Staged:
+        _leave_the_cores_of_the_model()
+        if given_up is not None:
+            wait([given_up])
+        with self.replica.staging(announcement, stop):
+            if self._holds(announcement):
+                return _Staged(_replay(self.replica), [])
+            self._refuse_for_tainted(announcement)
+            self._audit_when_due(live)
+            checkpoint = self._begin_anew()
 
-        def fetch(held: CheckpointReplica) -> FetchedVersion:
-            return fetch_version(announcement, held=held, checkpoint=checkpoint, kept=self._kept, stop=stop)
+            def fetch(held: CheckpointReplica) -> FetchedVersion:
+                return fetch_version(announcement, held=held, checkpoint=checkpoint, kept=self._kept, stop=stop)
 
-        staged = self.replica.stage_announced(announcement, fetch, on_checkpoint=checkpoint is not None)
-        self._kept.forget()
-        return _Staged(staged, [] if live is None else live.prepare(staged, self.replica))
+            staged = self.replica.stage_announced(announcement, fetch, on_checkpoint=checkpoint is not None)
+            self._kept.forget()
+            return _Staged(staged, [] if live is None else live.prepare(staged, self.replica))
 
     def stage_report(self) -> StageReport:
         """How far the thread is."""
-        return self._without_thread() if self._staging is None else self._staging.report()
+        if self._staging is None:
+            return self._without_thread()
+        if not self._staging.done():
+            return StageReport(fetched=False)
+        if error := self._staging.exception():
+            return StageReport(fetched=True, error=_reason(error))
+        return StageReport(fetched=True, payload_bytes=self._staging.result().version.payload_bytes)
 
     def finish_stage(self, record_live: Callable[[Mapping[str, TensorSpec]], LiveModel]) -> StageReport:
         """Take over what the thread fetched. ``record_live`` finds out, with the first anchor, where tensors go; it is
         called on every worker, also on one that fetched nothing: the others wait for its answer."""
         if self._staging is None:
             return self._without_thread()
-        staged = self._staging.take()
-        report, self._error = self._staging.report(), ""
+        wait([self._staging])
+        report, self._error = self.stage_report(), ""
+        staged = None if report.error else self._staging.result()
         self._staging = None
         try:
             if self.live is None:
@@ -160,8 +177,9 @@ class WeightTransaction:
 
     def close(self) -> None:
         """Stop the thread. Idempotent."""
+        self._stop.set()
         if self._staging is not None:
-            self._staging.stop()
+            wait([self._staging])
             self._staging = None
 
     def _holds(self, announced: WeightAnnouncement) -> bool:
@@ -219,7 +237,7 @@ class WeightTransaction:
         try:
             self._apply(policy_version)
         except Exception as error:
-            self._error = f"{error}" if isinstance(error, StreamRLError) else f"{type(error).__name__}: {error}"
+            self._error = _reason(error)
             self.roll_back()
             raise
 
@@ -301,46 +319,8 @@ def _replay(replica: CheckpointReplica) -> StagedVersion:
     return StagedVersion(version, version, replica.state_hash, replica.tensors, {}, 0, replica.run_id)
 
 
-class _StagingThread:
-    """Fetches and decodes one version off the worker's main thread, which goes on sampling."""
-
-    def __init__(self, stage: Callable[[threading.Event], _Staged], after: _StagingThread | None) -> None:
-        self._stage = stage
-        self._after = after
-        if after is not None:
-            after.give_up()
-        self._stop = threading.Event()
-        self._staged: _Staged | None = None
-        self._error = "staging ended without an answer"
-        self._thread = threading.Thread(target=self._run, name="weight staging", daemon=True)
-        self._thread.start()
-
-    def report(self) -> StageReport:
-        if self._thread.is_alive():
-            return StageReport(fetched=False)
-        size = 0 if self._staged is None else self._staged.version.payload_bytes
-        return StageReport(fetched=True, error=self._error, payload_bytes=size)
-
-    def take(self) -> _Staged | None:
-        self._thread.join()
-        return self._staged
-
-    def give_up(self) -> None:
-        self._stop.set()
-
-    def stop(self) -> None:
-        self.give_up()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            _leave_the_cores_of_the_model()
-            if self._after is not None:
-                self._after.stop()
-                self._after = None
-            self._staged, self._error = self._stage(self._stop), ""
-        except Exception as error:  # noqa: BLE001 - reported to the owner by report()
-            self._error = f"{error}" if isinstance(error, WeightError) else f"{type(error).__name__}: {error}"
+def _reason(error: BaseException) -> str:
+    return f"{error}" if isinstance(error, StreamRLError) else f"{type(error).__name__}: {error}"
 
 
 def _leave_the_cores_of_the_model() -> None:
