@@ -14,6 +14,7 @@ class ContinuousRounds(StatelessRounds):
     """Staleness of ``rollout.max_staleness`` at most."""
 
     on_policy = False
+    drop_reason = DropReason.STALE
 
     def __init__(self, settings: ControlSettings) -> None:
         self._max_staleness = settings.max_staleness
@@ -37,10 +38,6 @@ class ContinuousRounds(StatelessRounds):
 
     def remainder(self, view: RoundView) -> Remainder:
         return Remainder.KEEP
-
-    @property
-    def drop_reason(self) -> DropReason:
-        return DropReason.STALE
 
     def slots(self) -> int:
         return self._slots

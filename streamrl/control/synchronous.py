@@ -11,6 +11,7 @@ class SynchronousRounds(StatelessRounds):
     """Strictly on-policy. A dropped group is refilled inside of the round."""
 
     on_policy = True
+    drop_reason = DropReason.CUT
 
     def __init__(self, settings: ControlSettings) -> None:
         self._batch = settings.batch_trajectories
@@ -41,10 +42,6 @@ class SynchronousRounds(StatelessRounds):
 
     def remainder(self, view: RoundView) -> Remainder:
         return Remainder.KEEP
-
-    @property
-    def drop_reason(self) -> DropReason:
-        return DropReason.CUT
 
     def slots(self) -> int:
         return self._batch

@@ -98,6 +98,7 @@ class AutoRounds(StatelessRounds):
     """On-policy; a long round of several batches takes several optimizer steps along one gradient."""
 
     on_policy = True
+    drop_reason = DropReason.LOST_RACE
 
     def __init__(self, settings: ControlSettings) -> None:
         if settings.tail_batching.deferred_prompts is DeferredPrompts.RESUME:
@@ -142,11 +143,6 @@ class AutoRounds(StatelessRounds):
     def remainder(self, view: RoundView) -> Remainder:
         """See ``RoundPolicy``."""
         return self._policies[self.current].remainder(view)
-
-    @property
-    def drop_reason(self) -> DropReason:
-        """See ``RoundPolicy``."""
-        return DropReason.LOST_RACE
 
     def slots(self) -> int:
         """Return those of the candidate that needs most."""

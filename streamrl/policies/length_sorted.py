@@ -33,6 +33,8 @@ SORTED = "sorted"
 class LengthSorted(StatelessRounds):
     """On-policy or partial. Groups are admitted whole; with ``single`` each trajectory is a group of its own."""
 
+    drop_reason = DropReason.CUT
+
     def __init__(self, settings: ControlSettings) -> None:
         options = settings.length_sorted
         self._options = options
@@ -88,10 +90,6 @@ class LengthSorted(StatelessRounds):
 
     def remainder(self, view: RoundView) -> Remainder:
         return Remainder.PAUSE if self._options.partial else Remainder.REQUEUE
-
-    @property
-    def drop_reason(self) -> DropReason:
-        return DropReason.CUT
 
     def sorted_queue(self, queue: Sequence[PromptRef]) -> Sequence[PromptRef]:
         """Shortest prediction first, prompts that were launched before last. Stable."""

@@ -28,6 +28,8 @@ small long round waits for its longest completion as well, but one that never co
 class TailBatching(StatelessRounds):
     """On-policy unless deferred prompts are resumed from their tokens."""
 
+    drop_reason = DropReason.LOST_RACE
+
     def __init__(self, settings: ControlSettings) -> None:
         options = settings.tail_batching
         self._options = options
@@ -143,10 +145,6 @@ class TailBatching(StatelessRounds):
 
     def remainder(self, view: RoundView) -> Remainder:
         return Remainder.PAUSE if self._pauses else Remainder.REQUEUE
-
-    @property
-    def drop_reason(self) -> DropReason:
-        return DropReason.LOST_RACE
 
     def slots(self) -> int:
         return self._slots
