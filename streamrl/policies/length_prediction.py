@@ -43,35 +43,29 @@ class FadingMean(msgspec.Struct, array_like=True):
         self.mean += (value - self.mean) * max(step, 1 / self.count)
 
 
-class _State(msgspec.Struct):
-    """Everything that was learned, in an encodable shape: what ``snapshot`` gives."""
+class PromptLengthPredictor(msgspec.Struct, kw_only=True):
+    """Learns from groups that ended, in the order of the events. Costs a few microseconds a call. Its fields are all
+    that it learnt: what is decoded from its encoding answers as it does.
 
-    level: FadingMean
-    buckets: list[tuple[int, FadingMean]]
-    prompts: list[tuple[str, FadingMean]]
-    variance: FadingMean
-    persistent: FadingMean
+    ``level``, ``longest``: of logarithms of lengths; ``buckets``: by about how many tokens a prompt has; ``prompts``:
+    in order of their last observation."""
+
+    level: FadingMean = msgspec.field(default_factory=FadingMean)
+    buckets: dict[int, FadingMean] = {}
+    prompts: dict[str, FadingMean] = {}
+    variance: FadingMean = msgspec.field(default_factory=lambda: FadingMean(_PRIOR_VARIANCE, _PRIOR_COUNT))
+    persistent: FadingMean = msgspec.field(
+        default_factory=lambda: FadingMean(_PRIOR_VARIANCE * _PRIOR_PERSISTENCE, _PRIOR_COUNT)
+    )
     longest: float = 0.0
-
-
-class PromptLengthPredictor:
-    """Learns from groups that ended, in the order of the events. Costs a few microseconds a call."""
-
-    def __init__(self, prompts_remembered: int = PROMPTS_REMEMBERED) -> None:
-        self._limit = prompts_remembered
-        self._level = FadingMean()
-        self._buckets: dict[int, FadingMean] = {}
-        self._prompts: dict[str, FadingMean] = {}  # in order of last observation
-        self._variance = FadingMean(mean=_PRIOR_VARIANCE, count=_PRIOR_COUNT)
-        self._persistent = FadingMean(mean=_PRIOR_VARIANCE * _PRIOR_PERSISTENCE, count=_PRIOR_COUNT)
-        self._longest = 0.0  # log length
+    prompts_remembered: int = PROMPTS_REMEMBERED
 
     def predict(self, prompt_id: str, prompt_tokens: int) -> float:
         """Expected longest completion of a group of this prompt in tokens (a geometric mean); 0 before any was seen.
 
         ``prompt_tokens``: 0 when unknown.
         """
-        return math.exp(self._log_length(prompt_id, prompt_tokens)) if self._level.count else 0.0
+        return math.exp(self._log_length(prompt_id, prompt_tokens)) if self.level.count else 0.0
 
     def observe(self, prompt_id: str, prompt_tokens: int, longest: int, *, cut: bool = False) -> None:
         """A group of the prompt ended with a longest completion of ``longest`` tokens.
@@ -84,59 +78,38 @@ class PromptLengthPredictor:
         bucket = _bucket(prompt_tokens)
         predicted = self._log_length(prompt_id, prompt_tokens)
         observed = math.log(max(longest, 1))
-        self._longest = max(self._longest, observed)
+        self.longest = max(self.longest, observed)
         if cut:
-            mean = predicted if self._level.count else observed
-            observed = min(_mean_above(observed, mean, math.sqrt(self._variance.mean)), self._longest)
-        known = self._prompts.pop(prompt_id, None)
+            mean = predicted if self.level.count else observed
+            observed = min(_mean_above(observed, mean, math.sqrt(self.variance.mean)), self.longest)
+        known = self.prompts.pop(prompt_id, None)
         deviation = observed - self._expected(bucket)
-        if self._level.count:
+        if self.level.count:
             self._learn_moments(deviation, known)
-            self._buckets.setdefault(bucket, FadingMean()).add(observed - self._level.mean, _BUCKET_STEP)
-        self._level.add(observed, _LEVEL_STEP)
+            self.buckets.setdefault(bucket, FadingMean()).add(observed - self.level.mean, _BUCKET_STEP)
+        self.level.add(observed, _LEVEL_STEP)
         known = known or FadingMean()
         known.add(deviation, 1 / _HISTORY_MOST)
-        self._prompts[prompt_id] = known
-        if len(self._prompts) > self._limit:
-            del self._prompts[next(iter(self._prompts))]
+        self.prompts[prompt_id] = known
+        if len(self.prompts) > self.prompts_remembered:
+            del self.prompts[next(iter(self.prompts))]
 
     @property
     def persistence(self) -> float:
         """Share of the spread of log lengths, among prompts of about one length, that belongs to the prompt: 0..1."""
-        variance = self._variance.mean
-        return min(max(self._persistent.mean / variance, 0.0), 1.0) if variance > 0 else 0.0
-
-    def snapshot(self) -> dict[str, object]:
-        """All that was learned, as values that msgspec encodes."""
-        state = _State(
-            level=self._level,
-            buckets=list(self._buckets.items()),
-            prompts=list(self._prompts.items()),
-            variance=self._variance,
-            persistent=self._persistent,
-            longest=self._longest,
-        )
-        built: dict[str, object] = msgspec.to_builtins(state)
-        return built
-
-    def restore(self, state: dict[str, object]) -> None:
-        """The inverse: from here on this predictor answers as the one that gave ``state``."""
-        known = msgspec.convert(state, _State)
-        self._level = known.level
-        self._buckets = dict(known.buckets)
-        self._prompts = dict(known.prompts)
-        self._variance, self._persistent, self._longest = known.variance, known.persistent, known.longest
+        variance = self.variance.mean
+        return min(max(self.persistent.mean / variance, 0.0), 1.0) if variance > 0 else 0.0
 
     def _expected(self, bucket: int) -> float:
         """Log length without knowing the prompt."""
-        offset = self._buckets.get(bucket)
+        offset = self.buckets.get(bucket)
         if offset is None:
-            return self._level.mean
-        return self._level.mean + offset.mean * offset.count / (offset.count + _BUCKET_PRIOR)
+            return self.level.mean
+        return self.level.mean + offset.mean * offset.count / (offset.count + _BUCKET_PRIOR)
 
     def _log_length(self, prompt_id: str, prompt_tokens: int) -> float:
         expected = self._expected(_bucket(prompt_tokens))
-        known = self._prompts.get(prompt_id)
+        known = self.prompts.get(prompt_id)
         if known is None:
             return expected
         attempts, share = min(known.count, _HISTORY_MOST), self.persistence
@@ -147,9 +120,9 @@ class PromptLengthPredictor:
 
         The product of two attempts' deviations has that part as its mean, however many attempts the older is of.
         """
-        self._variance.add(deviation * deviation, _MOMENT_STEP)
+        self.variance.add(deviation * deviation, _MOMENT_STEP)
         if known is not None:
-            self._persistent.add(deviation * known.mean, _MOMENT_STEP)
+            self.persistent.add(deviation * known.mean, _MOMENT_STEP)
 
 
 def _bucket(prompt_tokens: int) -> int:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from streamrl.base.types import DropReason
 from streamrl.buffers.rollout_buffer import PromptRef
 from streamrl.control.round_policy import (
@@ -105,12 +107,13 @@ class LengthSorted(StatelessRounds):
 
     def snapshot(self) -> dict[str, object]:
         """What was learnt of lengths."""
-        return self._predictor.snapshot()
+        built: dict[str, object] = msgspec.to_builtins(self._predictor)
+        return built
 
     def restore(self, state: dict[str, object]) -> None:
         """The inverse; what another policy learnt is no use here."""
         if "buckets" in state:
-            self._predictor.restore(state)
+            self._predictor = msgspec.convert(state, PromptLengthPredictor, str_keys=True)
 
     def slots(self) -> int:
         return self._options.cohort_batches * self._batch

@@ -86,12 +86,9 @@ def test_memory_is_bounded_and_the_oldest_is_forgotten() -> None:
     for step in range(200):
         predictor.observe(f"p{step}", step, 1000 if step < 195 else 10)
         predictor.observe("kept", 5, 10)
-    state = predictor.snapshot()
-    prompts = state["prompts"]
-    assert isinstance(prompts, list)
-    assert len(prompts) == 10
-    assert prompts[-1][0] == "kept"
-    assert prompts[-1][1][1] == 200, "seen all the time, it was never forgotten"
+    assert len(predictor.prompts) == 10
+    assert list(predictor.prompts)[-1] == "kept"
+    assert predictor.prompts["kept"].count == 200, "seen all the time, it was never forgotten"
 
 
 @pytest.mark.parametrize("encoding", ["json", "msgpack"])
@@ -99,9 +96,9 @@ def test_restored_it_answers_as_before(encoding: str) -> None:
     codec = getattr(msgspec, encoding)
     whole = PromptLengthPredictor(prompts_remembered=40)
     feed(whole, persistence=0.5, epochs=3)
-    restored = PromptLengthPredictor(prompts_remembered=40)
-    restored.restore(codec.decode(codec.encode(whole.snapshot())))
+    built = codec.decode(codec.encode(msgspec.to_builtins(whole)))
+    restored = msgspec.convert(built, PromptLengthPredictor, str_keys=True)
     for predictor in (whole, restored):
         feed(predictor, persistence=0.5, epochs=2, seed=2)
-    assert restored.snapshot() == whole.snapshot()
+    assert restored == whole
     assert [restored.predict(f"p{i}", i) for i in range(60)] == [whole.predict(f"p{i}", i) for i in range(60)]
