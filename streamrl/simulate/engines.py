@@ -11,6 +11,8 @@ import heapq
 import math
 from collections import deque
 
+import msgspec
+
 from streamrl.base.types import TrajectoryId
 from streamrl.engines.step_cost import StepCost
 
@@ -39,49 +41,31 @@ class EngineModel(StepCost, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     rejected_per_token: float = 0.001
 
 
-class Request:
+class Request(msgspec.Struct, eq=False):
     """One trajectory on its way. ``length``: tokens it will have; ``sampled``: before it runs, or since it was stopped
     (in parts of a token: the clock stops anywhere). ``noise``: of its group; ``verified``: it begins with tokens of an
     earlier attempt."""
 
-    __slots__ = (
-        "attempt_serial",
-        "engine",
-        "first_version",
-        "id",
-        "launched_s",
-        "length",
-        "newest_version",
-        "noise",
-        "paused_arrival",
-        "prompt",
-        "prompt_tokens",
-        "request_id",
-        "running",
-        "sampled",
-        "start",
-        "stopped",
-        "verified",
-    )
+    id: TrajectoryId
+    prompt: int
+    prompt_tokens: int
+    length: int
+    launched_s: float
+    request_id: str = ""
+    sampled: float = 0.0
+    start: float = 0.0
+    attempt_serial: int = 0
+    engine: int = -1
+    first_version: int = -1
+    newest_version: int = 0
+    running: bool = False
+    stopped: bool = False
+    paused_arrival: bool = False
+    noise: int = -1
+    verified: bool = False
 
-    def __init__(self, identity: TrajectoryId, prompt: int, prompt_tokens: int, length: int, now: float) -> None:
-        self.id = identity
-        self.request_id = str(identity)
-        self.prompt = prompt
-        self.prompt_tokens = prompt_tokens
-        self.length = length
-        self.launched_s = now
-        self.sampled = 0.0
-        self.start = 0.0
-        self.attempt_serial = 0
-        self.engine = -1
-        self.first_version = -1
-        self.newest_version = 0
-        self.running = False
-        self.stopped = False
-        self.paused_arrival = False
-        self.noise = -1
-        self.verified = False
+    def __post_init__(self) -> None:
+        self.request_id = str(self.id)
 
     def again(self) -> Request:
         """The same trajectory, to be submitted anew with the tokens that it has: this one may still be in a queue."""
