@@ -103,9 +103,7 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
 def _engine(run: RecordedRun, step: StepFit, arrival: float, presubmitted: float, max_num_seqs: int) -> EngineModel:
     header = run.header
     return EngineModel(
-        base_s=step.base_s,
-        per_running_s=step.per_running_s,
-        per_root_running_s=step.per_root_running_s,
+        **msgspec.structs.asdict(step.cost),
         max_num_seqs=max_num_seqs or max(math.ceil(header.capacity / header.engines), 1),
         kv_tokens=header.kv_tokens // header.engines if any(line.preemptions for line in run.engines) else 0,
         # The front end takes one request after the other, and decoding waits for it.

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
+from streamrl.engines.step_cost import StepCost
 from streamrl.observe.report.trajectory_trace import RecordedRun
 from streamrl.simulate.recording import LifeTimes
 
@@ -33,18 +34,12 @@ _MOST_SLOWDOWN = 1.0
 
 
 class StepFit(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a decode step of b requests: ``base_s + per_running_s b + per_root_running_s sqrt(b)``, times
-    ``slowdown`` while the trainer works beside it. ``error``: median of the absolute relative error."""
+    """The ``cost`` of a decode step, which takes ``slowdown`` times as long while the trainer works beside it.
+    ``error``: median of the absolute relative error."""
 
-    base_s: float
-    per_running_s: float
-    per_root_running_s: float
+    cost: StepCost
     slowdown: float
     error: float
-
-    def seconds(self, running: Floats) -> Floats:
-        """Of a step of each number of requests."""
-        return self.base_s + self.per_running_s * running + self.per_root_running_s * np.sqrt(running)
 
 
 class StepSamples(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,9 +92,7 @@ def fit_step(samples: StepSamples) -> StepFit:
     whole = expected * (1 + slowdown * samples.training)
     base, per_running, per_root = alone.tolist()
     return StepFit(
-        base_s=base,
-        per_running_s=per_running,
-        per_root_running_s=per_root,
+        cost=StepCost(base_s=base, per_running_s=per_running, per_root_running_s=per_root),
         slowdown=1 + slowdown,
         error=float(np.median(np.abs(whole / samples.seconds - 1))),
     )
@@ -127,7 +120,7 @@ def fit_arrivals(lives: LifeTimes, step: StepFit, warm_s: float) -> tuple[float,
     What decoding does not explain of a life, each request that came meanwhile held up. Short completions tell it best:
     they wait for a burst to arrive, and hardly decode. ``warm_s``: what began before that does not count.
     """
-    decoding = lives.decoding_s(step.seconds)
+    decoding = lives.decoding_s(step.cost)
     waited = (lives.seconds - decoding) / lives.arrivals
     short = (lives.tokens <= np.quantile(lives.tokens, 0.25)) & (lives.begins >= warm_s)
     plain, paused = short & ~lives.presubmitted, short & lives.presubmitted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
+from streamrl.engines.step_cost import StepCost
 from streamrl.observe.report.trajectory_trace import TRAINED, RecordedRun, StepLine, TrajectoryLine, read_trace
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.simulate.cluster import ClusterModel
@@ -54,9 +55,10 @@ class LifeTimes(msgspec.Struct, frozen=True, kw_only=True):
         """From begin to last token."""
         return self.ends - self.begins
 
-    def decoding_s(self, step_s: Callable[[Floats], Floats]) -> Floats:
-        """Seconds that its tokens take where a decode step of b requests takes ``step_s(b)``, at the loads it met."""
-        steps = np.maximum(self._between(1 / step_s(np.maximum(self.in_flight, 1.0))), 1e-12)
+    def decoding_s(self, cost: StepCost) -> Floats:
+        """Seconds that its tokens take where decode steps have that ``cost``, at the loads it met."""
+        step_s = np.array([cost.step_s(running) for running in np.maximum(self.in_flight, 1.0).tolist()])
+        steps = np.maximum(self._between(1 / step_s), 1e-12)
         taken: Floats = self.tokens * self.seconds / steps
         return taken
 

@@ -57,7 +57,9 @@ def samples_of(slowdown: float, noise: float, seed: int = 3) -> StepSamples:
 
 def test_a_step_that_grows_with_the_root_and_training_beside_it_are_found() -> None:
     fit = fit_step(samples_of(slowdown=0.3, noise=0.0))
-    assert (fit.base_s, fit.per_running_s, fit.per_root_running_s) == pytest.approx((2e-3, 1e-5, 8e-4), rel=0.02)
+    assert (fit.cost.base_s, fit.cost.per_running_s, fit.cost.per_root_running_s) == pytest.approx(
+        (2e-3, 1e-5, 8e-4), rel=0.02
+    )
     assert fit.slowdown == pytest.approx(1.3, rel=0.01) and fit.error < 0.01
     assert fit_step(samples_of(slowdown=0.3, noise=0.3)).slowdown == pytest.approx(1.3, rel=0.05)
     found = [fit_step(samples_of(slowdown=0.0, noise=0.3, seed=seed)).slowdown for seed in range(12)]
