@@ -63,29 +63,16 @@ WHOLE_BATCH = frozenset({AdvantageKind.BATCH, AdvantageKind.GROUP_THEN_BATCH, Ad
 """Advantages that are whitened over the batch: known when it is complete, and not before."""
 
 
-class ObjectiveSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``[objective]`` with nothing left out; the fields mean what they mean there."""
+class ObjectiveSettings(Objective, frozen=True):
+    """``[objective]`` with nothing left out."""
 
     surrogate: Surrogate = Surrogate.TOKEN_CLIP
     advantages: AdvantageKind = AdvantageKind.GROUP_STD
     loss_normalization: LossNormalization = LossNormalization.TOKEN_MEAN
     clip_low: float = 0.2
     clip_high: float = 0.2
-    dual_clip: float = 0.0
-    kl_coefficient: float = 0.0
     kl_estimator: KlEstimator = KlEstimator.K2
     kl_in: KlPlace = KlPlace.LOSS
-    entropy_coefficient: float = 0.0
-    overlong_buffer: int = 0
-    overlong_penalty: float = 1.0
-    train_truncated: bool = True
-    cohort_batches: int = 4
-    discount: float = 1.0
-    gae_lambda: float = 1.0
-    value_coefficient: float = 0.5
-    value_clip: float = 0.2
-    value_learning_rate: float = 0.0
-    value_model: ValueModel = ValueModel.HEAD
 
     @property
     def has_critic(self) -> bool:
@@ -117,8 +104,7 @@ def objective_settings(objective: Objective, *, sizes_vary: bool = False) -> Obj
         method["advantages"] = AdvantageKind.LEAVE_ONE_OUT
     in_reward = (objective.kl_in or method["kl_in"]) is KlPlace.REWARD
     method["kl_estimator"] = KlEstimator.K1 if in_reward else KlEstimator.K2
-    names = ObjectiveSettings.__struct_fields__
-    return ObjectiveSettings(**{n: method[n] if values[n] is None else values[n] for n in names})
+    return ObjectiveSettings(**{n: method[n] if value is None else value for n, value in values.items()})
 
 
 def why_not_streaming(settings: ObjectiveSettings, updates_per_batch: int, epochs_per_batch: int = 1) -> str:

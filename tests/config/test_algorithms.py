@@ -42,9 +42,9 @@ def test_every_field_of_the_recipe_overrides_the_method() -> None:
         "value_learning_rate": 0.23,
         "value_model": ValueModel.OWN,
     }
-    assert set(fields) == set(ObjectiveSettings.__struct_fields__)
+    assert {*fields, "algorithm"} == set(ObjectiveSettings.__struct_fields__)
     for algorithm in Algorithm:
-        assert msgspec.structs.asdict(resolved(algorithm=algorithm, **fields)) == fields
+        assert msgspec.structs.asdict(resolved(algorithm=algorithm, **fields)) == fields | {"algorithm": algorithm}
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
