@@ -32,7 +32,7 @@ from streamrl.control.round_policy import (
 from streamrl.control.settings import ControlSettings
 from streamrl.control.synchronous import SynchronousRounds
 from streamrl.policies.tail_batching import LONG, TailBatching
-from streamrl.recipe.scheduling import SAME_NOISE, DeferredPrompts, RoundKind
+from streamrl.recipe.scheduling import SAME_NOISE, RoundKind
 
 SYNCHRONOUS = "synchronous"
 LEAST_GAIN = 0.05
@@ -101,11 +101,6 @@ class AutoRounds(StatelessRounds):
     drop_reason = DropReason.LOST_RACE
 
     def __init__(self, settings: ControlSettings) -> None:
-        if settings.tail_batching.deferred_prompts is DeferredPrompts.RESUME:
-            raise ValueError(
-                'tail_batching.deferred_prompts = "resume" is off-policy and rounds = "auto" is not: use "replay" or '
-                '"regenerate"'
-            )
         self._settings = candidate_settings(settings)
         self._policies: dict[str, RoundPolicy] = {
             name: SynchronousRounds(one) if name == SYNCHRONOUS else TailBatching(one)

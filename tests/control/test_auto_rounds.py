@@ -17,7 +17,7 @@ from streamrl.control.round_policy import RoundView
 from streamrl.control.settings import ControlSettings
 from streamrl.policies.auto import SYNCHRONOUS, AutoRounds
 from streamrl.recipe.load import load_recipe
-from streamrl.recipe.scheduling import DeferredPrompts, GroupSizing, RoundKind, SizingKind, StalePolicy, TailBatching
+from streamrl.recipe.scheduling import GroupSizing, RoundKind, SizingKind, StalePolicy, TailBatching
 from streamrl.recipe.toml_text import toml_document
 from streamrl.simulate import adviser
 from streamrl.simulate.cluster import DEMO, HEAVY, ClusterModel
@@ -148,8 +148,6 @@ def test_a_snapshot_answers_as_the_policy_would_and_unknown_candidates_begin_wit
 def test_slots_suffice_for_every_candidate_and_rounds_are_on_policy() -> None:
     assert AutoRounds(settings()).slots() >= math.ceil(1.5 * 8) * 8
     assert AutoRounds(settings()).replays
-    with pytest.raises(ValueError, match="off-policy"):
-        AutoRounds(settings(deferred_prompts=DeferredPrompts.RESUME))
 
 
 def write_run(directory: Path, model: ClusterModel, prompts: int) -> Any:
