@@ -215,16 +215,14 @@ class OrderFailed(Message, frozen=True):
 
 
 class EngineLoad(Message, frozen=True):
-    """Sent a few times a second, and on change of state. ``token_s``: mean seconds of one decode step since the report
-    before (0: none), ``mean_running`` its requests. ``preemptions`` for want of KV, as all counters since the start."""
+    """Sent a few times a second, and on change of state. From ``generated_tokens`` on counters since the start:
+    ``preemptions`` for want of KV; ``decode_steps`` took ``decode_s`` and sampled ``decode_tokens``."""
 
-    running: int
-    waiting: int
-    kv_cache_usage: float
-    generated_tokens: int
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+    generated_tokens: int = 0
     preemptions: int = 0
-    token_s: float = 0.0
-    mean_running: float = 0.0
     decode_steps: int = 0
     decode_s: float = 0.0
     decode_tokens: int = 0

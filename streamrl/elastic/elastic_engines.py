@@ -22,6 +22,7 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from streamrl.base.errors import EngineError, StreamRLError
+from streamrl.base.messages import EngineLoad
 from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost
 from streamrl.base.types import TrajectoryId
 from streamrl.control.actions import Decision
@@ -89,6 +90,7 @@ class ElasticEngines:
         self._looking, self._switching = anyio.CancelScope(), anyio.CancelScope()
         self._changed = anyio.Event()
         self._one_at_a_time = anyio.Lock()
+        self._loads: dict[str, EngineLoad] = {}
         self._paces: dict[str, float] = {}
         self._idle = self._shown = 0
         self._looked_at = -math.inf
@@ -238,8 +240,10 @@ class ElasticEngines:
         from."""
         serving = self._pool.serving
         served = {name: requests for name, requests in self._pool.served().items() if name in serving}
-        # A report has the pace of the moments before it: of none, when a round has just started.
-        self._paces |= {name: load.token_s for name, load in self._pool.loads().items() if load.token_s}
+        for name, load in self._pool.loads().items():
+            before, self._loads[name] = self._loads.get(name, EngineLoad()), load
+            if (steps := load.decode_steps - before.decode_steps) > 0:
+                self._paces[name] = (load.decode_s - before.decode_s) / steps
         if len(served) < 2 or not self._set.kv_tokens:
             return None
         if any(requests and name not in self._paces for name, requests in served.items()):

@@ -226,7 +226,7 @@ class SetChooser(SetPlanner):
         super().__init__(sets, switch_s=switch_s, cost=cost or StepCost(base_s=1e-3, per_running_s=0.0))
         self._steps = steps
         self._measured_steps = _FadingLine() if cost is None else None
-        self._load = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
+        self._load = EngineLoad()
         self._open: set[TrajectoryId] = set()
         self._round_kind, self._sampled_by = "", -1
         self._began = 0.0

@@ -61,7 +61,7 @@ class EnginePool:
         self._router = Router(self.names)
         self._waiting: dict[str, anyio.Event] = {}
         self._like: EngineReady | None = None
-        self._past = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
+        self._past = EngineLoad()
         self._fatal_deaths = fatal_deaths
         self._deaths: dict[str, int] = {}
 
@@ -257,16 +257,12 @@ class EnginePool:
 
     def load(self) -> EngineLoad:
         """Return sums over the engines, in the counters also of those that were detached. Cache usage is that of the
-        fullest, the time of a decode step the mean of those that decode."""
+        fullest."""
         loads = [engine.load() for engine in self._engines.values()]
-        step_times = [load.token_s for load in loads if load.token_s]
         joined = EngineLoad(
             running=sum(load.running for load in loads),
             waiting=sum(load.waiting for load in loads),
             kv_cache_usage=max((load.kv_cache_usage for load in loads), default=0.0),
-            generated_tokens=0,
-            token_s=sum(step_times) / len(step_times) if step_times else 0.0,
-            mean_running=sum(load.mean_running for load in loads),
         )
         return _with_counters(joined, [self._past, *loads])
 

@@ -54,7 +54,7 @@ class RemoteEngine:
         self._ready = anyio.Event()
         self.readiness: EngineReady | None = None
         """What its host said when it was ready."""
-        self._load = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
+        self._load = EngineLoad()
         self.failure = ""
         """Why it serves no more; empty while it does."""
         self._closing = False

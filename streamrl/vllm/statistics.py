@@ -29,7 +29,6 @@ class EngineStatistics:
         self._decode_s = 0.0
         self._decode_tokens = 0
         self._last_at: float | None = None
-        self._reported = (0, 0.0, 0)
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats | None, now: float) -> None:
         """One iteration ended at ``now`` (seconds). Where nothing was prefilled, the time since the one before is that
@@ -55,14 +54,11 @@ class EngineStatistics:
             self._cleared += self._running
 
     def load(self, *, open_requests: int, paused: bool) -> EngineLoad:
-        """What it is doing now; ``token_s`` and ``mean_running`` are of the steps since this was asked before.
+        """What it is doing now.
 
         ``open_requests``: those that were given to vLLM and have no answer yet. One that was aborted has its answer and
         still runs until vLLM dropped it: ``running`` is what the engine itself says.
         """
-        steps, seconds, tokens = self._reported
-        self._reported = (self._decode_steps, self._decode_s, self._decode_tokens)
-        new_steps = self._decode_steps - steps
         running = 0 if paused else self._running
         return EngineLoad(
             running=running,
@@ -70,8 +66,6 @@ class EngineStatistics:
             kv_cache_usage=self._kv_usage,
             generated_tokens=self._generated_tokens,
             preemptions=self._preemptions,
-            token_s=(self._decode_s - seconds) / new_steps if new_steps else 0.0,
-            mean_running=(self._decode_tokens - tokens) / new_steps if new_steps else 0.0,
             decode_steps=self._decode_steps,
             decode_s=self._decode_s,
             decode_tokens=self._decode_tokens,

@@ -36,7 +36,9 @@ class PacedEngine(SimulatedEngine):
         self.pace = pace
 
     def load(self) -> EngineLoad:
-        return msgspec.structs.replace(super().load(), token_s=self.pace)
+        load = super().load()
+        steps = load.decode_steps if self.pace else 0
+        return msgspec.structs.replace(load, decode_steps=steps, decode_s=steps * self.pace)
 
 
 async def anchor(policy_version: int) -> WeightAnnouncement:

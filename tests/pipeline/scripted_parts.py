@@ -253,7 +253,8 @@ class PacedEngine(SimulatedEngine):
     """Says that a token takes a second, of the real clock: what runs has no token yet, as far as is known."""
 
     def load(self) -> EngineLoad:
-        return msgspec.structs.replace(super().load(), token_s=1.0)
+        load = super().load()
+        return msgspec.structs.replace(load, decode_s=float(load.decode_steps))
 
 
 class MemoryHosts:

@@ -139,7 +139,6 @@ class SimulatedEngine:
         self._generated_tokens = 0
         self._decode_steps = 0
         self._decode_s = 0.0
-        self._reported = (0, 0.0, 0)
 
     async def start(self) -> EngineReady:
         """Ready at once."""
@@ -265,16 +264,11 @@ class SimulatedEngine:
     def load(self) -> EngineLoad:
         """Requests beyond ``max_num_seqs`` wait; while paused all wait. Every token is one of a decode step."""
         running = 0 if self._paused else min(len(self._open), self._options.max_num_seqs)
-        steps, seconds, tokens = self._reported
-        self._reported = (self._decode_steps, self._decode_s, self._generated_tokens)
-        new_steps = self._decode_steps - steps
         return EngineLoad(
             running=running,
             waiting=len(self._open) - running,
             kv_cache_usage=running / self._options.max_num_seqs,
             generated_tokens=self._generated_tokens,
-            token_s=(self._decode_s - seconds) / new_steps if new_steps else 0.0,
-            mean_running=(self._generated_tokens - tokens) / new_steps if new_steps else 0.0,
             decode_steps=self._decode_steps,
             decode_s=self._decode_s,
             decode_tokens=self._generated_tokens,

@@ -52,7 +52,6 @@ from streamrl.sync.weight_sync import PushReport
 
 PROGRESS_INTERVAL_S = 0.25
 _MEASURED_WITH_TIME = ("time/", "perf/", "util/")
-NO_LOAD = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
 
 
 class _Trained(msgspec.Struct):
@@ -107,7 +106,7 @@ class RunReport:
         self._rounds: Counter[str] = Counter()
         self._round_kind, self._recovered = "", -1
         self._trajectories = TrajectoryStats(trace, length_limit)
-        self._last_load = NO_LOAD
+        self._last_load = EngineLoad()
         self.waits = RunWaits(clock, self._shell)
 
     def elapsed(self) -> float:
