@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from streamrl.cli.show import read_run
 from streamrl.observe.report.trajectory_trace import read_trace
 from streamrl.plan.topology import read_topology
 from streamrl.recipe.toml_text import toml_value
@@ -26,7 +27,8 @@ from streamrl.supervise.clean_up import marker_of
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(100)]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = EXAMPLES / "sort" / "recipe.toml"
 REWARD = "async def reward(completion):\n    return len(completion) % 7 / 6\n"
 WITHOUT_VLLM = "import sys\nsys.modules['vllm'] = None  # importing it fails\n"
 
@@ -155,6 +157,54 @@ def test_prompts_whose_reward_crashes_its_process_do_not_end_the_run(tmp_path: P
     assert [step["step"] for step in steps] == list(range(1, 13))
     assert "reward-0 ended" not in done.stdout + done.stderr
     assert steps[-1]["reward/func/reward/raised_total"] > 0
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_reward_that_always_raises_ends_the_run_with_its_message(tmp_path: Path) -> None:
+    flags = _flags(tmp_path, run__steps=500, reward_limits__advanced__window=32)
+    (tmp_path / "reward.py").write_text(
+        "async def reward(completion, **columns):\n    raise LookupError('no such answer')\n"
+    )
+    command = [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "of the last 7 trajectories failed" in done.stderr and "no such answer" in done.stderr
+    accounting = read_run(tmp_path / "runs" / "latest").summary.accounting
+    assert accounting.trained == 0 and accounting.dropped["reward_failed"] >= 7
+
+
+STUCK_NOW_AND_THEN = """import random, time
+
+async def reward(completion, **columns):
+    if random.random() < 0.02:
+        time.sleep(1000)  # not even cancellation reaches it
+    return float(len(completion) % 2)
+"""
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_reward_that_blocks_now_and_then_is_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
+    limits = {"rewards__0__timeout_s": 1.0, "reward_limits__max_failed_share": 0.9}
+    flags = _flags(tmp_path, run__steps=4, **limits)
+    (tmp_path / "reward.py").write_text(STUCK_NOW_AND_THEN)
+    command = [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "runs" / "latest"
+    accounting = read_run(run).summary.accounting
+    assert accounting.balanced and accounting.in_flight == 0
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_the_example_follows_a_run_from_python_and_drains_it(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "pipeline_from_python.py"), str(EXAMPLE), "--until", "0"]
+    command += _flags(tmp_path, run__steps=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1: reward" in done.stdout
+    assert read_run(tmp_path / "runs" / "latest").summary.accounting.in_flight == 0
 
 
 def _processes(run: Path) -> dict[str, psutil.Process]:

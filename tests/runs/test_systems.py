@@ -1,4 +1,4 @@
-"""Each recipe of examples/systems as a real run of ten steps that is killed in the middle and resumed."""
+"""Each recipe of examples/systems as a run of ten steps on simulated engines, killed in the middle and resumed."""
 
 from __future__ import annotations
 
@@ -20,19 +20,15 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 
 SYSTEMS = Path(__file__).parents[2] / "examples" / "systems"
 STEPS = 10
-SIMULATED = [pytest.param(system, "simulated", id=system) for system in System]
-REAL = pytest.param(System.ROLLPACKER, "vllm", id="rollpacker on vLLM", marks=pytest.mark.vllm)
 
 
-@pytest.mark.parametrize(("system", "engines"), [*SIMULATED, REAL])
-def test_ten_steps_with_a_kill_in_the_middle(system: System, engines: str, tmp_path: Path) -> None:
-    if engines == "vllm":
-        pytest.importorskip("vllm")
+@pytest.mark.parametrize("system", System)
+def test_ten_steps_with_a_kill_in_the_middle(system: System, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("async def reward(completion):\n    return len(completion) % 7 / 6\n")
     settings = {
         "run.directory": str(tmp_path / "runs"),
         "run.steps": STEPS,
-        "engines.kind": engines,
+        "engines.kind": "simulated",
         "rewards.0.function": f"{tmp_path / 'reward.py'}:reward",
         "sampling.max_tokens": 96,
         "evaluation.prompts": "",
