@@ -109,8 +109,8 @@ class Rollout(Section, frozen=True):
 class DeferredPrompts(StrEnum):
     """How a deferred prompt is sampled: sampled again from its start with a new seed; again with the *same*
     seeds (so that its length is not redrawn); the same, but what the new weights choose again of the tokens that it had
-    is not decoded again (strictly on-policy, as ``replay``, and cheaper); or resumed from its tokens (off-policy by a
-    version or more)."""
+    is not decoded again (strictly on-policy, as ``replay``, and cheaper; a deterministic run replays it); or resumed
+    from its tokens (off-policy by a version or more)."""
 
     REGENERATE = "regenerate"
     REPLAY = "replay"

@@ -198,7 +198,7 @@ def cohorts(recipe: Recipe) -> Broken:
 def reproducible_rounds(recipe: Recipe) -> Broken:
     """What ``run.deterministic`` asks of rounds: decisions that outcomes alone lead to, and tokens that do not depend
     on when weights change (``policies/deterministic.py``)."""
-    rollout, tail = recipe.rollout, recipe.tail_batching
+    rollout = recipe.rollout
     if not recipe.run.deterministic:
         return
     if rollout.rounds is RoundKind.AUTO:
@@ -213,12 +213,6 @@ def reproducible_rounds(recipe: Recipe) -> Broken:
             f'"{rollout.rounds}" at staleness {rollout.max_staleness} does not fit run.deterministic, since which '
             "weights sample a token depends on when they change: choose rounds that train on-policy, or set "
             "run.deterministic = false",
-        )
-    if rollout.rounds is RoundKind.TAIL_BATCHING and tail.verifies:
-        yield Problem(
-            "tail_batching.deferred_prompts",
-            '"verify" does not fit run.deterministic, since a run that goes on after a kill has no tokens to '
-            'verify: set deferred_prompts = "replay", which draws the same',
         )
     if recipe.group_sizing.straggler is Straggler.SECONDS:
         yield Problem(

@@ -254,6 +254,7 @@ def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_one_that_was_
     steps, temporary = 24, Path(tempfile.mkdtemp(prefix="srl"))
     environment = os.environ | {"TMPDIR": str(temporary)}
     common = {"run__steps": steps, "run__deterministic": True, "checkpoint__every": 4}
+    common |= {"rollout__rounds": "tail_batching", "tail_batching__deferred_prompts": "verify"}
 
     def start(folder: str, *arguments: str) -> subprocess.Popen[str]:
         (tmp_path / folder).mkdir(exist_ok=True)
