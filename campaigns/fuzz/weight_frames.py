@@ -29,7 +29,7 @@ from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.pull.decoding import Decoding
 from streamrl.weights.pull.received_part import ReceivedChain
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion
-from streamrl.weights.requests import ChunkReply, GetChunk, GetManifest, ManifestReply, encoder
+from streamrl.weights.requests import MANIFEST, GetPiece, Piece, encoder
 
 CHUNK = 512  # bytes: several chunks of a small delta
 TENSORS = {"norm": ("bfloat16", (16,)), "layer": ("bfloat16", (90, 60)), "head": ("float32", (30, 20))}
@@ -119,12 +119,8 @@ def replies_of(sample: Sample) -> Iterator[list[bytes]]:
     digest = sample.part.manifest_digest
     server = PublisherServer("ipc:///nowhere", "honest")
     server.serve([sample.part])
-    asked: tuple[dict[str, object], ...] = (
-        {"type": "GetManifest"},
-        *({"type": "GetChunk", "chunk": c} for c in range(len(sample.part.chunks))),
-    )
-    for request in asked:
-        reply, payload = server._answer([msgspec.msgpack.encode({**request, "manifest_digest": digest})])
+    for piece in (MANIFEST, *range(len(sample.part.chunks))):
+        reply, payload = server._answer([encoder.encode(GetPiece(digest, piece))])
         yield [encoder.encode(reply), bytes(payload)]
 
 
@@ -186,8 +182,7 @@ def request_case(random: Random) -> str:
     everything = world()
     sample = everything.samples[random.randrange(len(everything.samples))]
     digest = sample.part.manifest_digest
-    asked = GetChunk(digest, random.randrange(-1, 9)) if random.random() < 0.8 else GetManifest(digest)
-    request = encoder.encode(asked)
+    request = encoder.encode(GetPiece(digest, random.randrange(-2, 9)))
     broken = broken_bytes(random, request, random.randbytes(len(request)))
     frames = random.choices(([broken], [request], [broken, request]), (8, 1, 1))[0]
     reply, payload = everything.server._answer(frames)
@@ -227,10 +222,10 @@ def late_case(random: Random) -> str:
         announced = msgspec.structs.replace(announced, sources=(source,))
     before = digest_of(manifest)
     honest = [
-        [encoder.encode(ManifestReply(digest)), newer],
-        [encoder.encode(ManifestReply(before)), manifest],
-        *([encoder.encode(ChunkReply(before, i)), bytes(chunk)] for i, chunk in enumerate(chunks)),
-        *([encoder.encode(ChunkReply(digest, i)), bytes(chunk)] for i, chunk in enumerate(sample.part.chunks)),
+        [encoder.encode(Piece(digest, MANIFEST)), newer],
+        [encoder.encode(Piece(before, MANIFEST)), manifest],
+        *([encoder.encode(Piece(before, i)), bytes(chunk)] for i, chunk in enumerate(chunks)),
+        *([encoder.encode(Piece(digest, i)), bytes(chunk)] for i, chunk in enumerate(sample.part.chunks)),
     ]
     number, which = random.randrange(1, len(honest)), random.randrange(2)
     broken = list(honest[number])

@@ -22,30 +22,22 @@ from streamrl.remote.guarded_sockets import GuardedContext
 WeightContext = GuardedContext
 
 
-class GetManifest(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the manifest with this digest."""
+MANIFEST = -1
+"""The piece of a part that is its manifest; its chunks are the pieces from 0 on."""
+
+
+class GetPiece(msgspec.Struct, frozen=True):
+    """Ask for a piece of the part with this manifest digest."""
 
     manifest_digest: str
+    piece: int
 
 
-class GetChunk(msgspec.Struct, frozen=True, tag=True):
-    """Ask for chunk number ``chunk`` of the part with this manifest digest."""
-
-    manifest_digest: str
-    chunk: int
-
-
-class ManifestReply(msgspec.Struct, frozen=True, tag=True):
-    """Header of the frame with the manifest."""
+class Piece(msgspec.Struct, frozen=True, tag=True):
+    """Header of the frame with one piece."""
 
     manifest_digest: str
-
-
-class ChunkReply(msgspec.Struct, frozen=True, tag=True):
-    """Header of the frame with one chunk."""
-
-    manifest_digest: str
-    chunk: int
+    piece: int
 
 
 class NotServed(msgspec.Struct, frozen=True, tag=True):
@@ -55,18 +47,17 @@ class NotServed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Request = GetManifest | GetChunk
-Reply = ManifestReply | ChunkReply | NotServed
+Reply = Piece | NotServed
 Kind = TypeVar("Kind")
 
 REQUEST_LIMIT = 4096
 encoder = msgspec.msgpack.Encoder()
-_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_request_decoder = msgspec.msgpack.Decoder(GetPiece)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _announcement_decoder = msgspec.msgpack.Decoder(WeightAnnouncement)
 
 
-def decode_request(frame: bytes | memoryview) -> Request:
+def decode_request(frame: bytes | memoryview) -> GetPiece:
     """Raises ``WeightError`` for anything else."""
     return _decoded(_request_decoder, frame)
 

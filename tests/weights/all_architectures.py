@@ -38,7 +38,7 @@ from real_engines import (
 )
 
 from streamrl.weights import WeightPublisher
-from streamrl.weights.requests import GetChunk, decode_request
+from streamrl.weights.requests import MANIFEST, decode_request
 
 EMPTY = hashlib.sha256(b"").hexdigest()
 
@@ -84,7 +84,7 @@ def count_chunks(publisher: WeightPublisher) -> Counter[bytes]:
     answer = publisher._server._answer
 
     def counted(frames: Sequence[bytes]) -> object:
-        asked.update(frame for frame in frames if isinstance(decode_request(frame), GetChunk))
+        asked.update(frame for frame in frames if decode_request(frame).piece != MANIFEST)
         return answer(frames)
 
     publisher._server._answer = counted  # type: ignore[assignment,method-assign]

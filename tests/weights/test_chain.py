@@ -19,7 +19,7 @@ from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.fetch import KeptParts, fetch_version
 from streamrl.weights.pull.received_part import ReceivedChain
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion
-from streamrl.weights.requests import GetChunk, GetManifest, ManifestReply, decode_request, encoder
+from streamrl.weights.requests import MANIFEST, GetPiece, Piece, decode_request, encoder
 from tests.weights import test_weight_publisher as publishing
 from tests.weights.faulty_link import TENSORS as SMALL_TENSORS
 from tests.weights.faulty_link import FaultyLink, SmallPush, served
@@ -215,8 +215,8 @@ def test_a_chain_that_was_cut_off_goes_on_where_it_stopped_also_for_a_newer_vers
         new = small_changed(push.bits, 4)
         newer = push.publish(4, new)
         push.replica.advance(push.replica.stage(push.fetch(link.through(newer), kept=kept)))
-        asked = [type(decode_request(request)) for request in link.requests[before:]]
-        assert asked == [GetManifest, GetChunk, GetChunk], "the newest, its chunk, and the one that did not come"
+        asked = [decode_request(request).piece for request in link.requests[before:]]
+        assert asked == [MANIFEST, 0, 0], "the newest, its chunk, and the one that did not come"
     push.assert_holds(4, new)
 
 
@@ -229,7 +229,7 @@ def test_a_chain_that_does_not_lead_to_what_is_held_is_refused_before_its_bytes_
     with FaultyLink(tmp_path, push.publisher.endpoint, lambda number, frames: [frames]) as link:
         with pytest.raises(WeightError, match=r"this engine holds version 0 .*not served .*publish an anchor"):
             push.fetch(link.through(missed))
-        assert not any(isinstance(decode_request(request), GetChunk) for request in link.requests)
+        assert not any(decode_request(request).piece != MANIFEST for request in link.requests)
     push.assert_holds(0, push.bits)
 
 
@@ -246,10 +246,10 @@ def test_an_earlier_version_that_is_not_the_one_before_is_refused(push: SmallPus
         (source,) = announced.sources
         source = msgspec.structs.replace(source, manifest_digest=digest_of(forged))
         chain = ReceivedChain(source, announced, {})
-        chain.take([encoder.encode(ManifestReply(digest_of(forged))), forged])
+        chain.take([encoder.encode(Piece(digest_of(forged), MANIFEST)), forged])
         chain.extend()
-        assert list(chain.requests(1)) == [GetManifest(digest_of(encoded))]
-        chain.take([encoder.encode(ManifestReply(digest_of(encoded))), encoded])
+        assert list(chain.requests(1)) == [GetPiece(digest_of(encoded), MANIFEST)]
+        chain.take([encoder.encode(Piece(digest_of(encoded), MANIFEST)), encoded])
         return chain
 
     assert taken().oldest.manifest is not None
@@ -269,7 +269,7 @@ def test_a_chain_that_takes_more_than_complete_weights_is_not_followed(push: Sma
     (source,) = announced.sources
     chain = ReceivedChain(msgspec.structs.replace(source, total_elements=5000), announced, {})
     newest = served(push.publisher, announced)
-    chain.take([encoder.encode(ManifestReply(newest.manifest_digest)), newest.manifest])
+    chain.take([encoder.encode(Piece(newest.manifest_digest, MANIFEST)), newest.manifest])
     chain.source = msgspec.structs.replace(source, total_elements=1)
     chain.extend()
     assert "lead back to 2" in chain.refusal

@@ -108,12 +108,12 @@ def test_what_is_under_way_stays_within_the_credit() -> None:
     assert not list(part.requests(0)), "the manifest is under way"
     part.take(manifest)
     credit = 2 * sizes[0] + 1
-    under_way = [request.chunk for request in part.requests(credit)]
+    under_way = [request.piece for request in part.requests(credit)]
     assert under_way == [0, 1]
     asked = list(under_way)
     while under_way:
         part.take(chunks[under_way.pop(0)])
-        more = [request.chunk for request in part.requests(credit)]
+        more = [request.piece for request in part.requests(credit)]
         under_way += more
         asked += more
         assert sum(sizes[chunk] for chunk in under_way) <= credit

@@ -20,7 +20,7 @@ from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.pull.shared_replica import SharedReplica
 from streamrl.weights.pull.shared_versions import Holder, SharedMemory
-from streamrl.weights.requests import GetChunk, decode_request
+from streamrl.weights.requests import MANIFEST, decode_request
 from tests.weights.faulty_link import TENSORS, Bits, FaultyLink, SmallPush, changed, random_bits
 from tests.weights.test_chain import save_checkpoint
 
@@ -43,7 +43,7 @@ class Machine:
         return made
 
     def chunks_sent(self) -> int:
-        sent = sum(isinstance(decode_request(request), GetChunk) for request in self.link.requests)
+        sent = sum(decode_request(request).piece != MANIFEST for request in self.link.requests)
         self.link.requests.clear()
         return sent
 

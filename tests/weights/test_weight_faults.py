@@ -18,7 +18,7 @@ from streamrl.weights.publish import publisher as publishing
 from streamrl.weights.pull import decoding
 from streamrl.weights.pull import fetch as fetching
 from streamrl.weights.pull.fetch import KeptParts
-from streamrl.weights.requests import GetChunk, GetManifest, decode_request, encoder
+from streamrl.weights.requests import MANIFEST, GetPiece, decode_request, encoder
 from tests.weights.faulty_link import (
     LOST,
     Cut,
@@ -124,7 +124,7 @@ def test_a_frame_that_is_always_broken_is_refused(push: SmallPush, tmp_path: Pat
 
 
 def chunks_asked(requests: Sequence[bytes]) -> Counter[int]:
-    return Counter(r.chunk for r in map(decode_request, requests) if isinstance(r, GetChunk))
+    return Counter(r.piece for r in map(decode_request, requests) if r.piece != MANIFEST)
 
 
 def test_a_cut_transfer_asks_only_for_what_is_missing(push: SmallPush, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_transfer_that_was_given_up_goes_on_where_it_stopped(push: SmallPush, 
         before = len(link.requests)
         fetched = push.fetch(link.through(announced), kept=kept, credit_bytes=1)
         assert sorted(chunks_asked(link.requests[before:])) == [2, 3]
-        assert not any(isinstance(decode_request(r), GetManifest) for r in link.requests[before:])
+        assert not any(decode_request(r).piece == MANIFEST for r in link.requests[before:])
     push.replica.advance(push.replica.stage(fetched))
     push.assert_holds(1, new)
 
@@ -195,7 +195,7 @@ def test_a_receiver_that_does_not_read_holds_up_nobody(push: SmallPush, tmp_path
     try:
         for _ in range(2000):
             for chunk in range(FRAMES - 1):
-                asleep.send(encoder.encode(GetChunk(announced.sources[0].manifest_digest, chunk)), zmq.NOBLOCK)
+                asleep.send(encoder.encode(GetPiece(announced.sources[0].manifest_digest, chunk)), zmq.NOBLOCK)
             if not asleep.poll(0, zmq.POLLOUT):
                 break
         push.commit(announced)
@@ -211,7 +211,7 @@ def test_replies_of_another_version_or_run_are_ignored(push: SmallPush, tmp_path
     try:
         foreign = other.publish(0, random_bits(9))
         digest = foreign.sources[0].manifest_digest
-        header = {"type": "ChunkReply", "manifest_digest": digest, "chunk": 0}
+        header = {"type": "Piece", "manifest_digest": digest, "piece": 0}
         stray = [msgspec.msgpack.encode(header), bytes(served(other.publisher, foreign).chunks[0])]
         with FaultyLink(tmp_path, push.publisher.endpoint, lambda number, frames: [stray, frames]) as link:
             push.commit(link.through(announced))

@@ -19,11 +19,10 @@ from streamrl.remote.guarded_sockets import bind
 from streamrl.remote.key_gate import KeyGate
 from streamrl.remote.transport_keys import KeyRole
 from streamrl.weights.requests import (
+    MANIFEST,
     REQUEST_LIMIT,
-    ChunkReply,
-    GetManifest,
-    ManifestReply,
     NotServed,
+    Piece,
     Reply,
     WeightContext,
     decode_request,
@@ -147,8 +146,8 @@ class PublisherServer:
         part = self._parts.get(digest)
         if part is None:
             return NotServed(digest, "this manifest is not served (any more): ask for a newer version"), b""
-        if isinstance(request, GetManifest):
-            return ManifestReply(digest), part.manifest
-        if not 0 <= request.chunk < len(part.chunks):
-            return NotServed(digest, f"chunk {request.chunk} of {len(part.chunks)} does not exist"), b""
-        return ChunkReply(digest, request.chunk), part.chunks[request.chunk]
+        if request.piece == MANIFEST:
+            return Piece(digest, MANIFEST), part.manifest
+        if not 0 <= request.piece < len(part.chunks):
+            return NotServed(digest, f"chunk {request.piece} of {len(part.chunks)} does not exist"), b""
+        return Piece(digest, request.piece), part.chunks[request.piece]

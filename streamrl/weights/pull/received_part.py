@@ -7,16 +7,16 @@ chunk, as another request, or as a ``WeightError``. What is verified stays, so t
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement, WeightSource
 from streamrl.weights.manifest import CHUNK_BYTES, Manifest, WorkUnit, decode_manifest, digest_of
-from streamrl.weights.requests import GetChunk, GetManifest, ManifestReply, NotServed, Reply, Request, decode_reply
+from streamrl.weights.requests import MANIFEST, GetPiece, NotServed, Reply, decode_reply
 
-CHUNK_ATTEMPTS = 3
+PIECE_ATTEMPTS = 3
 """How often a manifest or a chunk may come with a wrong digest."""
 
 WRONG_REPLIES = 16
@@ -28,8 +28,6 @@ PATCH_OVERHEAD = 4096
 
 MOST_BYTES_AN_ELEMENT, MOST_PARTS = 4, 1024
 """Of a chain: complete weights are shorter."""
-
-_MANIFEST = -1  # among the attempts, where chunks are counted from 0
 
 
 class ReceivedPart:
@@ -43,53 +41,45 @@ class ReceivedPart:
         self._payload = bytearray()
         self._starts = [0]
         self._ends: list[int] = []
-        self._waiting: deque[int] = deque()
-        self._asked: dict[int, None] = {}
-        self._manifest_asked = False
-        self._verified = bytearray()
-        self._leading = 0
+        self._missing: OrderedDict[int, None] = OrderedDict.fromkeys([MANIFEST])  # what was asked for, too
+        self._asked: set[int] = set()
         self._failures: Counter[int] = Counter()
 
     @property
     def complete(self) -> bool:
         """Whether every chunk is here."""
-        return self.manifest is not None and self._leading == len(self.manifest.chunks)
+        return not self._missing
 
     @property
     def asked_bytes(self) -> int:
         """Bytes of the chunks that were asked for and have not come."""
-        return 0 if self.manifest is None else sum(self.manifest.chunks[c].payload_bytes for c in self._asked)
+        return sum(map(self._size, self._asked))
 
     def lost(self) -> None:
         """Nothing that was asked for will come: ask again. Should it come nevertheless, it is a duplicate."""
-        self._waiting.extendleft(reversed(self._asked))
         self._asked.clear()
-        self._manifest_asked = False
 
     def begin_again(self) -> None:
         """Another transfer: what was verified stays, all else is asked for again."""
         self._failures.clear()
         self.lost()
 
-    def manifest_request(self) -> Iterator[Request]:
-        """Unless it is here or asked for."""
-        if self.manifest is None and not self._manifest_asked:
-            self._manifest_asked = True
-            yield GetManifest(self.digest)
-
-    def chunk_requests(self, free_bytes: int, *, one_at_least: bool) -> Iterator[Request]:
-        """Chunks of at most ``free_bytes`` together."""
-        assert self.manifest is not None
-        chunks = self.manifest.chunks
-        while self._waiting and (one_at_least or chunks[self._waiting[0]].payload_bytes <= free_bytes):
-            chunk, one_at_least = self._waiting.popleft(), False
-            self._asked[chunk] = None
-            free_bytes -= chunks[chunk].payload_bytes
-            yield GetChunk(self.digest, chunk)
+    def requests(self, free_bytes: int, *, one_at_least: bool) -> Iterator[GetPiece]:
+        """For the manifest; then for chunks of at most ``free_bytes`` together."""
+        for piece in self._missing:
+            if piece in self._asked:
+                continue
+            free_bytes -= self._size(piece)
+            if free_bytes < 0 and not one_at_least:
+                return
+            one_at_least = False
+            self._asked.add(piece)
+            yield GetPiece(self.digest, piece)
 
     def whole_patches(self) -> int:
         """How many patches, in the order of the manifest, are here from their first to their last byte."""
-        return 0 if self.manifest is None else bisect_right(self._ends, self._starts[self._leading])
+        leading = next(iter(self._missing), len(self._starts) - 1)
+        return 0 if self.manifest is None else bisect_right(self._ends, self._starts[leading])
 
     def patch_bytes(self) -> Iterator[tuple[WorkUnit, memoryview]]:
         """Every patch of the manifest: what it is of, and its place in the payload, whether it is here or not."""
@@ -102,58 +92,49 @@ class ReceivedPart:
         """What is missing, for an error message."""
         missing = "its manifest is missing"
         if self.manifest is not None:
-            count = len(self._verified) - sum(self._verified)
-            missing = f"{count} of {len(self.manifest.chunks)} chunks are missing"
+            missing = f"{len(self._missing)} of {len(self.manifest.chunks)} chunks are missing"
         return f"{missing}; {self.problem}" if self.problem else missing
 
-    def take_manifest(self, frame: memoryview, refuse: Callable[[Manifest], None]) -> bool:
-        """Returns whether it was missing, and is what the digest says. ``refuse``: raises for one that does not fit."""
+    def take(self, piece: int, frame: memoryview, refuse: Callable[[Manifest], None]) -> bool:
+        """Returns whether it was missing, and is what was announced. ``refuse``: raises for a manifest that does not
+        fit."""
+        if piece not in self._missing:
+            return False  # a duplicate, or one that nobody asked for
+        name, digest, size = "the manifest", self.digest, len(frame)
         if self.manifest is not None:
-            return False
+            name, digest, size = f"chunk {piece}", self.manifest.chunks[piece].digest, self._size(piece)
         actual = digest_of(frame)
-        if actual != self.digest:
-            self._manifest_asked = False
-            self._failed(_MANIFEST, "the manifest", f"{actual} ({len(frame)} bytes)", self.digest)
+        if actual != digest or len(frame) != size:
+            self._asked.discard(piece)
+            self._failed(piece, name, f"{actual} ({len(frame)} bytes)", f"{digest} ({size} bytes)")
             return False
-        manifest = decode_manifest(frame, self.digest, self._endpoint)
+        if self.manifest is None:
+            self._open(frame, refuse)
+        else:
+            self._payload = self._payload or bytearray(self._starts[-1])
+            self._payload[self._starts[piece] : self._starts[piece + 1]] = frame
+        del self._missing[piece]
+        self._asked.discard(piece)
+        return True
+
+    def _open(self, encoded: memoryview, refuse: Callable[[Manifest], None]) -> None:
+        manifest = decode_manifest(encoded, self.digest, self._endpoint)
         refuse(manifest)
         for chunk in manifest.chunks:
             self._starts.append(self._starts[-1] + chunk.payload_bytes)
         self._ends = list(accumulate(entry.payload_bytes for entry in manifest.units))
-        self._verified = bytearray(len(manifest.chunks))
-        self._waiting.extend(range(len(manifest.chunks)))
+        self._missing.update(dict.fromkeys(range(len(manifest.chunks))))
         self.manifest = manifest
-        return True
 
-    def take_chunk(self, chunk: int, frame: memoryview) -> bool:
-        """Returns whether it was missing, and is what the manifest says."""
-        if self.manifest is None or not 0 <= chunk < len(self._verified) or self._verified[chunk]:
-            return False  # a duplicate, or one that nobody asked for
-        expected = self.manifest.chunks[chunk]
-        actual = digest_of(frame)
-        if actual != expected.digest or len(frame) != expected.payload_bytes:
-            wanted = f"{expected.digest} ({expected.payload_bytes} bytes)"
-            self._failed(chunk, f"chunk {chunk}", f"{actual} ({len(frame)} bytes)", wanted)
-            if chunk in self._asked:
-                del self._asked[chunk]
-                self._waiting.append(chunk)
-            return False
-        self._payload = self._payload or bytearray(self._starts[-1])
-        self._payload[self._starts[chunk] : self._starts[chunk + 1]] = frame
-        self._verified[chunk] = 1
-        if chunk in self._asked:
-            del self._asked[chunk]
-        else:
-            self._waiting.remove(chunk)  # it was thought lost
-        while self._leading < len(self._verified) and self._verified[self._leading]:
-            self._leading += 1
-        return True
+    def _size(self, piece: int) -> int:
+        """In the credit, of which a manifest takes nothing."""
+        return 0 if self.manifest is None else self.manifest.chunks[piece].payload_bytes
 
-    def _failed(self, what: int, name: str, came: str, wanted: str) -> None:
-        self._failures[what] += 1
-        times = self._failures[what]
+    def _failed(self, piece: int, name: str, came: str, wanted: str) -> None:
+        self._failures[piece] += 1
+        times = self._failures[piece]
         self.problem = f"{name} came {times} times with digest {came}"
-        if times >= CHUNK_ATTEMPTS:
+        if times >= PIECE_ATTEMPTS:
             raise WeightError(
                 f"{name} from {self._endpoint} came {times} times with digest {came}; announced was {wanted}"
             )
@@ -208,15 +189,13 @@ class ReceivedChain:
         for part in self.parts:
             part.lost()
 
-    def requests(self, credit_bytes: int) -> Iterator[Request]:
+    def requests(self, credit_bytes: int) -> Iterator[GetPiece]:
         """What to ask for now, so that no more than ``credit_bytes`` (but one chunk at least) are under way."""
-        if not self.refusal:
-            yield from self.oldest.manifest_request()
-        if not self._fetching or self.oldest.manifest is None:
-            return
         for part in reversed(self.parts):
-            asked = sum(part.asked_bytes for part in self.parts)
-            yield from part.chunk_requests(credit_bytes - asked, one_at_least=not asked)
+            wanted = self._fetching if part.manifest is not None else not self.refusal
+            if wanted:
+                asked = sum(part.asked_bytes for part in self.parts)
+                yield from part.requests(credit_bytes - asked, one_at_least=not asked)
 
     def take(self, frames: Sequence[bytes | memoryview]) -> bool:
         """One reply. Returns whether it brought something new.
@@ -235,10 +214,7 @@ class ReceivedChain:
                 f"{self.source.endpoint} does not serve version {self._announced.policy_version} "
                 f"(manifest {part.digest}): {reply.reason}"
             )
-        frame = memoryview(frames[1])
-        if isinstance(reply, ManifestReply):
-            return part.take_manifest(frame, self._refuse)
-        return part.take_chunk(reply.chunk, frame)
+        return part.take(reply.piece, memoryview(frames[1]), self._refuse)
 
     def describe(self) -> str:
         """What is missing, for an error message."""
