@@ -6,16 +6,13 @@ enough tokens wait, what is pending is trained: training overlaps the rollout of
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Protocol
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from streamrl.base.errors import StreamEnded
+from streamrl.base.concurrent_calls import first_error
 from streamrl.base.messages import (
     AnchorPublished,
     CheckpointSaved,
@@ -31,10 +28,10 @@ from streamrl.base.messages import (
     TrainTogether,
     WeightsAcknowledged,
 )
+from streamrl.base.resident_thread import ResidentThread
 from streamrl.base.types import TrainingGroup
 from streamrl.comm.stream import ReceiveStream, SendStream
 
-T = TypeVar("T")
 READ_AHEAD = 4096
 """Orders held while torch computes; then the sender waits for credit. Far above the groups of one batch in flight."""
 CLOSE_TIMEOUT_S = 60.0
@@ -67,22 +64,6 @@ class Trainer(Protocol):
     def close(self) -> None: ...
 
 
-class _TrainerThread:
-    """Calls a trainer from one thread, always the same: OpenMP and CUDA keep state for each thread."""
-
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
-
-    async def call(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
-
-    async def close(self, function: Callable[[], None]) -> None:
-        """Run the last call, also while being cancelled: what torch computes cannot be interrupted."""
-        with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
-            await self.call(function)
-        self._executor.shutdown(wait=False)
-
-
 async def run_training(
     trainer: Trainer, batches: ReceiveStream[TrainingOrder], reports: SendStream[TrainingEvent]
 ) -> None:
@@ -90,23 +71,20 @@ async def run_training(
 
     Raises what the trainer raised (``StreamRLError``), and what the streams raise.
     """
-    async with _started(trainer) as (thread, ready):
-        await reports.send(ready)
-        await _converse(trainer, thread, batches, reports)
-
-
-@asynccontextmanager
-async def _started(trainer: Trainer) -> AsyncIterator[tuple[_TrainerThread, TrainerReady]]:
-    thread = _TrainerThread()
+    thread = ResidentThread("trainer")  # OpenMP and CUDA keep state for each thread
     try:
-        yield thread, await thread.call(trainer.start)
+        await reports.send(await thread.call(trainer.start))
+        await _converse(trainer, thread, batches, reports)
     finally:
-        await thread.close(trainer.close)
+        # Also while being cancelled: what torch computes cannot be interrupted.
+        with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+            await thread.call(trainer.close)
+        thread.close()
 
 
 async def _converse(
     trainer: Trainer,
-    thread: _TrainerThread,
+    thread: ResidentThread,
     batches: ReceiveStream[TrainingOrder],
     reports: SendStream[TrainingEvent],
 ) -> None:
@@ -120,45 +98,30 @@ async def _converse(
             tasks.cancel_scope.cancel()
     except ExceptionGroup as group:
         # One child failed and the other was cancelled: the first error is what the caller should see.
-        raise _first(group) from group
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        raise first_error(group) from group
 
 
 async def _read(batches: ReceiveStream[TrainingOrder], into: MemoryObjectSendStream[TrainingOrder]) -> None:
     async with into:
-        while True:
-            try:
-                order = await batches.receive()
-            except StreamEnded:
-                return
+        async for order in batches:
             await into.send(order)
 
 
 async def _serve(
     trainer: Trainer,
-    thread: _TrainerThread,
+    thread: ResidentThread,
     orders: MemoryObjectReceiveStream[TrainingOrder],
     reports: SendStream[TrainingEvent],
 ) -> None:
     while True:
         try:
-            order = orders.receive_nowait()
+            order = orders.receive_nowait() if trainer.idle_work else await orders.receive()
         except anyio.WouldBlock:
-            if trainer.idle_work:
-                await thread.call(trainer.train_pending)
-                continue
-            try:
-                order = await orders.receive()
-            except anyio.EndOfStream:
-                return
+            await thread.call(trainer.train_pending)
+            continue
         except anyio.EndOfStream:
             return
-        event = await thread.call(lambda order=order: _carry_out(trainer, order))  # type: ignore[misc]
+        event = await thread.call(partial(_carry_out, trainer, order))
         if event is not None:
             await reports.send(event)
 
