@@ -57,14 +57,13 @@ class _Format(msgspec.Struct, frozen=True):
 
 
 class _Scalars(msgspec.Struct, frozen=True, kw_only=True):
-    """``trainer.msgpack``. ``random``: torch's generator states of each rank, on the CPU and on its CUDA device."""
+    """``trainer.msgpack``. No generator's state: training draws nothing at random."""
 
     format: int
     state: TrainerState
     optimizer_steps: int
     moments: tuple[str, ...]
     extra: tuple[str, ...]
-    random: tuple[tuple[bytes, bytes], ...]
 
 
 def save(
@@ -95,7 +94,6 @@ def save(
         optimizer_steps=optimizer.steps,
         moments=tuple(sorted(moments)),
         extra=tuple(sorted(extra)),
-        random=tuple(_on_every_rank(lambda: _random_state(weights.gradient_L.device))),
     )
 
     def prepare() -> None:
@@ -130,10 +128,10 @@ def load(
     *,
     extra: Mapping[str, Tensor] | None = None,
 ) -> TrainerState:
-    """Fill masters, optimizer state, ``extra`` and torch's generators of this rank from a checkpoint. Collective.
+    """Fill masters, optimizer state and ``extra`` of this rank from a checkpoint. Collective.
 
-    Generators are restored where the number of ranks is that of the checkpoint. Raises ``StreamRLError`` when it is
-    not a checkpoint, has a damaged file, is one of another model, or lacks a tensor of ``extra``.
+    Raises ``StreamRLError`` when it is not a checkpoint, has a damaged file, is one of another model, or lacks a tensor
+    of ``extra``.
     """
     directory = durable_files.surviving(directory)
     _verify_together(directory)
@@ -155,8 +153,6 @@ def load(
             raise StreamRLError(f"checkpoint {str(directory)!r} does not fit this model: {error}") from error
     weights.masters.load(masters_L)
     optimizer.load_moments(buffers, scalars.optimizer_steps)
-    if len(scalars.random) == dist.get_world_size():
-        _restore_random_state(scalars.random[dist.get_rank()], weights.gradient_L.device)
     return scalars.state
 
 
@@ -210,19 +206,6 @@ def _refuse_full_disk(directory: Path, tensors: list[Tensor], min_free_bytes: in
             f"fewer "
             "(checkpoint.keep, keep_best, keep_every), or lower min_free_gib"
         )
-
-
-def _random_state(device: torch.device) -> tuple[bytes, bytes]:
-    on_device = torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else b""
-    return torch.get_rng_state().numpy().tobytes(), on_device
-
-
-def _restore_random_state(state: tuple[bytes, bytes], device: torch.device) -> None:
-    on_cpu, on_device = (torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else None for part in state)
-    if on_cpu is not None:
-        torch.set_rng_state(on_cpu)
-    if on_device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(on_device, device)
 
 
 # ---- checks --------------------------------------------------------------------------------------
