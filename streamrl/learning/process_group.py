@@ -66,19 +66,17 @@ def join(options: TrainerOptions, device: torch.device) -> None:
     if options.rendezvous != TORCHRUN:
         stay_on_interface(options.rendezvous)
     try:
+        store: Store | None = None if options.rendezvous else HashStore()
         if options.rendezvous.startswith("tcp://"):
             store = meet_at(options.rendezvous, options.rank, options.ranks, timeout)
-            dist.init_process_group(backend, store=store, rank=options.rank, world_size=options.ranks, timeout=timeout)
-        elif options.rendezvous:
-            dist.init_process_group(
-                backend,
-                init_method=options.rendezvous,
-                rank=options.rank,
-                world_size=options.ranks,
-                timeout=timeout,
-            )
-        else:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend,
+            init_method=None if store else options.rendezvous,
+            store=store,
+            rank=options.rank,
+            world_size=options.ranks,
+            timeout=timeout,
+        )
     except (RuntimeError, ValueError, OSError) as error:
         raise StreamRLError(
             f"trainer rank {options.rank} of {options.ranks} did not meet the others at "
@@ -168,19 +166,6 @@ def all_gather_bytes(mine: bytes) -> list[bytes]:
     gathered = [torch.empty_like(own) for _ in lengths]
     dist.all_gather(gathered, own)
     return [part.cpu().numpy().tobytes()[: int(length)] for part, length in zip(gathered, lengths, strict=True)]
-
-
-def all_gather_values(values: torch.Tensor) -> torch.Tensor:
-    """Concatenate float32 vectors of different lengths over the ranks."""
-    ranks = dist.get_world_size()
-    if ranks == 1:
-        return values
-    counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(ranks)]
-    dist.all_gather(counts, torch.tensor([values.numel()], dtype=torch.int64, device=values.device))
-    longest = max(1, *(int(count) for count in counts))
-    padded = [values.new_zeros(longest) for _ in range(ranks)]
-    dist.all_gather(padded, torch.nn.functional.pad(values, (0, longest - values.numel())))
-    return torch.cat([part[: int(count)] for part, count in zip(padded, counts, strict=True)])
 
 
 LOOPBACK = "127.0.0.1"

@@ -14,7 +14,7 @@ from streamrl.learning.batches.gradients import BatchSums, TokenSums
 from streamrl.learning.batches.packing import PreparedSample
 from streamrl.learning.objective.objectives import loss_denominator
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.process_group import all_gather_values, all_reduce
+from streamrl.learning.process_group import all_gather_bytes, all_reduce
 
 
 def check_totals(sums: BatchSums, close: CloseBatch, device: torch.device) -> None:
@@ -40,8 +40,8 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
     without_signal, loss_tokens, samples = values[:3]
     total = TokenSums(*values[3:])
     [seconds] = all_reduce([sums.seconds], device, dist.ReduceOp.MAX)
-    differences = sums.differences or [torch.zeros(0, device=device)]
-    gathered = all_gather_values(torch.cat(differences)).cpu().numpy()
+    mine = b"".join(differences_N.cpu().numpy().tobytes() for differences_N in sums.differences)
+    gathered = np.frombuffer(b"".join(all_gather_bytes(mine)), dtype=np.float32)
     denominator = loss_denominator(
         options.objective.loss_normalization,
         samples=samples,
