@@ -51,7 +51,7 @@ from streamrl.recipe.sections import Recipe
 from streamrl.rewards.worker import run_reward_worker
 from streamrl.run.checkpoints import CheckpointKeeper
 from streamrl.run.controller import Controller
-from streamrl.run.parts import NoEvaluations, NoJournal, Observer, Push, RunRecord
+from streamrl.run.parts import Evaluations, Journal, Observer, Push, RunRecord
 from streamrl.run.plain_push import PlainPush
 from streamrl.run.trainer_ranks import TrainerRanks
 from streamrl.stages.reward import RewardSettings, RewardStage
@@ -159,11 +159,11 @@ async def train(recipe: Recipe, directory: Path, engines: Sequence[Engine]) -> s
         await ranks.ready()
         parts.start_soon(ranks.run)
         controller = Controller(
-            RunRecord(control, TrajectoryStore(), NoJournal()),
+            RunRecord(control, TrajectoryStore(), Journal()),
             prompts=SortPrompts(tokenizer),
             trainer=ranks,
             sync=PlainPush(engines, keep=continuous),
-            evaluations=NoEvaluations(),
+            evaluations=Evaluations(),
             save=CheckpointKeeper(ranks, directory, recipe.checkpoint, held=ranks.policy_version).save,
             observers=[StepLines(engines)],
             waits=Waits(),

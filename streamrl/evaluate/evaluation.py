@@ -25,6 +25,7 @@ from streamrl.base.stage_messages import (
 from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId
 from streamrl.comm.stream import SendStream
 from streamrl.observe.report.step_metrics import completion_metrics, part_values
+from streamrl.run import parts
 
 SUCCESS_REWARD = 1.0
 """A sample with at least this score counts as solved in pass@k."""
@@ -116,7 +117,7 @@ def identity(outcome: EndedOutcome) -> TrajectoryId:
     return outcome.id if isinstance(outcome, TrajectoryLost) else outcome.outcome.trajectory.id
 
 
-class Evaluations:
+class Evaluations(parts.Evaluations):
     """The evaluations of a run, one at a time, on ``held_out``; ``seed`` is the run's.
 
     ``finished`` is given the version and figures of each that was not cancelled, ``warned`` why one was; ``scored``

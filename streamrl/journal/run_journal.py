@@ -32,9 +32,10 @@ from streamrl.journal.records import (
     scored_record,
 )
 from streamrl.journal.recover import RecoveredRun
+from streamrl.run import parts
 
 
-class RunJournal:
+class RunJournal(parts.Journal):
     """``journal`` None: nothing is written. ``store``: what control may still ask for. ``recovered``: what an earlier
     life left in it."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
-import anyio
-
+from streamrl.base.concurrent_calls import all_of
 from streamrl.base.messages import PauseMode, WeightAnnouncement
 from streamrl.engines.engine import Engine
 
@@ -36,9 +36,4 @@ class PlainPush:
         await self._each(lambda engine: engine.resume())
 
     async def _each(self, order: Callable[[Engine], Awaitable[object]]) -> None:
-        async def give(engine: Engine) -> None:
-            await order(engine)
-
-        async with anyio.create_task_group() as tasks:
-            for engine in self._engines:
-                tasks.start_soon(give, engine)
+        await all_of([partial(order, engine) for engine in self._engines])

@@ -187,12 +187,4 @@ def announcement(reports: Sequence[StepReport]) -> WeightAnnouncement:
 
 def close_of(step: do.StepOptimizer) -> CloseBatch:
     """The order to ranks that carries out ``step``."""
-    return CloseBatch(
-        batch_id=step.batch_id,
-        policy_version=step.policy_version,
-        groups=step.groups,
-        samples=step.samples,
-        trained_tokens=step.trained_tokens,
-        batches=step.batches,
-        engines_idle=step.engines_idle,
-    )
+    return msgspec.convert(step, CloseBatch, from_attributes=True)
