@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 
-import msgspec
 import torch
+from msgspec import structs
 
-from streamrl.base.errors import StreamRLError
 from streamrl.learning.threads import idle_threads, trainer_threads
 from streamrl.recipe.algorithms import ObjectiveSettings, why_not_streaming
 from streamrl.recipe.objective import OffPolicy
 from streamrl.recipe.scheduling import RoundKind
-from streamrl.recipe.sections import ComputeDtype, Gathered, Lora, OptimizerKind, Recipe
+from streamrl.recipe.sections import Lora, Recipe, Training
 
 
-class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of the trainer.
+class TrainerOptions(Training, frozen=True, kw_only=True):
+    """One rank of the trainer: ``training`` of the recipe, and what else of the run it needs to know.
 
     ``rendezvous``: ``tcp://host:port`` or ``file:///path`` where the ranks meet; empty with one rank.
     ``temperature`` and ``top_p`` are those of the engines: the policy that is differentiated is the one that sampled.
@@ -33,10 +32,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     weights_endpoint: str
     seed: int = 0
     rank: int = 0
-    ranks: int = 1
     rendezvous: str = ""
-    device: str = "auto"
-    threads: int = 0
     idle_threads: int = 0
     freed_threads: tuple[int, ...] = ()
     temperature: float = 1.0
@@ -44,23 +40,8 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 512
     objective: ObjectiveSettings = ObjectiveSettings()
     off_policy: OffPolicy = OffPolicy()
-    optimizer: OptimizerKind = OptimizerKind.ADAMW
     lora: Lora = Lora()
-    learning_rate: float = 1e-6
-    warmup_steps: int = 0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    updates_per_batch: int = 1
-    epochs_per_batch: int = 1
     shortest_first: bool = False
-    micro_batch_tokens: int = 2048
-    streaming: bool = True
-    compute_dtype: ComputeDtype = ComputeDtype.AUTO
-    gathered: Gathered = Gathered.AUTO
-    activation_checkpointing: bool = False
-    compile: bool = False
     collective_timeout_s: float = 600.0
     canary: bool = False
     resume_from: str = ""
@@ -73,18 +54,9 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
 def trainer_options(
     recipe: Recipe, rank: int, run_id: str, weights_endpoint: str, *, rendezvous: str = "", resume_from: str = ""
 ) -> TrainerOptions:
-    """Options of one rank. Without ``rendezvous`` several ranks meet at a file beside their ipc endpoints.
-
-    Raises ``StreamRLError`` when several ranks have no place to meet.
-    """
-    training, ranks = recipe.training, recipe.training.ranks
-    objective = recipe.objective_settings
-    if ranks > 1 and not rendezvous:
-        if not weights_endpoint.startswith("ipc://"):
-            raise StreamRLError(
-                f"{ranks} trainer ranks have no rendezvous (weights endpoint {weights_endpoint!r} is not ipc): "
-                "give one, tcp://host:port or file:///path"
-            )
+    """Options of one rank. Without ``rendezvous`` several ranks meet at a file beside their ipc endpoints."""
+    training, objective = recipe.training, recipe.objective_settings
+    if training.ranks > 1 and not rendezvous and weights_endpoint.startswith("ipc://"):
         directory = weights_endpoint.removeprefix("ipc://").rpartition("/")[0]
         rendezvous = f"file://{directory}/trainer.rendezvous"
 
@@ -92,16 +64,20 @@ def trainer_options(
         on_cpu = not torch.cuda.is_available()
         return trainer_threads(recipe, os.cpu_count() or 1, engines_on_cpu=on_cpu, freed=freed)
 
+    decided = {
+        "threads": threads(0),
+        "streaming": training.streaming
+        and not recipe.run.deterministic
+        and not why_not_streaming(objective, training.updates_per_batch, training.epochs_per_batch),
+    }
     return TrainerOptions(
+        **structs.asdict(training) | decided,
         model_path=recipe.model.path,
         run_id=run_id,
         seed=recipe.run.seed,
         weights_endpoint=weights_endpoint,
         rank=rank,
-        ranks=ranks,
         rendezvous=rendezvous,
-        device=training.device,
-        threads=threads(0),
         idle_threads=idle_threads(recipe, os.cpu_count() or 1),
         freed_threads=tuple(threads(freed) for freed in range(1, recipe.engines.count + 1)),
         temperature=recipe.sampling.temperature,
@@ -109,25 +85,8 @@ def trainer_options(
         max_tokens=recipe.sampling.max_tokens,
         objective=objective,
         off_policy=recipe.off_policy,
-        optimizer=training.optimizer,
         lora=recipe.lora,
-        learning_rate=training.learning_rate,
-        warmup_steps=training.warmup_steps,
-        beta1=training.beta1,
-        beta2=training.beta2,
-        weight_decay=training.weight_decay,
-        max_grad_norm=training.max_grad_norm,
-        updates_per_batch=training.updates_per_batch,
-        epochs_per_batch=training.epochs_per_batch,
         shortest_first=recipe.rollout.rounds is RoundKind.LENGTH_SORTED,
-        micro_batch_tokens=training.micro_batch_tokens,
-        streaming=training.streaming
-        and not recipe.run.deterministic
-        and not why_not_streaming(objective, training.updates_per_batch, training.epochs_per_batch),
-        compute_dtype=training.compute_dtype,
-        gathered=training.gathered,
-        activation_checkpointing=training.activation_checkpointing,
-        compile=training.compile,
         canary=recipe.canary,
         resume_from=resume_from or recipe.checkpoint.resume_from,
     )
