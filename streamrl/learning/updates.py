@@ -77,20 +77,36 @@ class Updates:
         batch.sums.seconds += time.perf_counter() - started
 
     def finish(self, batch: OpenBatch, close: CloseBatch) -> dict[str, float]:
-        """Train what waits, then step: once, or ``updates_per_batch`` times an epoch. Returns metrics. Collective.
+        """Train what waits and step: in each of ``epochs_per_batch`` passes ``updates_per_batch`` times, each on its
+        share of the batch, all against the logprobs and the values before the first. Returns metrics. Collective.
 
         Raises ``StreamRLError`` when the gradient is not finite.
         """
-        if self._options.updates_per_batch * self._options.epochs_per_batch > 1:
-            metrics = self._step_several_times(batch, close)
-        else:
-            self.train_waiting(batch)
-            sums = batch.sums
+        updates = self._options.updates_per_batch
+        in_all = updates * self._options.epochs_per_batch
+        started = time.perf_counter()
+        sums = batch.sums
+        prepared = self._prepare(batch.take_waiting(), proximal=in_all > 1)
+        sums.seconds += time.perf_counter() - started
+        # Every token of the batch weighs the same, in whichever update it is.
+        loss_tokens, samples = sums.loss_tokens / updates, sums.samples / updates
+        shares = split_for_updates(prepared, self._options) if updates > 1 else [prepared]
+        lengths = update_lengths(shares[0], shares[-1], self._device) if updates > 1 else {}
+        steps, optimizing, computed = [], 0.0, 0.0
+        for update in range(in_all):
             started = time.perf_counter()
-            metrics = self._step(batch, close, sums.loss_tokens, sums.samples, sums.tokens.computed_tokens)
-            metrics["time/optim_s"] = time.perf_counter() - started
+            self._accumulate(shares[update % updates], batch)
+            trained = time.perf_counter()
+            before, computed = computed, sums.tokens.computed_tokens
+            steps.append(self._step(batch, close, loss_tokens, samples, computed - before))
+            if update < in_all - 1:
+                self.open_gradients()
+            sums.seconds += trained - started
+            optimizing += time.perf_counter() - trained
         self.policy_version = close.policy_version
-        return metrics | {"optim/skipped_steps_total": float(self.skipped_steps)}
+        means = {name: sum(step[name] for step in steps) / in_all for name in steps[0]}
+        totals = {"time/optim_s": optimizing, "optim/skipped_steps_total": float(self.skipped_steps)}
+        return means | lengths | totals
 
     def _prepare(self, groups: Sequence[TrainingGroup], *, proximal: bool) -> list[PreparedSample]:
         """Samples of ``groups`` worth training, with their advantages. Collective for ``WHOLE_BATCH`` kinds."""
@@ -119,34 +135,6 @@ class Updates:
         for row in packed_rows(samples, tokens, version, self._device, together=self.by_layer):
             critic, sums = (self.critic, batch.sums) if row.sample_ids else (None, BatchSums())
             accumulate(self.policy, critic, row, self._options, sums, batch.batch_id or 0)
-
-    def _step_several_times(self, batch: OpenBatch, close: CloseBatch) -> dict[str, float]:
-        """``updates_per_batch`` steps, each on its share of the batch, in each of ``epochs_per_batch`` passes, all
-        against the logprobs and the values before the first."""
-        updates = self._options.updates_per_batch
-        in_all = updates * self._options.epochs_per_batch
-        started = time.perf_counter()
-        sums = batch.sums
-        prepared = self._prepare(batch.take_waiting(), proximal=True)
-        sums.seconds += time.perf_counter() - started
-        # Every token of the batch weighs the same, in whichever update it is.
-        loss_tokens, samples = sums.loss_tokens / updates, sums.samples / updates
-        shares = split_for_updates(prepared, self._options)
-        lengths = update_lengths(shares[0], shares[-1], self._device) if updates > 1 else {}
-        steps, optimizing = [], 0.0
-        for update in range(in_all):
-            share = shares[update % updates]
-            started = time.perf_counter()
-            self._accumulate(share, batch)
-            trained = time.perf_counter()
-            computed = sum(item.sample.trained_tokens for item in share)
-            steps.append(self._step(batch, close, loss_tokens, samples, computed))
-            if update < in_all - 1:
-                self.open_gradients()
-            sums.seconds += trained - started
-            optimizing += time.perf_counter() - trained
-        means = {name: sum(step[name] for step in steps) / in_all for name in steps[0]}
-        return means | lengths | {"time/optim_s": optimizing}
 
     def _step(
         self, batch: OpenBatch, close: CloseBatch, loss_tokens: float, samples: float, computed: float
