@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
     they are absent.
     """
     counts = [float(n) for n in (sums.groups_without_signal, sums.loss_tokens, sums.samples)]
-    values = all_reduce(counts + sums.tokens.values(), device)
+    values = all_reduce([*counts, *astuple(sums.tokens)], device)
     without_signal, loss_tokens, samples = values[:3]
     total = TokenSums(*values[3:])
     [seconds] = all_reduce([sums.seconds], device, dist.ReduceOp.MAX)

@@ -40,7 +40,7 @@ def packed(path: str, samples: list[Any], device: str) -> tuple[Any, dict[str, A
     with torch.autocast(device, torch.bfloat16):
         logprobs = token_logprobs(policy.head(policy(batch)), batch.targets_N)[0].float()
     (logprobs @ direction(len(logprobs), device)).backward()
-    named = policy.model.named_parameters()
+    named = policy.hugging_face.named_parameters()
     return logprobs.detach().cpu(), {name: p.grad.double().cpu() for name, p in named if p.grad is not None}
 
 

@@ -63,7 +63,7 @@ def packed_gradients(policy: PackedPolicy, row: list[PreparedSample]) -> tuple[A
     batch = pack(row, 0, CPU)
     logprobs = token_logprobs(policy.head(policy(batch)), batch.targets_N)[0]
     (logprobs @ mixture(len(logprobs))).backward()
-    gradients = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.clone() for name, p in policy.hugging_face.named_parameters() if p.grad is not None}
     return logprobs.detach(), gradients
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -46,10 +46,6 @@ class TokenSums:
     importance: float = 0.0
     importance_square: float = 0.0
     mismatch: float = 0.0
-
-    def values(self) -> list[float]:
-        """All sums, in the order of the fields."""
-        return [getattr(self, entry.name) for entry in fields(self)]
 
     def add(self, **sums: Tensor) -> None:
         """Add 0-d tensors by field name; one transfer from the device."""

@@ -27,12 +27,13 @@ class PackedPolicy(nn.Module):
     """A Hugging Face causal language model on packed rows. Its forward is the unit that FSDP2 sees as its root.
 
     ``pieces``: where each tensor of the checkpoint lies in the parameters; they are published under its names.
+    ``hugging_face``: the transformers model itself.
     The output head is not applied here but in chunks by the caller, so that the logits of a whole row never exist.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = model
+        self.hugging_face = model
         kind = f"model type {self.hugging_face.config.model_type!r}"
         if self.hugging_face.base_model is model:
             raise StreamRLError(f"{kind} has no inner model that gives hidden states")
@@ -43,11 +44,6 @@ class PackedPolicy(nn.Module):
         self.pieces = checkpoint_pieces(self.hugging_face)
         self._scaling = logit_scaling(self.hugging_face.config)
         self._longest = longest_exact_sequence(self.hugging_face.config)
-
-    @property
-    def hugging_face(self) -> Any:
-        """The transformers model itself."""
-        return self.model
 
     def head(self, hidden_ND: Tensor) -> Tensor:
         """Logits ``[N, V]``: the output head, and what the model does to what comes out of it."""
@@ -73,7 +69,7 @@ class PackedPolicy(nn.Module):
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by their names in the model; tied ones once."""
-        return dict(self.model.named_parameters())
+        return dict(self.hugging_face.named_parameters())
 
 
 def shard(policy: PackedPolicy, over: DeviceMesh, gathered: Gathered, *, sixteen_bit: bool) -> None:

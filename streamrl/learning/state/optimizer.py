@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +30,6 @@ QUANTIZED_BLOCK = 256
 ADAM_EPSILON = 1e-8
 
 
-class _MomentState(Protocol):
-    """AdamW without decay, in one of several precisions."""
-
-    steps: int
-
-    def step(self, place: slice, values: Tensor, gradient: Tensor, learning_rate: float) -> None: ...
-    def moments(self) -> dict[str, Tensor]: ...
-    def load(self, moments: dict[str, Tensor], steps: int) -> None: ...
-
-
 class MasterOptimizer:
     """AdamW on ``masters``, as ``options.optimizer`` says.
 
@@ -52,9 +41,7 @@ class MasterOptimizer:
     def __init__(self, options: TrainerOptions, masters: Masters, decayed: Sequence[slice]) -> None:
         quantized = options.optimizer is OptimizerKind.ADAMW_8BIT
         self._masters = masters
-        self._moments: _MomentState = (
-            _QuantizedMoments(options, masters) if quantized else _FullMoments(options, masters)
-        )
+        self._moments = _QuantizedMoments(options, masters) if quantized else _FullMoments(options, masters)
         self._weight_decay = options.weight_decay
         self._decayed = list(decayed) if options.weight_decay else []
         self._fetched_L: Tensor | None = None
@@ -91,7 +78,7 @@ class MasterOptimizer:
 
 
 class _FullMoments:
-    """torch's fused AdamW: moments in float32."""
+    """torch's fused AdamW without its decay: moments in float32."""
 
     def __init__(self, options: TrainerOptions, masters: Masters) -> None:
         self.steps = 0
