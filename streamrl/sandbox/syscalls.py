@@ -66,24 +66,10 @@ def _syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | 
     return _checked(name, int(_libc.syscall(ctypes.c_long(_NUMBERS[name][index]), *wide)))
 
 
-def fork_into(flags: int, *, bare: bool = False) -> int:
-    """``os.fork`` whose child is in new namespaces (``CLONE_NEW*``). For a process with one thread.
-
-    ``bare``: without what the interpreter and its modules do after a fork (random seeds, locks): half a millisecond.
-    """
-    if bare:
-        return _syscall("clone", flags | 17, 0, 0, 0, 0)
-    ctypes.pythonapi.PyOS_BeforeFork()
-    try:
-        pid = _syscall("clone", flags | 17, 0, 0, 0, 0)  # 17: SIGCHLD
-    except OSError:
-        ctypes.pythonapi.PyOS_AfterFork_Parent()
-        raise
-    if pid == 0:
-        ctypes.pythonapi.PyOS_AfterFork_Child()
-    else:
-        ctypes.pythonapi.PyOS_AfterFork_Parent()
-    return pid
+def fork_into(flags: int) -> int:
+    """A fork whose child is in new namespaces (``CLONE_NEW*``), for a process with one thread. The interpreter and its
+    modules do nothing after it (random seeds, locks: half a millisecond); ``os.fork`` of the code's process does."""
+    return _syscall("clone", flags | 17, 0, 0, 0, 0)  # 17: SIGCHLD
 
 
 def unshare(flags: int) -> None:

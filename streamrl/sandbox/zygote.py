@@ -289,7 +289,7 @@ class _Serving:
         flags = sc.CLONE_NEWUSER | sc.CLONE_NEWNS | sc.CLONE_NEWPID
         if self._layers.seccomp is None:  # else nothing can reach through what the runs share: an empty network
             flags |= sc.CLONE_NEWNET | sc.CLONE_NEWIPC | sc.CLONE_NEWUTS
-        return sc.fork_into(flags, bare=True)
+        return sc.fork_into(flags)
 
     def _hear(self, run: _Run, fd: int) -> None:
         part = os.read(fd, _MESSAGE_BYTES)
