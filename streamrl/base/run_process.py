@@ -15,7 +15,7 @@ from multiprocessing import process, shared_memory
 PARENT_PID = "STREAMRL_PARENT_PID"
 RUN_MARKER = "STREAMRL_RUN_MARKER"
 CUDA_DEVICES, CUDA_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent() -> None:
@@ -26,13 +26,24 @@ def die_with_parent() -> None:
     event loop.
     """
     expected = os.environ.get(PARENT_PID)
-    if expected is None or sys.platform != "linux":
+    if expected is not None:
+        die_with(int(expected))
+
+
+def die_with(parent: int | None) -> None:
+    """End this process when ``parent``, the process that started it, ends or has ended. Nothing but on Linux."""
+    if sys.platform != "linux":
         return
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    set_process_option(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have died before the call: then no signal will ever come.
-    if os.getppid() != int(expected):
+    if os.getppid() != parent:
         os._exit(1)
+
+
+def set_process_option(option: int, value: int) -> None:
+    """``prctl(option, value)``. Raises ``OSError``."""
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def memory_prefix(marker: str, session: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import signal
@@ -13,6 +12,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO, NamedTuple
+
+from streamrl.base.run_process import die_with
 
 
 class ThrowawayAnswer(NamedTuple):
@@ -69,8 +70,7 @@ def _last_line(errors: BinaryIO) -> str:
 def answer_parent(work: Callable[[BinaryIO, Sequence[str]], None]) -> None:
     """In the process: ``work(answers, arguments)``, then the end. What else is printed goes to stderr."""
     timeout_s, parent, *arguments = sys.argv[1:]
-    if sys.platform == "linux":
-        die_with(int(parent))
+    die_with(int(parent))
     # The default action of SIGALRM ends the process even while the interpreter lock is held, or the parent is dead.
     signal.alarm(math.ceil(float(timeout_s)) + 1)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -79,16 +79,3 @@ def answer_parent(work: Callable[[BinaryIO, Sequence[str]], None]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a thread that the user's module left behind must not keep this process
-
-
-def die_with(parent: int) -> None:
-    """End this process when ``parent``, the process that started it, ends or has ended."""
-    set_process_option(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def set_process_option(option: int, value: int) -> None:
-    """``prctl(option, value)``. Raises ``OSError``."""
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

@@ -8,7 +8,6 @@ children of a user's program are left alone. Shared memory is named after the ru
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import re
@@ -25,13 +24,12 @@ from pathlib import Path
 import psutil
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.run_process import RUN_MARKER, memory_prefix
+from streamrl.base.run_process import PR_SET_CHILD_SUBREAPER, RUN_MARKER, memory_prefix, set_process_option
 from streamrl.plan.topology import Role, read_topology
 
 SOCKET_PREFIX = "streamrl-"
 """How the directories of sockets begin, in the directory for temporary files."""
 _SHARED_MEMORY = Path("/dev/shm")
-_PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
 _TRACKER_S = 2.0  # for Python's resource trackers to remove what the others left under other names, and to end
 # Writers of a run give half-written files and directories these names, and rename them at the end.
@@ -53,7 +51,7 @@ def adopt_orphans(runs: int) -> None:
     global _adopting
     _adopting += runs
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(_adopting > 0), 0, 0, 0)
+        set_process_option(PR_SET_CHILD_SUBREAPER, int(_adopting > 0))
 
 
 class RunProcesses:

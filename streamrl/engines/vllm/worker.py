@@ -5,19 +5,15 @@ vLLM imports this in each worker of a plain engine before it builds the model (`
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
-import sys
 from typing import Any
 
 import msgspec
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
-
-_PR_SET_PDEATHSIG = 1
+from streamrl.base.run_process import die_with
 
 
 class FileWorker:
@@ -46,11 +42,8 @@ def die_with_parent() -> None:
     child, and must live on: it is what unlinks the shared memory.
     """
     parent = multiprocessing.parent_process()
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it died before the call
-        os._exit(1)
+    if parent is not None:
+        die_with(parent.pid)
 
 
 def keep_linear_weights(*, packed: bool) -> None:

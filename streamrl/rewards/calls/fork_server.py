@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.throwaway_process import die_with, set_process_option
+from streamrl.base.run_process import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, die_with, set_process_option
 from streamrl.rewards.calls.frames import (
     CallPage,
     ChildEnded,
@@ -37,8 +37,6 @@ from streamrl.rewards.calls.frames import (
 from streamrl.rewards.calls.process import run_call_process
 from streamrl.rewards.signature import RewardFunction, load_reward
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _LARGEST_ORDER = 1 << 20
 _MOST_DESCRIPTORS = 1 << 20
 _LEAVE_S = 2.0
@@ -87,7 +85,7 @@ class ForkServer:
                 if order.preload:
                     self._load()
                 # From now on the end of the socket shows that the worker is gone: so nothing is left behind.
-                set_process_option(_PR_SET_PDEATHSIG, 0)
+                set_process_option(PR_SET_PDEATHSIG, 0)
             case ForkChild():
                 self._fork(order, descriptors)
             case KillChild():
@@ -219,7 +217,7 @@ def _kill_group(pid: int) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Serve over the socket that descriptor ``arguments[0]`` is; ``arguments[1]``: the pid of the worker."""
     die_with(int(arguments[1]))
-    set_process_option(_PR_SET_CHILD_SUBREAPER, 1)
+    set_process_option(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # what user modules print while they are imported goes to the worker, which logs the first of it
     ForkServer(socket.socket(fileno=int(arguments[0]))).serve()
