@@ -58,8 +58,7 @@ class _Base(msgspec.Struct, frozen=True):
 class WeightPublisher:
     """Publishes one rank's shards. Synchronous; all methods are called from one thread.
 
-    ``endpoint``: where to bind (``ipc://path``, ``tcp://host:port``, ``tcp://host:*``). ``advertise``: the
-    address that engines connect to, where it differs from the bound one (``tcp://0.0.0.0:...``).
+    ``endpoint``: where to bind (``ipc://path``, ``tcp://host:port``, ``tcp://host:*``).
 
     ``threads``: how many encode a large model at once, none of them holding the interpreter for long; by default half
     of the cores, at most 8. ``checkpoint``: the file or directory that the engines load: the first version is a delta
@@ -77,7 +76,6 @@ class WeightPublisher:
         run_id: str,
         rank: int,
         shards: Sequence[ShardSpec],
-        advertise: str | None = None,
         threads: int | None = None,
         checkpoint: Path | None = None,
         chain_bytes: int | None = None,
@@ -93,7 +91,6 @@ class WeightPublisher:
         self._units = work_units(shards)
         self._source = source or HostTensors()
         self._threads = threads or max(1, min(8, (os.cpu_count() or 1) // 2))
-        self._advertise = advertise
         dense = sum(shard.count * bit_type(shard.dtype, shard.name).itemsize for shard in shards)
         self._chain = Chain(dense // _CHAIN_SHARE if chain_bytes is None else chain_bytes)
         self._checkpoint = None if checkpoint is None else CheckpointBase(checkpoint)
@@ -105,7 +102,7 @@ class WeightPublisher:
     @property
     def endpoint(self) -> str:
         """Where engines pull from (known after ``start``)."""
-        return self._advertise or self._server.endpoint
+        return self._server.endpoint
 
     def start(self) -> None:
         """Bind the endpoint and serve from a thread of its own. Raises ``WeightError`` when it cannot bind."""
