@@ -49,7 +49,7 @@ def save_checkpoint(directory: Path, bits: Bits, tensors: dict[str, tuple[str, t
 def commit_late(replica: CheckpointReplica, announced: WeightAnnouncement, **options: object) -> FetchedVersion:
     fetched = fetch_version(announced, held=replica, progress_seconds=5.0, **options)  # type: ignore[arg-type]
     if fetched.checkpoint is not None:
-        replica.begin(fetched.checkpoint)
+        replica.advance(fetched.checkpoint)
     replica.advance(replica.stage(fetched))
     return fetched
 

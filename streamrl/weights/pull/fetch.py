@@ -113,7 +113,7 @@ def fetch_version(
         patches=patches,
         payload_bytes=sum(manifest.payload_bytes for manifest in manifests),
         run_id=manifests[0].run_id,
-        checkpoint=None if base is held else base,
+        checkpoint=None if base is None or base is held else base.whole(),
     )
 
 

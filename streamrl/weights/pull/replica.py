@@ -70,7 +70,7 @@ class ShardPatch(msgspec.Struct, frozen=True, eq=False):
 class FetchedVersion(msgspec.Struct, frozen=True, eq=False):
     """An announced version, checked against every digest, decoded. ``base_version``, ``base_hash``: of what it changes,
     which is what the receiver held; None and 0 for an anchor. ``run_id``: of who published it. ``checkpoint``: the
-    base, where that is the checkpoint (``base_version`` is ``CHECKPOINT_VERSION``)."""
+    base, where that is the checkpoint (``base_version`` is ``CHECKPOINT_VERSION``): what the receiver holds before."""
 
     announcement: WeightAnnouncement
     base_version: int | None
@@ -78,7 +78,7 @@ class FetchedVersion(msgspec.Struct, frozen=True, eq=False):
     patches: Sequence[ShardPatch]
     payload_bytes: int
     run_id: str = ""
-    checkpoint: CheckpointReplica | None = None
+    checkpoint: StagedVersion | None = None
 
 
 class CheckpointReplica:
@@ -119,7 +119,7 @@ class CheckpointReplica:
         weights are what a checkpoint's files hold, as far as is known, and a delta on that will do."""
         fetched = fetch(self)
         if fetched.checkpoint is not None:
-            self.begin(fetched.checkpoint)
+            self.advance(fetched.checkpoint)
         return self.stage(fetched)
 
     def close(self) -> None:
@@ -148,12 +148,11 @@ class CheckpointReplica:
                     self._bits[name][patch.positions] = patch.new_bits
             self._behind = {}
 
-    def begin(self, checkpoint: CheckpointReplica) -> None:
-        """Hold a checkpoint, as a version of its own: that of ``CHECKPOINT_VERSION``."""
-        self.tensors = dict(checkpoint.tensors)
-        self._bits = {name: checkpoint.bits(name).copy() for name in self.tensors}
-        self._behind = {}
-        self.policy_version, self.state_hash, self.run_id = checkpoint.policy_version, checkpoint.state_hash, ""
+    def whole(self) -> StagedVersion:
+        """What is held, complete in itself."""
+        assert self.policy_version is not None
+        patches = {name: StagedPatch(None, self.bits(name)) for name in self.tensors}
+        return StagedVersion(self.policy_version, None, self.state_hash, self.tensors, patches, 0, self.run_id)
 
     def clear(self) -> None:
         """Hold nothing: the next version must be an anchor."""

@@ -87,7 +87,7 @@ class SharedReplica(CheckpointReplica):
         if (staged is None or staged.identity != wanted) and (bits is None or bits.identity != wanted):
             fetched = fetch(self._shared)
             if fetched.checkpoint is not None:
-                self._share_checkpoint(fetched)
+                self._versions.keep(SharedState(self._versions.share(fetched.checkpoint, 0)))
             staged = self._versions.share(self._shared.stage(fetched), self._shared.state_hash)
             self._versions.keep(SharedState(self._versions.state.bits, staged))
         elif staged is not None and staged.identity != wanted:
@@ -160,13 +160,6 @@ class SharedReplica(CheckpointReplica):
             bits, policy_version=staged.policy_version, state_hash=staged.state_hash, run_id=staged.run_id
         )
         self._versions.keep(SharedState(now))
-
-    def _share_checkpoint(self, fetched: FetchedVersion) -> None:
-        assert fetched.checkpoint is not None
-        begun = fetched.checkpoint
-        patches = {name: StagedPatch(None, begun.bits(name)) for name in begun.tensors}
-        whole = StagedVersion(CHECKPOINT_VERSION, None, begun.state_hash, begun.tensors, patches, 0)
-        self._versions.keep(SharedState(self._versions.share(whole, 0)))
 
     def _show(self, state: SharedState) -> None:
         if state.bits is None:
