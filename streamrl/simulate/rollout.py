@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from streamrl.base.types import TrajectoryId
 from streamrl.control import actions as do
@@ -14,7 +15,7 @@ from streamrl.engines.routing import Router, ServedRequest
 from streamrl.simulate.chrome_trace import ChromeTrace
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request, RunningTogether
-from streamrl.simulate.stages import Agenda, Kind
+from streamrl.simulate.stages import Agenda
 
 
 class DeferredTokens:
@@ -108,7 +109,7 @@ class SimulatedRollout:
     def _move(self, old: Request, to: int) -> None:
         request = self.requests[old.id] = old.again()
         self._opened(request, to)
-        self._agenda.call_after(self.model.engines.migration_s, lambda: self.arrived(request))
+        self._agenda.call_after(self.model.engines.migration_s, partial(self.arrived, request))
 
     def take_back(self) -> None:
         """All engines of the set serve again."""
@@ -152,7 +153,7 @@ class SimulatedRollout:
         engine = self.engines[index]
         if gap:
             engine.last_arrival = max(engine.last_arrival, self._agenda.now) + gap
-            self._agenda.add(engine.last_arrival, Kind.ARRIVAL, request)
+            self._agenda.add(engine.last_arrival, partial(self.arrived, request))
             return
         engine.submit(request)
         self._dirty.add(index)
@@ -272,7 +273,7 @@ class SimulatedRollout:
             engine.stamp += 1
             due = engine.next_event()
             if due < NEVER:
-                self._agenda.add(due, Kind.ENGINE, index, engine.stamp)
+                self._agenda.add(due, index, engine.stamp)
         self._dirty.clear()
 
     def measure(self) -> on.EnginesMeasured:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,7 +29,7 @@ from streamrl.simulate.engines import Request
 from streamrl.simulate.lengths import LengthSource, capped
 from streamrl.simulate.report import SimulationReport, StepLedger
 from streamrl.simulate.rollout import SimulatedRollout
-from streamrl.simulate.stages import Agenda, Kind, RewardServers, TrainerClock
+from streamrl.simulate.stages import Agenda, RewardServers, TrainerClock
 
 MEASURE_INTERVAL_S = 0.25
 CYCLES_STEPS = 45
@@ -187,13 +188,13 @@ class Simulation:
             if not agenda:
                 where = f"{agenda.now:.3f} s, version {self.core.state.live_version} of {self.core.settings.steps}"
                 raise StreamRLError(f"the simulation is stalled at {where}: {STALLED}")
-            time, _, kind, subject, stamp = agenda.next()
-            if kind == Kind.ENGINE:
-                for request in rollout.finished(subject, stamp, time):
+            time, what, stamp = agenda.next()
+            if isinstance(what, int):
+                for request in rollout.finished(what, stamp, time):
                     self._sampled(request)
             else:
                 agenda.now = time
-                self._happens(kind, subject, stamp)
+                what()
             if measures and agenda.now - self._measured_s >= MEASURE_INTERVAL_S:
                 self._measured_s = agenda.now
                 self._tell(rollout.measure())
@@ -201,22 +202,6 @@ class Simulation:
         return self.ledger.report(self.finished, self.core.state.accounting())
 
     # ---- what happens ------------------------------------------------------------------------------
-
-    def _happens(self, kind: int, subject: Any, stamp: int) -> None:
-        if kind == Kind.ARRIVAL:
-            self.rollout.arrived(subject)
-        elif kind == Kind.REWARD:
-            request, servers = subject
-            servers.running -= 1
-            self._slow_down()
-            self._scored(request, float(stamp))
-        elif kind == Kind.PAUSE:
-            self.rollout.pause()
-        elif kind == Kind.TRAINER_IDLE:
-            if stamp == self._trainer_stamp:
-                self._slow_down(1.0)
-        else:
-            subject()
 
     def _sampled(self, request: Request) -> None:
         if request.stopped:  # cancelled by what ended at the same instant
@@ -227,10 +212,16 @@ class Simulation:
         ends, reward = servers.score(now, request.prompt, truncated=request.length >= self._lengths.cap)
         if ends <= now:
             self._scored(request, reward)
-        else:
-            self.agenda.add(ends, Kind.REWARD, (request, servers), int(reward))
-            servers.running += 1
+            return
+
+        def known() -> None:
+            servers.running -= 1
             self._slow_down()
+            self._scored(request, reward)
+
+        self.agenda.add(ends, known)
+        servers.running += 1
+        self._slow_down()
 
     def _slow_down(self, training: float | None = None) -> None:
         """Decode steps are slower by what is computed beside them: training by so much from now on, and rewards."""
@@ -314,7 +305,11 @@ class Simulation:
         if slowdown > 1 and self._trainer.idle_at > self.agenda.now:
             self._slow_down(slowdown)
             self._trainer_stamp += 1
-            self.agenda.add(self._trainer.idle_at, Kind.TRAINER_IDLE, None, self._trainer_stamp)
+            self.agenda.add(self._trainer.idle_at, partial(self._idle, self._trainer_stamp))
+
+    def _idle(self, stamp: int) -> None:
+        if stamp == self._trainer_stamp:
+            self._slow_down(1.0)
 
     def _step(self, action: do.StepOptimizer) -> None:
         now = self.agenda.now
@@ -338,7 +333,7 @@ class Simulation:
         self.rollout.aborted = False
         seconds = push.seconds + push.kind_s.get(self._round_kind, 0.0) + barrier
         self.ledger.publishing(now)
-        self.agenda.add(now + seconds - min(push.pause_s + barrier, seconds), Kind.PAUSE, None)
+        self.agenda.add(now + seconds - min(push.pause_s + barrier, seconds), self.rollout.pause)
         self.agenda.call_after(seconds, lambda: self._live(action.policy_version))
 
     def _live(self, version: int) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from enum import IntEnum
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -173,37 +171,28 @@ class TrainerClock:
         return now + left / (1.0 if full else self.model.streaming_speed) + self.model.optimizer_s
 
 
-class Kind(IntEnum):
-    """What happens at a time. ``ANSWER``: a function is called."""
-
-    ENGINE = 0
-    ARRIVAL = 1
-    REWARD = 2
-    TRAINER_IDLE = 3
-    PAUSE = 4
-    ANSWER = 5
-
-
 class Agenda:
     """``now``: seconds of virtual time. Entries of equal time come in the order in which they were made."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._heap: list[tuple[float, int, int, Any, int]] = []
+        self._heap: list[tuple[float, int, int | Callable[[], None], int]] = []
         self._serial = 0
 
     def __bool__(self) -> bool:
         return bool(self._heap)
 
-    def add(self, time: float, kind: int, subject: Any, stamp: int = 0) -> None:
-        """``kind`` happens to ``subject`` at ``time``; by ``stamp`` the caller tells whether it still holds."""
+    def add(self, time: float, what: int | Callable[[], None], stamp: int = 0) -> None:
+        """At ``time`` the engine of that number has something next, if its ``stamp`` still holds; or ``what`` is
+        called."""
         self._serial += 1
-        heapq.heappush(self._heap, (time, self._serial, kind, subject, stamp))
+        heapq.heappush(self._heap, (time, self._serial, what, stamp))
 
     def call_after(self, seconds: float, function: Callable[[], None]) -> None:
         """Call ``function`` so many seconds from now."""
-        self.add(self.now + seconds, Kind.ANSWER, function)
+        self.add(self.now + seconds, function)
 
-    def next(self) -> tuple[float, int, int, Any, int]:
-        """Take the first entry: (time, serial, kind, subject, stamp). The caller moves ``now``."""
-        return heapq.heappop(self._heap)
+    def next(self) -> tuple[float, int | Callable[[], None], int]:
+        """Take the first entry: (time, what, stamp). The caller moves ``now``."""
+        time, _, what, stamp = heapq.heappop(self._heap)
+        return time, what, stamp

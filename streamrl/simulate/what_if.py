@@ -203,16 +203,14 @@ class Search:
                     self._try(f"{name}, {variant}", recipe)
 
     def _try(self, name: str, recipe: Recipe) -> Tried:
-        if name in self._tried:
-            return self._tried[name]
-        self._tried[name] = Tried(name=name, recipe=recipe, figures=None)
-        try:
-            check_recipe(recipe)
-        except RecipeError as error:
-            problem = "; ".join(error.problems)
-            self._tried[name] = Tried(name=name, recipe=recipe, figures=None, problem=problem)
-            return self._tried[name]
-        self._simulate(name, recipe, self._world.seed)
+        if name not in self._tried:
+            try:
+                check_recipe(recipe)
+            except RecipeError as error:
+                problem = "; ".join(error.problems)
+                self._tried[name] = Tried(name=name, recipe=recipe, figures=None, problem=problem)
+            else:
+                self._simulate(name, recipe, self._world.seed)
         return self._tried[name]
 
     def _simulate(self, name: str, recipe: Recipe, seed: int) -> None:
