@@ -25,23 +25,20 @@ from streamrl.base.stage_messages import (
 from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId
 from streamrl.comm.stream import SendStream
 from streamrl.observe.report.step_metrics import completion_metrics, part_values
+from streamrl.recipe import sections
 from streamrl.run import parts
 
-SUCCESS_REWARD = 1.0
-"""A sample with at least this score counts as solved in pass@k."""
 ROUNDING = 1e-9
-"""How much less it may be: parts of 0.7, 0.2 and 0.1 add up to 0.9999999999999999."""
+"""How much less than ``success_reward`` is solved: parts of 0.7, 0.2 and 0.1 add up to 0.9999999999999999."""
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The held-out prompts and how they are evaluated. ``temperature`` None: the rollout's. ``reward``: whose value is
-    the score (empty: the total). ``in_flight``: requests of an evaluation that are open at once: what the engines can
-    run (``EngineReady.max_num_seqs`` of the pool)."""
+    """The held-out prompts, and how the recipe has them evaluated. ``reward``: whose value is the score (empty: the
+    total). ``in_flight``: requests of an evaluation that are open at once: what the engines can run
+    (``EngineReady.max_num_seqs`` of the pool)."""
 
     prompts: Sequence[Prompt] = ()
-    samples: int = 1
-    temperature: float | None = None
-    success_reward: float = SUCCESS_REWARD
+    settings: sections.Evaluation = sections.Evaluation()
     reward: str = ""
     in_flight: int = 256
 
@@ -65,7 +62,7 @@ class Evaluation:
     @property
     def wanted(self) -> int:
         """Completions of this evaluation."""
-        return len(self._prompts) * self._held_out.samples
+        return len(self._prompts) * self._held_out.settings.samples
 
     async def run(self, orders: SendStream[RolloutOrder]) -> dict[str, float]:
         """Launch everything and wait for every outcome; figures are named ``eval/held_out/*``."""
@@ -79,9 +76,8 @@ class Evaluation:
         while self._open:
             self._settled = anyio.Event()
             await self._settled.wait()
-        held_out = self._held_out
-        success, reward = held_out.success_reward, held_out.reward
-        figures = evaluation_metrics(self.outcomes, held_out.samples, success, reward=reward)
+        settings, reward = self._held_out.settings, self._held_out.reward
+        figures = evaluation_metrics(self.outcomes, settings.samples, settings.success_reward, reward=reward)
         return figures | {"time/eval_s": anyio.current_time() - started}
 
     def take(self, outcome: EndedOutcome) -> None:
@@ -99,7 +95,7 @@ class Evaluation:
 
     def _launches(self) -> Iterator[LaunchTrajectory]:
         for index, prompt in enumerate(self._prompts):
-            for sample in range(self._held_out.samples):
+            for sample in range(self._held_out.settings.samples):
                 yield LaunchTrajectory(
                     id=TrajectoryId(
                         prompt_id=prompt.prompt_id, group_id=-1 - index, sample=sample, attempt=self.policy_version
@@ -108,7 +104,7 @@ class Evaluation:
                     group_size=1,  # each is scored alone, also by a reward that sees whole groups
                     seed=derive_seed(self._seed, "evaluation", prompt.prompt_id, self.policy_version, sample),
                     evaluation=True,
-                    temperature=self._held_out.temperature,
+                    temperature=self._held_out.settings.temperature,
                 )
 
 
@@ -191,7 +187,7 @@ def pass_sizes(samples: int) -> list[int]:
 
 
 def evaluation_metrics(
-    outcomes: Iterable[EndedOutcome], samples: int, success_reward: float = SUCCESS_REWARD, *, reward: str = ""
+    outcomes: Iterable[EndedOutcome], samples: int, success_reward: float = 1.0, *, reward: str = ""
 ) -> dict[str, float]:
     """Figures of an evaluation with ``samples`` completions of each prompt. ``reward``: the name of the reward that is
     the score (empty: the total), so that rewards which only shape training do not change it.

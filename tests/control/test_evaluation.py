@@ -38,6 +38,7 @@ from streamrl.evaluate.evaluation import Evaluation, HeldOut, evaluation_metrics
 from streamrl.evaluate.sample_files import write_evaluation
 from streamrl.observe.report.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
 from streamrl.recipe.load import load_recipe
+from streamrl.recipe.sections import Evaluation as EvaluationSettings
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 
@@ -133,8 +134,7 @@ def test_what_counts_as_solved_is_a_key_of_the_recipe() -> None:
     )
     parts = SimpleNamespace(ready=SimpleNamespace(max_num_seqs=3))
     held_out = anyio.run(read_held_out, recipe, parts)
-    assert (held_out.success_reward, held_out.in_flight) == (0.25, 3)
-    assert load_recipe(DEMO).evaluation.success_reward == HeldOut().success_reward
+    assert (held_out.settings.success_reward, held_out.in_flight) == (0.25, 3)
 
 
 def shaped(prompt: int, exact: float | None, brief: float) -> Scored:
@@ -178,7 +178,8 @@ def test_an_evaluation_without_one_reward_has_no_figure() -> None:
 
 def held_out(prompts: int, samples: int, in_flight: int) -> HeldOut:
     rows = [Prompt(prompt_id=f"p{n}", token_ids=token_array([1])) for n in range(prompts)]
-    return HeldOut(prompts=rows, samples=samples, in_flight=in_flight, temperature=0.5)
+    settings = EvaluationSettings(samples=samples, temperature=0.5)
+    return HeldOut(prompts=rows, settings=settings, in_flight=in_flight)
 
 
 class Orders:

@@ -77,6 +77,7 @@ from streamrl.observe.report.run_report import RunReport
 from streamrl.plan.topology import PreparedSet
 from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import InFlight
+from streamrl.recipe.sections import Evaluation as EvaluationSettings
 from streamrl.recipe.sections import ReleaseKind
 from streamrl.run.controller import Controller
 from streamrl.run.parts import Observer, RunRecord
@@ -374,7 +375,7 @@ class SimulatedRun:
             journal.elapsed = report.elapsed
             held = HeldOut(
                 prompts=await CountedPrompts().draw(self._held_out),
-                samples=self._samples,
+                settings=EvaluationSettings(samples=self._samples),
                 in_flight=self._evaluation_in_flight,
             )
             evaluations = Evaluations(
