@@ -325,7 +325,7 @@ def drawn_prompts(cell: Cell, epochs: int = 1) -> list[str]:
 
     async def draw() -> list[str]:
         tokenizer = load_tokenizer(EXAMPLE / "model")
-        source = open_prompts(str(EXAMPLE / "train.jsonl"), tokenizer, seed=cell.seed, shuffle=True, max_tokens=None)
+        source = open_prompts(str(EXAMPLE / "train.jsonl"), tokenizer, seed=cell.seed, shuffle=True)
         try:
             drawn = [await source.draw(source.size or 0) for _ in range(epochs)]
             return [prompt.prompt_id for epoch in drawn for prompt in epoch]

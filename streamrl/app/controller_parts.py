@@ -185,9 +185,7 @@ def elastic_engines(recipe: Recipe, parts: Parts, journal: RunJournal, report: R
 def training_prompts(recipe: Recipe, parts: Parts, *, start: int) -> PromptSource:
     """The prompts that are trained on. ``start``: so many were drawn by earlier lives of the run."""
     source, mix = recipe.prompts, recipe.tail_batching
-    opened = partial(
-        open_prompts, source.train, parts.tokenizer, seed=recipe.run.seed, shuffle=source.shuffle, max_tokens=None
-    )
+    opened = partial(open_prompts, source.train, parts.tokenizer, seed=recipe.run.seed, shuffle=source.shuffle)
     return MixedPrompts(opened(), mix.domain_column, mix.domains, start) if mix.domains else opened(start=start)
 
 
@@ -196,16 +194,10 @@ async def read_held_out(recipe: Recipe, parts: Parts) -> HeldOut:
     evaluation = recipe.evaluation
     prompts: list[Prompt] = []
     if evaluation.prompts:
-        source = open_prompts(evaluation.prompts, parts.tokenizer, seed=0, shuffle=False, max_tokens=None)
+        source = open_prompts(evaluation.prompts, parts.tokenizer, seed=0, shuffle=False)
         try:
             prompts = await source.draw(source.size or MOST_HELD_OUT)
         finally:
             await source.aclose()
-    return HeldOut(
-        prompts=prompts,
-        samples=evaluation.samples,
-        temperature=evaluation.temperature,
-        success_reward=evaluation.success_reward,
-        reward=recipe.score,
-        in_flight=parts.ready.max_num_seqs,
-    )
+    in_flight = parts.ready.max_num_seqs
+    return HeldOut(prompts=prompts, settings=evaluation, reward=recipe.score, in_flight=in_flight)

@@ -20,6 +20,7 @@ class MixedPrompts:
     earlier lives of the run, for which ``source`` is read again from its beginning."""
 
     def __init__(self, source: PromptSource, column: str, shares: Mapping[str, float], start: int = 0) -> None:
+        self.size = source.size
         self._source = source
         self._column = column
         self._shares = {name: share / sum(shares.values()) for name, share in shares.items()}
@@ -27,11 +28,6 @@ class MixedPrompts:
         self._given: Counter[str] = Counter()
         self._skip = start
         self._exhausted = False
-
-    @property
-    def size(self) -> int | None:
-        """See ``PromptSource``."""
-        return self._source.size
 
     async def draw(self, count: int) -> list[Prompt]:
         """See ``PromptSource``. Once the source is exhausted, what is left is given whatever its domain. Raises

@@ -110,11 +110,13 @@ class UserRows:
 class IteratorPrompts:
     """A ``PromptSource`` over ``UserRows``. ``start``: so many were drawn by an earlier life of the run."""
 
-    def __init__(self, spec: str, tokenizer: Tokenizer, *, max_tokens: int | None, start: int = 0) -> None:
+    size = None
+    """An iterator has no epochs."""
+
+    def __init__(self, spec: str, tokenizer: Tokenizer, *, start: int = 0) -> None:
         self._spec = spec
         self._start = start
         self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
         self._rows = UserRows(spec)
         self._loop = asyncio.new_event_loop()
         self._filling = asyncio.Lock()
@@ -123,11 +125,6 @@ class IteratorPrompts:
         self._closed = False
         self._thread = threading.Thread(target=self._run_loop, name=f"prompts {spec}", daemon=True)
         self._thread.start()
-
-    @property
-    def size(self) -> None:
-        """An iterator has no epochs."""
-        return
 
     async def draw(self, count: int) -> list[Prompt]:
         """See ``PromptSource``."""
@@ -162,7 +159,7 @@ class IteratorPrompts:
                     self._exhausted = True
                     return
                 try:
-                    prompt = read_prompt(row, self._rows.count, self._tokenizer, self._max_tokens)
+                    prompt = read_prompt(row, self._rows.count, self._tokenizer)
                 except BadRow as error:
                     raise StreamRLError(f"prompts {self._spec}, row {self._rows.count} {error}") from error
                 self._drawn.append(prompt)

@@ -146,7 +146,7 @@ def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
     return row
 
 
-def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int | None) -> Prompt:
+def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int | None = None) -> Prompt:
     """The prompt of row ``number`` (counted from 1; part of the default id).
 
     ``columns`` holds everything of the row but the ids, so also the prompt's text. Values must be plain

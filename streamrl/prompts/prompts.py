@@ -45,21 +45,18 @@ class PromptSource(Protocol):
         ...
 
 
-def open_prompts(
-    spec: str, tokenizer: Tokenizer, *, seed: int, shuffle: bool, max_tokens: int | None = None, start: int = 0
-) -> PromptSource:
+def open_prompts(spec: str, tokenizer: Tokenizer, *, seed: int, shuffle: bool, start: int = 0) -> PromptSource:
     """Open what ``spec`` names (``streamrl.prompts.prompt_spec``).
 
-    ``shuffle`` (stored rows): each epoch in an order that depends on ``(seed, epoch)`` only. ``max_tokens``: the
-    longest prompt that the context has room for. ``start``: so many prompts were drawn by an earlier life of the run;
-    an iterator is read again so far, unless it is live (``UserRows``). Raises ``RecipeError`` when a file is missing or
-    empty, a library is not installed or an option is wrong; user code is imported at the first draw, on its own thread.
+    ``shuffle`` (stored rows): each epoch in an order that depends on ``(seed, epoch)`` only. ``start``: so many prompts
+    were drawn by an earlier life of the run; an iterator is read again so far, unless it is live (``UserRows``). Raises
+    ``RecipeError`` when a file is missing or empty, a library is not installed or an option is wrong; user code is
+    imported at the first draw, on its own thread.
     """
     named = read_spec(spec)
     if named.kind is SourceKind.ITERATOR:
-        return IteratorPrompts(spec, tokenizer, max_tokens=max_tokens, start=start)
-    store = open_rows(named)
-    return StoredPrompts(named, store, tokenizer, seed=seed, shuffle=shuffle, max_tokens=max_tokens, start=start)
+        return IteratorPrompts(spec, tokenizer, start=start)
+    return StoredPrompts(named, open_rows(named), tokenizer, seed=seed, shuffle=shuffle, start=start)
 
 
 def open_rows(spec: PromptSpec) -> RowStore:
@@ -103,23 +100,17 @@ class StoredPrompts:
         *,
         seed: int,
         shuffle: bool,
-        max_tokens: int | None,
         start: int = 0,
     ) -> None:
+        self.size = store.size
         self._spec = spec
         self._store = store
         self._tokenizer = tokenizer
         self._seed = seed
         self._shuffle = shuffle
-        self._max_tokens = max_tokens
         self._drawn = start
         self._order = (0, self._shuffled(0))
         self._lock = anyio.Lock()
-
-    @property
-    def size(self) -> int:
-        """Rows of one epoch."""
-        return self._store.size
 
     async def draw(self, count: int) -> list[Prompt]:
         """See ``PromptSource``."""
@@ -145,7 +136,7 @@ class StoredPrompts:
 
     def _read_row(self, index: int) -> Prompt:
         try:
-            return _prompt_at(self._spec, self._store, index, self._tokenizer, self._max_tokens)
+            return _prompt_at(self._spec, self._store, index, self._tokenizer)
         except BadRow as error:
             raise StreamRLError(f"prompts {self._spec.source}, {self._store.place(index)} {error}") from error
 
@@ -157,7 +148,9 @@ class StoredPrompts:
         return np.argsort(keys, kind="stable")
 
 
-def _prompt_at(spec: PromptSpec, store: RowStore, index: int, tokenizer: Tokenizer, max_tokens: int | None) -> Prompt:
+def _prompt_at(
+    spec: PromptSpec, store: RowStore, index: int, tokenizer: Tokenizer, max_tokens: int | None = None
+) -> Prompt:
     """Raises ``BadRow``."""
     return read_prompt(to_form(store.row(index), spec.form), store.number(index), tokenizer, max_tokens)
 

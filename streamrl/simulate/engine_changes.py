@@ -35,10 +35,6 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     release: ReleaseKind = ReleaseKind.NEVER
     sets: tuple[PreparedSet, ...] = ()
 
-    def most_engines(self, model: ClusterModel) -> int:
-        """Of the largest set."""
-        return max([model.engines.count, *(one.count for one in self.sets)])
-
 
 def engine_plan(recipe: Recipe, model: ClusterModel) -> EnginePlan:
     """What ``recipe`` asks for on that cluster, whose engines are the first set."""

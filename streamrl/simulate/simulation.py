@@ -135,10 +135,8 @@ class Simulation:
         self.core = make_control(settings)
         self.model = model
         self.agenda = Agenda()
-        verifies, most_engines = settings.tail_batching.verifies, engines.most_engines(model)
-        self.rollout = SimulatedRollout(
-            model, self.agenda, max_tokens=lengths.cap, most=most_engines, verifies_losers=verifies
-        )
+        verifies, most = settings.tail_batching.verifies, max((one.count for one in engines.sets), default=0)
+        self.rollout = SimulatedRollout(model, self.agenda, max_tokens=lengths.cap, most=most, verifies_losers=verifies)
         most = model.engines.count * model.engine.max_num_seqs
         # Whatever the rounds have in flight: as the real pipeline measures its engines.
         capacity = model.engines.capacity or min(most, settings.batch_trajectories)

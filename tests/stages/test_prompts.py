@@ -200,7 +200,7 @@ async def test_rows_become_prompts(tokenizer: Tokenizer, write_rows) -> None:
         "",
         {"prompt_token_ids": [4, 5], "level": 2.5},
     )
-    source = open_prompts(str(path), tokenizer, seed=0, shuffle=False, max_tokens=3)
+    source = open_prompts(str(path), tokenizer, seed=0, shuffle=False)
     assert source.size == 2
     ((first, second),) = await draw_all(source, 2)
     assert first == Prompt(
