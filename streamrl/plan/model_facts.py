@@ -16,7 +16,6 @@ from streamrl.base.model_folder import unsafe_content
 LARGEST_SAFETENSORS_HEADER = 100_000_000
 MOST_TENSORS = 100_000
 _LARGEST_SIZE = 1 << 40
-_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 # By the name that most configurations use: other names of the same size, by transformers' attribute maps and vLLM.
@@ -32,7 +31,6 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of a model. ``key_value_bytes``: KV cache of one token in float32, over all layers."""
 
     parameters: int
-    weight_bytes: int
     hidden: int
     layers: int
     vocabulary: int
@@ -73,7 +71,7 @@ def read_model_facts(directory: Path) -> ModelFacts:
     if unsafe := unsafe_content(directory):
         raise ModelDirectoryError(unsafe)
     config = read_model_config(directory)
-    parameters, weight_bytes = _count_weights(directory)
+    parameters = _count_parameters(directory)
     hidden = _size(config, "hidden_size")
     heads = max(1, _size(config, "num_attention_heads"))
     head_size = _size(config, "head_dim") or hidden // heads
@@ -81,7 +79,6 @@ def read_model_facts(directory: Path) -> ModelFacts:
     layers = _size(config, "num_hidden_layers")
     return ModelFacts(
         parameters=parameters,
-        weight_bytes=weight_bytes,
         hidden=hidden,
         layers=layers,
         vocabulary=_size(config, "vocab_size"),
@@ -118,20 +115,15 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _count_weights(directory: Path) -> tuple[int, int]:
-    """(parameters, bytes) of every safetensors file in ``directory``."""
+def _count_parameters(directory: Path) -> int:
+    """In all safetensors files of ``directory``."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ModelDirectoryError("has no *.safetensors weights")
-    parameters = weight_bytes = 0
-    for file in files:
-        for entry in read_safetensors_header(file).values():
-            count = math.prod(entry["shape"])
-            parameters += count
-            weight_bytes += count * _BYTES.get(entry["dtype"], 1)
+    parameters: int = sum(math.prod(one["shape"]) for file in files for one in read_safetensors_header(file).values())
     if parameters == 0:
         raise ModelDirectoryError("has safetensors files without a single parameter")
-    return parameters, weight_bytes
+    return parameters
 
 
 def read_safetensors_header(file: Path) -> dict[str, Any]:

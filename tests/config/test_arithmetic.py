@@ -53,9 +53,7 @@ from streamrl.recipe.sections import (
 )
 
 RECIPE = Recipe(model=Model(path="m"), prompts=Prompts(train="t"), rewards=(Reward(function="a:b"),))
-FACTS = ModelFacts(
-    parameters=300_000, weight_bytes=600_000, hidden=96, layers=4, vocabulary=32, max_position=512, key_value_bytes=1024
-)
+FACTS = ModelFacts(parameters=300_000, hidden=96, layers=4, vocabulary=32, max_position=512, key_value_bytes=1024)
 
 
 def test_counts() -> None:
