@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
 
@@ -31,17 +31,52 @@ PROGRESS_AFTER_S = 2.0
 DEFAULT_CLUSTER = "demo"
 
 
-Cluster = Annotated[str, Argument("a cluster model (TOML), or one of the built-in", metavar="FILE")]
-WarmUp = Annotated[int, Argument("steps before them (default 10)", metavar="N")]
-Seed = Annotated[int, Argument("of lengths and rewards")]
+class InVirtualTime(Command, frozen=True, kw_only=True):
+    """What commands that simulate have in common: where, and how long."""
+
+    cluster: Annotated[str, Argument("a cluster model (TOML), or one of the built-in", metavar="FILE")] = ""
+    steps: int
+    warm_up: Annotated[int, Argument("steps before them (default 10)", metavar="N")] = 10
+    seed: Annotated[int, Argument("of lengths and rewards")] = 0
+
+    def world(self, trace: Path | None) -> tuple[str, World, list[str]]:
+        """Name of the cluster, what to simulate in, and what to know of it. A recorded run gives lengths, and a cluster
+        where none is named. Raises ``StreamRLError``."""
+        if self.steps < 1 or self.warm_up < 0 or self.seed < 0:
+            given = f"--steps {self.steps} --warm-up {self.warm_up} --seed {self.seed}"
+            raise RecipeError([f"{given}: at least 1, 0 and 0"])
+        simulated = partial(World, steps=self.steps, warm_up=self.warm_up, seed=self.seed)
+        if trace is None:
+            name = self.cluster or DEFAULT_CLUSTER
+            model = load_cluster(name)
+            return name, simulated(model=model, lengths=cache(model.drawn_lengths)), []
+        run, recipe = load_recording(trace), _recipe_of(trace)
+        notes, agreed = [], None
+        if self.cluster:
+            name, model = self.cluster, load_cluster(self.cluster)
+        else:
+            fit = calibrate(run, recipe)
+            name, model = f"of run {run.header.run_id}", fit.model
+            try:
+                agreed = agreement(run, recipe, model, self.seed) if recipe else None
+            except StreamRLError as error:
+                notes.append(f"the recorded recipe cannot be simulated: {error}")
+            notes += agreed.notes() if agreed else ["nothing tells how well this run is simulated"]
+            notes.append(f"assumed, not fitted: {', '.join(fit.assumed)}")
+        if any(not line.finish_reason for line in run.trajectories):
+            notes.append(
+                "the run stopped some completions before their end; they are taken to be as long as others that were "
+                "longer: a record of synchronous rounds answers better"
+            )
+        lengths = cache(lambda seed: RecordedLengths(run, seed=seed))
+        return name, simulated(model=model, lengths=lengths, agreement=agreed), notes
 
 
-class Simulate(Command, frozen=True):
+class Simulate(InVirtualTime, frozen=True, kw_only=True):
     """Run the control core of a recipe against models of engines, rewards and training."""
 
     recipe: RecipePath
     overrides: Overrides = ()
-    cluster: Cluster = ""
     trace: Annotated[Path | None, Argument("a recorded run: its cluster, and its lengths", metavar="RUN")] = None
     compare: Annotated[
         str,
@@ -51,8 +86,6 @@ class Simulate(Command, frozen=True):
         ),
     ] = ""
     steps: Annotated[int, Argument("optimizer steps that count (default 40)", metavar="N")] = 40
-    warm_up: WarmUp = 10
-    seed: Seed = 0
     timeline: Annotated[
         Path | None, Argument("write Chrome trace events here, for ui.perfetto.dev", metavar="FILE.json")
     ] = None
@@ -60,9 +93,8 @@ class Simulate(Command, frozen=True):
 
     def run(self) -> int:
         """Simulate each candidate, print the tables (or JSON)."""
-        refuse_impossible_numbers(self.steps, self.warm_up, self.seed)
         chosen = candidates(self)
-        name, world, notes = world_of(self.trace, self.cluster, self.steps, self.warm_up, self.seed)
+        name, world, notes = self.world(self.trace)
         console = Console(stderr=True)
         cap = world.lengths(self.seed).cap
         notes += [note for _, recipe in chosen for note in differences(recipe, world.model, cap)]
@@ -121,12 +153,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     unknown: str = ""
 
 
-def refuse_impossible_numbers(steps: int, warm_up: int, seed: int) -> None:
-    """Raises ``RecipeError`` with what may be given."""
-    if steps < 1 or warm_up < 0 or seed < 0:
-        raise RecipeError([f"--steps {steps} --warm-up {warm_up} --seed {seed}: at least 1, 0 and 0"])
-
-
 def candidates(request: Simulate) -> list[tuple[str, Recipe]]:
     """The recipe by name, or one for each ``rounds[:key=value...]`` or system of --compare. Raises ``RecipeError``."""
     if not request.compare:
@@ -144,36 +170,6 @@ def candidates(request: Simulate) -> list[tuple[str, Recipe]]:
     if not chosen:
         raise RecipeError([f"--compare {request.compare!r} names no policy: give some, such as synchronous,continuous"])
     return chosen
-
-
-def world_of(trace: Path | None, cluster: str, steps: int, warm_up: int, seed: int) -> tuple[str, World, list[str]]:
-    """Name of a cluster, what to simulate in, and what to know of it. A recorded run gives lengths, and a cluster where
-    none is named. Raises ``StreamRLError``."""
-    if trace is None:
-        name = cluster or DEFAULT_CLUSTER
-        model = load_cluster(name)
-        return name, World(model=model, lengths=cache(model.drawn_lengths), steps=steps, warm_up=warm_up, seed=seed), []
-    run, recipe = load_recording(trace), _recipe_of(trace)
-    notes, agreed = [], None
-    if cluster:
-        name, model = cluster, load_cluster(cluster)
-    else:
-        fit = calibrate(run, recipe)
-        name, model = f"of run {run.header.run_id}", fit.model
-        try:
-            agreed = agreement(run, recipe, model, seed) if recipe else None
-        except StreamRLError as error:
-            notes.append(f"the recorded recipe cannot be simulated: {error}")
-        notes += agreed.notes() if agreed else ["nothing tells how well this run is simulated"]
-        notes.append(f"assumed, not fitted: {', '.join(fit.assumed)}")
-    if any(not line.finish_reason for line in run.trajectories):
-        notes.append(
-            "the run stopped some completions before their end; they are taken to be as long as others that were "
-            "longer: a record of synchronous rounds answers better"
-        )
-    lengths = cache(lambda seed: RecordedLengths(run, seed=seed))
-    world = World(model=model, lengths=lengths, steps=steps, warm_up=warm_up, seed=seed, agreement=agreed)
-    return name, world, notes
 
 
 def _recipe_of(trace: Path) -> Recipe | None:

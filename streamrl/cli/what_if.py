@@ -13,16 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from streamrl.base.errors import RecipeError
-from streamrl.cli.command import Argument, AsJson, Command, Overrides, print_json, recipe_file
-from streamrl.cli.simulate import (
-    DEFAULT_CLUSTER,
-    Cluster,
-    Seed,
-    WarmUp,
-    refuse_impossible_numbers,
-    results_table,
-    world_of,
-)
+from streamrl.cli.command import Argument, AsJson, Overrides, print_json, recipe_file
+from streamrl.cli.simulate import DEFAULT_CLUSTER, InVirtualTime, results_table
 from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.cluster import differences
@@ -36,14 +28,13 @@ SHOWN = 20
 PLAIN_PROGRESS_S = 10.0
 
 
-class WhatIf(Command, frozen=True):
+class WhatIf(InVirtualTime, frozen=True, kw_only=True):
     """Search policies of rounds and their constants in virtual time, and print the recommended recipe."""
 
     subject: Annotated[
         Path, Argument("the directory of a recorded run, or a recipe", metavar="RUN|RECIPE", positional=True)
     ]
     overrides: Overrides = ()
-    cluster: Cluster = ""
     max_staleness: Annotated[
         int | None, Argument("oldest trained token, in steps (default: that of the recipe)", metavar="S")
     ] = None
@@ -51,15 +42,12 @@ class WhatIf(Command, frozen=True):
         float, Argument("mean trained length over the unbiased one, at least (default 0.9)", metavar="X")
     ] = 0.9
     steps: Annotated[int, Argument(f"steps that count, a candidate (default {STEPS})", metavar="N")] = STEPS
-    warm_up: WarmUp = 10
-    seed: Seed = 0
     json: AsJson = False
 
     def run(self) -> int:
         """Search, and print the recommended recipe with its figures (or JSON). Raises ``StreamRLError``."""
         of_trace = self.subject.name == TRACE_FILE
         recipe = load_recipe(recipe_file(self.subject.parent if of_trace else self.subject), self.overrides)
-        refuse_impossible_numbers(self.steps, self.warm_up, self.seed)
         stale = recipe.rollout.max_staleness if self.max_staleness is None else self.max_staleness
         share = self.min_length_share
         if stale < 0 or not 0 <= share <= 1:
@@ -68,7 +56,7 @@ class WhatIf(Command, frozen=True):
             )
         budget = Budget(max_staleness=stale, min_length_share=share)
         trace = self.subject if of_trace or (self.subject / TRACE_FILE).is_file() else None
-        name, world, notes = world_of(trace, self.cluster, self.steps, self.warm_up, self.seed)
+        name, world, notes = self.world(trace)
         if trace is None and not self.cluster:
             notes.append(f"no recorded run and no --cluster: the built-in cluster {DEFAULT_CLUSTER!r} is used")
         notes += differences(recipe, world.model, world.lengths(self.seed).cap)
