@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from streamrl.weights.requests import decode_announcement
 from streamrl.weights.vllm.live_weights import LiveWeights, count_routes
 from streamrl.weights.vllm.live_weights_layers import LiveLayers
 from streamrl.weights.vllm.load_plan import LoadPlan, Rectangle, record_load_plan
-from streamrl.weights.vllm.weight_transaction import LiveModel, LiveReport, StageReport, WeightTransaction
+from streamrl.weights.vllm.weight_transaction import LiveModel, WeightTransaction
 
 _PLAIN_FORMATS = ("auto", "hf", "safetensors")
 RUN_VARIABLE = "STREAMRL_RUN_MARKER"
@@ -63,31 +63,13 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._transaction = WeightTransaction(
+        self.transaction = WeightTransaction(
             self._repack, checkpoint=loaded_checkpoint(vllm_config), replica=replica_of(vllm_config)
         )
         _add_worker_methods()
 
-    # ---- staging: while the engine samples ---------------------------------------------------------
-
-    def begin_stage(self, encoded_announcement: bytes) -> None:
-        """Start fetching in a thread. A version that is being fetched is given up for the new one."""
-        self._transaction.begin_stage(decode_announcement(encoded_announcement))
-
-    def stage_report(self) -> StageReport:
-        """How far the thread is."""
-        return self._transaction.stage_report()
-
-    def finish_stage(self, plans_of_all_workers: Callable[[Gathered], list[Gathered]]) -> StageReport:
-        """Take over what the thread fetched; with the first anchor, record the load plan.
-
-        ``plans_of_all_workers``: gathers one value from every worker (a collective: all are called at once).
-        """
-        return self._transaction.finish_stage(lambda tensors: self._record_live(tensors, plans_of_all_workers))
-
-    def _record_live(
-        self, tensors: Mapping[str, TensorSpec], plans_of_all_workers: Callable[[Gathered], list[Gathered]]
-    ) -> LiveWeights:
+    def record_live(self, tensors: Mapping[str, TensorSpec]) -> LiveWeights:
+        """Where ``tensors`` go in the loaded model; a collective of all workers. Raises ``WeightError``."""
         plan: LoadPlan | None = None
         own: Gathered
         try:
@@ -96,7 +78,7 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
         except WeightError as error:  # told to the other workers first: they wait for this one
             own = str(error)
         plans: list[dict[str, list[Rectangle]]] = []
-        for other in plans_of_all_workers(own):
+        for other in _gather_from_workers(own):
             if isinstance(other, str):
                 raise WeightError(other)
             plans.append(other)
@@ -126,28 +108,16 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
 
     def receive_weights(self, update_info: CommitStaged) -> None:
         """Apply the staged version to the live parameters and verify it there; undone when it does not hold."""
-        self._transaction.apply(update_info.policy_version)
+        self.transaction.apply(update_info.policy_version)
 
     def finish_weight_update(self) -> None:
         """The applied version becomes what this worker holds: the replica advances."""
-        self._transaction.finish()
-
-    def roll_back(self) -> None:
-        """Undo an applied or half-applied version."""
-        self._transaction.roll_back()
-
-    def forget_live(self) -> None:
-        """vLLM drops the live parameters, of which the replica knows nothing."""
-        self._transaction.forget_live("its weights were dropped when it was put to sleep")
-
-    def live_report(self) -> LiveReport:
-        """What this worker holds."""
-        return self._transaction.live_report()
+        self.transaction.finish()
 
     def shutdown(self) -> None:
         """Stop the thread, and give back what is shared with other workers."""
-        self._transaction.close()
-        self._transaction.replica.close()
+        self.transaction.close()
+        self.transaction.replica.close()
 
     def _repack(self, live: LiveModel, writes: Sequence[Any]) -> None:
         assert isinstance(live, LiveWeights)
@@ -207,18 +177,20 @@ def _agree(failed: str) -> None:
 
 
 def streamrl_begin_stage(worker: Any, encoded_announcement: bytes) -> None:
-    """Start staging on this worker."""
-    worker.weight_transfer_engine.begin_stage(encoded_announcement)
+    """Start fetching in a thread. A version that is being fetched is given up for the new one."""
+    worker.weight_transfer_engine.transaction.begin_stage(decode_announcement(encoded_announcement))
 
 
 def streamrl_stage_report(worker: Any) -> dict[str, Any]:
     """``StageReport`` of this worker, as plain values."""
-    return msgspec.structs.asdict(worker.weight_transfer_engine.stage_report())
+    return msgspec.structs.asdict(worker.weight_transfer_engine.transaction.stage_report())
 
 
 def streamrl_finish_stage(worker: Any) -> dict[str, Any]:
-    """``StageReport`` after taking over what was fetched, as plain values."""
-    return msgspec.structs.asdict(worker.weight_transfer_engine.finish_stage(_gather_from_workers))
+    """``StageReport`` after taking over what was fetched, as plain values; with the first version, where it goes in the
+    model is recorded."""
+    engine = worker.weight_transfer_engine
+    return msgspec.structs.asdict(engine.transaction.finish_stage(engine.record_live))
 
 
 def streamrl_apply(worker: Any, policy_version: str) -> dict[str, Any]:
@@ -233,20 +205,21 @@ def streamrl_apply(worker: Any, policy_version: str) -> dict[str, Any]:
         worker.update_weights({"policy_version": int(policy_version)})
     except Exception as error:  # noqa: BLE001 - reported to the owner, who rolls all workers back
         failure = f"{type(error).__name__}: {error}"
-    report = worker.weight_transfer_engine.live_report()
+    report = worker.weight_transfer_engine.transaction.live_report()
     return msgspec.structs.asdict(report if report.error else msgspec.structs.replace(report, error=failure))
 
 
 def streamrl_roll_back(worker: Any) -> None:
     """Undo a commit that failed on another worker, and leave vLLM's update session."""
-    worker.weight_transfer_engine.roll_back()
+    worker.weight_transfer_engine.transaction.roll_back()
     worker._weight_update_active = False
 
 
 def streamrl_forget_live(worker: Any) -> None:
-    """The engine is about to sleep without its weights."""
+    """The engine is about to sleep without its weights: vLLM drops parameters of which the replica knows nothing."""
     if worker.weight_transfer_engine is not None:
-        worker.weight_transfer_engine.forget_live()
+        why = "its weights were dropped when it was put to sleep"
+        worker.weight_transfer_engine.transaction.forget_live(why)
 
 
 def _add_worker_methods() -> None:
