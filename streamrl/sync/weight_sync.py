@@ -29,8 +29,8 @@ Limit = Callable[[], AbstractContextManager[None]]
 
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     """One push. Seconds are of wall time. ``staged_s``: until the last engine had staged; ``paused_s``: the longest
-    pause of an engine for its commit; ``held_s``: how long engines had been paused when the push began; ``canary``:
-    what engines answered about a version before it (None: no engine did)."""
+    pause of an engine for its commit; ``canary``: what engines answered about a version before it (None: no engine
+    did)."""
 
     policy_version: int
     staged_s: float
@@ -39,7 +39,6 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     payload_bytes: int
     changed_share: float
     reanchored: int
-    held_s: float = 0.0
     canary: CanaryReport | None = None
 
 
@@ -81,7 +80,7 @@ class WeightSync:
         self._live: WeightAnnouncement | None = None
         self._pushed = anyio.Event()
         self._paused = False
-        self._paused_at: dict[Engine, float] = {}
+        self._paused_engines: set[Engine] = set()
         self._one_at_a_time = anyio.Lock()
         self._one_anchor = anyio.Lock()  # the trainer is asked for one at a time
         self.on_version_left: Callable[[], object] = lambda: None
@@ -113,14 +112,13 @@ class WeightSync:
     async def resume(self) -> None:
         """Resume paused engines without a push: what was submitted meanwhile is sampled by the live version."""
         async with self._one_at_a_time:
-            paused = [engine for engine in self._engines if engine in self._paused_at]
+            paused = [engine for engine in self._engines if engine in self._paused_engines]
             await self._on_each(self._resume, paused, self._limit("not every engine was resumed"))
             self._note_pause(False)
 
     async def _push(self, announced: WeightAnnouncement) -> PushReport:
         started = anyio.current_time()
         limit = self._limit(f"version {announced.policy_version} was not live on every engine")
-        paused_since = min((self._paused_at[e] for e in self._engines if e in self._paused_at), default=started)
         report, deviating = None, set[Engine]()
         if self._canary is not None:
             report = self._canary.compare(announced.policy_version - 1, announced.probe_logprobs)
@@ -153,7 +151,7 @@ class WeightSync:
         self._note_pause(False)
         if self._canary is not None:
             self._canary.ask(list(self._engines))
-        return _report(announced, started, staged_at, paused_since, list(pauses.values()), len(again), report)
+        return _report(announced, started, staged_at, list(pauses.values()), len(again), report)
 
     def _note_pause(self, paused: bool) -> None:
         changed, self._paused = paused != self._paused, paused
@@ -211,7 +209,7 @@ class WeightSync:
     def remove(self, engine: Engine) -> None:
         """Leave ``engine`` out of this push and of later ones: it died."""
         self._engines.pop(engine, None)
-        self._paused_at.pop(engine, None)
+        self._paused_engines.discard(engine)
         if self._canary is not None:
             self._canary.forget(engine)
 
@@ -246,9 +244,9 @@ class WeightSync:
 
     async def _pause(self, engine: Engine) -> None:
         """Once: an engine that was paused ahead, or whose commit was refused, is paused already."""
-        if engine in self._paused_at:
+        if engine in self._paused_engines:
             return
-        self._paused_at[engine] = anyio.current_time()
+        self._paused_engines.add(engine)
         mode = PauseMode.ABORT if self._in_flight is InFlight.RESUME else PauseMode.KEEP
         with self._waiting(engine, "pause"):
             await engine.pause(mode, clear_cache=self._in_flight is not InFlight.KEEP)
@@ -256,7 +254,7 @@ class WeightSync:
     async def _resume(self, engine: Engine) -> None:
         with self._waiting(engine, "resume"):
             await engine.resume()
-        self._paused_at.pop(engine, None)
+        self._paused_engines.discard(engine)
 
     def _waiting(self, engine: Engine, step: str) -> AbstractContextManager[None]:
         name = self._engines.get(engine, "an engine that was started")
@@ -296,7 +294,6 @@ def _report(
     announced: WeightAnnouncement,
     started: float,
     staged_at: float,
-    paused_since: float,
     pauses: Sequence[float],
     reanchored: int,
     canary: CanaryReport | None,
@@ -309,7 +306,6 @@ def _report(
         payload_bytes=sum(s.payload_bytes for s in announced.sources),
         changed_share=_changed_share(announced),
         reanchored=reanchored,
-        held_s=started - paused_since,
         canary=canary,
     )
 

