@@ -24,7 +24,7 @@ from streamrl.observe.sinks import JsonlSink
 kind, path = sys.argv[1], Path(sys.argv[2])
 sizes = dict(max_tokens=8, max_model_len=8, prompts_per_batch=1, group_size=2, max_staleness=0, engines=1, capacity=1)
 header = TraceHeader(
-    schema=TRACE_SCHEMA, run_id="r", started_at=0.0, seed=0, temperature=1.0, rounds="synchronous", **sizes
+    schema=TRACE_SCHEMA, run_id="r", seed=0, temperature=1.0, rounds="synchronous", **sizes
 )
 match kind:
     case "trace":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -140,7 +139,6 @@ def run_report(
     header = trace_header(
         recipe,
         run_id=run_directory.name,
-        started_at=time.time(),
         max_model_len=parts.ready.max_model_len,
         capacity=capacity,
         kv_tokens=parts.ready.kv_tokens,

@@ -90,13 +90,11 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReleasePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """``free``: engines to drain, none for "not now". ``peak_share``: fullest cache of those that remain, as
-    projected."""
+    """``free``: engines to drain, none for "not now"."""
 
     free: tuple[str, ...]
     because: Decision
     moves: tuple[Move, ...] = ()
-    peak_share: float = 0.0
 
 
 class Freeing:
@@ -176,7 +174,7 @@ def plan_release(
             )
             figures = {"progress": progress, "peak_share": peak_share, "moved": float(len(moves))}
             because = Decision(subject="engines_freed", reason=reason, figures=figures)
-            return ReleasePlan(free=free, because=because, moves=moves, peak_share=peak_share)
+            return ReleasePlan(free=free, because=because, moves=moves)
     reason = f"at {progress:.0%} no engine can be spared: the caches of the others would be more than"
     because = Decision(
         subject="engines_freed", reason=f"{reason} {settings.headroom:.0%} full", figures={"progress": progress}

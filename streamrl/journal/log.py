@@ -41,6 +41,7 @@ import anyio
 import msgspec
 from anyio import to_thread
 
+from streamrl.base.whole_files import flush_directory
 from streamrl.journal.log_errors import JournalDamaged, JournalFailed, JournalRefused, failing
 
 GROUP_BYTES = 8 << 20
@@ -72,12 +73,11 @@ _SEARCH_BYTES = 1 << 20
 
 class Found(msgspec.Struct, frozen=True):
     """What a journal holds. ``segments``: paths, oldest first, without a gap; ``last_frame``, ``end``: offsets in the
-    last of them; ``torn_bytes``: what follows ``end`` there."""
+    last of them; what follows ``end`` there is torn."""
 
     segments: tuple[Path, ...] = ()
     last_frame: int = 0
     end: int = 0
-    torn_bytes: int = 0
 
     def records(self, segment: int = -1) -> Iterator[bytes]:
         """The base of ``segments[segment]``, then every record since, without the bases of later segments. Raises
@@ -102,9 +102,7 @@ def read_journal(directory: Path) -> Found:
     last_frame = end = _HEADER.size
     for offset, body, _ in _frames(newest, may_be_torn=True):
         last_frame, end = offset, offset + _FRAME.size + len(body)
-    with failing(newest, "asking for its size"):
-        torn = newest.stat().st_size - end
-    return Found(tuple(_segment_path(directory, n) for n in range(first, last + 1)), last_frame, end, torn)
+    return Found(tuple(_segment_path(directory, n) for n in range(first, last + 1)), last_frame, end)
 
 
 def _frames(path: Path, *, may_be_torn: bool) -> Iterator[tuple[int, bytes, bool]]:
@@ -406,7 +404,7 @@ class _SegmentFiles:
 
     def _flush_directory(self) -> None:
         if self._fsync:
-            _flush_directory(self._directory)
+            flush_directory(self._directory)
 
     def _close_file(self) -> None:
         file, self._file = self._file, -1
@@ -420,19 +418,11 @@ def _frame(records: Sequence[bytes], at: int) -> bytes:
     return _FRAME.pack(_FRAME_MAGIC, len(body), _check(body, at)) + body
 
 
-def _flush_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _take_lock(directory: Path) -> int:
     """Become the one writer of this journal; returns the descriptor that holds the lock."""
     with failing(directory, "making the directory"):
         directory.mkdir(mode=0o700, exist_ok=True)
-        _flush_directory(directory.parent)
+        flush_directory(directory.parent)
     with failing(directory / LOCK, "locking"):
         lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:

@@ -147,12 +147,12 @@ def exit_code_of(error: BaseException) -> int:
     return 1
 
 
-def last_lines(path: Path, *, start: int = 0, lines: int = 20, read_bytes: int = 16_384) -> list[str]:
+def last_lines(path: Path, *, start: int = 0, lines: int = 20) -> list[str]:
     """The last ``lines`` lines of a log written after byte ``start``."""
     try:
         with path.open("rb") as log:
             end = log.seek(0, 2)
-            log.seek(max(start, end - read_bytes))
+            log.seek(max(start, end - 16_384))
             return log.read().decode(errors="replace").splitlines()[-lines:]
     except FileNotFoundError:
         return []

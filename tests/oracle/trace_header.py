@@ -12,7 +12,6 @@ def trace_header(**changes: Any) -> TraceHeader:
     values: dict[str, Any] = {
         "schema": TRACE_SCHEMA,
         "run_id": "run-1",
-        "started_at": 1.7e9,
         "seed": 0,
         "max_tokens": 99,
         "max_model_len": 200,

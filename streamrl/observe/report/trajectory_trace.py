@@ -34,13 +34,12 @@ class TraceHeader(Line, frozen=True, tag="header"):
     """First line. ``recipe.toml`` beside it has what is missing here.
 
     ``capacity``: requests that all engines together run at once, as the bubble ratios count it. ``kv_tokens``: tokens
-    that the KV caches of all engines hold (0: unknown). ``started_at``: seconds since 1970. ``engine_kind``: of
-    ``simulated`` ones lengths and times say nothing about a model.
+    that the KV caches of all engines hold (0: unknown). ``engine_kind``: of ``simulated`` ones lengths and times say
+    nothing about a model.
     """
 
     schema: int
     run_id: str
-    started_at: float
     seed: int
     max_tokens: int
     max_model_len: int
@@ -61,7 +60,6 @@ def trace_header(
     recipe: Recipe,
     *,
     run_id: str,
-    started_at: float,
     max_model_len: int,
     capacity: int,
     kv_tokens: int = 0,
@@ -71,7 +69,6 @@ def trace_header(
     return TraceHeader(
         schema=TRACE_SCHEMA,
         run_id=run_id,
-        started_at=started_at,
         seed=recipe.run.seed,
         max_tokens=recipe.sampling.max_tokens,
         max_model_len=max_model_len,
@@ -120,8 +117,7 @@ class StepLine(Line, frozen=True, tag="step"):
     """One optimizer step whose version is live.
 
     ``rollout_s``: until the batch was full; ``training_s``: from there until it was trained; ``push_s``: until live;
-    ``step_s``: all of it, with waits. ``training_cpu_s``: CPU time of rank 0 in forward, backward and optimizer
-    (0: unknown); ``forward_backward_s``: wall time of that part, wherever in the step it lay.
+    ``step_s``: all of it, with waits. ``forward_backward_s``: wall time of that part, wherever in the step it lay.
     """
 
     time_s: float
@@ -137,7 +133,6 @@ class StepLine(Line, frozen=True, tag="step"):
     push_s: float
     paused_s: float = 0.0
     forward_backward_s: float = 0.0
-    training_cpu_s: float = 0.0
 
 
 class EnginesLine(Line, frozen=True, tag="engines"):

@@ -129,7 +129,7 @@ _STYLE = (
 )
 
 
-def svg_plot(curves: Sequence[Curve], *, title: str, step_label: str = "optimizer step") -> str:
+def svg_plot(curves: Sequence[Curve], *, title: str) -> str:
     """An SVG document: axes with round ticks, a legend, and for each dense curve its moving average."""
     curves = [finite(curve) for curve in curves]
     frame = _frame(curves)
@@ -141,7 +141,7 @@ def svg_plot(curves: Sequence[Curve], *, title: str, step_label: str = "optimize
     ]
     if frame is None:
         return "\n".join([*parts, f'<text x="{_LEFT}" y="{_HEIGHT // 2}">no steps</text>', "</svg>", ""])
-    parts += _svg_axes(frame, step_label)
+    parts += _svg_axes(frame)
     legend_x = float(_LEFT)
     for index, curve in enumerate(curves):
         if not curve.points:
@@ -163,7 +163,7 @@ def _y(frame: _Frame, value: float) -> float:
     return _HEIGHT - _BOTTOM - frame.up(value) * (_HEIGHT - _TOP - _BOTTOM)
 
 
-def _svg_axes(frame: _Frame, step_label: str) -> list[str]:
+def _svg_axes(frame: _Frame) -> list[str]:
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     parts = []
     for value in round_ticks(frame.low, frame.high):
@@ -177,7 +177,7 @@ def _svg_axes(frame: _Frame, step_label: str) -> list[str]:
             parts.append(f'<text x="{x:.1f}" y="{bottom + 19}" text-anchor="middle">{step:g}</text>')
     parts.append(f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
     middle = (_LEFT + right) // 2
-    parts.append(f'<text x="{middle}" y="{_HEIGHT - 10}" text-anchor="middle">{escape(step_label)}</text>')
+    parts.append(f'<text x="{middle}" y="{_HEIGHT - 10}" text-anchor="middle">optimizer step</text>')
     return parts
 
 
