@@ -87,9 +87,6 @@ class Pipeline:
         self._ended = anyio.Event()
         self._rewards = RewardAttachments()
         self._open = AsyncExitStack()
-        self._watching = anyio.CancelScope()
-        self._receiving = anyio.CancelScope()
-        self._changing = anyio.CancelScope()
         self._conversation = anyio.CancelScope()
         self._bound = anyio.Event()
 
@@ -165,17 +162,16 @@ class Pipeline:
         async with AsyncExitStack() as entered:
             for stream in (self._give, self._take):
                 entered.callback(stream.close)
-            tasks = await entered.enter_async_context(anyio.create_task_group())
             await entered.enter_async_context(self._supervisor)
             await entered.enter_async_context(
                 serving_control(
                     control_socket(topology), self.run_directory, partial(carry_out, self._rewards, self.drain)
                 )
             )
-            tasks.start_soon(self._watch)
-            tasks.start_soon(self._receive, topology.endpoint("controller", "steps"))
-            self._obeying = await entered.enter_async_context(anyio.create_task_group())
-            tasks.start_soon(self._change_rewards, rewards_endpoint(topology))
+            self._tasks = await entered.enter_async_context(anyio.create_task_group())
+            self._tasks.start_soon(self._watch)
+            self._tasks.start_soon(self._receive, topology.endpoint("controller", "steps"))
+            self._tasks.start_soon(self._rewards.run, rewards_endpoint(topology))
             self._open = entered.pop_all()
         return self
 
@@ -191,10 +187,7 @@ class Pipeline:
             with anyio.CancelScope(shield=True):
                 for failure in await anyio.to_thread.run_sync(remove_half_written, self.run_directory):
                     log.warning("%s", failure)
-            self._watching.cancel()
-            self._receiving.cancel()
-            self._obeying.cancel_scope.cancel()
-            self._changing.cancel()
+            self._tasks.cancel_scope.cancel()
             self._rewards.close()
             await self._open.__aexit__(None, None, None)
         finally:
@@ -226,14 +219,14 @@ class Pipeline:
                 yield event
 
     async def _watch(self) -> None:
-        with self._watching:
-            try:
-                await self._supervisor.watch()
-            except ProcessDied as died:
-                await self._note_failure(died)
-        self._ended.set()
-        self._rewards.close()
-        self._give.close()
+        try:
+            await self._supervisor.watch()
+        except ProcessDied as died:
+            await self._note_failure(died)
+        finally:
+            self._ended.set()
+            self._rewards.close()
+            self._give.close()
 
     async def _note_failure(self, died: ProcessDied) -> None:
         """End what is left, and put what tells why into one file."""
@@ -245,14 +238,13 @@ class Pipeline:
 
     async def _receive(self, endpoint: str) -> None:
         """What one controller says, and its successors."""
-        with self._receiving:
-            while True:
-                with anyio.CancelScope() as self._conversation:
-                    async with zmq_receiver(ParentMessage, endpoint, bind=True, name="controller.steps") as steps:
-                        self._bound.set()
-                        await self._listen(steps)
-                if not self._conversation.cancelled_caught:
-                    return
+        while True:
+            with anyio.CancelScope() as self._conversation:
+                async with zmq_receiver(ParentMessage, endpoint, bind=True, name="controller.steps") as steps:
+                    self._bound.set()
+                    await self._listen(steps)
+            if not self._conversation.cancelled_caught:
+                return
 
     async def _await_controller(self) -> None:
         """Before the run is resumed: listen to the next controller, and to the one that died no more."""
@@ -265,7 +257,7 @@ class Pipeline:
         try:
             async for event in steps:
                 if isinstance(event, StopEngine | StartEngine | KillEngine):
-                    self._obeying.start_soon(self._orders.obey, event)
+                    self._tasks.start_soon(self._orders.obey, event)
                     continue
                 if isinstance(event, RewardReply):
                     self._rewards.answered(event)
@@ -280,10 +272,6 @@ class Pipeline:
         except StreamBroken:
             # The controller is gone, and the supervisor says why, or starts another one.
             await anyio.sleep_forever()
-
-    async def _change_rewards(self, endpoint: str) -> None:
-        with self._changing:
-            await self._rewards.run(endpoint)
 
 
 async def carry_out(
