@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,14 @@ from streamrl.remote.transport_keys import KeyRole
 from streamrl.supervise.child import ChildContext, RoleMain
 from streamrl.vllm.options import EngineOptions, engine_options
 
-ROLES = {
-    Role.CONTROLLER: "streamrl.app.run_controller:run_controller_process",
-    Role.ENGINE: "streamrl.app.roles:run_engine",
-    Role.TRAINER: "streamrl.app.roles:run_trainer",
-    Role.REWARD: "streamrl.app.roles:run_reward",
-    Role.JUDGE: "streamrl.app.roles:run_judge",
-}
-
 
 def role_main(role: Role) -> RoleMain:
     """The coroutine that a process of ``role`` runs."""
-    module, _, function = ROLES[role].partition(":")
-    main: RoleMain = getattr(import_module(module), function)
-    return main
+    if role is Role.CONTROLLER:
+        from streamrl.app.run_controller import run_controller_process
+
+        return run_controller_process
+    return {Role.ENGINE: run_engine, Role.TRAINER: run_trainer, Role.REWARD: run_reward, Role.JUDGE: run_judge}[role]
 
 
 @asynccontextmanager

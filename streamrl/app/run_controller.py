@@ -30,11 +30,11 @@ A supervisor without torch is the parent of the controller, the engine hosts, th
 from __future__ import annotations
 
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
@@ -80,7 +80,6 @@ from streamrl.prompts.tokenizer import load_tokenizer, refuse_different_tokenize
 from streamrl.recipe.canary import canary_bounds
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe
-from streamrl.recipe.user_code import load_user_object
 from streamrl.remote.guarded_sockets import KeyGuard
 from streamrl.remote.transport_keys import KeyRole
 from streamrl.rules.transport_rules import transport_metrics
@@ -94,8 +93,6 @@ from streamrl.sync.verify import WeightAudit
 from streamrl.vllm.options import expected_room, installed_device
 
 T = TypeVar("T")
-ADVISER = "streamrl.simulate.adviser:advise"
-"""Predicts kinds of rounds beside a run whose rounds are ``auto``."""
 
 Ends = tuple[SendStream[T], ReceiveStream[T]]
 
@@ -307,7 +304,8 @@ def _start_beside(stages: anyio.abc.TaskGroup, recipe: Recipe, run_directory: Pa
     """Start what acts on ``controller`` from outside until the run ends."""
     stages.start_soon(_stop_on_sigterm, controller)
     if recipe.rollout.rounds is RoundKind.AUTO:
-        advise = cast("Callable[..., Coroutine[Any, Any, None]]", load_user_object(ADVISER))
+        from streamrl.simulate.adviser import advise  # predicts kinds of rounds
+
         stages.start_soon(advise, run_directory, recipe, lambda: controller.state.live_version, controller.notify)
 
 

@@ -6,7 +6,6 @@ import fcntl
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Set
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from streamrl.prompts.prompt_spec import SourceKind, read_spec
 from streamrl.recipe.load import dump_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value
+from streamrl.supervise.crash_bundle import package_versions
 
 LOCK_FILE = "lock"
 INPUTS_FILE = "inputs.json"
@@ -69,14 +69,8 @@ class RunInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_inputs(recipe: Recipe) -> RunInputs:
     """Look at what ``recipe`` names."""
-    packages = {}
-    for name in _PACKAGES:
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
     files = {str(path): path.stat().st_size for path in _named_files(recipe)}
-    return RunInputs(recipe=dump_recipe(recipe), packages=packages, files=files)
+    return RunInputs(recipe=dump_recipe(recipe), packages=package_versions(_PACKAGES), files=files)
 
 
 def write_inputs(run_directory: Path, recipe: Recipe) -> None:

@@ -101,7 +101,7 @@ def write_crash_bundle(
                     run_id=run_directory.name,
                     time=now,
                     failure=redaction.text(failure),
-                    versions=package_versions(),
+                    versions=package_versions(_PACKAGES),
                     python=sys.version,
                     platform=platform.platform(),
                     processors=os.cpu_count() or 0,
@@ -182,10 +182,10 @@ def _fill(bundle: zipfile.ZipFile, run: Path, redaction: Redaction, largest: int
     return tuple(left_out)
 
 
-def package_versions() -> dict[str, str]:
-    """Installed versions of what decides how a run behaves, without importing it."""
+def package_versions(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of those that are installed, without importing them."""
     found = {}
-    for package in _PACKAGES:
+    for package in packages:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
