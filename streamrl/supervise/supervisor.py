@@ -73,8 +73,19 @@ class Supervisor:
 
     # ---- life ------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Self:
         """Start every local process. ``run_directory`` holds ``recipe.toml`` already; ``topology.json`` is written."""
+        try:
+            self._begin()
+        except BaseException:
+            await self.kill(0)
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
+
+    def _begin(self) -> None:
         for folder in ("logs", "exit"):
             (self.run_directory / folder).mkdir(parents=True, exist_ok=True)
         self.socket_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -102,15 +113,6 @@ class Supervisor:
         for death in [] if self._ending else self._deaths.look():
             log.warning("after the run had finished, %s", death.describe())
 
-    async def stop(self, deadline_s: float = 60.0) -> None:
-        """Drain, then end everything; ``deadline_s`` later kill."""
-        self.request_drain()
-        try:
-            with anyio.move_on_after(deadline_s):
-                await self.watch()
-        finally:
-            await self.kill()
-
     def run_finished(self) -> None:
         """The controller has said that all is done: a death from now on is only logged."""
         self._deaths.finishing = True
@@ -132,17 +134,6 @@ class Supervisor:
                 if self._adopts:
                     adopt_orphans(-1)
                     self._adopts = False
-
-    async def __aenter__(self) -> Self:
-        try:
-            await self.start()
-        except BaseException:
-            await self.kill(0)
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.kill()
 
     @property
     def controller(self) -> ChildProcess | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 import pytest
-from trials import NAMES, Trial, death_in, lives, surviving, until, watched
+from trials import NAMES, Trial, death_in, drain, lives, surviving, until, watched
 
 from streamrl.base.errors import CannotContinue, RecipeError, StreamRLError
 from streamrl.base.run_events import KillEngine, StartEngine, StopEngine
@@ -372,7 +372,7 @@ async def test_orders_of_a_controller_that_died_mean_nothing_to_the_next_life(tr
         await until(lambda: one.started("controller", 1) and one.started("engine-0", 1))
         assert time.monotonic() - began < patience_s / 2
         assert lives(one.pid("engine-0", 1)) and not one.started("engine-1")
-        await supervisor.stop(deadline_s=20)
+        await drain(supervisor)
     one.assert_nothing_left()
 
 
@@ -458,6 +458,6 @@ async def test_an_engine_that_the_kernel_does_not_let_go_is_in_nobody_s_way(
         await EngineOrders(supervisor).obey(StartEngine(engine="engine-0"))
         await until(lambda: one.started("engine-0", 1))
         assert lives(held.pid)
-        await supervisor.stop(deadline_s=20)
+        await drain(supervisor)
     held.wait()
     one.assert_nothing_left()

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 import anyio
 import msgspec
 import pytest
-from trials import NAMES, STAND_IN, Trial, death_in, lives, surviving, until
+from trials import NAMES, STAND_IN, Trial, death_in, drain, lives, surviving, until
 
 from streamrl.plan.topology import ProcessPlan, Role
 from streamrl.supervise.clean_up import remove_killed_life
@@ -89,7 +89,7 @@ async def test_a_run_that_finishes(trial: Callable[..., Trial]) -> None:
 async def test_sigterm_drains(trial: Callable[..., Trial]) -> None:
     one = trial()
     async with running(one) as supervisor:
-        await supervisor.stop(deadline_s=20)
+        await drain(supervisor)
         assert (one.directory / "end").exists()  # the controller ended the others, not a signal
     assert list((one.directory / "exit").iterdir()) == []
     one.assert_nothing_left()
@@ -99,7 +99,7 @@ async def test_a_drain_that_hangs_is_ended_at_its_deadline(trial: Callable[..., 
     one = trial(controller="hang", engine_0="hang")
     async with running(one) as supervisor:
         began = time.monotonic()
-        await supervisor.stop(deadline_s=0.5)
+        await drain(supervisor, deadline_s=0.5)
         assert 0.5 < time.monotonic() - began < ENDS_WITHIN_S
     one.assert_nothing_left()
 

@@ -85,6 +85,14 @@ async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
             await anyio.sleep(0.01)
 
 
+async def drain(supervisor: Supervisor, deadline_s: float = 20.0) -> None:
+    """Drain, then end everything; ``deadline_s`` later kill."""
+    supervisor.request_drain()
+    with anyio.move_on_after(deadline_s):
+        await supervisor.watch()
+    await supervisor.kill()
+
+
 async def death_in(supervisor: Supervisor) -> str:
     """The message with which the watch ends."""
     with pytest.raises(ProcessDied) as died:
@@ -115,4 +123,4 @@ async def watched(supervisor: Supervisor) -> AsyncIterator[None]:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.watch)
         yield
-        await supervisor.stop(deadline_s=20)
+        await drain(supervisor)
