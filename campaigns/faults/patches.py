@@ -21,11 +21,12 @@ from anyio._backends import _asyncio
 from campaigns.faults import simulated_parts as parts
 from campaigns.faults.simulated_trainer import SimulatedTrainer
 from campaigns.faults.stamped_engine import StampedEngine
-from campaigns.faults.world_disk import SimulatedLock, SimulatedOs, SimulatedThread
+from campaigns.faults.world_disk import SimulatedOs, SimulatedThread, hold_simulated_lock
 from streamrl.app import pipeline as run_module
 from streamrl.app import roles, run_controller
-from streamrl.app.run_directory import RunLock, refuse_changes
+from streamrl.app.run_directory import refuse_changes
 from streamrl.app.run_record import refuse_lost_journal
+from streamrl.base.whole_files import hold_lock
 from streamrl.comm import zmq_stream
 from streamrl.comm.stream_protocol import Hello
 from streamrl.control.actions import Decision
@@ -193,7 +194,7 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
     put_for(refuse_changes, lambda *_, **__: [])
     put_for(refuse_lost_journal, lambda *_: None)  # it is on the simulated disk
     put_for(load_recipe, lambda *_: world.recipe)
-    put_for(RunLock, SimulatedLock)
+    put_for(hold_lock, hold_simulated_lock)
     put_for(ask_for_stacks, lambda _: [])
     put_for(write_crash_bundle, lambda *_, **__: "no crash bundle: simulated")
     put(engine_host, "os", SimpleNamespace(getpid=machine.getpid))

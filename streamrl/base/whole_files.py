@@ -3,10 +3,11 @@ must outlive a power cut are flushed. All of it blocks, and raises ``OSError``."
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -67,6 +68,25 @@ def flush_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def hold_lock(path: Path, refused: Callable[[str], StreamRLError]) -> IO[bytes]:
+    """Return ``path``, open and locked: until it is closed or this process ends, however it ends. It holds the id of
+    the process. Raises ``refused(id)`` while another one has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    lock = os.fdopen(descriptor, "r+b", buffering=0)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.truncate(0)
+        lock.write(str(os.getpid()).encode())
+    except BlockingIOError:
+        holder = lock.read(20).decode("ascii", "replace") or "unknown"
+        lock.close()
+        raise refused(holder) from None
+    except BaseException:  # a full disk, too
+        lock.close()
+        raise
+    return lock
 
 
 # ---- files for a directory that another process writes ---------------------------------------------

@@ -27,21 +27,20 @@ cut off when the journal is opened, unless a whole frame follows it: then the jo
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 from zlib import crc32
 
 import anyio
 import msgspec
 from anyio import to_thread
 
-from streamrl.base.whole_files import flush_directory
+from streamrl.base.whole_files import flush_directory, hold_lock
 from streamrl.journal.log_errors import JournalDamaged, JournalFailed, JournalRefused, failing
 
 GROUP_BYTES = 8 << 20
@@ -257,7 +256,11 @@ class Journal:
                 if self._failure is None:
                     await self._write_waiting()
             finally:
-                self._files.close()
+                self.release()
+
+    def release(self) -> None:
+        """Release the directory without writing what waits. Idempotent."""
+        self._files.close()
 
     def _take(self, item: bytes | tuple[bytes, ...], size: int, largest: int) -> int:
         self._refuse_failed()
@@ -370,9 +373,7 @@ class _SegmentFiles:
     def close(self) -> None:
         """Give the files and the lock back."""
         self._close_file()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.close()
 
     def _repair(self) -> None:
         """Cut a torn tail, and bring to the disk what was only in the cache of a process that died."""
@@ -418,24 +419,14 @@ def _frame(records: Sequence[bytes], at: int) -> bytes:
     return _FRAME.pack(_FRAME_MAGIC, len(body), _check(body, at)) + body
 
 
-def _take_lock(directory: Path) -> int:
-    """Become the one writer of this journal; returns the descriptor that holds the lock."""
+def _take_lock(directory: Path) -> IO[bytes]:
+    """Become the one writer of this journal, until what is returned is closed."""
     with failing(directory, "making the directory"):
         directory.mkdir(mode=0o700, exist_ok=True)
         flush_directory(directory.parent)
+    remedy = "end that run first, or wait until it ended"
     with failing(directory / LOCK, "locking"):
-        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, str(os.getpid()).encode(), 0)
-        except BlockingIOError as error:
-            holder = os.pread(lock, 20, 0).decode("ascii", "replace") or "(just starting)"
-            os.close(lock)
-            raise JournalRefused(
-                f"journal {directory} is being written by process {holder}; end that run first, or wait until it ended"
-            ) from error
-        except BaseException:
-            os.close(lock)
-            raise
-    return lock
+        return hold_lock(
+            directory / LOCK,
+            lambda holder: JournalRefused(f"journal {directory} is being written by process {holder}; {remedy}"),
+        )

@@ -173,7 +173,7 @@ async def test_another_format_is_refused_and_damage_names_a_way_out(tmp_path: Pa
     command = shlex.split(str(damaged.value).rpartition("again): ")[2])
     assert command[:3] == ["streamrl", "train", str(tmp_path / "recipe.toml")]
     path.write_bytes(raw)
-    Journal(path.parent)._files.close()  # what failed to open it holds no lock
+    Journal(path.parent).release()  # what failed to open it holds no lock
 
 
 async def test_what_a_crash_left_unfinished_is_removed(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ async def test_the_last_group_is_written_again_when_a_journal_is_opened(
     pwrite, flush = os.pwrite, os.fdatasync
     monkeypatch.setattr(os, "pwrite", lambda f, b, at: calls.append(("write", b, at)) or pwrite(f, b, at))
     monkeypatch.setattr(os, "fdatasync", lambda f: calls.append(("flush", b"", 0)) or flush(f))
-    Journal(path.parent)._files.close()
+    Journal(path.parent).release()
     assert calls[-2:] == [("write", raw[begin:], begin), ("flush", b"", 0)]
 
 

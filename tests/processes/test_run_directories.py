@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from streamrl.app.pipeline import Pipeline, _make_run_directory
-from streamrl.app.run_directory import RunLock, write_inputs
+from streamrl.app.run_directory import lock_run, write_inputs
 from streamrl.app.run_record import METRICS, open_record, refuse_lost_journal
 from streamrl.base.errors import RecipeError
 from streamrl.control.settings import control_settings
@@ -78,13 +78,13 @@ async def test_a_run_that_was_refused_is_not_held(run: Path) -> None:
         with pytest.raises(RecipeError, match="steps was"):
             async with Pipeline.of_run(run):
                 raise AssertionError("it was entered")
-    lock = RunLock(run)
+    lock = lock_run(run)
     with pytest.raises(RecipeError, match="runs already"):
         async with Pipeline.of_run(run, despite_changes=True):
             raise AssertionError("it was entered")
     with pytest.raises(RecipeError, match="runs already"):
-        RunLock(run)
-    lock.release()
+        lock_run(run)
+    lock.close()
 
 
 def test_a_run_without_its_journal_is_not_begun_over_its_own_files(run: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from streamrl.app.run_directory import INPUTS_FILE, RunInputs, RunLock, changed_inputs, refuse_changes, write_inputs
+from streamrl.app.run_directory import INPUTS_FILE, RunInputs, changed_inputs, lock_run, refuse_changes, write_inputs
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import Recipe
@@ -98,8 +98,8 @@ def test_what_is_no_run_is_said(recipe: Recipe, tmp_path: Path) -> None:
 HOLD = """
 import signal, sys
 from pathlib import Path
-from streamrl.app.run_directory import RunLock
-lock = RunLock(Path(sys.argv[1]))
+from streamrl.app.run_directory import lock_run
+lock = lock_run(Path(sys.argv[1]))
 print("held", flush=True)
 signal.pause()
 """
@@ -110,11 +110,11 @@ def test_one_process_runs_a_run_and_a_killed_one_lets_it_go(tmp_path: Path) -> N
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(RecipeError, match=f"process {other.pid}"):
-            RunLock(tmp_path)
+            lock_run(tmp_path)
         other.kill()
-    lock = RunLock(tmp_path)
+    lock = lock_run(tmp_path)
     with pytest.raises(RecipeError, match="runs already"):
-        RunLock(tmp_path)
-    lock.release()
-    lock.release()
-    RunLock(tmp_path).release()
+        lock_run(tmp_path)
+    lock.close()
+    lock.close()
+    lock_run(tmp_path).close()
