@@ -9,6 +9,13 @@ from pathlib import Path
 
 import pytest
 
+SHORTER = """
+import sys
+sys.path.insert(0, "examples/sort")
+import one_process
+one_process.STEPS["simulated"] = 8
+one_process.main(*sys.argv[1:])
+"""
 RunAlone = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -22,13 +29,19 @@ def test_every_module_of_the_kernel_is_imported_without_a_package(alone: Path, r
     run_alone("-c", code)
 
 
-@pytest.mark.parametrize("rounds", ["synchronous", "continuous"])
-def test_the_kernel_trains_the_example_alone(alone: Path, run_alone: RunAlone, rounds: str) -> None:
-    *lines, reason = run_alone("examples/sort/one_process.py", rounds, rounds).stdout.splitlines()
+@pytest.mark.parametrize(
+    ("rounds", "last", "script"),
+    [("synchronous", 30, ["examples/sort/one_process.py"]), ("continuous", 8, ["-c", SHORTER])],
+    ids=["synchronous", "continuous"],
+)
+def test_the_kernel_trains_the_example_alone(
+    alone: Path, run_alone: RunAlone, rounds: str, last: int, script: list[str]
+) -> None:
+    *lines, reason = run_alone(*script, rounds, rounds).stdout.splitlines()
     steps = [json.loads(line) for line in lines]
-    assert reason == "finished" and [step["step"] for step in steps] == list(range(1, 31))
+    assert reason == "finished" and [step["step"] for step in steps] == list(range(1, last + 1))
     assert all(first == second for first, second in (step["weights"] for step in steps)), "engines differ"
-    assert len({step["weights"][0] for step in steps}) == 30, "a step changed nothing"
+    assert len({step["weights"][0] for step in steps}) == last, "a step changed nothing"
     published = sorted(path.name for path in (alone / rounds).glob("version-*"))
-    assert published == [f"version-{n}.safetensors" for n in (29, 30)]
+    assert published == [f"version-{n}.safetensors" for n in (last - 1, last)]
     assert (alone / rounds / "latest" / "hf" / "config.json").is_file()

@@ -1,4 +1,4 @@
-"""One rank that trains adapters: ``adapter_process.py MODEL RANK RANKS RENDEZVOUS OUT.npz GATHERED``.
+"""One rank that trains adapters, each way of gathering in turn: ``adapter_process.py MODEL RANK RANKS DIRECTORY``.
 
 Every rank adds the gradients of its share of ``SAMPLES`` inputs, as the trainer does: without sync while a batch is
 open, then one synced backward that adds nothing; or, layer by layer, with a sync in each of as many backwards on every
@@ -24,6 +24,7 @@ from streamrl.learning.state.published_weights import global_norm, make_weights
 from streamrl.recipe.sections import Gathered, Lora
 
 SAMPLES, STEPS = 3, 2
+WAYS = (Gathered.BATCH, Gathered.LAYER)
 
 
 class Losses(PackedPolicy):
@@ -89,4 +90,6 @@ def main(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5], Gathered(sys.argv[6]))
+    model, rank, ranks, directory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    for way in WAYS:
+        main(model, rank, ranks, f"file://{directory}/{way}.rendezvous", f"{directory}/{way}.{rank}.npz", way)

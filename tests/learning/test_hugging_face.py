@@ -8,7 +8,7 @@ import sys
 import pytest
 
 MODEL = "examples/sort/model"
-TRAINS = f"""
+TRAINS_AND_COMPILES = f"""
 import sys, torch
 from streamrl.learning.model.loading import load_policy
 from streamrl.learning.batches.packing import empty_micro_batch
@@ -16,14 +16,9 @@ device = torch.device("cpu")
 policy = load_policy({MODEL!r}, device)
 policy(empty_micro_batch(device)).sum().backward()
 assert "torch._dynamo" not in sys.modules, "the compiler was imported"
-"""
-COMPILES = (
-    TRAINS
-    + """
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
 assert torch._dynamo.is_compiling() is False
 """
-)
 ASKS = """
 import sys
 from streamrl.learning.model.hugging_face import without_compiler
@@ -45,7 +40,7 @@ with TransformGetItemToIndex():
     rows = torch.vmap(lambda index: table[index])(torch.tensor([3, 5]))
 assert rows.tolist() == [3, 5]
 """
-SCRIPTS = {"trains": TRAINS, "compiles": COMPILES, "asks": ASKS, "masks": MASKS}
+SCRIPTS = {"trains and compiles": TRAINS_AND_COMPILES, "asks": ASKS, "masks": MASKS}
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)

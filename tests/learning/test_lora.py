@@ -189,33 +189,35 @@ def test_adapters_are_not_offloaded(tiny_model: str) -> None:
         make_weights(options, policy)
 
 
-def run_ranks(tiny_model: str, directory: Path, ranks: int, gathered: Gathered) -> list[dict[str, np.ndarray]]:
-    outputs = [directory / f"{rank}.npz" for rank in range(ranks)]
-    meeting = f"file://{directory}/rendezvous"
+@pytest.fixture(scope="module")
+def trained(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one rank wrote, and what two did for each way of gathering."""
+    directory = tmp_path_factory.mktemp("adapters")
+    adapter_process.main(tiny_model, 0, 1, "", str(directory / "alone.npz"))
     processes = [
         subprocess.Popen(
-            [sys.executable, adapter_process.__file__, tiny_model, str(rank), str(ranks), meeting, str(out), gathered],
+            [sys.executable, adapter_process.__file__, tiny_model, str(rank), "2", str(directory)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank, out in enumerate(outputs)
+        for rank in range(2)
     ]
     try:
         logs = [process.communicate(timeout=150)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(logs)
-    return [dict(np.load(output)) for output in outputs]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(logs)
+    return directory
 
 
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("gathered", [Gathered.BATCH, Gathered.LAYER])
-def test_two_ranks_train_what_one_does(tiny_model: str, tmp_path: Path, gathered: Gathered) -> None:
-    adapter_process.main(tiny_model, 0, 1, "", str(tmp_path / "alone.npz"))
-    alone = dict(np.load(tmp_path / "alone.npz"))
-    first, second = run_ranks(tiny_model, tmp_path, 2, gathered)
+@pytest.mark.parametrize("gathered", adapter_process.WAYS)
+def test_two_ranks_train_what_one_does(trained: Path, gathered: Gathered) -> None:
+    alone, first, second = (
+        dict(np.load(trained / f"{name}.npz")) for name in ("alone", f"{gathered}.0", f"{gathered}.1")
+    )
     for name, expected in alone.items():
         if name.startswith("bits."):
             continue
@@ -228,5 +230,5 @@ def test_two_ranks_train_what_one_does(tiny_model: str, tmp_path: Path, gathered
         joined = np.concatenate([first[name], second[name]])
         published = first["published." + name.removeprefix("bits.")]
         assert (joined.astype(np.uint32) << 16).view(np.float32).tolist() == published.ravel().tolist()
-    assert (tmp_path / "0.adapter" / "adapter_model.safetensors").exists()
-    assert not (tmp_path / "1.adapter").exists()
+    assert (trained / f"{gathered}.0.adapter" / "adapter_model.safetensors").exists()
+    assert not (trained / f"{gathered}.1.adapter").exists()
