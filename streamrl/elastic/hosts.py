@@ -74,56 +74,17 @@ class ProgressWatch:
         return ""
 
 
-class _Shared:
-    """What the lives of all engines share. ``switching``: engines that join serve when the others do, too.
-    ``alone_since``: when there was an engine last, or a start of one failed: the next one has as much time.
-    ``streams``: the group of tasks that listen to hosts, which ends after the lives do."""
-
-    def __init__(
-        self,
-        settings: Engines,
-        order: Callable[[SupervisorOrder], Awaitable[None]],
-        emit: Callable[[EngineLost | EngineBack], Awaitable[None]],
-        guard: SocketGuard | None,
-        sleeps: bool,
-    ) -> None:
-        self.settings, self.order, self.emit, self.guard, self.sleeps = settings, order, emit, guard, sleeps
-        self.pool: EnginePool | None = None
-        self.sync: WeightPush | None = None
-        self.switching = True
-        self.restarts = 0
-        self.alone_since = 0.0
-        self.group: TaskGroup | None = None
-        self.streams: TaskGroup | None = None
-        self._changed = anyio.Event()
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        """Wait until ``condition`` holds, which is asked whenever anything changes."""
-        while not condition():
-            await self._changed.wait()
-
-    def notify(self) -> None:
-        """Say that something has changed."""
-        self._changed.set()
-        self._changed = anyio.Event()
-
-    def start(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
-        """Start ``work``, unless the run ends."""
-        assert self.group is not None, "run() was not started"
-        start_unless_ending(self.group, work, *arguments)  # type: ignore[arg-type]
-
-
 class _Life:
     """One engine. ``endpoints``: of its orders and its events. ``in_use``: its set is. ``awake``: it has a host, or one
     is being started, which takes memory. ``stopped``: the supervisor starts one only when it is ordered. ``joined``: it
     holds the live version. ``late``: it died, or waits for the next version, after its set was put to use."""
 
-    def __init__(self, name: str, endpoints: tuple[str, str], shared: _Shared, *, in_use: bool) -> None:
+    def __init__(self, name: str, endpoints: tuple[str, str], hosts: EngineHosts, *, in_use: bool) -> None:
         self.name, self._endpoints = name, endpoints
         self.stopped = not in_use
         self.awake = self.joined = False
         self.ready: tuple[RemoteEngine, EngineReady] | None = None
-        self._shared, self._settings = shared, shared.settings
+        self._hosts, self._settings = hosts, hosts.settings
         self._admission, self._listening = anyio.CancelScope(), anyio.CancelScope()
         self._engine: RemoteEngine | None = None
         self._closed = anyio.Event()
@@ -137,18 +98,18 @@ class _Life:
             if not self.in_use:
                 missed_since = math.inf
                 await self._stop()
-                await self._shared.until(lambda: self.in_use)
+                await self._hosts.until(lambda: self.in_use)
             self.awake = True
-            assert self._shared.streams is not None, "run() was not started"
-            engine = await self._shared.streams.start(self._listen)
-            self._shared.start(self._note_changes, engine)
+            assert self._hosts.streams is not None, "run() was not started"
+            engine = await self._hosts.streams.start(self._listen)
+            self._hosts.begin(self._note_changes, engine)
             if self.stopped:
                 self.stopped = False
-                await self._shared.order(StartEngine(engine=self.name))
+                await self._hosts.order(StartEngine(engine=self.name))
             ready = await self._until_ready(engine)
             if ready is not None:
                 self.ready = engine, ready
-                self._shared.notify()
+                self._hosts.notify()
                 try:
                     missed_since = await self._serve(engine, missed_since)
                 finally:
@@ -161,7 +122,7 @@ class _Life:
     async def _listen(self, *, task_status: TaskStatus[RemoteEngine]) -> None:
         """Listen to one host until it has ended, or is given up. Raises ``EngineError`` naming the engine whose host
         died, where that ends the run."""
-        name, guard, (orders_at, events_at) = self.name, self._shared.guard, self._endpoints
+        name, guard, (orders_at, events_at) = self.name, self._hosts.guard, self._endpoints
         sender = zmq_sender(EngineOrder, orders_at, bind=True, window=WINDOW, guard=guard, name=f"{name}.orders")
         receiver = zmq_receiver(
             EngineEvent, events_at, bind=True, window=WINDOW, guard=guard, name=f"{name}.completions"
@@ -195,19 +156,19 @@ class _Life:
     def fail(self, engine: RemoteEngine, reason: str) -> None:
         """End its host, which makes no progress, so that it is started again."""
         log.warning("%s is ended: %s", self.name, reason)
-        self._shared.start(self._kill, engine, KillEngine(engine=self.name, reason=reason, pid=engine.pid))
+        self._hosts.begin(self._kill, engine, KillEngine(engine=self.name, reason=reason, pid=engine.pid))
         engine.give_up(reason)
 
     async def _serve(self, engine: RemoteEngine, missed_since: float) -> float:
         """Until it fails, or was stopped. Returns since when it is missed."""
-        shared = self._shared
+        hosts = self._hosts
         while True:
-            if shared.pool is not None and self.in_use and await self._join(engine, shared.pool):
+            if hosts.pool is not None and self.in_use and await self._join(engine, hosts.pool):
                 if missed_since < math.inf:
-                    shared.restarts += 1
-                    await shared.emit(EngineBack(engine=self.name, seconds=anyio.current_time() - missed_since))
+                    hosts.restarts += 1
+                    await hosts.emit(EngineBack(engine=self.name, seconds=anyio.current_time() - missed_since))
                 missed_since = math.inf
-            await shared.until(lambda: engine.failure or not self.in_use)
+            await hosts.until(lambda: engine.failure or not self.in_use)
             if engine.failure:
                 await self._lose(engine)
                 return missed_since
@@ -216,14 +177,14 @@ class _Life:
 
     async def _until_ready(self, engine: RemoteEngine) -> EngineReady | None:
         """None: its host died while it started, its set is not in use any more, or it takes too long."""
-        limit, shared = self._settings.start_timeout_s, self._shared
+        limit, hosts = self._settings.start_timeout_s, self._hosts
         reason = f"not ready within {limit:g} s of being started (engines.advanced.start_timeout_s)"
         pause_s = LONGEST_PAUSE_S if self.late else 0.0
-        with anyio.move_on_after(limit + pause_s if shared.pool is not None or self.late else None):
-            await shared.until(lambda: engine.readiness or engine.failure or not self.in_use)
+        with anyio.move_on_after(limit + pause_s if hosts.pool is not None or self.late else None):
+            await hosts.until(lambda: engine.readiness or engine.failure or not self.in_use)
             if engine.failure:
                 log.warning("%s did not become ready: %s", self.name, engine.failure)
-                shared.alone_since = anyio.current_time()
+                hosts.alone_since = anyio.current_time()
             return engine.readiness if not engine.failure else None
         if not self._settings.restarts:
             raise EngineError(f"{self.name}: {reason}")
@@ -235,11 +196,11 @@ class _Life:
         if self.joined:
             return True
         with anyio.CancelScope() as self._admission:
-            await self._shared.until(lambda: self._shared.sync)
-            assert self._shared.sync is not None
+            await self._hosts.until(lambda: self._hosts.sync)
+            assert self._hosts.sync is not None
             try:
                 await pool.attach(self.name, engine)
-                await self._shared.sync.admit(self.name, engine, self._mark_late)
+                await self._hosts.sync.admit(self.name, engine, self._mark_late)
             except EngineError as error:
                 if not self._settings.restarts or not (engine.failure or self.name in pool.attached):
                     raise
@@ -247,26 +208,26 @@ class _Life:
                     self.fail(engine, str(error))
                 return False
             self.joined = True
-            if self.in_use and not self._shared.switching:
+            if self.in_use and not self._hosts.switching:
                 pool.readmit(self.name, AWAY)
             log.warning("%s holds the live weights", self.name)
-            self._shared.notify()
+            self._hosts.notify()
         return self.joined
 
     async def _lose(self, engine: RemoteEngine) -> None:
         requests = engine.lost_requests
-        if self._shared.pool is not None:
-            self._shared.pool.lose(self.name)
-        if self._shared.sync is not None:
-            self._shared.sync.remove(engine)
+        if self._hosts.pool is not None:
+            self._hosts.pool.lose(self.name)
+        if self._hosts.sync is not None:
+            self._hosts.sync.remove(engine)
         log.warning("%s is lost (%s) with %d requests, which the others sample", self.name, engine.failure, requests)
-        await self._shared.emit(EngineLost(engine=self.name, reason=engine.failure, requests=requests))
+        await self._hosts.emit(EngineLost(engine=self.name, reason=engine.failure, requests=requests))
         if engine.pid:
-            self._shared.start(self._kill_if_away, engine)
+            self._hosts.begin(self._kill_if_away, engine)
 
     async def _leave(self, engine: RemoteEngine) -> bool:
         """Take it out of everything, since another set is used. True: it slept, and is awake again."""
-        shared, pool, sync = self._shared, self._shared.pool, self._shared.sync
+        hosts, pool, sync = self._hosts, self._hosts.pool, self._hosts.sync
         assert pool is not None
         assert sync is not None
         with anyio.move_on_after(DRAIN_SECONDS) as limit:
@@ -278,18 +239,18 @@ class _Life:
         await sync.leave(engine)
         if self.name in pool.attached:
             pool.detach(self.name)
-        if not shared.sleeps or engine.failure:
+        if not hosts.sleeps or engine.failure:
             return False
         try:
-            await shared.order(StopEngine(engine=self.name, sleeps=True))
+            await hosts.order(StopEngine(engine=self.name, sleeps=True))
             await engine.sleep()
             self.awake = False
-            shared.notify()
-            await shared.until(lambda: engine.failure or self.in_use)
+            hosts.notify()
+            await hosts.until(lambda: engine.failure or self.in_use)
             if not self.in_use:
                 raise EngineError(engine.failure)
             self.awake = True
-            await shared.order(StartEngine(engine=self.name))
+            await hosts.order(StartEngine(engine=self.name))
             await engine.wake()
         except EngineError as error:
             log.warning("%s is lost while it slept: %s", self.name, error)
@@ -304,7 +265,7 @@ class _Life:
         engine = self._engine
         serves = engine is not None and engine.readiness is not None and not engine.failure
         self.stopped = True
-        await self._shared.order(StopEngine(engine=self.name, patience_s=PATIENCE_SECONDS if serves else 0.0))
+        await self._hosts.order(StopEngine(engine=self.name, patience_s=PATIENCE_SECONDS if serves else 0.0))
         if engine is not None and serves:
             with anyio.move_on_after(STOP_SECONDS):
                 with suppress(StreamBroken):  # it ended before its orders did
@@ -312,7 +273,7 @@ class _Life:
                 await self._closed.wait()
         await self.abandon()
         self.awake = False
-        self._shared.notify()
+        self._hosts.notify()
 
     async def _kill_if_away(self, engine: RemoteEngine) -> None:
         """A stream breaks where heartbeats stop, too: its host may live, and be stopped."""
@@ -323,24 +284,24 @@ class _Life:
                 f"it did not come back within {limit:g} s (engines.advanced.silence_timeout_s) of being lost "
                 f"({engine.failure})"
             )
-            await self._shared.order(KillEngine(engine=self.name, reason=reason, pid=engine.pid))
+            await self._hosts.order(KillEngine(engine=self.name, reason=reason, pid=engine.pid))
 
     async def _kill(self, engine: RemoteEngine, order: KillEngine) -> None:
-        await self._shared.order(order)
+        await self._hosts.order(order)
         if self._engine is engine:
             await self.abandon()
 
     def _mark_late(self) -> None:
         self.late = True
-        self._shared.notify()
+        self._hosts.notify()
 
     async def _note_changes(self, engine: RemoteEngine) -> None:
         """Say when it is ready and when it fails."""
         with suppress(EngineError):
             await engine.start()
-        self._shared.notify()
+        self._hosts.notify()
         await engine.failed.wait()
-        self._shared.notify()
+        self._hosts.notify()
 
 
 class EngineHosts:
@@ -363,16 +324,26 @@ class EngineHosts:
         guard: SocketGuard | None = None,
         sleeps: bool = False,
     ) -> None:
+        self.settings, self.order, self.emit, self.guard, self.sleeps = settings, order, emit, guard, sleeps
+        self.pool: EnginePool | None = None
+        self.sync: WeightPush | None = None
+        self.switching = True
+        """Engines that join serve when the others do, too."""
+        self.restarts = 0
+        self.alone_since = 0.0
+        """When there was an engine last, or a start of one failed: the next one has as much time."""
+        self.streams: TaskGroup | None = None
+        """The tasks that listen to hosts; the group ends after the lives do."""
+        self._group: TaskGroup | None = None
+        self._changed = anyio.Event()
         self._endpoints = endpoints
-        self._settings = settings
-        self._shared = _Shared(settings, order, emit, guard, sleeps)
         self._lives: dict[str, _Life] = {}
 
     @property
     def figures(self) -> dict[str, float]:
         """Metrics of a step, counted since the start of the run's controller."""
-        lost = self._shared.pool.lost_requests if self._shared.pool else 0
-        return {"engines/restarts_total": float(self._shared.restarts), "engines/lost_requests_total": float(lost)}
+        lost = self.pool.lost_requests if self.pool else 0
+        return {"engines/restarts_total": float(self.restarts), "engines/lost_requests_total": float(lost)}
 
     @property
     def kv_tokens(self) -> int:
@@ -383,27 +354,42 @@ class EngineHosts:
     def _in_use(self) -> list[_Life]:
         return [life for life in self._lives.values() if life.in_use]
 
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until ``condition`` holds, which is asked whenever anything changes."""
+        while not condition():
+            await self._changed.wait()
+
+    def notify(self) -> None:
+        """Say that something has changed."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def begin(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        """Start ``work`` beside the others, unless the run ends."""
+        assert self._group is not None, "run() was not started"
+        start_unless_ending(self._group, work, *arguments)  # type: ignore[arg-type]
+
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Watch the engines, and wait for those that were lost; until ``aclose``, and until their hosts have ended.
 
         Raises ``EngineError`` when no engine is there for long, or one comes back with another model.
         """
         watches: dict[RemoteEngine, ProgressWatch] = {}
-        limit = self._settings.start_timeout_s + LONGEST_PAUSE_S
+        limit = self.settings.start_timeout_s + LONGEST_PAUSE_S
         limits = {
-            "silence_timeout_s": self._settings.silence_timeout_s,
-            "progress_timeout_s": self._settings.progress_timeout_s,
+            "silence_timeout_s": self.settings.silence_timeout_s,
+            "progress_timeout_s": self.settings.progress_timeout_s,
         }
-        self._shared.alone_since = anyio.current_time()
-        async with anyio.create_task_group() as self._shared.streams, anyio.create_task_group() as self._shared.group:
+        self.alone_since = anyio.current_time()
+        async with anyio.create_task_group() as self.streams, anyio.create_task_group() as self._group:
             task_status.started()
             while True:
                 await anyio.sleep(LOOK_S)
-                now, pool = anyio.current_time(), self._shared.pool
+                now, pool = anyio.current_time(), self.pool
                 # Sets are of local engines: the supervisor knows when it starts none again, and ends the run.
-                if pool is None or pool.attached or self._shared.switching:
-                    self._shared.alone_since = now
-                elif now - self._shared.alone_since > limit:
+                if pool is None or pool.attached or self.switching:
+                    self.alone_since = now
+                elif now - self.alone_since > limit:
                     raise EngineError(f"no engine was there for {limit:g} s; the logs of their hosts say why they died")
                 engines = [life.ready[0] for life in self._lives.values() if life.ready]
                 watches = {engine: watches.get(engine) or ProgressWatch(**limits) for engine in engines}
@@ -419,17 +405,16 @@ class EngineHosts:
         Returns the pool of all engines, and what ``names`` are together. Raises ``EngineError`` when they are not of
         one model.
         """
-        shared = self._shared
-        self._lives = {n: _Life(n, at, shared, in_use=n in names) for n, at in self._endpoints.items()}
+        self._lives = {n: _Life(n, at, self, in_use=n in names) for n, at in self._endpoints.items()}
         for life in self._lives.values():
-            shared.start(life.run)
-        await shared.until(lambda: self._alive() and all(life.ready or life.late for life in self._in_use))
+            self.begin(life.run)
+        await self.until(lambda: self._alive() and all(life.ready or life.late for life in self._in_use))
         alive = self._alive()
         engines = {name: engine for name, (engine, _) in alive.items()}
-        fatal_deaths = self._settings.fatal_deaths if self._settings.restarts else None
+        fatal_deaths = self.settings.fatal_deaths if self.settings.restarts else None
         pool = EnginePool(engines, absent=[n for n in self._lives if n not in alive], fatal_deaths=fatal_deaths)
         ready = pool.joined([ready for _, ready in alive.values()])
-        shared.pool, shared.switching = pool, False
+        self.pool, self.switching = pool, False
         for name in alive:
             self._lives[name].joined = True
         return pool, msgspec.structs.replace(
@@ -443,52 +428,51 @@ class EngineHosts:
 
     def attend(self, sync: WeightPush) -> None:
         """From now on ``sync``, which has the engines of the pool, is given those that are started."""
-        self._shared.sync = sync
-        self._shared.notify()
+        self.sync = sync
+        self.notify()
 
     async def use(self, names: Collection[str]) -> None:
         """Have these engines serve and no others, which stop *before* these are started: both at once may not fit the
         machine. Requests wait until this returns: when each of them serves or is late, since it died or its version
         is not to be had any more, and one serves."""
-        shared, lives = self._shared, self._lives
-        assert shared.pool is not None
-        shared.pool.withdraw(shared.pool.names, AWAY)
-        shared.switching = True
+        assert self.pool is not None
+        self.pool.withdraw(self.pool.names, AWAY)
+        self.switching = True
         self._have_in_use(())
-        await shared.until(lambda: not any(life.awake for life in lives.values()))
+        await self.until(lambda: not any(life.awake for life in self._lives.values()))
         self._have_in_use(names)
         joining = self._in_use
-        await shared.until(
+        await self.until(
             lambda: any(life.joined for life in joining) and all(life.joined or life.late for life in joining)
         )
-        shared.switching = False
+        self.switching = False
         for life in joining:
             if life.joined:
-                shared.pool.readmit(life.name, AWAY)
+                self.pool.readmit(life.name, AWAY)
 
     def _have_in_use(self, names: Collection[str]) -> None:
         for life in self._lives.values():
             life.use(life.name in names)
-        self._shared.notify()
+        self.notify()
 
     async def aclose(self) -> None:
         """The run ends: no engine is waited for any more, and hosts that start or sleep are ended. Those that serve end
         with the pool."""
-        assert self._shared.group is not None, "run() was not started"
-        self._shared.group.cancel_scope.cancel()
-        attached = self._shared.pool.attached if self._shared.pool else {}
+        assert self._group is not None, "run() was not started"
+        self._group.cancel_scope.cancel()
+        attached = self.pool.attached if self.pool else {}
         for name, life in self._lives.items():
             if life.ready and not life.awake:
                 await life.ready[0].aclose()
             elif name not in attached:
                 if not life.stopped:
-                    await self._shared.order(StopEngine(engine=name))
+                    await self.order(StopEngine(engine=name))
                 await life.abandon()
 
     def on_failure(self, engine: Engine, reason: str) -> bool:
         """End ``engine``, if it has not died, so that it is started again. Returns whether the run continues without
         it."""
         assert isinstance(engine, RemoteEngine)
-        if self._settings.restarts and not engine.failure:
+        if self.settings.restarts and not engine.failure:
             self._lives[engine.name].fail(engine, reason)
-        return bool(self._settings.restarts)
+        return bool(self.settings.restarts)
