@@ -24,6 +24,7 @@ from streamrl.learning.batches.packing import PreparedSample, pack  # noqa: E402
 from streamrl.learning.model import loading, probe  # noqa: E402
 from streamrl.learning.model.architecture import decoder_layers  # noqa: E402
 from streamrl.learning.model.loading import load_policy, published_shapes  # noqa: E402
+from streamrl.learning.model.policy import PackedPolicy, shard  # noqa: E402
 from streamrl.learning.objective.logprobs import token_logprobs  # noqa: E402
 from streamrl.learning.state.checkpoint import save_hugging_face  # noqa: E402
 from streamrl.learning.state.published_weights import (  # noqa: E402
@@ -197,14 +198,14 @@ def test_packed_rows_give_the_models_own_logprobs_gradients_and_export(family: s
 def test_each_rank_reads_its_rows_of_every_tensor(family: str, tmp_path: Path) -> None:
     """Also of experts, which are many tensors of the file in one parameter. A group of three ranks that never talk."""
     path = save_model(SUPPORTED[family](), tmp_path / "model")
-    whole = load_policy(path, CPU)
+    whole = PackedPolicy(own_model(path))
     parameters, buffers = whole.trained_parameters(), dict(whole.named_buffers())
     for rank in range(3):
         torch.distributed.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
         try:
-            over = process_group.mesh(CPU)
-            policy = loading._sharded(path, CPU, over, Gathered.LAYER, sixteen_bit=False)
-            read = loading._read_shards(policy, loading._check_names(policy, Path(path)), CPU)
+            policy = loading._placed(path, CPU)
+            shard(policy, process_group.mesh(CPU), Gathered.LAYER, sixteen_bit=False)
+            read = loading._read_parameters(policy, loading._check_names(policy, Path(path)), CPU)
             assert read.keys() == parameters.keys()
             for part in local_shards(policy.trained_parameters()):
                 rows = local_part(read[part.name]).flatten()
@@ -299,11 +300,11 @@ def test_pieces_of_a_sharded_parameter_are_ranges_of_it(tmp_path: Path) -> None:
     size, served = fused.stop - fused.start, {piece.name: 0 for piece in pieces}
     for first, last in ((0, 1000), (1000, 5000), (5000, size)):
         part = LocalShard(fused.name, fused.shape, (), first, 100, 100 + last - first)
-        for piece, shard in zip(pieces, published_shards([part], pieces), strict=True):
-            if shard.stop > shard.start:
-                assert shard.start - 100 + first == piece.start + shard.offset
-                assert shard.offset == served[piece.name]
-                served[piece.name] += shard.stop - shard.start
+        for piece, here in zip(pieces, published_shards([part], pieces), strict=True):
+            if here.stop > here.start:
+                assert here.start - 100 + first == piece.start + here.offset
+                assert here.offset == served[piece.name]
+                served[piece.name] += here.stop - here.start
     assert served == {piece.name: 48 * 32 for piece in pieces}
 
 
@@ -326,7 +327,7 @@ def test_what_is_no_whole_plain_model_is_refused(tmp_path: Path) -> None:
     weights.write_bytes(b"\0" * 20)
     refused("cannot load the model of")
     weights.unlink()
-    refused("cannot load the model of")
+    refused("has no weights for")
     (directory / "config.json").unlink()
     refused(r"config\.json cannot be read")
 

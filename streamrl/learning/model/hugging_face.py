@@ -78,7 +78,6 @@ def without_compiler() -> Iterator[None]:
 @contextmanager
 def empty_parameters() -> Iterator[None]:
     """Modules made inside have parameters without memory, and buffers with their values."""
-    # Only here: it takes a third of a second, and a trainer of one rank does not need it.
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -49,39 +50,8 @@ from streamrl.recipe.sections import Gathered, OptimizerKind
 log = logging.getLogger(__name__)
 
 
-def load_policy(model_path: str, device: torch.device) -> PackedPolicy:
-    """The model of a Hugging Face directory in float32, without dropout, checked on a few packed tokens.
-
-    Raises ``StreamRLError`` for a directory that is not a whole model or holds code or pickles, for quantised weights,
-    and for a model that packed rows or published weights would get wrong. Auxiliary losses of routers (mixtures of
-    experts) are not trained.
-    """
-    directory = _checked(model_path)
-    with _load_errors(model_path), without_compiler():
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    if report["missing_keys"]:
-        names = sorted(report["missing_keys"])
-        raise StreamRLError(
-            f"model {model_path!r} has no weights for {len(names)} parameters ({', '.join(names[:3])}): save it again"
-        )
-    with _training_errors(model_path):
-        # Dropout would make the policy that is differentiated another one than the policy that sampled.
-        policy = PackedPolicy(model.eval().to(device))
-        _check_names(policy, directory)
-        check_packing(policy)
-    return policy
-
-
 def empty_policy(model_path: str) -> PackedPolicy:
-    """The same model without memory for its parameters, which ``load_sharded`` fills."""
+    """The model of ``load_policy`` without memory for its parameters, which that fills."""
     directory = _checked(model_path)
     with _load_errors(model_path), without_compiler():
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -94,63 +64,80 @@ def empty_policy(model_path: str) -> PackedPolicy:
         return PackedPolicy(model.eval())
 
 
-def load_sharded(
-    model_path: str, device: torch.device, over: DeviceMesh, gathered: Gathered, *, sixteen_bit: bool
+def load_policy(
+    model_path: str,
+    device: torch.device,
+    over: DeviceMesh | None = None,
+    gathered: Gathered = Gathered.BATCH,
+    *,
+    sixteen_bit: bool = False,
 ) -> PackedPolicy:
-    """As ``load_policy``, sharded: each rank reads its own part of every tensor, and holds no more of it. Collective.
+    """The model of a Hugging Face directory in float32, without dropout, checked on a few packed tokens. Sharded
+    ``over`` ranks, each reads its own part of every tensor, and holds no more of it; collective then.
 
-    Packing is checked in float32 before the bfloat16 model (``sixteen_bit``) is set up.
+    Packing is checked in float32 before the bfloat16 model of ranks (``sixteen_bit``) is set up.
+    Raises ``StreamRLError`` for a directory that is not a whole model or holds code or pickles, for quantised weights,
+    and for a model that packed rows or published weights would get wrong. Auxiliary losses of routers (mixtures of
+    experts) are not trained.
     """
-    policy = _sharded(model_path, device, over, gathered, sixteen_bit=False)
+    policy = _placed(model_path, device)
+    if over is not None:
+        shard(policy, over, gathered, sixteen_bit=False)
     with _training_errors(model_path):
-        files = _check_names(policy, Path(model_path))
         with _load_errors(model_path):
-            parameters = _read_shards(policy, files, device)
-        policy.hugging_face.load_state_dict(parameters, strict=False, assign=True)  # tied ones come once
-        gather_once(policy)
+            parameters = _read_parameters(policy, _check_names(policy, Path(model_path)), device)
+        _take(policy, parameters)
         check_packing(policy)
     set_sharded(policy, True)
-    if not sixteen_bit:
+    if over is None or not sixteen_bit:
         return policy
-    narrow = _sharded(model_path, device, over, gathered, sixteen_bit=True)
-    narrow.hugging_face.load_state_dict(policy.trained_parameters(), strict=False, assign=True)
-    gather_once(narrow)
+    narrow = _placed(model_path, device)
+    shard(narrow, over, gathered, sixteen_bit=True)
+    _take(narrow, policy.trained_parameters())
     return narrow
 
 
-def _sharded(
-    model_path: str, device: torch.device, over: DeviceMesh, gathered: Gathered, *, sixteen_bit: bool
-) -> PackedPolicy:
+def _placed(model_path: str, device: torch.device) -> PackedPolicy:
+    """The empty model with its buffers on the device."""
     policy = empty_policy(model_path)
     policy.hugging_face.set_attn_implementation(register_packed_attention())
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
-    shard(policy, over, gathered, sixteen_bit=sixteen_bit)
     return policy
 
 
+def _take(policy: PackedPolicy, parameters: Mapping[str, Tensor]) -> None:
+    """Let the policy have these parameters, in which tied ones come once."""
+    policy.hugging_face.load_state_dict(parameters, strict=False, assign=True)
+    if isinstance(policy, FSDPModule):
+        gather_once(policy)
+    else:
+        policy.hugging_face.tie_weights()
+
+
 @torch.no_grad()
-def _read_shards(policy: PackedPolicy, files: Mapping[str, Path], device: torch.device) -> dict[str, Tensor]:
-    """Parameters with this rank's part of what the files hold, float32, by name; tied ones once."""
+def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: torch.device) -> dict[str, Tensor]:
+    """Parameters, or this rank's part of them, with what the files hold, float32, by name; tied ones once."""
     parameters = policy.trained_parameters()
+    opened: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in set(files.values())}
     read: dict[str, Tensor] = {}
     starts: dict[str, int] = {}
     for part in local_shards(parameters):
         like = cast("Any", parameters[part.name])
         local = torch.empty(part.local_shape, dtype=torch.float32, device=device)
-        read[part.name] = cast("Any", DTensor)(local, like._spec, requires_grad=False)
+        sharded = isinstance(like, DTensor)
+        read[part.name] = cast("Any", DTensor)(local, like._spec, requires_grad=False) if sharded else local
         starts[part.name] = part.start
     for piece, part in zip(policy.pieces, published_shards(local_shards(parameters), policy.pieces), strict=True):
-        with safe_open(files[piece.name], framework="pt") as tensors:
-            stored = tensors.get_slice(piece.name)
-            if tuple(stored.get_shape()) != piece.shape:
-                raise ValueError(f"{piece.name} has shape {stored.get_shape()}, the model wants {list(piece.shape)}")
-            width = torch.Size(piece.shape[1:]).numel()
-            stop = part.offset + part.stop - part.start
-            rows = stored[part.offset // width : -(-stop // width)].flatten()
+        stored = opened[files[piece.name]].get_slice(piece.name)
+        if tuple(stored.get_shape()) != piece.shape:
+            raise ValueError(f"{piece.name} has shape {stored.get_shape()}, the model wants {list(piece.shape)}")
+        width = torch.Size(piece.shape[1:]).numel()
+        stop = part.offset + part.stop - part.start
+        rows = (stored[part.offset // width : -(-stop // width)] if piece.shape else stored[...]).flatten()
         first = part.start - starts[piece.parameter]
-        flat = cast("DTensor", read[piece.parameter]).to_local().view(-1)
+        flat = local_part(read[piece.parameter]).view(-1)
         flat[first : first + part.stop - part.start] = rows[part.offset % width :][: part.stop - part.start]
     return read
 
@@ -212,11 +199,11 @@ def _check_names(policy: PackedPolicy, directory: Path) -> dict[str, Path]:
         with safe_open(file, framework="pt") as tensors:
             stored |= dict.fromkeys(tensors.keys(), file)
     model = policy.hugging_face
-    unknown = [piece.name for piece in policy.pieces if piece.name not in stored]
+    unknown = sorted(piece.name for piece in policy.pieces if piece.name not in stored)
     if unknown:
         raise StreamRLError(
-            f"model type {model.config.model_type!r} is trained under names that its files do not have "
-            f"({', '.join(unknown[:3])}): engines could not load what is published"
+            f"model type {model.config.model_type!r} has no weights for {len(unknown)} parameters "
+            f"({', '.join(unknown[:3])}) under the names that engines load: save it again"
         )
     buffers = [name for name in persistent_buffers(model) if name in stored]
     if buffers:
@@ -251,10 +238,9 @@ def load_models(
 
 
 def _load(options: TrainerOptions, device: torch.device, gathered: Gathered) -> PackedPolicy:
-    if options.ranks == 1:
-        return load_policy(options.model_path, device)
-    over, sixteen_bit = process_group.mesh(device), computes_in_sixteen_bits(options, device)
-    return load_sharded(options.model_path, device, over, gathered, sixteen_bit=sixteen_bit)
+    over = process_group.mesh(device) if options.ranks > 1 else None
+    sixteen_bit = computes_in_sixteen_bits(options, device)
+    return load_policy(options.model_path, device, over, gathered, sixteen_bit=sixteen_bit)
 
 
 @torch.no_grad()
