@@ -6,15 +6,13 @@ plugin, also in engines that are none of ours.
 
 from __future__ import annotations
 
-import base64
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from streamrl.base.run_process import name_shared_memory
 from streamrl.engines.vllm.worker import die_with_parent, keep_linear_weights
-from streamrl.weights import ENGINE_VARIABLE, TEXT_METHODS, WEIGHT_BACKEND
+from streamrl.weights import ENGINE_VARIABLE, WEIGHT_BACKEND
 
 LINEAR_VARIABLE = "STREAMRL_CPU_LINEAR"  # "plain" (default), "packed": see keep_linear_weights; "stock": as vLLM does
 
@@ -31,7 +29,6 @@ def register() -> None:
     if os.environ.get(LINEAR_VARIABLE) != "stock":
         keep_linear_weights(packed=os.environ.get(LINEAR_VARIABLE) == "packed")
     watch_after_loading()
-    add_text_methods()
     from streamrl.vllm.continuation import add_continuation
 
     add_continuation()
@@ -92,17 +89,6 @@ def register_weight_backend() -> None:
         WeightTransferEngineFactory.register_engine(
             WEIGHT_BACKEND, "streamrl.weights.vllm.weight_receiver", "StreamrlWeightTransfer"
         )
-
-
-def add_text_methods() -> None:
-    """Give every worker the ``TEXT_METHODS``."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    def from_text(method: str) -> Callable[[Any, str], Any]:
-        return lambda worker, encoded: getattr(worker, method)(base64.b64decode(encoded, validate=True))
-
-    for method, name in TEXT_METHODS.items():
-        setattr(WorkerBase, name, from_text(method))
 
 
 def watch_after_loading() -> None:

@@ -73,9 +73,6 @@ WEIGHT_BACKEND = "streamrl"
 SERVER_OPTIONS = ("--weight-transfer-config", json.dumps({"backend": WEIGHT_BACKEND}))
 """What ``vllm serve MODEL`` needs on its command line."""
 
-TEXT_METHODS = {"streamrl_begin_stage": "streamrl_begin_stage_from_text"}
-"""Worker methods that take bytes, and those that take the same in base64: ``vllm serve`` passes on text only."""
-
 _HOMES = {
     "streamrl.weights.publish.loaded_checkpoint": ("CheckpointBase",),
     "streamrl.weights.codec.codec": ("EncodedPatch", "WeightPatch", "decode_patch", "encode_complete", "encode_patch"),

@@ -7,6 +7,7 @@ The worker's side is ``streamrl.weights.vllm.weight_receiver``. The engine is an
 
 from __future__ import annotations
 
+import base64
 import time
 from typing import Any
 
@@ -50,7 +51,8 @@ async def stage(llm: Any, announcement: WeightAnnouncement) -> OrderDone:
     Raises ``WeightError`` with the worker's reason; nothing live has changed then.
     """
     started = time.monotonic()
-    await llm.collective_rpc("streamrl_begin_stage", args=(msgspec.msgpack.encode(announcement),))
+    text = base64.b64encode(msgspec.msgpack.encode(announcement)).decode()  # ``vllm serve`` passes on text only
+    await llm.collective_rpc("streamrl_begin_stage", args=(text,))
     reports = await llm.collective_rpc("streamrl_stage_report")
     while not all(report["fetched"] for report in reports):
         passed = time.monotonic() - started

@@ -8,7 +8,6 @@ publisher.
 
 from __future__ import annotations
 
-import base64
 import json
 import urllib.error
 import urllib.parse
@@ -19,7 +18,6 @@ from typing import Any
 import anyio.to_thread
 
 from streamrl.base.errors import EngineError
-from streamrl.weights import TEXT_METHODS
 
 
 class VllmServer:
@@ -30,11 +28,9 @@ class VllmServer:
         self._address = address.rstrip("/")
         self._timeout_s = timeout_s
 
-    async def collective_rpc(self, method: str, args: Sequence[bytes | str] = ()) -> list[Any]:
-        """Call a method on every worker; bytes travel as base64, to the worker method that takes text."""
-        texts = [base64.b64encode(value).decode() if isinstance(value, bytes) else value for value in args]
-        name = TEXT_METHODS[method] if texts != list(args) else method
-        answer = await self._post("collective_rpc", body={"method": name, "args": texts})
+    async def collective_rpc(self, method: str, args: Sequence[str] = ()) -> list[Any]:
+        """Call a method on every worker."""
+        answer = await self._post("collective_rpc", body={"method": method, "args": list(args)})
         return list(answer.get("results", []))
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from streamrl.base.errors import EngineError, WeightError
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.weights import TEXT_METHODS, VllmServer, push
+from streamrl.weights import VllmServer, push
 
 HASH = 2**64 - 3  # more than a float holds
 HELD = {"policy_version": 7, "state_hash": HASH, "expected_hash": HASH, "error": ""}
@@ -43,7 +43,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     listening.calls, listening.before = [], {}  # type: ignore[attr-defined]
     listening.answers = {  # type: ignore[attr-defined]
-        TEXT_METHODS["streamrl_begin_stage"]: (200, {"results": [None]}),
+        "streamrl_begin_stage": (200, {"results": [None]}),
         "streamrl_stage_report": (200, {"results": [STAGED]}),
         "streamrl_finish_stage": (200, {"results": [STAGED]}),
         "streamrl_apply": (200, {"results": [HELD]}),
@@ -69,7 +69,7 @@ def test_a_push_is_staged_before_the_pause_and_committed_in_it(server: Threading
     assert (done.state_hash, done.payload_bytes) == (HASH, 11)
     calls = [(path, body.get("method")) for path, body in server.calls]  # type: ignore[attr-defined]
     assert calls == [
-        ("/collective_rpc", "streamrl_begin_stage_from_text"),
+        ("/collective_rpc", "streamrl_begin_stage"),
         ("/collective_rpc", "streamrl_stage_report"),
         ("/collective_rpc", "streamrl_finish_stage"),
         ("/pause?mode=keep&clear_cache=true", None),

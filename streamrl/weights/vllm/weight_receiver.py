@@ -7,6 +7,7 @@ so that the reason reaches the owner in one piece. What vLLM calls itself does r
 
 from __future__ import annotations
 
+import base64
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -176,9 +177,11 @@ def _agree(failed: str) -> None:
 # ---- methods of the worker, called by name through AsyncLLM.collective_rpc ------------------------------
 
 
-def streamrl_begin_stage(worker: Any, encoded_announcement: bytes) -> None:
-    """Start fetching in a thread. A version that is being fetched is given up for the new one."""
-    worker.weight_transfer_engine.transaction.begin_stage(decode_announcement(encoded_announcement))
+def streamrl_begin_stage(worker: Any, announcement: str) -> None:
+    """Start fetching in a thread. A version that is being fetched is given up for the new one. ``announcement``: in
+    base64, since arguments may travel over HTTP."""
+    decoded = decode_announcement(base64.b64decode(announcement, validate=True))
+    worker.weight_transfer_engine.transaction.begin_stage(decoded)
 
 
 def streamrl_stage_report(worker: Any) -> dict[str, Any]:
