@@ -11,16 +11,38 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
 from process_tree import describe
 
 OWN_PROCESS = re.compile(r"streamrl\.app[. ](?P<role>\w+)(?:.*--index[ =](?P<index>\d+))?")
+HERE = Path(__file__).parent
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+def start_tapped(arguments: Sequence[str], folder: Path, tap: Path, temporary: Path) -> subprocess.Popen[bytes]:
+    """``streamrl ARGUMENTS`` in ``folder``, whose processes write what they do to ``tap``; what it prints is appended
+    to ``output.txt`` there."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE / "chaos_tap"), str(HERE.parent)]),
+        "STREAMRL_CHAOS_TAP": str(tap),
+        "TMPDIR": str(temporary),
+    }
+    with (folder / "output.txt").open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "streamrl", *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=folder,
+            start_new_session=True,
+        )
 
 
 def become_subreaper() -> None:

@@ -45,8 +45,3 @@ class Witness:
                 return None
             time.sleep(0.003)
         return None
-
-    def first(self, wanted: Callable[[Record], bool]) -> Record | None:
-        """The first of all lines that is ``wanted``."""
-        self.read()
-        return next((record for record in self.records if wanted(record)), None)

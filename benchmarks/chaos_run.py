@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from chaos_processes import (
     residue,
     send,
     shared_memory,
+    start_tapped,
     wait_until_none,
 )
 from chaos_records import Record, Witness
@@ -102,20 +102,7 @@ class ChaosRun:
         return began
 
     def _command(self, *arguments: str) -> None:
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(HERE / "chaos_tap"), str(HERE.parent)]),
-            "STREAMRL_CHAOS_TAP": str(self.tap),
-            "TMPDIR": str(self.temporary),
-        }
-        with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "streamrl", *arguments],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                cwd=self.folder,
-                start_new_session=True,
-            )
+        self.process = start_tapped(arguments, self.folder, self.tap, self.temporary)
 
     def terminate(self) -> None:
         """The first signal: finish what is open, save, end."""

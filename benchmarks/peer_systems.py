@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -69,7 +69,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     seconds: float
     wall_s: float
-    median_step_s: float | None
     peak_pss_bytes: int
     time_to_target_s: float | None
     history: list[tuple[int, float, float]]
@@ -127,7 +126,6 @@ def run_streamrl(job: Job, repeat: int, folder: Path) -> Outcome:
         tokens_per_s=tokens / at[-1],
         seconds=at[-1],
         wall_s=wall,
-        median_step_s=median(step["time/step_s"] for step in steps),
         peak_pss_bytes=memory.peak_bytes,
         time_to_target_s=first_time_at(history, job.target),
         history=history,
@@ -221,7 +219,6 @@ def _read_output(text: str, job: Job, repeat: int, system: str, wall_s: float, p
         tokens_per_s=float(numbers["tok/s"]),
         seconds=seconds,
         wall_s=wall_s,
-        median_step_s=None,
         peak_pss_bytes=peak,
         time_to_target_s=None if job.coin else first_time_at(history, job.target),
         history=history,

@@ -33,6 +33,8 @@ from pathlib import Path
 
 import msgspec
 import psutil
+import torch
+from safetensors.torch import load_file
 
 from streamrl.control import actions as do
 from streamrl.control import events as on
@@ -305,15 +307,10 @@ def _weights(checkpoints: Path) -> dict[str, str]:
 
 def _tensors(path: Path) -> str:
     """Digest of all tensors by name: torch writes those of its own checkpoints in any order."""
-    content = path.read_bytes()
-    begin = 8 + int.from_bytes(content[:8], "little")
-    header = msgspec.json.decode(content[8:begin])
     digest = hashlib.sha256()
-    for name in sorted(header.keys() - {"__metadata__"}):
-        tensor = header[name]
-        start, end = tensor["data_offsets"]
-        digest.update(f"{name} {tensor['dtype']} {tensor['shape']}".encode())
-        digest.update(content[begin + start : begin + end])
+    for name, tensor in sorted(load_file(path).items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

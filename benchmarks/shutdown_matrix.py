@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 
 import msgspec
 import psutil
-from chaos_processes import become_subreaper, living, residue, send, shared_memory, wait_until_none
+from chaos_processes import become_subreaper, living, residue, send, shared_memory, start_tapped, wait_until_none
 from chaos_records import Record, Witness
 
 from streamrl.supervise.clean_up import remove_half_written, remove_killed_life
@@ -130,19 +129,8 @@ def _train(folder: Path) -> subprocess.Popen[bytes]:
         "evaluation.limit": 16,
     }
     flags = [part for name, value in chosen.items() for part in ("--set", f"{name}={json.dumps(value)}")]
-    with (folder / "output").open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "streamrl", "train", str(EXAMPLE / "recipe.toml"), *flags],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ
-            | {
-                "PYTHONPATH": os.pathsep.join([str(HERE / "chaos_tap"), str(HERE.parent)]),
-                "STREAMRL_CHAOS_TAP": str(folder / "tap.jsonl"),
-                "TMPDIR": str(folder / "tmp"),
-            },
-            start_new_session=True,
-        )
+    arguments = ["train", str(EXAMPLE / "recipe.toml"), *flags]
+    return start_tapped(arguments, folder, folder / "tap.jsonl", folder / "tmp")
 
 
 def _aim(phase: str, folder: Path, process: subprocess.Popen[bytes]) -> list[str]:
@@ -209,7 +197,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
 
 
 def _tail(folder: Path) -> str:
-    return " | ".join((folder / "output").read_text(errors="replace").splitlines()[-4:])
+    return " | ".join((folder / "output.txt").read_text(errors="replace").splitlines()[-4:])
 
 
 if __name__ == "__main__":
