@@ -75,7 +75,6 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
     if not any(line.preemptions for line in run.engines):
         assumed += ("engine.kv_tokens",)
     prompt_tokens = round(float(np.mean([line.prompt_tokens for line in run.trajectories])))
-    header = run.header
     model = ClusterModel(
         engine=_engine(run, step, arrival, presubmitted, recipe.engines.max_num_seqs if recipe else 0),
         trainer=msgspec.structs.replace(trainer.model, rollout_slowdown=step.slowdown),
@@ -83,7 +82,7 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
         # Not the run's capacity: another recipe's batches are measured against their own.
         engines=msgspec.structs.replace(
             DEMO.engines,
-            count=header.engines,
+            count=run.header.engines,
             prompt_tokens=prompt_tokens,
             tensor_parallel_size=recipe.engines.tensor_parallel_size if recipe else 1,
         ),

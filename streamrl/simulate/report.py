@@ -4,7 +4,7 @@ steps."""
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
 import msgspec
@@ -163,7 +163,7 @@ class Sums(msgspec.Struct):
     over steps; ``stragglers``: sum over trained batches of the share of their step's groups that straggled."""
 
     began_s: float = 0.0
-    kinds: dict[str, KindSums] = {}
+    kinds: defaultdict[str, KindSums] = msgspec.field(default_factory=lambda: defaultdict(KindSums))
     unbiased: Counter[int] = msgspec.field(default_factory=Counter)
     batches: int = 0
     samples: int = 0
@@ -184,13 +184,10 @@ class Sums(msgspec.Struct):
     reasons: Counter[str] = msgspec.field(default_factory=Counter)
     recent: deque[StepRow] = msgspec.field(default_factory=lambda: deque(maxlen=STEPS_REPORTED))
 
-    def kind(self, name: str) -> KindSums:
-        """Return the sums of one kind of round."""
-        return self.kinds.setdefault(name, KindSums())
-
 
 class StepLedger:
-    """Follows one step after the other. ``capacity``: what bubble ratios count as all of it, in requests."""
+    """Follows one step after the other. ``capacity``: what bubble ratios count as all of it, in requests.
+    ``trained_s``, ``publishing_s``: when the trainer had stepped and the push began."""
 
     def __init__(
         self,
@@ -207,7 +204,7 @@ class StepLedger:
         self._cap = cap
         self._sums = Sums()
         self._first_launch: dict[int, int] = {}
-        self._began = self._full = self._trained = self._publishing = 0.0
+        self._began = self._full = self.trained_s = self.publishing_s = 0.0
         self._busy_began = self._busy_full = self._generated_began = 0.0
         self._open = BatchSums()
         self._closed = BatchSums()
@@ -232,7 +229,7 @@ class StepLedger:
         lengths = [request.length for request in requests]
         oldest = [request.first_version for request in requests]
         size, tokens, longest = len(lengths), sum(lengths), max(lengths)
-        sums.kind(kind).lengths.update(lengths)
+        sums.kinds[kind].lengths.update(lengths)
         sums.groups += 1
         sums.samples += size
         sums.trained_tokens += tokens
@@ -261,14 +258,6 @@ class StepLedger:
         self._advance(now)
         self._busy_full = self._together.busy_s
 
-    def trained(self, now: float) -> None:
-        """The trainer has stepped."""
-        self._trained = now
-
-    def publishing(self, now: float) -> None:
-        """The push begins."""
-        self._publishing = now
-
     def live(self, now: float, version: int) -> StepRow:
         """Every engine holds the version that the step made: the step is over."""
         self._advance(now)
@@ -283,8 +272,8 @@ class StepLedger:
             began_s=self._began,
             step_s=step_s,
             rollout_s=rollout_s,
-            training_s=self._trained - self._full,
-            push_s=now - self._publishing,
+            training_s=self.trained_s - self._full,
+            push_s=now - self.publishing_s,
             groups=batch.groups,
             samples=batch.samples,
             trained_tokens=batch.tokens,
@@ -296,7 +285,7 @@ class StepLedger:
         straggled = straggler_rate(batch.tables, self._settings.group_sizing.straggler_ratio)
         sums.batches += batch.batches
         sums.stragglers += batch.batches * (straggled or 0.0)
-        kind = sums.kind(batch.kind)
+        kind = sums.kinds[batch.kind]
         kind.steps += 1
         kind.step_s += step_s
         kind.rollout_s += rollout_s

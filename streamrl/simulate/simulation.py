@@ -320,7 +320,7 @@ class Simulation:
 
         def trained() -> None:
             self._slow_down(1.0)
-            self.ledger.trained(self.agenda.now)
+            self.ledger.trained_s = self.agenda.now
             self._tell(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
 
         self.agenda.call_after(ends - now, trained)
@@ -330,7 +330,7 @@ class Simulation:
         barrier = push.abort_barrier_s if self.rollout.aborted else 0.0
         self.rollout.aborted = False
         seconds = push.seconds + push.kind_s.get(self._round_kind, 0.0) + barrier
-        self.ledger.publishing(now)
+        self.ledger.publishing_s = now
         self.agenda.add(now + seconds - min(push.pause_s + barrier, seconds), self.rollout.pause)
         self.agenda.call_after(seconds, lambda: self._live(action.policy_version))
 
