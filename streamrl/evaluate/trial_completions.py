@@ -27,7 +27,8 @@ from streamrl.base.types import (
 from streamrl.plan.topology import ProcessPlan, Role
 from streamrl.prompts.prompts import PromptSource
 from streamrl.prompts.tokenizer import Tokenizer
-from streamrl.recipe.sections import Model, Prompts, Recipe, Reward
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.sections import Model, Prompts, Recipe
 
 _MOST_AT_ONCE = 64
 _READ_AHEAD = 256

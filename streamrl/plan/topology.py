@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
-from streamrl.recipe.sections import Launch, Recipe, TransportKind
+from streamrl.recipe.sections import Engines, EngineShape, Launch, Recipe, TransportKind
 
 TOPOLOGY_FILE = "topology.json"
 JOURNAL_DIRECTORY = "journal"
@@ -103,21 +103,13 @@ RENDEZVOUS_FILE = "rendezvous"
 
 def prepared_sets(recipe: Recipe) -> tuple[PreparedSet, ...]:
     """The sets of engines of ``recipe``, the one that begins first; usually it is the only one."""
-    engines = recipe.engines
-    first = PreparedSet(
-        first=0,
-        count=engines.count,
-        tensor_parallel_size=engines.tensor_parallel_size,
-        max_num_seqs=engines.max_num_seqs,
-        kv_tokens=engines.kv_tokens,
-        cores=engines.cores,
-        rounds=engines.rounds,
-    )
-    sets = [first]
-    for shape in engines.sets:
+    engines, first = recipe.engines, 0
+    shapes: tuple[Engines | EngineShape, ...] = (engines, *engines.sets)
+    sets = []
+    for shape in shapes:
         sets.append(
             PreparedSet(
-                first=sets[-1].first + sets[-1].count,
+                first=first,
                 count=shape.count,
                 tensor_parallel_size=shape.tensor_parallel_size,
                 max_num_seqs=shape.max_num_seqs or -(-engines.max_num_seqs * engines.count // shape.count),
@@ -126,6 +118,7 @@ def prepared_sets(recipe: Recipe) -> tuple[PreparedSet, ...]:
                 rounds=shape.rounds,
             )
         )
+        first += shape.count
     return tuple(sets)
 
 

@@ -26,7 +26,7 @@ from streamrl.recipe.fields import (
 )
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.objective import Objective, OffPolicy
-from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
+from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.scheduling import (
     GroupSizing,
     LengthSorted,
@@ -36,9 +36,6 @@ from streamrl.recipe.scheduling import (
     slots,
     trains_on_policy,
 )
-
-__all__ = ["AdaptiveTimeout", "FailurePolicy", "Reward", "RewardLimits"]  # also found here, beside the other sections
-
 
 ENGINE_RESTARTS = 3
 RECOVERY_INTERVAL = 100
