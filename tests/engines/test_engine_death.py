@@ -15,6 +15,7 @@ import pytest
 
 from streamrl.base.errors import EngineError
 from streamrl.base.messages import Generate, PauseMode
+from streamrl.engines.engine import Engine
 
 pytestmark = [
     pytest.mark.vllm,
@@ -40,33 +41,43 @@ async def until_gone(pids: list[int]) -> float:
     return time.monotonic() - began
 
 
+async def kill_is_reported(engine: Engine, host: int, title: str, cause: str) -> None:
+    """Kill the process ``title`` of the engine: the next order says why it fails, soon, and no process is left."""
+    pids = [host, *(process.pid for process in psutil.Process(host).children(recursive=True))]
+    began = time.monotonic()
+    os.kill(find(host, title), signal.SIGKILL)
+    with pytest.raises(EngineError, match=cause), anyio.fail_after(30):
+        await engine.checksums()
+    reported = time.monotonic() - began
+    gone = await until_gone(pids)
+    print(f"{title}: reported after {reported:.2f} s, everything gone {gone:.2f} s later")
+    assert reported < 3
+
+
+CORE_DIED = r"engine-0: its process VLLM::EngineCore \(pid \d+\) died"
+
+
 @pytest.mark.parametrize(
-    ("title", "cause", "idle"),
-    [
-        ("VLLM::EngineCore", r"engine-0: its process VLLM::EngineCore \(pid \d+\) died", False),
-        ("VLLM::EngineCore", r"engine-0: its process VLLM::EngineCore \(pid \d+\) died", True),
-        ("owner", r"engine-0: its host is gone", False),
-    ],
-    ids=["core", "idle-core", "owner"],
+    ("title", "cause"),
+    [("VLLM::EngineCore", CORE_DIED), ("owner", r"engine-0: its host is gone")],
+    ids=["core", "owner"],
 )
 async def test_sigkill_is_reported_at_once_and_leaves_nothing(
     title: str,
     cause: str,
-    idle: bool,
     tiny_options: Callable,
     hosted: Callable,
     make_request: Callable[..., Generate],
     abandoned_memory: Callable[[], set[str]],
 ) -> None:
+    """Requests are open; ``test_engine_statistics.py`` kills the core of an idle engine."""
     pytest.importorskip("vllm")
     errors: list[str] = []
     with tempfile.TemporaryDirectory(prefix="srl") as directory:
         options = tiny_options(Path(directory))
         async with hosted(options, Path(directory)) as (engine, host), anyio.create_task_group() as group:
-            pids = [host.pid, *(process.pid for process in psutil.Process(host.pid).children(recursive=True))]
             await engine.generate(make_request())
-            if not idle:
-                await engine.pause(PauseMode.KEEP, clear_cache=False)  # so that the requests are surely open
+            await engine.pause(PauseMode.KEEP, clear_cache=False)  # so that the requests are surely open
 
             async def expect_failure(request: Generate) -> None:
                 try:
@@ -74,18 +85,11 @@ async def test_sigkill_is_reported_at_once_and_leaves_nothing(
                 except EngineError as error:
                     errors.append(str(error))
 
-            for _ in range(0 if idle else 8):
+            for _ in range(8):
                 group.start_soon(expect_failure, make_request(max_tokens=400))
             await anyio.sleep(0.2)  # let the requests reach the engine
-            began = time.monotonic()
-            os.kill(find(host.pid, title), signal.SIGKILL)
-            with pytest.raises(EngineError, match=cause), anyio.fail_after(30):
-                await engine.checksums()
-            reported = time.monotonic() - began
-            gone = await until_gone(pids)
-            print(f"{title}: reported after {reported:.2f} s, everything gone {gone:.2f} s later")
-            assert reported < 3
-    assert len(errors) == (0 if idle else 8)
+            await kill_is_reported(engine, host.pid, title, cause)
+    assert len(errors) == 8
     assert all("engine-0" in error for error in errors)
     with anyio.move_on_after(2):
         while abandoned_memory():

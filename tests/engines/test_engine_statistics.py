@@ -19,6 +19,7 @@ from streamrl.base.types import Completion, FinishReason, token_array
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.vllm.statistics import EngineStatistics
 from tests.engines.conftest import owned
+from tests.engines.test_engine_death import CORE_DIED, kill_is_reported
 
 # ---- the arithmetic ------------------------------------------------------------------------------
 
@@ -127,8 +128,9 @@ def real(test: Callable[..., Any]) -> Callable[..., Any]:
 class LongRequests:
     """Requests that end only at their limit: from prompts after which the model, nearly greedy, never stops."""
 
-    def __init__(self, engine: RemoteEngine) -> None:
+    def __init__(self, engine: RemoteEngine, host: int) -> None:
         self.engine = engine
+        self.host = host
         self.prompts: list[list[int]] = []
         self.done: dict[str, Completion] = {}
         self._count = 0
@@ -183,8 +185,8 @@ async def long_requests(request: pytest.FixtureRequest) -> AsyncIterator[LongReq
     async def opened(directory: Path) -> AsyncIterator[LongRequests]:
         options = request.getfixturevalue("tiny_options")(directory)
         options = msgspec.structs.replace(options, max_num_seqs=MAX_RUNNING, cache_blocks=CACHE_BLOCKS)
-        async with request.getfixturevalue("hosted")(options, directory) as (engine, _):
-            requests = LongRequests(engine)
+        async with request.getfixturevalue("hosted")(options, directory) as (engine, host):
+            requests = LongRequests(engine, host.pid)
             await requests.find_prompts()
             yield requests
 
@@ -246,3 +248,11 @@ async def test_a_pause_that_clears_the_cache_is_no_pressure(long_requests: LongR
         await long_requests.engine.resume()
     after = await long_requests.until(idle)
     assert after.preemptions == before.preemptions
+
+
+@real
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # as in test_engine_death.py
+async def test_of_an_idle_engine_a_killed_core_is_reported_at_once(long_requests: LongRequests) -> None:
+    """Last in this module: it ends the engine."""
+    await long_requests.until(idle)
+    await kill_is_reported(long_requests.engine, long_requests.host, "VLLM::EngineCore", CORE_DIED)
