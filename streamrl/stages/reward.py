@@ -340,15 +340,12 @@ class _Worker:
         return self.reply
 
 
-class _Attachment:
-    """Functions that score. ``order``: what loads them in a worker (None: the recipe); ``groups``: those that they
-    score, until the last member has ended."""
+class _Attachment(msgspec.Struct, frozen=True, eq=False):
+    """Functions that score. ``order``: what loads them in a worker (None: the recipe)."""
 
-    def __init__(self, version: int, order: LoadRewardSet | None, per_group: bool) -> None:
-        self.version = version
-        self.order = order
-        self.per_group = per_group
-        self.groups: set[int] = set()
+    version: int
+    order: LoadRewardSet | None
+    per_group: bool
 
 
 class _Versions:
@@ -372,21 +369,17 @@ class _Versions:
 
     def of(self, group_id: int) -> _Attachment:
         """The functions that score a group: those attached when its first member arrived."""
-        attachment = self._of_group.setdefault(group_id, self.attached)
-        attachment.groups.add(group_id)
-        return attachment
+        return self._of_group.setdefault(group_id, self.attached)
 
     def ended(self, group_id: int, *, last: bool) -> _Attachment:
         """A member of a group has ended, perhaps the last: the functions that scored it."""
-        attachment = self._of_group.get(group_id, self.attached)
         if last:
-            self._of_group.pop(group_id, None)
-            attachment.groups.discard(group_id)
-        return attachment
+            return self._of_group.pop(group_id, self.attached)
+        return self._of_group.get(group_id, self.attached)
 
     def remove_unused(self, attachment: _Attachment) -> bool:
         """Forget functions that were replaced and have no group left. Whether they were."""
-        unused = attachment is not self.attached and not attachment.groups
+        unused = attachment is not self.attached and attachment not in self._of_group.values()
         return unused and self.scoring.pop(attachment.version, None) is not None
 
 
