@@ -236,7 +236,7 @@ def shared_prefix(siblings: Sequence[TrainingSample]) -> int:
     return length
 
 
-def lay_row(groups: Sequence[Sequence[TrainingSample]], *, shared: bool = True) -> LaidRow:
+def lay_row(groups: Sequence[Sequence[TrainingSample]]) -> LaidRow:
     """One row of these samples; those of one inner sequence are siblings. Every sample has a trained token."""
     tokens: list[Tokens] = []
     positions: list[Tokens] = []
@@ -253,7 +253,7 @@ def lay_row(groups: Sequence[Sequence[TrainingSample]], *, shared: bool = True) 
             used += len(ids)
 
     for siblings in groups:
-        length = shared_prefix(siblings) if shared else 0
+        length = shared_prefix(siblings)
         prefix_start, prefix = used, len(sequences) if length else -1
         lay(np.asarray(siblings[0].token_ids[:length], dtype=np.int64), 0, -1)
         for sample in siblings:

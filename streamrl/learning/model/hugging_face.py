@@ -1,4 +1,4 @@
-"""What training uses of transformers, imported without the compiler: 25 MiB of a rank and a second of its start.
+"""What training uses of transformers and accelerate, without the compiler: 25 MiB of a rank and a second of its start.
 
 transformers and the initialisation of a model on the meta device import ``torch._dynamo`` only to mark functions for
 ``torch.compile``. While ``without_compiler`` lasts, a stand-in takes those marks and drops them; whatever else is asked
@@ -75,16 +75,8 @@ def without_compiler() -> Iterator[None]:
             del torch._dynamo
 
 
-@contextmanager
-def empty_parameters() -> Iterator[None]:
-    """Modules made inside have parameters without memory, and buffers with their values."""
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        yield
-
-
 with without_compiler():
+    from accelerate import init_empty_weights as init_empty_weights
     from transformers import AttentionInterface as AttentionInterface
     from transformers import AutoConfig as AutoConfig
     from transformers import AutoModelForCausalLM as AutoModelForCausalLM

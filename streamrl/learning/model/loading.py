@@ -36,7 +36,7 @@ from streamrl.learning.model.hugging_face import (
     AutoConfig,
     AutoModelForCausalLM,
     disable_progress_bar,
-    empty_parameters,
+    init_empty_weights,
     without_compiler,
 )
 from streamrl.learning.model.policy import PackedPolicy, computes_in_sixteen_bits, gather_once, set_sharded, shard
@@ -55,7 +55,7 @@ def empty_policy(model_path: str) -> PackedPolicy:
     directory = _checked(model_path)
     with _load_errors(model_path), without_compiler():
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        with empty_parameters():
+        with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
             )
