@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from anyio._backends import _asyncio
 from campaigns.faults import simulated_parts as parts
 from campaigns.faults.simulated_trainer import SimulatedTrainer
 from campaigns.faults.stamped_engine import StampedEngine
-from campaigns.faults.world_disk import SimulatedOs, SimulatedThread, hold_simulated_lock
+from campaigns.faults.world_disk import SimulatedLock, SimulatedOs, SimulatedThread
 from streamrl.app import pipeline as run_module
 from streamrl.app import roles, run_controller
 from streamrl.app.run_directory import refuse_changes
@@ -51,6 +52,7 @@ from streamrl.remote.control_socket import serving_control
 from streamrl.rewards import worker as reward_worker
 from streamrl.rewards.inspect import RewardInspection, inspect_in_subprocess
 from streamrl.rewards.signature import load_reward
+from streamrl.stages import training
 from streamrl.supervise import child_process, clean_up, supervisor
 from streamrl.supervise.crash_bundle import write_crash_bundle
 from streamrl.supervise.watchdog import Watchdog, ask_for_stacks
@@ -106,6 +108,9 @@ def patched_product(world: World) -> Iterator[None]:
         put(zmq_stream, "StreamConnection", world.network.make_connection)
         put(zmq_stream, "Hello", hello)
 
+        def thread(_: str) -> Any:
+            return SimpleNamespace(call=partial(world.loop.run_in_executor, object()), close=lambda: None)
+
         def any_set(planner: SetPlanner, *_: Any) -> SetPlan:
             world.ledger.faulted(40 * world.shape.pace)  # who joins holds the version before, and does not serve yet
             because = Decision(subject="engine_set", reason="any", figures={})
@@ -117,6 +122,7 @@ def patched_product(world: World) -> Iterator[None]:
         _parts(world, put)
         put(log, "os", SimulatedOs(world))
         put(log, "to_thread", SimulatedThread(world))
+        put(training, "ResidentThread", thread)
         _control(world, put)
         stack.enter_context(mock.patch.dict(RunReport.__init__.__kwdefaults__, {"clock": world.loop.time}))
         stack.enter_context(mock.patch.dict(Freeing.__init__.__kwdefaults__, {"settings": FREED_OFTEN}))
@@ -194,7 +200,7 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
     put_for(refuse_changes, lambda *_, **__: [])
     put_for(refuse_lost_journal, lambda *_: None)  # it is on the simulated disk
     put_for(load_recipe, lambda *_: world.recipe)
-    put_for(hold_lock, hold_simulated_lock)
+    put_for(hold_lock, SimulatedLock)
     put_for(ask_for_stacks, lambda _: [])
     put_for(write_crash_bundle, lambda *_, **__: "no crash bundle: simulated")
     put(engine_host, "os", SimpleNamespace(getpid=machine.getpid))

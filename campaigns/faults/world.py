@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -257,4 +258,4 @@ class World:
 
 def order_type(function: Any) -> type:
     """Of the order that a rank's thread carries out."""
-    return type(next(iter(function.__defaults__ or ()), None))
+    return type(function.args[-1] if isinstance(function, partial) else None)

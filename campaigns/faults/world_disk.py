@@ -9,13 +9,11 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from campaigns.faults.virtual_time import PROCESS, SimulatedProcess
-from streamrl.base.errors import StreamRLError
-from streamrl.base.whole_files import hold_lock
 
 if TYPE_CHECKING:
     from campaigns.faults.world import World
@@ -79,11 +77,19 @@ class SimulatedThread:
         write(*arguments)
 
 
-def hold_simulated_lock(path: Path, refused: Callable[[str], StreamRLError]) -> IO[bytes]:
-    """``whole_files.hold_lock`` for a process that may be killed."""
-    lock = hold_lock(path, refused)
-    _this_process().at_end.append(lock.close)
-    return lock
+class SimulatedLock:
+    """What ``whole_files.hold_lock`` returns to a process that may be killed."""
+
+    held: dict[Path, SimulatedProcess] = {}
+
+    def __init__(self, path: Path, _refused: object) -> None:
+        self._path = path
+        holder = self.held.get(path)
+        assert holder is None or holder.dead, f"{path} is held already"
+        self.held[path] = _this_process()
+
+    def close(self) -> None:
+        self.held.pop(self._path, None)
 
 
 def _this_process() -> SimulatedProcess:
