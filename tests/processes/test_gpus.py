@@ -157,13 +157,9 @@ async def test_each_process_sees_the_gpus_that_it_was_given(
     def seen() -> dict[str, list[Any]]:
         return {path.name: json.loads(path.read_text()) for path in (run / "seen").iterdir()}
 
-    try:
-        await supervisor.start()
+    async with supervisor:
         await until(lambda: len(seen()) == 7)
         noted = seen()
-    finally:
-        with anyio.CancelScope(shield=True):
-            await supervisor.kill(0)
     order = "PCI_BUS_ID"
     assert noted == {
         "controller": ["4,5,6,7,1,2", "None"],
@@ -186,7 +182,7 @@ async def test_a_run_gives_them_to_its_processes(cuda: Any, tmp_path: Path, monk
         begun.append({one.name: one.gpus for one in supervisor.topology.processes if one.gpus})
         raise Begun
 
-    monkeypatch.setattr(Supervisor, "start", begin)
+    monkeypatch.setattr(Supervisor, "__aenter__", begin)
     with pytest.raises((Begun, ExceptionGroup)):
         async with Pipeline(recipe(f"run.directory={tmp_path}", "engines.count=2")):
             pass
