@@ -42,8 +42,8 @@ class FinishReason(StrEnum):
 class DropReason(StrEnum):
     """Why control did not train a trajectory.
 
-    ``lost_race``: enough siblings, or enough prompts, were faster. ``cut``: it was running when its batch was full and
-    is sampled again from its start.
+    ``lost_race``: enough siblings, or enough prompts, were faster. ``cut``: its group was not in the batch when that
+    was full; it is sampled again from its start.
     """
 
     STALE = "stale"

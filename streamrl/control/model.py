@@ -36,7 +36,7 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def seats(self) -> int:
-        """Those that are free."""
+        """Seats that are free."""
         return self.target - self.filled
 
     def take(self, group: Group) -> None:

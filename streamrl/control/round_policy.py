@@ -81,7 +81,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     ``batch_trajectories``: what one optimizer step consumes; ``group_size``: of the open round, or chosen for the next
     one by the group sizing; ``keeps_prompts``: a batch is so many groups, so that here each of them counts as
     ``group_size`` trajectories, whatever its own size. ``target``: trajectories that close the open batch; ``missing``:
-    how many of them it still takes; ``joined``: groups in it. ``round_kind``: of the round that the open batch belongs
+    trajectories that it still takes; ``joined``: groups in it. ``round_kind``: of the round that the open batch belongs
     to, empty before its first launch. ``untrained``: groups that run or are ready, ``untrained_trajectories``: what
     batches would take of those and of paused ones; ``paused``: groups that were stopped. ``queue``: prompts that wait
     in the queue, next one first; ``exhausted``: the source has no more. ``due``: trajectories of untrained groups by
@@ -109,7 +109,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     keeps_prompts: bool = False
 
     def trajectories_of(self, size: int) -> int:
-        """Trajectories that a group of ``size`` counts as."""
+        """How many trajectories of the batch a group of ``size`` fills."""
         return self.group_size if self.keeps_prompts else size
 
     @property
@@ -193,7 +193,8 @@ class RoundPolicy(Protocol):
 
     @property
     def drop_reason(self) -> DropReason:
-        """Reason with which groups end whose prompts ``remainder`` requeues."""
+        """Why groups are dropped when ``remainder`` answers ``requeue``. Of others than ``lost_race`` and ``cut``,
+        20 dropped batches in a row end the run."""
         ...
 
     def slots(self) -> int:

@@ -19,7 +19,7 @@ from streamrl.policies import sagc
 from streamrl.recipe.scheduling import GroupSizing, SizingKind
 
 SURE = 2.0
-"""Deviations by which a risk is above the budget before the run warns that no size meets it."""
+"""Standard deviations by which a risk must exceed the budget before the run warns that no size meets it."""
 
 
 def make_group_sizer(settings: GroupSizing, fixed_size: int, seed: int, steps: int) -> GroupSizer:

@@ -23,7 +23,7 @@ LengthTable = NDArray[np.float64]
 CALIBRATED_SHARE = 0.5
 """Where a measured budget is, on the way from the risk of the smallest size to that of the largest."""
 FEWEST_GROUPS = 6.0
-"""Of the largest and of the smallest size, that a measured budget rests on at least."""
+"""Fewest groups of the largest and of the smallest size by which a budget is measured."""
 QUEUE_CAP = 5.0
 """Largest queue, in multiples of V, while no size meets the budget."""
 
@@ -33,7 +33,7 @@ class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     ``held``: steps since ``size`` was chosen. ``steps``: with a complete group, so far. One that trained several
     batches counts as so many in both. ``rate_sum``: sum of their straggler rates. ``queue``: the virtual queue Q.
-    ``budget``: that is kept (0: not measured yet); ``asked``: of the recipe (0: it is to be measured). ``straggling``,
+    ``budget``: the one in force (0: not measured yet); ``asked``: that of the recipe (0: none). ``straggling``,
     ``calm``: discounted numbers of groups of each size that straggled and that did not. ``warned``: the warning that no
     size meets the budget, or that none could be measured, was given. ``tradeoff``, ``calibration_steps``: in force
     since the run began, also where it has got more steps since.
@@ -127,10 +127,10 @@ def risks_of(memory: SizingMemory, sizes: Sequence[int], optimism: float) -> dic
 
 
 def utilities_of(sizes: Sequence[int]) -> dict[int, float]:
-    """The benefit of each size, ascending: the variance that it takes off the gradient, 0 to 1 for the largest.
+    """The utility of each size, ascending: the variance that it takes off the gradient, scaled from 0 to 1.
 
-    With a leave-one-out baseline (Kool et al. 2019) the variance within prompts is as 1 / (G - 1) at equally many
-    prompts, and as G / (G - 1) at equally many samples: the same utility.
+    With a leave-one-out baseline (Kool et al. 2019) the variance within prompts is proportional to 1 / (G - 1) at equal
+    prompts and to G / (G - 1) at equal samples. These differ by a constant, so scaled to 0..1 they are equal.
     """
     least, most = 1 / (sizes[-1] - 1), 1 / (sizes[0] - 1)
     return {size: (most - 1 / (size - 1)) / (most - least) if most > least else 0.0 for size in sizes}
@@ -146,7 +146,7 @@ def is_out_of_reach(memory: SizingMemory, smallest: int, deviations: float = 0.0
 def spend(
     memory: SizingMemory, rate: float, batches: int, *, smallest: int, tightening: float, tradeoff: float
 ) -> SizingMemory:
-    """Take the straggler rate of so many batches off the budget: Q grows by what is above it. A long round that trains
+    """Charge the straggler rate of so many batches to the budget: Q grows by what is above it. A long round that trains
     several batches at once holds as many groups more, and more that straggle than the short ones before it.
 
     ``tightening`` works while the run is over its budget, to pay back what the first steps overspent. Always on, it

@@ -109,7 +109,7 @@ class Rollout(Section, frozen=True):
 class DeferredPrompts(StrEnum):
     """How a deferred prompt is sampled: sampled again from its start with a new seed; again with the *same*
     seeds (so that its length is not redrawn); the same, but what the new weights choose again of the tokens that it had
-    is not decoded again (strictly on-policy, as ``replay``, and cheaper; a deterministic run replays it); or resumed
+    is not decoded again (strictly on-policy, as ``replay``, and cheaper; replayed with run.deterministic); or resumed
     from its tokens (off-policy by a version or more)."""
 
     REGENERATE = "regenerate"
@@ -141,7 +141,7 @@ class TailBatching(Section, frozen=True):
 
     @property
     def verifies(self) -> bool:
-        """Whether tokens of deferred completions are kept."""
+        """Whether the recipe asks to verify deferred completions."""
         return self.deferred_prompts is DeferredPrompts.VERIFY
 
 
@@ -185,7 +185,7 @@ class SizingKind(StrEnum):
 
 
 class Keeps(StrEnum):
-    """What a batch has as many of at every group size: trajectories (prompts_per_batch x group_size), or prompts, so
+    """What stays constant in a batch at every group size: trajectories (prompts_per_batch x group_size), or prompts, so
     that smaller groups make smaller, shorter steps."""
 
     TRAJECTORIES = "trajectories"

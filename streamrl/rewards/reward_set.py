@@ -34,9 +34,9 @@ def combining_rewards(rewards: Sequence[Reward], limits: RewardLimits) -> tuple[
 class RewardSet:
     """Scores trajectories with every function of ``rewards``, side by side. ``open`` before, ``aclose`` after.
 
-    ``tasks`` must outlive it: a trusted coroutine that swallows its cancellation stays there, and they end with
-    ``StreamRLError`` when call processes cannot be started any more. ``combines``: the recipe has a function of its own
-    that makes one number of the values.
+    ``tasks`` must live longer than the set: a trusted coroutine that swallows its cancellation stays there, and
+    ``tasks`` ends with ``StreamRLError`` when call processes cannot be started any more. ``combines``: the recipe has a
+    function of its own that makes one number of the values.
     """
 
     def __init__(

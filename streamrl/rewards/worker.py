@@ -78,7 +78,8 @@ async def run_reward_worker(
     function that never stops makes this hang. Otherwise the process ends by ``os._exit`` when trusted code
     cannot be stopped: with code 75 while orders may come, with code 0 when they ended and all are answered (``results``
     is closed, hence flushed, before). Raises ``RecipeError`` when a function cannot be loaded,
-    ``StreamBroken`` when the controller is gone, and ``StreamRLError`` when call processes cannot be started any more.
+    ``StreamBroken`` when the controller is gone, and ``StreamRLError`` when call processes cannot be started any more
+    (exit code 1: the supervisor restarts the worker).
     """
     timer = _open_timer() if owns_process else None
     user_calls = asyncio.TaskGroup()

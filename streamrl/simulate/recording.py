@@ -142,7 +142,7 @@ MOST_WARM_UP = 5
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     """A recorded run beside its own ``recipe``, simulated on the lengths that it recorded. ``goodput``: trained tokens
     a second, recorded and simulated; ``recorded``, ``simulated``: mean seconds of a step by kind of round, "": of all.
-    ``evaluated``: steps that are left out of it, since an evaluation ran beside them.
+    ``evaluated``: steps that the comparison leaves out, since an evaluation ran beside them.
     """
 
     recipe: Recipe
@@ -157,8 +157,8 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
         return self.goodput[1] / self.goodput[0] - 1
 
     def slower(self, report: SimulationReport) -> float:
-        """By how much the seconds of ``report`` are to be multiplied: its kinds of rounds each by what the record took
-        over what was simulated of them, those that it never had by that of all."""
+        """The factor for the seconds of ``report``: for each kind of rounds the seconds of the record over those of its
+        simulation; for kinds that the record does not have, those of all steps."""
         spent = {kind.round_kind: kind.steps * kind.step_s for kind in report.kinds}
         return sum(seconds * self._ratio(kind) for kind, seconds in spent.items()) / sum(spent.values())
 
@@ -217,8 +217,8 @@ def agreement(run: RecordedRun, recipe: Recipe, model: ClusterModel, seed: int =
 
 
 def steps_alone(steps: Sequence[StepLine], recipe: Recipe | None) -> list[StepLine]:
-    """Those beside which no evaluation ran: it begins when a version goes live, takes part of the engines, and the next
-    version waits for its end. No simulation has it. All steps, where each has one."""
+    """Steps without an evaluation beside them. One begins when a version goes live, and the next version waits for it.
+    The simulator does not model it. Returns all steps where every step has an evaluation."""
     every = recipe.evaluation.every if recipe is not None and recipe.evaluation.prompts else 0
     return [line for line in steps if not every or (line.policy_version - 1) % every] or list(steps)
 

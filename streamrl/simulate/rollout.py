@@ -53,7 +53,7 @@ class SimulatedRollout:
     something calls ``settle`` before time goes on. ``aborted``: requests were stopped since it was last set to False;
     ``engines``: those of the largest set, of which the first ``serving`` ones serve; ``together``: what runs on all
     of them; ``fullest``: largest share of a cache that was in use when a request ended, since it was last set to 0.
-    ``verifies_losers``: what was cancelled keeps its tokens until the same draw is launched again."""
+    ``verifies_deferred``: what was cancelled keeps its tokens until the same draw is launched again."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class SimulatedRollout:
         *,
         max_tokens: int,
         most: int = 0,
-        verifies_losers: bool = False,
+        verifies_deferred: bool = False,
     ) -> None:
         self.model = model
         self.together = RunningTogether()
@@ -72,7 +72,7 @@ class SimulatedRollout:
         self.requests: dict[TrajectoryId, Request] = {}
         self.aborted = False
         self._agenda = agenda
-        self.deferred = DeferredTokens(model.engine.rejected_per_token) if verifies_losers else None
+        self.deferred = DeferredTokens(model.engine.rejected_per_token) if verifies_deferred else None
         self._router = Router(range(len(self.engines)))
         self._most_tokens = model.engines.prompt_tokens + max_tokens
         self._in_use = model.engines.count

@@ -122,14 +122,14 @@ class RolloutStage:
         max_tokens: int,
         temperature: float,
         top_p: float,
-        verifies_losers: bool = False,
+        verifies_deferred: bool = False,
         one_at_a_time: bool = False,
         capacity: float = math.inf,
     ) -> None:
         self._engine = engine
         self._capacity = capacity
         self._turn = anyio.Semaphore(1) if one_at_a_time else nullcontext()
-        self._kept = KeptTokens() if verifies_losers else None
+        self._kept = KeptTokens() if verifies_deferred else None
         self._max_tokens = max_tokens
         self._temperature = temperature
         self._top_p = top_p

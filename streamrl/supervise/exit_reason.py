@@ -56,7 +56,7 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def order(self) -> tuple[int, float]:
         """Sort key: the first cause is the smallest. Fatal signals, then own failures by time, then consequences. Of
-        those the controller's: it says which part failed it, and everybody else's says that the controller is gone."""
+        consequences the controller's comes first: it names the part that failed; the others name the controller."""
         when = self.reason.monotonic_s if self.reason else self.detected_s
         if self.exit_code is not None and -self.exit_code in _NEVER_A_CONSEQUENCE:
             return 0, when

@@ -33,7 +33,7 @@ class Rollout:
         self.engine = SimulatedEngine(
             SimulationOptions(lengths=LONG, policy_version=3), clock=self.clock.now, sleep=self.clock.sleep
         )
-        self.stage = RolloutStage(self.engine, max_tokens=300, temperature=1.0, top_p=1.0, verifies_losers=verifies)
+        self.stage = RolloutStage(self.engine, max_tokens=300, temperature=1.0, top_p=1.0, verifies_deferred=verifies)
         self.give, self.orders = memory_stream(8)
         self.outcomes, self.take = memory_stream(8)
 

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 def empty_policy(model_path: str) -> PackedPolicy:
-    """The model of ``load_policy`` without memory for its parameters, which that fills."""
+    """The model of ``load_policy`` with parameters on the meta device, which ``load_policy`` fills."""
     directory = _checked(model_path)
     with _load_errors(model_path), without_compiler():
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -72,10 +72,10 @@ def load_policy(
     *,
     sixteen_bit: bool = False,
 ) -> PackedPolicy:
-    """The model of a Hugging Face directory in float32, without dropout, checked on a few packed tokens. Sharded
-    ``over`` ranks, each reads its own part of every tensor, and holds no more of it; collective then.
+    """The model of a Hugging Face directory in float32, without dropout, checked on a few packed tokens. With
+    ``over``, each rank reads and holds only its part of every tensor, and the call is collective.
 
-    Packing is checked in float32 before the bfloat16 model of ranks (``sixteen_bit``) is set up.
+    Packing is checked in float32 before the bfloat16 model (``sixteen_bit``, of several ranks only) is made.
     Raises ``StreamRLError`` for a directory that is not a whole model or holds code or pickles, for quantised weights,
     and for a model that packed rows or published weights would get wrong. Auxiliary losses of routers (mixtures of
     experts) are not trained.
@@ -108,7 +108,7 @@ def _placed(model_path: str, device: torch.device) -> PackedPolicy:
 
 
 def _take(policy: PackedPolicy, parameters: Mapping[str, Tensor]) -> None:
-    """Let the policy have these parameters, in which tied ones come once."""
+    """Assign ``parameters`` to the policy; a tied one is listed once."""
     policy.hugging_face.load_state_dict(parameters, strict=False, assign=True)
     if isinstance(policy, FSDPModule):
         gather_once(policy)
@@ -253,7 +253,7 @@ def _freeze(policy: PackedPolicy) -> PackedPolicy:
 
 
 def _choose_gathered(options: TrainerOptions, device: torch.device) -> Gathered:
-    """When the ranks of ``options`` gather parameters, by what each has free. Collective; rank 0 logs why."""
+    """Choose gathering by batch or by layer by the memory that each rank has free. Collective; rank 0 logs why."""
     policy = empty_policy(options.model_path)
     config = policy.hugging_face.config.get_text_config()
     layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(policy.hugging_face)]
@@ -263,7 +263,7 @@ def _choose_gathered(options: TrainerOptions, device: torch.device) -> Gathered:
         outside=total - sum(layers),
         layer=max(layers),
         ranks=options.ranks,
-        # About: peft has not chosen yet.
+        # An estimate: peft has not chosen yet.
         trained=total // 100 if options.lora.rank else 0,
         adapted=sum(layers) if options.lora.rank else 0,
         moment_bytes=MOMENT_BYTES[options.optimizer],

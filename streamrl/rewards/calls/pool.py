@@ -346,8 +346,8 @@ class CallPool:
         self._calls = self._forked = 0
 
     async def run(self) -> None:
-        """Until ``aclose``. Raises ``StreamRLError`` in a group when no process can be started any more: every call
-        waits for ever then."""
+        """Run until ``aclose``. Raises an exception group with ``StreamRLError`` when no process can be started any
+        more; calls then get no answer."""
         try:
             with self._scope:
                 async with anyio.create_task_group() as self._tasks:
@@ -467,7 +467,9 @@ class CallPool:
                 reason = await child.how_it_ended()
             child.hangs = not child.ended.is_set()
             self._end(child)
-            self._server.starts_since_ready += child.status is not None or child.hangs  # else its server was counted
+            self._server.starts_since_ready += (
+                child.status is not None or child.hangs
+            )  # otherwise the end of the fork server was counted
             starts = self._server.starts_since_ready
             if starts >= _MOST_BAD_STARTS:
                 problem = f"{starts} reward processes in a row ended before they could take a call"

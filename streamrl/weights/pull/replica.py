@@ -99,12 +99,12 @@ class CheckpointReplica:
 
     @property
     def at_hand(self) -> bool:
-        """Whether ``bits`` are to be had."""
+        """Whether ``bits`` are available."""
         return True
 
     @contextmanager
     def staging(self, announced: WeightAnnouncement, stop: threading.Event) -> Iterator[None]:
-        """The time in which ``announced`` is fetched and what it changes is looked up. ``stop`` ends a wait for it."""
+        """Hold the replica while ``announced`` is fetched and its changes are looked up. ``stop`` ends a wait."""
         self.catch_up()
         yield
 

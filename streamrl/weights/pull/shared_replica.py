@@ -27,7 +27,7 @@ from streamrl.weights.manifest import CHECKPOINT_VERSION
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, StagedPatch, StagedVersion
 from streamrl.weights.pull.shared_versions import SharedState, SharedVersion, SharedVersions
 
-_LONGEST_WAIT_S = 60.0  # outside of staging, where an engine is paused meanwhile
+_LONGEST_WAIT_S = 60.0  # for a lock that is taken outside of staging: the engine is paused
 
 
 class SharedReplica(CheckpointReplica):
@@ -69,7 +69,8 @@ class SharedReplica(CheckpointReplica):
 
     @contextmanager
     def staging(self, announced: WeightAnnouncement, stop: threading.Event) -> Iterator[None]:
-        """The time in which ``announced`` is fetched, or found. One worker of the machine at a time."""
+        """Hold the lock while ``announced`` is fetched, or found: one worker of the machine at a time. Waits for
+        the lock until ``stop`` is set."""
         with self._versions.locked(stop, None):
             self._advance_shared(announced)
             yield

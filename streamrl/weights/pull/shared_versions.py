@@ -228,6 +228,7 @@ class SharedVersions:
 
     @contextmanager
     def locked(self, stop: threading.Event, longest_s: float | None) -> Iterator[None]:
+        """Hold the lock of the machine. Raises ``WeightError`` once ``stop`` is set or ``longest_s`` have passed."""
         waited = 0.0
         while not self._take_lock():
             if stop.wait(_LOCK_POLL_S):

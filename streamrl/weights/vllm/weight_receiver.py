@@ -137,7 +137,7 @@ def loaded_checkpoint(vllm_config: Any) -> Path | None:
 
 def replica_of(vllm_config: Any) -> CheckpointReplica:
     """One that is shared: by the workers of this engine, and by the engines of a run that load the same model. Where
-    nobody is there to share with, or memory cannot be shared, one of this worker's own."""
+    no other worker shares it, or memory cannot be shared, one of this worker's own."""
     run, workers = os.environ.get(RUN_VARIABLE, ""), vllm_config.parallel_config.world_size
     if not run and workers == 1:
         return CheckpointReplica()

@@ -96,8 +96,8 @@ class WeightTransaction:
     # ---- staging: while the engine samples ---------------------------------------------------------
 
     def begin_stage(self, announcement: WeightAnnouncement) -> None:
-        """Start fetching in a thread. A version that is being fetched is given up; what came of it stays. The thread
-        waits for the one before it, not the engine: that may be reading a checkpoint."""
+        """Start fetching in a thread. A version that is being fetched is given up; its verified parts are kept. The new
+        thread, and not the engine, waits for the thread before it, which may be reading a checkpoint."""
         if self._applied is not None:
             self.roll_back()
         self._staged, self._error = None, ""
