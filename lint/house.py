@@ -20,18 +20,18 @@ KERNEL = ("base", "recipe", "control", "buffers", "comm", "engines", "learning",
 
 # What a count may be, and what it shall become (docs/adr/0013-rooms.md).
 LIMITS = {
-    "lines of streamrl": (55_771, 42_000),
-    "lines of the kernel": (21_914, 8_000),
-    "lines of tests": (42_291, 32_000),
-    "lines of campaigns": (6_730, 5_000),
-    "files of streamrl": (361, 260),
+    "lines of streamrl": (54_586, 42_000),
+    "lines of the kernel": (21_365, 8_000),
+    "lines of tests": (42_221, 32_000),
+    "lines of campaigns": (6_729, 5_000),
+    "files of streamrl": (360, 260),
     "files above 15 in a folder": (0, 0),
     "lines above 250 in a class": (0, 0),
     "lines above 80 in a function": (0, 0),
     "files in import circles": (0, 0),
     "keys of a recipe in view": (110, 110),
     "words of README": (800, 800),
-    "banned words": (44, 0),
+    "banned words": (43, 0),
 }
 FILES_A_FOLDER, LINES_A_CLASS, LINES_A_FUNCTION = 15, 250, 80
 
