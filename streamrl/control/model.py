@@ -16,7 +16,7 @@ from streamrl.buffers.rollout_buffer import Accounting, Group, PromptRef, Rollou
 from streamrl.buffers.slots import Slots
 from streamrl.control.actions import End, Evaluate, StepOptimizer
 
-SNAPSHOT_SCHEMA = 2
+SNAPSHOT_SCHEMA = 3
 
 
 class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -218,9 +218,11 @@ def agreement(run: RecordedRun, recipe: Recipe, model: ClusterModel, seed: int =
 
 def steps_alone(steps: Sequence[StepLine], recipe: Recipe | None) -> list[StepLine]:
     """Steps without an evaluation beside them. One begins when a version goes live, and the next version waits for it.
-    The simulator does not model it. Returns all steps where every step has an evaluation."""
+    The simulator does not model it. Of a kind of rounds whose every step has an evaluation, all steps are returned."""
     every = recipe.evaluation.every if recipe is not None and recipe.evaluation.prompts else 0
-    return [line for line in steps if not every or (line.policy_version - 1) % every] or list(steps)
+    alone = [line for line in steps if not every or (line.policy_version - 1) % every]
+    kinds = {line.round_kind for line in alone}
+    return [line for line in steps if line in alone or line.round_kind not in kinds]
 
 
 def _figures(steps: Sequence[StepLine | StepRow]) -> tuple[float, dict[str, float]]:

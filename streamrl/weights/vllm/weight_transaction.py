@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,9 +104,10 @@ class WeightTransaction:
         self._staged, self._error = None, ""
         self._stop.set()
         self._stop = threading.Event()
-        thread = ThreadPoolExecutor(1, thread_name_prefix="weight staging")
-        self._staging = thread.submit(self._stage, announcement, self.live, self._stop, self._staging)
-        thread.shutdown(wait=False)  # it ends when it is done
+        work = partial(self._stage, announcement, self.live, self._stop, self._staging)
+        self._staging = Future()
+        # A daemon, not a pool's: a process that ends does not wait for a source that is silent.
+        threading.Thread(target=_settle, args=(self._staging, work), name="weight staging", daemon=True).start()
 
     def forget_live(self, why: str) -> None:
         """The live weights are lost, ``why`` says how: nothing but an anchor makes this worker whole again."""
@@ -302,6 +304,13 @@ class WeightTransaction:
 
     def _forget_staged(self) -> None:
         self._staged, self._applied = None, None
+
+
+def _settle(staging: Future[_Staged], work: Callable[[], _Staged]) -> None:
+    try:
+        staging.set_result(work())
+    except BaseException as raised:  # noqa: BLE001 - the waiting thread raises it
+        staging.set_exception(raised)
 
 
 class _Staged(msgspec.Struct, frozen=True, eq=False):
