@@ -14,8 +14,9 @@ DEVICE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/
 RECIPE ?= examples/sort/recipe.toml
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
-# One has all files that start vLLM (tests/conftest.py), the other the rest; 0 is one test after the other, in half as long again.
-TEST_WORKERS ?= $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
+# One has all files that start vLLM (tests/conftest.py), two the rest, since tests of processes mostly wait: on two cores 10:03, with
+# one for the rest 11:19. 0 is one test after the other, in half as long again.
+TEST_WORKERS ?= $(shell [ "$$(nproc)" -gt 1 ] && echo 3 || echo 0)
 PIP_FLAGS := --disable-pip-version-check --no-input -qq
 PYTHONS := $(if $(filter cuda,$(DEVICE)),3.11 3.12,3.11)
 STAMP := $(VENV)/.installed-$(DEVICE)
