@@ -25,6 +25,7 @@ class EarlyRace(StatelessRounds):
     """On-policy: what is not in a full batch is sampled again under later weights."""
 
     on_policy = True
+    drop_reason = DropReason.LOST_RACE
 
     def __init__(self, settings: ControlSettings) -> None:
         self._batch = settings.batch_trajectories
@@ -51,11 +52,6 @@ class EarlyRace(StatelessRounds):
     def remainder(self, view: RoundView) -> Remainder:
         """Unfinished groups are requeued."""
         return Remainder.REQUEUE
-
-    @property
-    def drop_reason(self) -> DropReason:
-        """What their trajectories are counted as."""
-        return DropReason.LOST_RACE
 
     def slots(self) -> int:
         """A race, and the one group by which it is rounded up."""

@@ -20,7 +20,7 @@ KERNEL = ("base", "recipe", "control", "buffers", "comm", "engines", "learning",
 
 # What a count may be, and what it shall become (docs/adr/0013-rooms.md).
 LIMITS = {
-    "lines of streamrl": (54_597, 42_000),
+    "lines of streamrl": (54_594, 42_000),
     "lines of the kernel": (21_365, 8_000),
     "lines of tests": (42_221, 32_000),
     "lines of campaigns": (6_729, 5_000),

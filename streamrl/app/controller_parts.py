@@ -98,8 +98,7 @@ async def open_rollout(recipe: Recipe, parts: Parts, held_out: HeldOut) -> Rollo
         max_tokens=recipe.sampling.max_tokens,
         temperature=recipe.sampling.temperature,
         top_p=recipe.sampling.top_p,
-        # The moment at which a race stops a completion depends on time, and a prefill may round other than decoding.
-        verifies_deferred=recipe.tail_batching.verifies and not recipe.run.deterministic,
+        verifies_deferred=recipe.tail_batching.verifies(deterministic=recipe.run.deterministic),
         one_at_a_time=alone,
         capacity=_capacity(recipe, parts),
     )

@@ -266,8 +266,8 @@ async def _ready_ranks(
 
 async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams: AsyncExitStack) -> RankStreams:
     name = f"trainer-{index}"
-    # A batch in as many groups as it has trajectories, and its close, fit twice: control never waits for a busy rank.
-    window = 2 * recipe.batch_trajectories * recipe.tail_batching.long_round_batches + 64
+    # All that may be in flight fits twice, each trajectory a group of its own: control never waits for a busy rank.
+    window = 2 * recipe.max_in_flight + 64
     batches = await streams.enter_async_context(
         zmq_sender(
             TrainingOrder,

@@ -139,10 +139,10 @@ class TailBatching(Section, frozen=True):
     ] = ""
     domains: Annotated[dict[str, PositiveFloat], advanced("the share of each value of domain_column")] = {}
 
-    @property
-    def verifies(self) -> bool:
-        """Whether the recipe asks to verify deferred completions."""
-        return self.deferred_prompts is DeferredPrompts.VERIFY
+    def verifies(self, *, deterministic: bool) -> bool:
+        """Whether deferred completions are verified. A deterministic run replays them: how far a race lets a completion
+        come depends on time, and a prefill may round differently from decoding."""
+        return self.deferred_prompts is DeferredPrompts.VERIFY and not deterministic
 
 
 class LengthSorted(Section, frozen=True):

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
+from streamrl.control.settings import control_settings
 from streamrl.engines.step_cost import StepCost
 from streamrl.observe.report.trajectory_trace import TRAINED, RecordedRun, StepLine, TrajectoryLine, read_trace
 from streamrl.recipe.sections import Recipe, ReleaseKind
@@ -203,26 +204,23 @@ def agreement(run: RecordedRun, recipe: Recipe, model: ClusterModel, seed: int =
     steps = run.steps[warm_up:]
     lengths = RecordedLengths(run, resample=False, seed=seed)
     report = simulate_recipe(recipe, model, len(steps), lengths, seed=seed, warm_up=warm_up)
-    alone = set(steps_alone(steps, recipe))
+    alone = steps_alone(steps, recipe)
     # From the last one: a report has only so many steps.
-    pairs = [pair for pair in zip(reversed(steps), reversed(report.recent), strict=False) if pair[0] in alone]
-    (goodput, recorded), (of_simulation, simulated) = (_figures(side) for side in zip(*pairs, strict=True))
-    return Agreement(
-        recipe=recipe,
-        goodput=(goodput, of_simulation),
-        recorded=recorded,
-        simulated=simulated,
-        evaluated=len(steps) - len(alone),
-    )
+    rows = dict(zip((line.policy_version for line in reversed(steps)), reversed(report.recent), strict=False))
+    both = [line for line in alone if line.policy_version in rows]
+    goodput, recorded = _figures(both)
+    of_simulation, simulated = _figures([rows[line.policy_version] for line in both])
+    evaluated, figures = len(steps) - len(alone), (goodput, of_simulation)
+    return Agreement(recipe=recipe, goodput=figures, recorded=recorded, simulated=simulated, evaluated=evaluated)
 
 
 def steps_alone(steps: Sequence[StepLine], recipe: Recipe | None) -> list[StepLine]:
     """Steps without an evaluation beside them. One begins when a version goes live, and the next version waits for it.
     The simulator does not model it. Of a kind of rounds whose every step has an evaluation, all steps are returned."""
-    every = recipe.evaluation.every if recipe is not None and recipe.evaluation.prompts else 0
-    alone = [line for line in steps if not every or (line.policy_version - 1) % every]
-    kinds = {line.round_kind for line in alone}
-    return [line for line in steps if line in alone or line.round_kind not in kinds]
+    every = control_settings(recipe).evaluate_every if recipe else 0
+    beside = {line.policy_version for line in steps if every and (line.policy_version - 1) % every == 0}
+    kinds = {line.round_kind for line in steps if line.policy_version not in beside}
+    return [line for line in steps if line.policy_version not in beside or line.round_kind not in kinds]
 
 
 def _figures(steps: Sequence[StepLine | StepRow]) -> tuple[float, dict[str, float]]:

@@ -135,10 +135,10 @@ class Simulation:
         self.core = make_control(settings)
         self.model = model
         self.agenda = Agenda()
-        verifies = settings.tail_batching.verifies and not settings.deterministic
-        most = max((one.count for one in engines.sets), default=0)
+        verifies = settings.tail_batching.verifies(deterministic=settings.deterministic)
+        largest = max((one.count for one in engines.sets), default=0)
         self.rollout = SimulatedRollout(
-            model, self.agenda, max_tokens=lengths.cap, most=most, verifies_deferred=verifies
+            model, self.agenda, max_tokens=lengths.cap, most=largest, verifies_deferred=verifies
         )
         most = model.engines.count * model.engine.max_num_seqs
         # Whatever the rounds have in flight: as the real pipeline measures its engines.
