@@ -29,7 +29,7 @@ _LONGEST_VALUE = 120
 
 
 def lock_run(run_directory: Path) -> IO[bytes]:
-    """Take the right to run a run directory, until what is returned is closed or this process ends, however it ends.
+    """Lock a run directory until the returned file is closed or this process ends.
     Raises ``RecipeError`` while another process runs this run."""
     remedy = "drain or end that one first"
     return hold_lock(

@@ -71,8 +71,8 @@ def flush_directory(directory: Path) -> None:
 
 
 def hold_lock(path: Path, refused: Callable[[str], StreamRLError]) -> IO[bytes]:
-    """Return ``path``, open and locked: until it is closed or this process ends, however it ends. It holds the id of
-    the process. Raises ``refused(id)`` while another one has it."""
+    """Open and lock ``path`` and write the process id to it. Closing the file or the end of the process unlocks it.
+    Raises ``refused(id)`` while another process holds the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     lock = os.fdopen(descriptor, "r+b", buffering=0)
     try:

@@ -193,8 +193,8 @@ class RoundPolicy(Protocol):
 
     @property
     def drop_reason(self) -> DropReason:
-        """Why groups are dropped when ``remainder`` answers ``requeue``. Of others than ``lost_race`` and ``cut``,
-        20 dropped batches in a row end the run."""
+        """Why groups are dropped when ``remainder`` answers ``requeue``. Any reason but ``lost_race`` and ``cut``
+        counts towards the dropped groups in a row that end a run."""
         ...
 
     def slots(self) -> int:

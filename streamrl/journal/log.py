@@ -420,7 +420,7 @@ def _frame(records: Sequence[bytes], at: int) -> bytes:
 
 
 def _take_lock(directory: Path) -> IO[bytes]:
-    """Become the one writer of this journal, until what is returned is closed."""
+    """Lock the journal for this writer until the returned file is closed."""
     with failing(directory, "making the directory"):
         directory.mkdir(mode=0o700, exist_ok=True)
         flush_directory(directory.parent)

@@ -310,7 +310,7 @@ def available_layers() -> LayersFound:
 
 
 def probe_layers(layers: tuple[str, ...]) -> LayersFound:
-    """Those of ``layers`` that hold when a sandbox is started."""
+    """Start a sandbox and return which of ``layers`` hold in it."""
     found: list[LayersFound] = []
 
     async def ask() -> None:

@@ -67,7 +67,7 @@ def _syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | 
 
 
 def fork_into(flags: int) -> int:
-    """A fork whose child is in new namespaces (``CLONE_NEW*``), for a process with one thread. The interpreter and its
+    """Fork with the child in new namespaces (``CLONE_NEW*``), for a process with one thread. The interpreter and its
     modules do nothing after it (random seeds, locks: half a millisecond); ``os.fork`` of the code's process does."""
     return _syscall("clone", flags | 17, 0, 0, 0, 0)  # 17: SIGCHLD
 

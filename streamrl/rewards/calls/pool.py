@@ -467,9 +467,8 @@ class CallPool:
                 reason = await child.how_it_ended()
             child.hangs = not child.ended.is_set()
             self._end(child)
-            self._server.starts_since_ready += (
-                child.status is not None or child.hangs
-            )  # otherwise the end of the fork server was counted
+            # Otherwise the end of the fork server was counted.
+            self._server.starts_since_ready += child.status is not None or child.hangs
             starts = self._server.starts_since_ready
             if starts >= _MOST_BAD_STARTS:
                 problem = f"{starts} reward processes in a row ended before they could take a call"

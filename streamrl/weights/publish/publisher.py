@@ -46,7 +46,7 @@ _CHAIN_SHARE = 4  # a quarter of the baseline's bytes: some 70 versions that cha
 
 
 class _Base(msgspec.Struct, frozen=True):
-    """What a version is made on: its number (None: nothing), its part of the state hash, its manifest's digest, and
+    """The base of a version: its number (None: nothing), its part of the state hash, its manifest's digest, and
     ``Manifest.shards``."""
 
     policy_version: int | None = None
@@ -179,7 +179,7 @@ class WeightPublisher:
         self._version, self._part_hash = CHECKPOINT_VERSION, part_hash
 
     def _publish_first(self, policy_version: int, given: Mapping[str, Any]) -> Published:
-        """A version that is made on nothing."""
+        """Publish the first version, which has no base."""
 
         def take(unit: int) -> tuple[BitArray, int]:
             spec = self._units[unit]

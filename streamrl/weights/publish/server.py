@@ -7,6 +7,7 @@ run any event loop, or none.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -29,8 +30,6 @@ from streamrl.weights.requests import (
     encoder,
     pull_socket,
 )
-
-_POLL_MILLISECONDS = 100  # until the thread sees that it is to stop
 
 
 class ServedPart(msgspec.Struct, frozen=True, eq=False):
@@ -55,7 +54,7 @@ class PublisherServer:
         self._parts: dict[str, ServedPart] = {}
         self._name = name
         self._context: WeightContext | None = None
-        self._stop = threading.Event()
+        self._stop_fd = -1
         self._thread: threading.Thread | None = None
         self._bound = threading.Event()
         self._failure: BaseException | None = None
@@ -65,6 +64,7 @@ class PublisherServer:
         # With the first frame that is not copied pyzmq makes a context of its own: three threads, seven descriptors.
         # Made now, nobody sees the process grow when it first serves a large part, hours later.
         zmq.Frame(b"", copy=False)
+        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._context = WeightContext(io_threads=1)
         self._thread = threading.Thread(target=self._serve, args=(self._context,), name=self._name, daemon=True)
         self._thread.start()
@@ -89,8 +89,9 @@ class PublisherServer:
         self._parts = {}
         if self._context is None or self._thread is None:
             return
-        self._stop.set()
+        os.eventfd_write(self._stop_fd, 1)
         self._thread.join()
+        os.close(self._stop_fd)
         self._context.term()
         self._context = None
 
@@ -119,10 +120,10 @@ class PublisherServer:
         """Requests of all peers in turn, as ZeroMQ hands them over: each is answered before the next one is taken."""
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
+        poller.register(self._stop_fd, zmq.POLLIN)
         if gate is not None:
             poller.register(gate.ended_fd, zmq.POLLIN)
-        while not self._stop.is_set():
-            ready = dict(poller.poll(_POLL_MILLISECONDS))
+        while self._stop_fd not in (ready := dict(poller.poll())):
             if gate is not None and gate.ended_fd in ready:
                 gate.check()
             if router in ready:
