@@ -41,9 +41,9 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.prompts.tokenizer import load_tokenizer
+from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.rewards import AdaptiveTimeout, Reward, RewardLimits
-from streamrl.rewards.reward_set import RewardSet
+from streamrl.rewards.calls.reward_set import RewardSet
 
 CEILING_S, FLOOR_S, FACTOR = 30.0, 2.0, 1.5
 HANG_SHARE, SLOW_SHARE = 0.05, 0.01

@@ -307,8 +307,8 @@ def drawn_prompts(cell: Cell, epochs: int = 1) -> list[str]:
     """Ids of the training prompts in the order in which a run of this seed draws them."""
     import anyio
 
-    from streamrl.prompts.prompts import open_prompts
-    from streamrl.prompts.tokenizer import load_tokenizer
+    from streamrl.pretrained.tokenizer import load_tokenizer
+    from streamrl.run.prompts.prompts import open_prompts
 
     async def draw() -> list[str]:
         tokenizer = load_tokenizer(EXAMPLE / "model")

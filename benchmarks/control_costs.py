@@ -28,8 +28,8 @@ from streamrl.buffers.rollout_buffer import PromptRef, RolloutBuffer
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
 from streamrl.control.model import GroupLengths
+from streamrl.control.policies.group_sizing import make_group_sizer
 from streamrl.control.settings import ControlSettings
-from streamrl.policies.group_sizing import make_group_sizer
 from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind, StalePolicy, TailBatching
 from streamrl.simulate.cluster import ROLLPACKER_14B, Engines
 from streamrl.simulate.lengths import ModelledLengths

@@ -39,7 +39,7 @@ from streamrl.base.types import (
     token_array,
 )
 from streamrl.comm.wire import Buffer, WireCodec
-from streamrl.journal.log import Journal, read_journal
+from streamrl.run.journal.log import Journal, read_journal
 
 WAYS = ("none", "process", "fsync")
 

@@ -123,7 +123,7 @@ def process_of(run: TrainingRun, role: str) -> int:
             words = process.cmdline()
         except psutil.Error:
             continue
-        if words[1:4] == ["-m", "streamrl.app", role]:
+        if words[1:4] == ["-m", "streamrl.launch", role]:
             return int(process.pid)
     return 0
 

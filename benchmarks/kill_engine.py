@@ -17,9 +17,9 @@ import msgspec
 import psutil
 from chaos_processes import log_name
 
-from streamrl.app.pipeline import Pipeline
 from streamrl.base.run_events import EngineBack, EngineLost, RunFinished, RunStarted, StepFinished
-from streamrl.recipe.load import load_recipe
+from streamrl.launch.pipeline import Pipeline
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import EngineKind, Recipe
 
 DEMO = Path(__file__).parents[1] / "examples" / "sort" / "recipe.toml"

@@ -38,11 +38,11 @@ from safetensors.torch import load_file
 
 from streamrl.control import actions as do
 from streamrl.control import events as on
+from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings
-from streamrl.journal.log import read_journal
-from streamrl.journal.records import JournalBase, JournalCodec, JournalEvent
-from streamrl.policies.round_policies import make_control
-from streamrl.recipe.load import load_recipe
+from streamrl.recipe.rules.load import load_recipe
+from streamrl.run.journal.log import read_journal
+from streamrl.run.journal.records import JournalBase, JournalCodec, JournalEvent
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "examples/sort/recipe.toml"

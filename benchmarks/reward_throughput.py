@@ -29,7 +29,7 @@ import msgspec
 import psutil
 import tokenizers
 
-from streamrl.base.stage_messages import FinishedTrajectory, RewardOrder, RewardResult, Scored, ScoreGroups
+from streamrl.base.stage_messages import FinishedTrajectory, Scored
 from streamrl.base.types import (
     FinishReason,
     Prompt,
@@ -42,13 +42,14 @@ from streamrl.base.types import (
 )
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.prompts.tokenizer import load_tokenizer
+from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.sections import Model, Prompts, Recipe
+from streamrl.rewards.calls.reward_set import RewardSet
+from streamrl.rewards.calls.worker import run_reward_worker
 from streamrl.rewards.reward_exchange import score_message
-from streamrl.rewards.reward_set import RewardSet
-from streamrl.rewards.worker import run_reward_worker
-from streamrl.sandbox.reward import CODE
+from streamrl.rewards.reward_messages import RewardOrder, RewardResult, ScoreGroups
+from streamrl.rewards.sandbox.reward import CODE
 from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, wait_ready
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789"

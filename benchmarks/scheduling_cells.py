@@ -13,7 +13,7 @@ from statistics import fmean
 import msgspec
 from training_run import DEMO_RECIPE, toml_value, training_run
 
-from streamrl.recipe.load import load_recipe
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.simulate.recording import TRACE_FILE
 
 HEAVY_RECIPE = DEMO_RECIPE.parents[1] / "heavy" / "recipe.toml"

@@ -27,7 +27,7 @@ import psutil
 from chaos_processes import become_subreaper, living, residue, send, shared_memory, start_tapped, wait_until_none
 from chaos_records import Record, Witness
 
-from streamrl.supervise.clean_up import remove_half_written, remove_killed_life
+from streamrl.launch.supervise.clean_up import remove_half_written, remove_killed_life
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "sort"

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from streamrl.control.settings import ControlSettings
-from streamrl.plan.topology import PreparedSet, expected_kv_tokens
 from streamrl.recipe.scheduling import (
     DeferredPrompts,
     GroupSizing,
@@ -32,6 +31,7 @@ from streamrl.recipe.scheduling import (
     TailBatching,
 )
 from streamrl.recipe.sections import ReleaseKind
+from streamrl.recipe.topology import PreparedSet, expected_kv_tokens
 from streamrl.simulate.cluster import (
     DEMO,
     ROLLPACKER_14B,

@@ -33,7 +33,7 @@ from scheduling_report import of_ratios, ratio_text
 
 from streamrl.control.settings import control_settings
 from streamrl.observe.report.trajectory_trace import RecordedRun
-from streamrl.recipe.load import load_recipe
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.calibrate import Fit, calibrate
 from streamrl.simulate.cluster import ClusterModel

@@ -20,10 +20,10 @@ import msgspec
 from repeated_runs import interval
 from training_run import DEMO_RECIPE, toml_value, training_run
 
-from streamrl.app.external import serve_external
+from streamrl.launch.external import serve_external
 from streamrl.learning.trainer import TorchTrainer
-from streamrl.plan.topology import Role
-from streamrl.recipe.load import load_recipe
+from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.topology import Role
 
 WARM_UP_STEPS = 3
 

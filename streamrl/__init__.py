@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from streamrl.app.pipeline import Pipeline
-    from streamrl.recipe.load import load_recipe
+    from streamrl.launch.pipeline import Pipeline
+    from streamrl.recipe.rules.load import load_recipe
     from streamrl.recipe.sections import Recipe
 
 __all__ = ["Pipeline", "Recipe", "load_recipe"]
@@ -15,7 +15,7 @@ __all__ = ["Pipeline", "Recipe", "load_recipe"]
 def __getattr__(name: str) -> Any:
     # Lazy: vLLM's worker processes and user code import parts of this package and must not load all of it.
     if name == "Pipeline":
-        from streamrl.app.pipeline import Pipeline
+        from streamrl.launch.pipeline import Pipeline
 
         return Pipeline
     if name == "Recipe":
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return Recipe
     if name == "load_recipe":
-        from streamrl.recipe.load import load_recipe
+        from streamrl.recipe.rules.load import load_recipe
 
         return load_recipe
     raise AttributeError(f"module 'streamrl' has no attribute {name!r}")

@@ -19,7 +19,9 @@ from campaigns.fuzz.campaign import every_target
 from campaigns.fuzz.execution import Target, check_seeds, input_of, run_inputs, run_slice
 from campaigns.fuzz.seeds import JSON, MSGPACK, PLAIN, message, seed
 from streamrl.base.errors import RecipeError
-from streamrl.base.stage_messages import (
+from streamrl.base.types import FinishReason, Prompt, RewardCall, token_array
+from streamrl.comm.wire import WireCodec
+from streamrl.rewards.reward_messages import (
     CompletionToScore,
     GroupScored,
     GroupsScored,
@@ -29,9 +31,7 @@ from streamrl.base.stage_messages import (
     ScoreGroup,
     ScoreGroups,
 )
-from streamrl.base.types import FinishReason, Prompt, RewardCall, token_array
-from streamrl.comm.wire import WireCodec
-from streamrl.prompts.prompt_tables import find_table_files
+from streamrl.run.prompts.prompt_tables import find_table_files
 
 
 def test_no_decoder_is_surprised() -> None:

@@ -18,11 +18,11 @@ from streamrl.base.stage_messages import LaunchTrajectory
 from streamrl.base.types import Completion, ScoredTrajectory, TrajectoryId, to_training_sample, token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.prompts.prompt_rows import BadRow, read_prompt
-from streamrl.prompts.tokenizer import ChatError, Tokenizer, load_tokenizer, refuse_different_tokenizers
+from streamrl.pretrained.tokenizer import ChatError, Tokenizer, load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.rewards import Reward, RewardLimits
-from streamrl.rewards.reward_set import RewardSet
-from streamrl.rewards.signature import load_reward
+from streamrl.rewards.calls.loading import load_reward
+from streamrl.rewards.calls.reward_set import RewardSet
+from streamrl.run.prompts.prompt_rows import BadRow, read_prompt
 from streamrl.stages.rollout import RolloutStage
 
 PACKAGE = Path(__file__).resolve().parent.parent / "streamrl"
@@ -328,5 +328,5 @@ def test_text_is_tokenised_in_one_place() -> None:
                     found.add(path.relative_to(PACKAGE).as_posix())
                 if node.func.attr in {"apply_chat_template", "from_pretrained"} and "Tokenizer" in owner:
                     found.add(path.relative_to(PACKAGE).as_posix())
-    apart = {"evaluate/trial_completions.py", "rewards/builtin/reward_model.py", "engines/simulated/text.py"}
-    assert found == {"prompts/prompt_rows.py", "prompts/tokenizer.py"} | apart
+    apart = {"cli/trial/trial_completions.py", "rewards/builtin/reward_model.py", "engines/simulated/text.py"}
+    assert found == {"run/prompts/prompt_rows.py", "pretrained/tokenizer.py"} | apart

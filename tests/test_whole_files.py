@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.app.pipeline import _make_run_directory
 from streamrl.base.whole_files import leave_beside, make_directory, write_durable
-from streamrl.recipe.load import load_recipe
+from streamrl.launch.pipeline import _make_run_directory
+from streamrl.recipe.rules.load import load_recipe
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "sort" / "recipe.toml"
 

@@ -25,16 +25,16 @@ BORN = time.monotonic()
 TAPPED = {
     "streamrl.learning.trainer": ("TorchTrainer", ("train_group", "close_batch", "save_checkpoint")),
     "streamrl.engines.simulated.engine": ("SimulatedEngine", ("generate", "stage", "commit")),
-    "streamrl.vllm.engine": ("VllmEngine", ("generate", "stage", "commit")),
-    "streamrl.journal.run_journal": ("RunJournal", ("on_event",)),
+    "streamrl.engines.vllm.engine": ("VllmEngine", ("generate", "stage", "commit")),
+    "streamrl.run.journal.run_journal": ("RunJournal", ("on_event",)),
 }
 
 
 def _role() -> str:
     arguments = sys.orig_argv
-    if "streamrl.app" not in arguments:
+    if "streamrl.launch" not in arguments:
         return ""
-    role = arguments[arguments.index("streamrl.app") + 1 :][:1]
+    role = arguments[arguments.index("streamrl.launch") + 1 :][:1]
     index = arguments[arguments.index("--index") + 1] if "--index" in arguments else "0"
     return f"{role[0]}-{index}" if role and role[0] != "controller" else "".join(role)
 

@@ -23,40 +23,40 @@ from campaigns.faults import simulated_parts as parts
 from campaigns.faults.simulated_trainer import SimulatedTrainer
 from campaigns.faults.stamped_engine import StampedEngine
 from campaigns.faults.world_disk import SimulatedLock, SimulatedOs, SimulatedThread
-from streamrl.app import pipeline as run_module
-from streamrl.app import roles, run_controller
-from streamrl.app.run_directory import refuse_changes
-from streamrl.app.run_record import refuse_lost_journal
 from streamrl.base.whole_files import hold_lock
 from streamrl.comm import zmq_stream
 from streamrl.comm.stream_protocol import Hello
 from streamrl.control.actions import Decision
 from streamrl.control.machine import Control
-from streamrl.elastic.freeing import Freeing, FreeingSettings
-from streamrl.elastic.sets import SetPlan, SetPlanner
 from streamrl.engines import engine_host
+from streamrl.engines.elastic.freeing import Freeing, FreeingSettings
+from streamrl.engines.elastic.sets import SetPlan, SetPlanner
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.simulated.engine import SimulationOptions
 from streamrl.engines.step_cost import StepCost
-from streamrl.journal import log
+from streamrl.engines.vllm.options import expected_room, installed_device
+from streamrl.launch import pipeline as run_module
+from streamrl.launch import roles, run_controller
+from streamrl.launch.control_socket import serving_control
+from streamrl.launch.plan.preflight import preflight, resumed
+from streamrl.launch.run_directory import refuse_changes
+from streamrl.launch.run_record import refuse_lost_journal
+from streamrl.launch.supervise import child_process, clean_up, supervisor
+from streamrl.launch.supervise.crash_bundle import write_crash_bundle
+from streamrl.launch.supervise.watchdog import Watchdog, ask_for_stacks
 from streamrl.learning import options as options_module
 from streamrl.learning import trainer as trainer_module
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.sinks import PublishSink
-from streamrl.plan import topology as topology_module
-from streamrl.plan.preflight import preflight, resumed
-from streamrl.prompts import prompts as prompts_module
-from streamrl.prompts.tokenizer import load_tokenizer
-from streamrl.recipe.load import load_recipe
-from streamrl.remote.control_socket import serving_control
-from streamrl.rewards import worker as reward_worker
-from streamrl.rewards.inspect import RewardInspection, inspect_in_subprocess
-from streamrl.rewards.signature import load_reward
+from streamrl.pretrained.tokenizer import load_tokenizer
+from streamrl.recipe import topology as topology_module
+from streamrl.recipe.rules.load import load_recipe
+from streamrl.rewards.calls import worker as reward_worker
+from streamrl.rewards.calls.inspect import RewardInspection, inspect_in_subprocess
+from streamrl.rewards.calls.loading import load_reward
+from streamrl.run.journal import log
+from streamrl.run.prompts import prompts as prompts_module
 from streamrl.stages import training
-from streamrl.supervise import child_process, clean_up, supervisor
-from streamrl.supervise.crash_bundle import write_crash_bundle
-from streamrl.supervise.watchdog import Watchdog, ask_for_stacks
-from streamrl.vllm.options import expected_room, installed_device
 
 if TYPE_CHECKING:
     from campaigns.faults.world import World

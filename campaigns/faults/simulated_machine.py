@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from campaigns.faults.virtual_time import PROCESS, SimulatedProcess
-from streamrl.app.roles import role_main
 from streamrl.base.errors import StreamRLError
-from streamrl.plan.topology import ProcessPlan
-from streamrl.supervise import child
-from streamrl.supervise.child import ChildContext, Terminated
-from streamrl.supervise.child_process import ChildProcess
-from streamrl.supervise.exit_reason import TERMINATED_CODE, exit_code_of, failures, reason_of, write_reason
+from streamrl.launch.roles import role_main
+from streamrl.launch.supervise import child
+from streamrl.launch.supervise.child import ChildContext, Terminated
+from streamrl.launch.supervise.child_process import ChildProcess
+from streamrl.launch.supervise.exit_reason import TERMINATED_CODE, exit_code_of, failures, reason_of, write_reason
+from streamrl.recipe.topology import ProcessPlan
 
 if TYPE_CHECKING:
     from campaigns.faults.world import World
@@ -93,7 +93,7 @@ class Machine:
     # ---- processes -------------------------------------------------------------------------------------
 
     def start(self, plan: ProcessPlan, run_directory: Path, *, resumes: bool) -> SimulatedPopen:
-        """A role of the run, as ``python -m streamrl.app`` would start it."""
+        """A role of the run, as ``python -m streamrl.launch`` would start it."""
         world = self.world
         assert world.topology is not None
         context = ChildContext(

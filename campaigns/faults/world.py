@@ -36,7 +36,7 @@ from campaigns.faults.world_shape import Shape
 from streamrl.base.messages import CloseBatch, SaveCheckpoint
 from streamrl.control import events as on
 from streamrl.control.machine import Control
-from streamrl.plan.topology import ProcessPlan, Role, Topology
+from streamrl.recipe.topology import ProcessPlan, Role, Topology
 
 RECOVERY_S = 5.0
 LOOK_EVERY_S = 10.0

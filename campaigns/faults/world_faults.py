@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from campaigns.faults.fault_plan import Fault, Phase
 from campaigns.faults.simulated_network import Link, Wire
 from campaigns.faults.virtual_time import SimulatedProcess
+from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
 from streamrl.comm.stream_protocol import Kind
 from streamrl.comm.wire import parse_header
-from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
 
 if TYPE_CHECKING:
     from campaigns.faults.world import World

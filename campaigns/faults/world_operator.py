@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from campaigns.faults.fault_plan import ENDS_RUNS, Phase
-from streamrl.app.pipeline import Pipeline
 from streamrl.base.run_events import RunFinished, RunResumed
-from streamrl.plan.topology import JOURNAL_DIRECTORY
+from streamrl.launch.pipeline import Pipeline
+from streamrl.recipe.topology import JOURNAL_DIRECTORY
 
 if TYPE_CHECKING:
     from campaigns.faults.world import World

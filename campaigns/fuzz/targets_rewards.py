@@ -13,10 +13,10 @@ from campaigns.fuzz.execution import Target
 from campaigns.fuzz.seeds import JSON, MSGPACK, PLAIN, Seed, message, seed
 from streamrl.base.types import RewardFailureKind
 from streamrl.rewards.calls.frames import CallAnswer, FrameReader, answered_values
+from streamrl.rewards.sandbox.cases import read_cases
+from streamrl.rewards.sandbox.sandbox import SandboxError, read_answer, read_zygote_message
+from streamrl.rewards.sandbox.values import encode
 from streamrl.rewards.values import CallFailure, CheckedValue
-from streamrl.sandbox.cases import read_cases
-from streamrl.sandbox.sandbox import SandboxError, read_answer, read_zygote_message
-from streamrl.sandbox.values import encode
 
 _COUNT = 3
 _ANSWERS = (

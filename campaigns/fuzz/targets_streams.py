@@ -12,10 +12,8 @@ import msgspec
 from campaigns.fuzz.execution import Target
 from campaigns.fuzz.seeds import MSGPACK, PLAIN, Seed, fixed_fields, message, seed
 from streamrl.base import messages as says
-from streamrl.base import reward_changes, run_events
-from streamrl.base import stage_messages as stage
+from streamrl.base import run_events
 from streamrl.base.errors import WireError
-from streamrl.base.run_events import ParentMessage
 from streamrl.base.types import (
     Completion,
     FinishReason,
@@ -26,9 +24,11 @@ from streamrl.base.types import (
 )
 from streamrl.comm.stream_protocol import Hello, Kind, Origin, Phase, ReceivingEnd, Role, SendingEnd
 from streamrl.comm.wire import WireCodec, WireLimits, pack_header, parse_header
-from streamrl.judge import gate as judge_gate
+from streamrl.launch import control_protocol
+from streamrl.launch.control_protocol import ParentMessage
 from streamrl.recipe.rewards import Reward
-from streamrl.remote import control_protocol
+from streamrl.rewards import reward_messages
+from streamrl.rewards.judge import gate as judge_gate
 
 _RAW_FROM = 256  # bytes: small arrays travel in frames of their own too
 _HEADER = fixed_fields(4, 2, 1, 1, 8)
@@ -79,7 +79,12 @@ def example(hint: Any, name: str = "") -> Any:
 def _codecs() -> list[tuple[WireCodec[Any], Sequence[Any]]]:
     limits = WireLimits(message_bytes=1 << 25, frame_bytes=1 << 24, body_bytes=1 << 24, frames=24)
     unions = [says.EngineOrder, says.EngineEvent, says.TrainingOrder, says.TrainingEvent, ParentMessage]
-    unions += [stage.RewardOrder, stage.RewardResult, reward_changes.RewardRequest, reward_changes.RewardReply]
+    unions += [
+        reward_messages.RewardOrder,
+        reward_messages.RewardResult,
+        reward_messages.RewardRequest,
+        reward_messages.RewardReply,
+    ]
     unions += [getattr(judge_gate, n) for n in dir(judge_gate) if n.endswith(("Order", "Event", "Report"))]
     unions += [getattr(run_events, name) for name in dir(run_events) if name.endswith("Order")]
     return [
@@ -214,17 +219,17 @@ def control_target() -> Target:
     requests = [
         control_protocol.encode_request(control_protocol.ControlRequest(operation=operation, key="k" * 64))
         for operation in (
-            reward_changes.ListRewards(request_id=1),
-            reward_changes.AttachReward(reward=REWARD),
-            reward_changes.ReplaceReward(name="score", reward=REWARD),
-            reward_changes.DetachReward(name="score"),
+            reward_messages.ListRewards(request_id=1),
+            reward_messages.AttachReward(reward=REWARD),
+            reward_messages.ReplaceReward(name="score", reward=REWARD),
+            reward_messages.DetachReward(name="score"),
         )
     ]
     answers = [
         control_protocol.encode_answer(answer)
         for answer in (
             control_protocol.ControlRefused(problems=("no", "never")),
-            reward_changes.RewardsChanged(request_id=1, reward_version=2, rewards=("a", "b")),
+            reward_messages.RewardsChanged(request_id=1, reward_version=2, rewards=("a", "b")),
         )
     ]
     size = control_protocol.LENGTH_BYTES

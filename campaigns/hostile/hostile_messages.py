@@ -26,8 +26,8 @@ import zmq
 
 from campaigns.hostile.real_runs import train_command
 from streamrl.comm.stream_protocol import Kind
+from streamrl.comm.transport_keys import make_keys
 from streamrl.comm.wire import pack_header
-from streamrl.remote.transport_keys import make_keys
 
 MESSAGES = 10_000
 """For each socket."""

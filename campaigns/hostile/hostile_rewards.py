@@ -48,10 +48,10 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.evaluate.trial_completions import PlainText
+from streamrl.cli.trial.trial_completions import PlainText
 from streamrl.recipe.rewards import Reward, RewardLimits
-from streamrl.rewards.inspect import inspect_in_subprocess
-from streamrl.rewards.reward_set import RewardSet
+from streamrl.rewards.calls.inspect import inspect_in_subprocess
+from streamrl.rewards.calls.reward_set import RewardSet
 from streamrl.rewards.scoring import Outcome
 
 AT_ONCE = 4

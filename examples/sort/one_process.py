@@ -37,18 +37,18 @@ from streamrl.control.settings import control_settings
 from streamrl.control.synchronous import SynchronousRounds
 from streamrl.engines.engine import Engine
 from streamrl.engines.file_weights import FileWeights
+from streamrl.engines.plain_vllm.engine import PlainVllmEngine
+from streamrl.engines.plain_vllm.options import PlainOptions, plain_environment
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
 from streamrl.engines.simulated.text import LengthMixture
-from streamrl.engines.vllm.engine import PlainVllmEngine
-from streamrl.engines.vllm.options import PlainOptions, plain_environment
 from streamrl.learning.options import trainer_options
 from streamrl.learning.state.file_publisher import FilePublisher
 from streamrl.learning.trainer import TorchTrainer
-from streamrl.recipe.load import load_recipe
 from streamrl.recipe.rewards import Reward
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.rewards.worker import run_reward_worker
+from streamrl.rewards.calls.worker import run_reward_worker
 from streamrl.run.checkpoints import CheckpointKeeper
 from streamrl.run.controller import Controller
 from streamrl.run.parts import Evaluations, Journal, Observer, Push, RunRecord

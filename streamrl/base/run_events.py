@@ -6,7 +6,6 @@ from __future__ import annotations
 from msgspec import structs
 
 from streamrl.base.messages import Message
-from streamrl.base.reward_changes import RewardReply
 
 
 class StartProgress(Message, frozen=True):
@@ -183,4 +182,3 @@ class KillEngine(Message, frozen=True):
 
 
 SupervisorOrder = StopEngine | StartEngine | KillEngine
-ParentMessage = RunEvent | SupervisorOrder | RewardReply

@@ -17,6 +17,10 @@ RUN_MARKER = "STREAMRL_RUN_MARKER"
 CUDA_DEVICES, CUDA_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
+REWARD_RESTART_EXIT_CODE = 75
+"""The exit code by which a reward worker asks the supervisor for another one: user code holds the process (or too many
+of its threads) and cannot be stopped. EX_TEMPFAIL of sysexits.h."""
+
 
 def die_with_parent() -> None:
     """Ask the kernel for SIGKILL when the parent named in ``STREAMRL_PARENT_PID`` dies. Without the variable: nothing.

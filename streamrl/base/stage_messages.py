@@ -9,17 +9,13 @@ from __future__ import annotations
 from streamrl.base.messages import Message
 from streamrl.base.types import (
     Completion,
-    FinishReason,
     Prompt,
     Record,
-    RewardCall,
     RewardFailure,
-    RewardFailureKind,
     ScoredTrajectory,
     Trajectory,
     TrajectoryId,
 )
-from streamrl.recipe.rewards import Reward
 
 
 class SampledSoFar(Record, frozen=True):
@@ -120,112 +116,3 @@ class RolloutStatistics(Record, frozen=True):
     generated_tokens: int
     verified_tokens: int = 0
     accepted_tokens: int = 0
-
-
-# ---- reward stage <-> reward worker --------------------------------------------------------------
-
-
-class CompletionToScore(Record, frozen=True, array_like=True):
-    """What a reward may read of a trajectory. ``prompt``: its place among the prompts of the message; ``token_ids``:
-    int32 in the byte order of this machine, what the policy sampled (all trained segments, joined). Logprobs, version
-    spans and the turns of an environment stay behind: no reward reads them."""
-
-    prompt: int
-    group_id: int
-    sample: int
-    token_ids: bytes
-    finish_reason: FinishReason
-    attempt: int = 0
-
-
-class ScoreGroup(Record, frozen=True, array_like=True):
-    """Score these completions; more than one where a function scores whole groups. ``reward_version``: which set of
-    functions does it. ``rank``: of several that wait, the smallest goes first."""
-
-    order_id: int
-    completions: tuple[CompletionToScore, ...]
-    reward_version: int = 0
-    rank: int = 0
-
-
-class ScoreGroups(Message, frozen=True):
-    """What has come together since the last message, best rank first. Each group is answered when it is scored;
-    ``prompts``: of all of them, each once."""
-
-    groups: tuple[ScoreGroup, ...]
-    prompts: tuple[Prompt, ...]
-
-
-class LoadRewardSet(Message, frozen=True):
-    """Load a set of functions beside the ones that are there. Orders of an older version may still be on their way."""
-
-    reward_version: int
-    rewards: tuple[Reward, ...]
-
-
-class CloseRewardSet(Message, frozen=True):
-    """No more orders of this version will come: end it once those that came are answered."""
-
-    reward_version: int
-
-
-class RememberLimits(Message, frozen=True):
-    """Slowest correct calls so far, in seconds, by reward and key: of other workers, and of this one before it was
-    replaced. For functions of this version, which are loaded."""
-
-    reward_version: int
-    slowest_s: dict[str, dict[str, float]]
-
-
-RewardOrder = ScoreGroups | LoadRewardSet | CloseRewardSet | RememberLimits
-
-
-class RewardWorkerReady(Message, frozen=True):
-    """First message of a reward worker (again after a restart)."""
-
-    worker: int
-
-
-class SampleReward(Record, frozen=True):
-    """The reward of one trajectory, which the stage still has; or ``kind``: it failed (see ``RewardFailure``)."""
-
-    reward: float = 0.0
-    parts: dict[str, float] = {}
-    seconds: float = 0.0
-    calls: tuple[RewardCall, ...] = ()
-    kind: RewardFailureKind | None = None
-    function: str = ""
-    message: str = ""
-    policy: str = ""
-    separate: dict[str, tuple[float, float]] = {}
-
-
-class GroupScored(Record, frozen=True, array_like=True):
-    """One reward or failure for each trajectory of the order, in the same order."""
-
-    order_id: int
-    rewards: tuple[SampleReward, ...]
-
-
-class GroupsScored(Message, frozen=True):
-    """What was scored since the last message."""
-
-    groups: tuple[GroupScored, ...]
-
-
-class RewardSetLoaded(Message, frozen=True):
-    """Answer to ``LoadRewardSet``. ``problems``: why it cannot be used; it is as if it had never come."""
-
-    reward_version: int
-    per_group: bool = False
-    problems: tuple[str, ...] = ()
-
-
-class LimitsLearnt(Message, frozen=True):
-    """Correct calls of functions of this version that were slower than all before, in seconds, by reward and key."""
-
-    reward_version: int
-    slowest_s: dict[str, dict[str, float]]
-
-
-RewardResult = RewardWorkerReady | GroupsScored | RewardSetLoaded | LimitsLearnt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.cli.command import AsJson, Command, print_json
-from streamrl.plan.machine_check import Finding, State, check_machine, worst
+from streamrl.launch.plan.machine_check import Finding, State, check_machine, worst
 
 _MARKS = {State.OK: "ok  ", State.WARN: "warn", State.FAIL: "FAIL"}
 

@@ -9,7 +9,14 @@ import anyio
 import msgspec
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.reward_changes import (
+from streamrl.cli.command import Argument, AsJson, Command, RunPath
+from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, ControlRefused, DrainRun
+from streamrl.launch.control_socket import ask_control, read_key
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.rules.load import resolved_reward
+from streamrl.recipe.toml_text import value_or_text
+from streamrl.recipe.topology import control_socket, read_topology
+from streamrl.rewards.reward_messages import (
     AttachReward,
     DetachReward,
     ListRewards,
@@ -17,13 +24,6 @@ from streamrl.base.reward_changes import (
     RewardsChanged,
     RewardsListed,
 )
-from streamrl.cli.command import Argument, AsJson, Command, RunPath
-from streamrl.plan.topology import control_socket, read_topology
-from streamrl.recipe.load import resolved_reward
-from streamrl.recipe.rewards import Reward
-from streamrl.recipe.toml_text import value_or_text
-from streamrl.remote.control_protocol import ControlAnswer, ControlOperation, ControlRefused, DrainRun
-from streamrl.remote.control_socket import ask_control, read_key
 
 ANSWER_LIMIT_S = 300.0
 """Functions are imported twice, each time within minutes, and changes wait for each other."""

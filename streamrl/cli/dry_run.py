@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from streamrl.base.errors import RecipeError
-from streamrl.plan.gpus import gpu_placement
-from streamrl.plan.preflight import CheckedModel, check_model, preflight, resumed
-from streamrl.plan.summary import arithmetic_lines, process_lines
-from streamrl.plan.topology import plan_topology
-from streamrl.prompts.probe import problem_of_model
-from streamrl.prompts.prompt_spec import SourceKind, read_spec
-from streamrl.prompts.prompts import open_rows
-from streamrl.recipe.load import dump_recipe
+from streamrl.engines.vllm.options import engine_options
+from streamrl.launch.plan.gpu_demand import gpu_placement
+from streamrl.launch.plan.preflight import CheckedModel, check_model, preflight, resumed
+from streamrl.launch.plan.probe import problem_of_model
+from streamrl.launch.plan.summary import arithmetic_lines, process_lines
+from streamrl.recipe.rules.load import dump_recipe
 from streamrl.recipe.sections import EngineKind, Launch, Recipe
-from streamrl.vllm.options import engine_options
+from streamrl.recipe.topology import plan_topology
+from streamrl.run.prompts.prompt_spec import SourceKind, read_spec
+from streamrl.run.prompts.prompts import open_rows
 
 PROBE_TIMEOUT_S = 300.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from streamrl.cli.command import Argument, Command
-from streamrl.rules.explain import explain, reference
+from streamrl.recipe.rules.explain import explain, reference
 
 
 class Explain(Command, frozen=True):

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from streamrl.base.errors import RecipeError, StreamRLError, leaves
+from streamrl.base.printable import printable
 from streamrl.cli.command import Command, parse_command
-from streamrl.observe.terminal.printable import printable
 from streamrl.observe.terminal.screen import open_screen
 
 Failure = TypeVar("Failure", bound=BaseException)

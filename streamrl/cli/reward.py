@@ -20,27 +20,27 @@ from msgspec import structs
 from rich.console import Console
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.printable import log_to, printable
 from streamrl.base.types import Prompt
 from streamrl.cli.command import Argument, AsJson, print_json, recipe_file
 from streamrl.cli.control import FunctionName, RewardOptions
-from streamrl.evaluate.trial_completions import (
+from streamrl.cli.trial.trial_completions import (
     CompletedGroup,
     PlainText,
     groups_from_engine,
     groups_from_file,
     recipe_of_model,
 )
-from streamrl.evaluate.trial_report import RewardReport, rich_report, summarize
-from streamrl.observe.terminal.printable import log_to, printable
-from streamrl.prompts.prompts import missing_columns, open_prompts
-from streamrl.prompts.tokenizer import Tokenizer, load_tokenizer
-from streamrl.recipe.load import load_recipe, resolve_function
+from streamrl.cli.trial.trial_report import RewardReport, rich_report, summarize
+from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.recipe.rewards import Reward, RewardLimits
+from streamrl.recipe.rules.load import load_recipe, resolve_function
 from streamrl.recipe.sections import Recipe
-from streamrl.rewards.inspect import inspect_in_subprocess
-from streamrl.rewards.reward_set import RewardSet
+from streamrl.rewards.calls.inspect import inspect_in_subprocess
+from streamrl.rewards.calls.reward_set import RewardSet
 from streamrl.rewards.scoring import Outcome
 from streamrl.rewards.signature import RewardSignature, needed_columns
+from streamrl.run.prompts.prompts import missing_columns, open_prompts
 
 ModelPath = Annotated[Path | None, Argument("sample them from this model directory with vLLM", metavar="MODEL")]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.line_file import read_lines
+from streamrl.base.printable import printable
 from streamrl.base.run_events import CompletionSampled
 from streamrl.cli.command import Argument, Command, RunPath
-from streamrl.observe.line_file import read_lines
-from streamrl.observe.terminal.printable import printable
 from streamrl.observe.terminal.step_line import sample_block
 
 

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from streamrl.app.external import serve_external
+from streamrl.base.printable import log_to
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, recipe_file
-from streamrl.observe.terminal.printable import log_to
-from streamrl.plan.topology import Role
-from streamrl.recipe.load import load_recipe
-from streamrl.remote.transport_keys import KeyRole, make_keys
-from streamrl.supervise.child import Terminated
+from streamrl.comm.transport_keys import KeyRole, make_keys
+from streamrl.launch.external import serve_external
+from streamrl.launch.supervise.child import Terminated
+from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.topology import Role
 
 
 class Serve(Command, frozen=True):

@@ -13,14 +13,14 @@ import msgspec
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.command import Argument, AsJson, Command, print_json
+from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings
-from streamrl.journal.log import read_journal, writer_of
-from streamrl.journal.log_errors import JournalFailed
-from streamrl.journal.summary import RunSummary, StepSummary, summarize
-from streamrl.plan.topology import JOURNAL_DIRECTORY
-from streamrl.policies.round_policies import make_control
-from streamrl.recipe.load import load_recipe
-from streamrl.supervise.crash_bundle import SUMMARY, CrashManifest, read_manifest, read_member
+from streamrl.launch.supervise.crash_bundle import SUMMARY, CrashManifest, read_manifest, read_member
+from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.topology import JOURNAL_DIRECTORY
+from streamrl.run.journal.log import read_journal, writer_of
+from streamrl.run.journal.log_errors import JournalFailed
+from streamrl.run.journal.summary import RunSummary, StepSummary, summarize
 
 WIDTH = 80
 SHOWN_STEPS = SHOWN_GROUPS = 10

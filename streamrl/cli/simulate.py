@@ -15,7 +15,7 @@ from rich.table import Table
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.cli.command import Argument, AsJson, Command, Overrides, RecipePath, print_json, recipe_file
-from streamrl.recipe.load import load_recipe
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.scheduling import System
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.calibrate import calibrate

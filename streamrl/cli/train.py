@@ -13,17 +13,18 @@ from typing import Annotated
 import anyio
 import anyio.abc
 
-from streamrl.app.pipeline import Pipeline, recipe_of_run
+from streamrl.base.printable import also_log_to, log_to
 from streamrl.base.run_events import RunFinished, RunStarted, StartProgress
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, RunPath, recipe_file
 from streamrl.cli.dry_run import dry_run
-from streamrl.observe.terminal.printable import also_log_to, log_to
+from streamrl.launch.pipeline import Pipeline, recipe_of_run
+from streamrl.launch.plan.summary import SIMULATED_SENTENCE, streaming_notice
 from streamrl.observe.terminal.stdout import StdoutReporter
-from streamrl.plan.summary import SIMULATED_SENTENCE, learning_rate_notice, streaming_notice
-from streamrl.plan.topology import Role, plan_topology
-from streamrl.recipe.load import read_recipe
+from streamrl.recipe.learning_rate import learning_rate_notice
+from streamrl.recipe.rules.load import read_recipe
+from streamrl.recipe.rules.transport_rules import insecure_notice
 from streamrl.recipe.sections import EngineKind, Recipe
-from streamrl.rules.transport_rules import insecure_notice
+from streamrl.recipe.topology import Role, plan_topology
 
 DRAIN_S = 600.0
 """How long a drain may take: the open step and a checkpoint. A second signal ends the run at once."""

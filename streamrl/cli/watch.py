@@ -11,13 +11,13 @@ import msgspec
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.command import Argument, AsJson, Command
+from streamrl.comm.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole
 from streamrl.comm.zmq_sockets import has_ipc_listener
 from streamrl.observe.telemetry import TelemetrySubscriber
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.observe.topics import follow, to_run_event
-from streamrl.plan.topology import metrics_endpoint, read_topology
-from streamrl.recipe.load import load_recipe
-from streamrl.remote.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole
+from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.topology import metrics_endpoint, read_topology
 
 PATIENCE_S = 5.0
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from streamrl.base.errors import RecipeError
 from streamrl.cli.command import Argument, AsJson, Overrides, print_json, recipe_file
 from streamrl.cli.simulate import DEFAULT_CLUSTER, InVirtualTime, results_table
-from streamrl.recipe.load import load_recipe
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.cluster import differences
 from streamrl.simulate.recording import TRACE_FILE

@@ -3,4 +3,4 @@ event changes, ``decide`` (with ``launch``) what is to be done then, ``machine``
 ordered and not answered. No clock, socket, task or torch.
 
 Policies (how rounds are formed, how large groups are) are objects of the protocols in ``round_policy``; they come in by
-constructor. Imports ``base``, ``recipe`` and ``buffers``."""
+constructor."""

@@ -12,7 +12,7 @@ from streamrl.recipe.sections import Recipe
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Fields mean what they mean in the recipe; ``batch_groups`` is ``rollout.prompts_per_batch``. ``policy``: the
     class of rounds = "custom". ``seed``: of the random group sizes. ``deterministic``: what is decided does not depend
-    on who answers first (``policies/deterministic.py``). ``compares_siblings``: a sample alone in its group has no
+    on who answers first (``control.policies.deterministic``). ``compares_siblings``: a sample alone in its group has no
     advantage."""
 
     steps: int

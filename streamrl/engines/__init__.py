@@ -1,2 +1,2 @@
 """Engines that sample: the ``Engine`` protocol, hosts in processes of their own and the controller's end of them, the
-pool that routes requests; simulated engines and a plain vLLM engine. Imports ``base``, ``comm`` and ``recipe``."""
+pool that routes requests."""

@@ -32,7 +32,8 @@ from streamrl.learning.objective.advantages import Moments
 from streamrl.learning.objective.objectives import loss_denominator
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.optimizer import MasterOptimizer
-from streamrl.learning.state.published_weights import global_norm, make_weights
+from streamrl.learning.state.published_weights import global_norm
+from streamrl.learning.state.trained_weights import make_weights
 from streamrl.learning.step_metrics import update_lengths
 from streamrl.recipe.algorithms import WHOLE_BATCH
 from streamrl.recipe.objective import AdvantageKind

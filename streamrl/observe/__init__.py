@@ -1,2 +1,2 @@
-"""What a run shows: telemetry, sinks, and below: metric definitions, reports of the controller, the terminal.
-Imports the kernel; decides nothing."""
+"""What a run shows: telemetry, sinks, and below: metric definitions, reports of the controller, the terminal. Decides
+nothing."""

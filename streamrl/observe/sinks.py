@@ -9,9 +9,9 @@ from typing import Protocol
 
 import msgspec
 
+from streamrl.base.line_file import LineFile
 from streamrl.base.messages import Message
 from streamrl.base.run_events import EvaluationFinished, StepFinished
-from streamrl.observe.line_file import LineFile
 from streamrl.observe.telemetry import TelemetryPublisher
 from streamrl.observe.topics import finite_or_none, topic_and_fields
 

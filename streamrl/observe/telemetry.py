@@ -18,9 +18,9 @@ import msgspec
 import zmq
 
 from streamrl.base.errors import UNDECODABLE, UNENCODABLE, StreamRLError, WireError
+from streamrl.comm.guarded_sockets import GuardedContext, bind, connect
 from streamrl.comm.socket_options import make_socket
-from streamrl.remote.guarded_sockets import GuardedContext, bind, connect
-from streamrl.remote.transport_keys import KeyRole
+from streamrl.comm.transport_keys import KeyRole
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,2 @@
-"""The recipe: its sections as structs, reading and checking a file, user code by name.
-
-Imports ``base`` only; rules between fields come from the package ``rules`` where that is there (``load.RULES``).
-"""
+"""The recipe: its sections as structs, fields, TOML text, who the processes of a run are (``topology``), user code by
+name. ``rules`` reads and checks a recipe."""

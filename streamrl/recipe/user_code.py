@@ -1,7 +1,7 @@
 """Finding the user's own objects: ``module:name`` or ``path/to/file.py:name``.
 
 User modules may do anything while they are imported, so a process that must not hang or die imports them in a
-process of its own (``streamrl.rewards.inspect``).
+process of its own (``streamrl.rewards.calls.inspect``).
 """
 
 from __future__ import annotations

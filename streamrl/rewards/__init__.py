@@ -1,1 +1,2 @@
-"""The reward runtime: the user's functions, run so that nothing they do becomes a wrong reward or a hang."""
+"""Rewards as the rest of the run sees them: the signature of a function, scoring and combining, time limits, messages
+of the reward worker. ``calls`` is the worker that calls the functions."""

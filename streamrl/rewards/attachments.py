@@ -11,7 +11,10 @@ import anyio
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError, StreamBroken, StreamRLError
-from streamrl.base.reward_changes import (
+from streamrl.comm.zmq_stream import zmq_sender
+from streamrl.recipe.rewards import Reward
+from streamrl.rewards.decorated import as_reward
+from streamrl.rewards.reward_messages import (
     AttachReward,
     DetachReward,
     ListRewards,
@@ -22,9 +25,6 @@ from streamrl.base.reward_changes import (
     RewardsChanged,
     RewardsListed,
 )
-from streamrl.comm.zmq_stream import zmq_sender
-from streamrl.recipe.rewards import Reward
-from streamrl.rewards.decorated import as_reward
 
 
 class RewardAttachments:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from streamrl.base.stage_messages import CompletionToScore, SampleReward, ScoreGroup, ScoreGroups
 from streamrl.base.types import Prompt, RewardFailure, ScoredTrajectory, Trajectory
 from streamrl.comm.decoded_size import UNSUSPECTED_BYTES
+from streamrl.rewards.reward_messages import CompletionToScore, SampleReward, ScoreGroup, ScoreGroups
 
 _MOST_BYTES = 4 << 20  # of completions: far below what a stream takes, far above the price of a message
 _MOST_PROMPT_BYTES = UNSUSPECTED_BYTES // 2

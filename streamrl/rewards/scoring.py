@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from streamrl.base.stage_messages import CompletionToScore, SampleReward
 from streamrl.base.types import (
     Prompt,
     RewardCall,
@@ -26,6 +25,7 @@ from streamrl.base.types import (
     token_array,
 )
 from streamrl.recipe.rewards import FailurePolicy, Reward
+from streamrl.rewards.reward_messages import CompletionToScore, SampleReward
 from streamrl.rewards.reward_queue import total_of
 from streamrl.rewards.signature import PROVIDED, RewardSignature
 from streamrl.rewards.values import CallFailure, CallResult, CheckedValue, failed

@@ -8,24 +8,14 @@ column.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
-from streamrl.base.errors import RecipeError
-from streamrl.recipe.rewards import Reward
-from streamrl.recipe.user_code import load_user_object
-from streamrl.rewards.time_limits import TimeLimits
-
 PROVIDED = ("prompt", "prompt_id", "token_ids", "finish_reason")
 """What a function may ask for besides columns. Per group, ``token_ids`` and ``finish_reason`` are lists with one
 entry for each completion; columns, ``prompt`` and ``prompt_id`` are those of the one prompt."""
-
-_GROUP_PARAMETER = "completions"
-_COMPLETION_NAMES = ("completion", _GROUP_PARAMETER)
 
 
 class RewardSignature(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,138 +43,9 @@ class RewardFunction(msgspec.Struct, frozen=True, kw_only=True):
     call: Callable[..., Any]
 
 
-def load_reward(reward: Reward, limits: TimeLimits | None = None) -> RewardFunction:
-    """The function that ``reward`` names, with its options.
-
-    ``module:function`` and ``path/to/file.py:function`` are imported and called with the options as keyword arguments;
-    a name without a colon is a built-in reward: a factory that is called with the options and returns the function.
-    ``limits``: where one that runs test cases keeps what it learns of each (None: limits of its own).
-    Raises ``RecipeError`` when there is none, it does not import, or it has a signature that cannot be called.
-    """
-    if ":" not in reward.function:
-        function: Any = _build(reward)
-        if reward.adaptive_timeout is not None and hasattr(function, "learn_time_limits"):
-            function.learn_time_limits(limits or TimeLimits(reward))
-    else:
-        function = load_user_object(reward.function)
-        if not callable(function):
-            kind = type(function).__name__
-            raise RecipeError([f'reward "{reward.function}" is a {kind}, not a function: name a function'])
-        if reward.options:
-            function = _bind(reward, function)
-    signature = _read_signature(reward.function, reward.label, function)
-    if reward.adaptive_timeout is not None and reward.adaptive_timeout.key != "prompt_id":
-        signature = msgspec.structs.replace(signature, limit_key=reward.adaptive_timeout.key)
-    return RewardFunction(signature=signature, call=function)
-
-
-def _build(reward: Reward) -> Callable[..., Any]:
-    from streamrl.rewards.builtin.catalog import BUILTIN
-
-    factory = BUILTIN.get(reward.function)
-    if factory is None:
-        raise RecipeError(
-            [
-                (
-                    f'there is no built-in reward "{reward.function}": write one of {", ".join(sorted(BUILTIN))}, '
-                    'or a function of yours as "module:function" or "path/to/file.py:function"'
-                )
-            ]
-        )
-    try:
-        return factory(**reward.options)
-    except TypeError as error:
-        taken = ", ".join(name for name in inspect.signature(factory).parameters) or "none"
-        raise RecipeError(
-            [f'built-in reward "{reward.function}": {error}: correct its options (it takes {taken})']
-        ) from error
-
-
-def _bind(reward: Reward, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with the options bound. A name that it does not take is a mistake, not a column."""
-    parameters = _parameters(reward.function, function)
-    taken = [p.name for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else sorted(set(reward.options) - set(taken))
-    if unknown:
-        raise RecipeError(
-            [
-                (
-                    f'reward "{reward.function}" takes no option "{unknown[0]}": correct rewards.options '
-                    f"(it takes {', '.join(taken) or 'none'})"
-                )
-            ]
-        )
-    return functools.partial(function, **reward.options)
-
-
 def needed_columns(signatures: Iterable[RewardSignature]) -> dict[str, tuple[str, ...]]:
     """The dataset columns that each reward cannot do without, by reward name: its function, and its time limits."""
     return {
         signature.name: tuple(dict.fromkeys([*signature.columns, *filter(None, [signature.limit_key])]))
         for signature in signatures
     }
-
-
-def _parameters(spec: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (ValueError, TypeError) as error:
-        raise RecipeError(
-            [f'reward "{spec}" has no readable signature ({error}): wrap it in a Python function']
-        ) from error
-
-
-def _read_signature(spec: str, name: str, function: Callable[..., Any]) -> RewardSignature:
-    if inspect.isclass(function):
-        raise RecipeError([f'reward "{spec}" is a class: name a function, or an instance that can be called'])
-    bound = tuple(function.keywords) if isinstance(function, functools.partial) else ()
-    inner = function.func if isinstance(function, functools.partial) else function
-    called = inner if inspect.isroutine(inner) else type(inner).__call__
-    if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
-        raise RecipeError([f'reward "{spec}" is a generator: return the reward instead of yielding it'])
-    parameters = [p for p in _parameters(spec, function) if p.name not in bound]
-    first = parameters[0] if parameters else None
-    if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
-        raise RecipeError(
-            [f'reward "{spec}" takes no completion: its first parameter must be positional, as in {_example(spec)}']
-        )
-    problems: list[str] = []
-    columns: list[str] = []
-    optional: list[str] = []
-    provided: list[str] = []
-    for parameter in parameters[1:]:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        if parameter.name in _COMPLETION_NAMES:
-            problems.append(
-                f'reward "{spec}": "{parameter.name}" must be the first parameter, before "{first.name}", '
-                f"as in {_example(spec)}"
-            )
-        elif parameter.kind is parameter.POSITIONAL_ONLY:
-            if parameter.default is parameter.empty:
-                problems.append(
-                    f'reward "{spec}": parameter "{parameter.name}" is positional-only, but columns are passed '
-                    f"by name: move the / before it, as in {_example(spec)}"
-                )
-        elif parameter.name in PROVIDED:
-            provided.append(parameter.name)
-        else:
-            (columns if parameter.default is parameter.empty else optional).append(parameter.name)
-    if problems:
-        raise RecipeError(problems)
-    return RewardSignature(
-        spec=spec,
-        name=name,
-        first=first.name,
-        per_group=first.name == _GROUP_PARAMETER,
-        is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called),
-        bound=bound,
-        wants_all=any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
-        columns=tuple(columns),
-        optional_columns=tuple(optional),
-        provided=tuple(provided),
-    )
-
-
-def _example(spec: str) -> str:
-    return f"`async def {spec.rpartition(':')[2]}(completion, *, answer, **columns)`"

@@ -1,2 +1,2 @@
-"""The controller: carries out what control decides. Trainer ranks, checkpoints.
-Imports the kernel; what else it needs comes in by constructor from ``app``."""
+"""The controller, which carries out what control decides; trainer ranks, checkpoints, what a step says of itself. All
+else that the controller needs comes in by constructor (``parts``) from ``launch``."""

@@ -1,4 +1,4 @@
-"""A plain weight push: the whole version, on every engine. ``streamrl.sync`` pushes to engines that come and go."""
+"""A plain weight push: the whole version, on every engine. ``engines.push`` pushes to engines that come and go."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from streamrl.buffers.rollout_buffer import Accounting
+from streamrl.control.policies.sagc import LengthTable, straggler_rate
 from streamrl.control.settings import ControlSettings
-from streamrl.policies.sagc import LengthTable, straggler_rate
 from streamrl.recipe.scheduling import SMALLEST_SIZE
 from streamrl.simulate.engines import EngineClock, Request, RunningTogether
 

@@ -17,9 +17,9 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.types import FinishReason
 from streamrl.control import actions as do
 from streamrl.control import events as on
+from streamrl.control.policies.auto import candidate_settings
+from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import ControlSettings, control_settings
-from streamrl.policies.auto import candidate_settings
-from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import InFlight, RoundKind
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.simulate.chrome_trace import ChromeTrace

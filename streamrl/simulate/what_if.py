@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.recipe.fields import ADVANCED, keys_of
-from streamrl.recipe.load import check_recipe
+from streamrl.recipe.rules.load import check_recipe
 from streamrl.recipe.scheduling import (
     DeferredPrompts,
     InFlight,

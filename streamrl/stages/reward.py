@@ -20,28 +20,24 @@ import anyio
 import msgspec
 
 from streamrl.base.errors import RecipeError, StreamBroken, StreamEnded
-from streamrl.base.stage_messages import (
+from streamrl.base.stage_messages import RewardOutcome, RolloutOutcome, Scored, TrajectoryHeld, TrajectoryLost
+from streamrl.base.types import RewardFailureKind, Trajectory
+from streamrl.base.wakeup import Wakeup
+from streamrl.comm.stream import ReceiveStream, SendStream, converse, exchange_hello
+from streamrl.recipe.rewards import FailurePolicy, Reward
+from streamrl.rewards.reward_exchange import OrderMessage, outcome_of
+from streamrl.rewards.reward_messages import (
     CloseRewardSet,
     GroupsScored,
     LimitsLearnt,
     LoadRewardSet,
     RememberLimits,
     RewardOrder,
-    RewardOutcome,
     RewardResult,
     RewardSetLoaded,
     RewardWorkerReady,
-    RolloutOutcome,
     SampleReward,
-    Scored,
-    TrajectoryHeld,
-    TrajectoryLost,
 )
-from streamrl.base.types import RewardFailureKind, Trajectory
-from streamrl.base.wakeup import Wakeup
-from streamrl.comm.stream import ReceiveStream, SendStream, converse, exchange_hello
-from streamrl.recipe.rewards import FailurePolicy, Reward
-from streamrl.rewards.reward_exchange import OrderMessage, outcome_of
 from streamrl.rewards.time_limits import LearntLimits
 from streamrl.stages.scoring_order import ScoringOrder, WaitingOrder
 

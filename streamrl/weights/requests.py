@@ -15,9 +15,9 @@ import zmq
 
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.base.messages import WeightAnnouncement
+from streamrl.comm.guarded_sockets import GuardedContext
 from streamrl.comm.socket_options import make_socket
 from streamrl.comm.zmq_sockets import transport_of
-from streamrl.remote.guarded_sockets import GuardedContext
 
 WeightContext = GuardedContext
 

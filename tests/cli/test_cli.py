@@ -25,10 +25,10 @@ import streamrl.cli.train
 from streamrl.base.errors import ProcessDied, RecipeError
 from streamrl.base.run_events import RunEvent, RunFinished, RunStarted, StepFinished
 from streamrl.cli.main import main, report_error
+from streamrl.launch.plan.preflight import going_on, preflight
 from streamrl.learning.state.durable_files import files_below, flush_and_digest, write_digests
 from streamrl.observe.telemetry import TelemetryPublisher
-from streamrl.plan.preflight import going_on, preflight
-from streamrl.recipe.load import load_recipe
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -222,16 +222,16 @@ def test_port_in_use(project: Path) -> None:
 
 
 def test_too_little_memory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.plan.preflight.available_memory", lambda: 1 << 30)
-    monkeypatch.setattr("streamrl.plan.preflight.installed_device", lambda: "cpu")
+    monkeypatch.setattr("streamrl.launch.plan.preflight.available_memory", lambda: 1 << 30)
+    monkeypatch.setattr("streamrl.launch.plan.preflight.installed_device", lambda: "cpu")
     (problem,) = problems(project)
     assert "memory: this run needs about" in problem
     assert "1.00 GiB can be had: lower engines.count" in problem
 
 
 def test_engine_not_installed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.plan.preflight.engine_package", lambda: None)
-    monkeypatch.setattr("streamrl.plan.preflight.installed_version", lambda package: None)
+    monkeypatch.setattr("streamrl.launch.plan.preflight.engine_package", lambda: None)
+    monkeypatch.setattr("streamrl.launch.plan.preflight.installed_version", lambda package: None)
     found = problems(project)
     assert [problem.partition(" is not installed")[0] for problem in found] == ["vllm", "torch", "transformers"]
     found = problems(project, "lora.rank=8", "training.optimizer=adamw_8bit")[-2:]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.check import finding_lines
-from streamrl.plan import machine_check
-from streamrl.plan.machine_check import Finding, State, check_machine, port_problem, worst
+from streamrl.launch.plan import machine_check
+from streamrl.launch.plan.machine_check import Finding, State, check_machine, port_problem, worst
 
 
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
@@ -117,7 +117,7 @@ def test_the_page() -> None:
 
 def test_importing_it_needs_neither_torch_nor_vllm() -> None:
     script = (
-        "import sys, streamrl.plan.machine_check\n"
+        "import sys, streamrl.launch.plan.machine_check\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'zmq')))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.recipe.load import dump_recipe, load_recipe
+from streamrl.launch.supervise.exit_reason import Death
+from streamrl.recipe.rules.load import dump_recipe, load_recipe
 from streamrl.recipe.toml_text import toml_value
-from streamrl.supervise.exit_reason import Death
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 STREAMRL = shlex.join([sys.executable, "-m", "streamrl"])
@@ -125,8 +125,8 @@ def test_a_file_of_the_run_that_cannot_be_opened_is_named(tmp_path: Path) -> Non
 
 def test_where_the_disk_is_full_a_child_says_so_by_its_exit_code(tmp_path: Path) -> None:
     child = (
-        "import errno, sys; from pathlib import Path; from streamrl.supervise.child import leave\n"
-        "from streamrl.plan.topology import ProcessPlan, Role\n"
+        "import errno, sys; from pathlib import Path; from streamrl.launch.supervise.child import leave\n"
+        "from streamrl.recipe.topology import ProcessPlan, Role\n"
         "def work(): raise OSError(errno.ENOSPC, 'No space left on device')\n"
         "leave(ProcessPlan(role=Role.CONTROLLER, index=0), Path('/proc/self'), work)"
     )

@@ -20,7 +20,7 @@ from streamrl.base.types import (
     token_array,
 )
 from streamrl.cli.main import main
-from streamrl.evaluate.sample_files import TrainingSamples, write_evaluation
+from streamrl.run.evaluate.sample_files import TrainingSamples, write_evaluation
 
 
 def decode(token_ids: TokenArray) -> str:

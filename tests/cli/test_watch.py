@@ -13,7 +13,7 @@ from streamrl.base.run_events import RunResumed, RunStarted, StepFinished
 from streamrl.cli.main import main
 from streamrl.cli.watch import endpoint_of
 from streamrl.observe.terminal.run_history import RunHistory
-from streamrl.plan.topology import TOPOLOGY_FILE, ProcessPlan, Role, Topology
+from streamrl.recipe.topology import TOPOLOGY_FILE, ProcessPlan, Role, Topology
 
 
 def run_at(directory: Path, metrics: str = "") -> Path:

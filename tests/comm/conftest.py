@@ -14,9 +14,9 @@ import pytest
 import uvloop
 
 from streamrl.comm import zmq_stream
+from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.remote.guarded_sockets import KeyGuard
-from streamrl.remote.transport_keys import KeyRole
+from streamrl.comm.transport_keys import KeyRole
 
 # Who may connect over tcp: everybody on this host, since no test here has keys.
 zmq_sender = partial(zmq_stream.zmq_sender, guard=KeyGuard(KeyRole.CONTROLLER))

@@ -8,13 +8,13 @@ from pathlib import Path
 import anyio
 import pytest
 
-from streamrl.app.reward_workers import open_worker
 from streamrl.base.errors import StreamBroken, StreamEnded
-from streamrl.base.stage_messages import RewardOrder, RewardResult, RewardWorkerReady
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import send_hello
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.plan.topology import Topology
+from streamrl.launch.reward_workers import open_worker
+from streamrl.recipe.topology import Topology
+from streamrl.rewards.reward_messages import RewardOrder, RewardResult, RewardWorkerReady
 from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from streamrl.base.errors import StreamEnded, StreamRLError
 from streamrl.comm import zmq_stream
+from streamrl.comm.guarded_sockets import KeyGuard
+from streamrl.comm.transport_keys import OPEN_TO_ALL, KeyRole
 from streamrl.comm.zmq_stream import CLOSE_SECONDS
-from streamrl.remote.guarded_sockets import KeyGuard
-from streamrl.remote.transport_keys import OPEN_TO_ALL, KeyRole
 
 NewEndpoint = Callable[[str], str]
 # Who may connect over tcp: everybody on this host, since no test here has keys.

@@ -22,10 +22,10 @@ from streamrl.base.errors import StreamBroken, StreamEnded, WireError
 from streamrl.base.messages import EngineEvent, EngineLoad, EngineOrder, Resume
 from streamrl.base.types import Record, TokenArray
 from streamrl.comm import socket_options, wire, zmq_stream
+from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.stream_protocol import Hello, Kind, Role
+from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.wire import WireLimits, pack_header
-from streamrl.remote.guarded_sockets import KeyGuard
-from streamrl.remote.transport_keys import KeyRole
 
 # Who may connect over tcp: everybody on this host, since no test here has keys.
 zmq_sender = partial(zmq_stream.zmq_sender, guard=KeyGuard(KeyRole.CONTROLLER))
@@ -38,8 +38,8 @@ import sys, time, anyio
 from streamrl.comm import socket_options
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.base.messages import EngineOrder, Resume
-from streamrl.remote.guarded_sockets import KeyGuard
-from streamrl.remote.transport_keys import KeyRole
+from streamrl.comm.guarded_sockets import KeyGuard
+from streamrl.comm.transport_keys import KeyRole
 
 socket_options.HEARTBEAT_INTERVAL_MS = 0  # it answers the heartbeats of the other end and has none of its own
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.plan.memory import estimate_memory, training_sizes
-from streamrl.plan.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
-from streamrl.plan.summary import (
+from streamrl.launch.plan.memory import estimate_memory, training_sizes
+from streamrl.launch.plan.summary import (
     arithmetic_lines,
     micro_batches,
     off_policy_text,
@@ -20,7 +19,7 @@ from streamrl.plan.summary import (
     streaming_notice,
     streaming_sentence,
 )
-from streamrl.plan.topology import plan_topology
+from streamrl.pretrained.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
 from streamrl.recipe.objective import Algorithm, Objective, OffPolicy, Proximal, RatioLevel, ValueModel
 from streamrl.recipe.scheduling import (
     GroupSizing,
@@ -51,6 +50,7 @@ from streamrl.recipe.sections import (
     Transport,
     TransportKind,
 )
+from streamrl.recipe.topology import plan_topology
 
 RECIPE = Recipe(model=Model(path="m"), prompts=Prompts(train="t"), rewards=(Reward(function="a:b"),))
 FACTS = ModelFacts(parameters=300_000, hidden=96, layers=4, vocabulary=32, max_position=512, key_value_bytes=1024)

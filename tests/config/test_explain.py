@@ -10,9 +10,9 @@ from msgspec import inspect
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.fields import bare, keys_of, paths_in_view, written_path
+from streamrl.recipe.rules.explain import explain, reference
+from streamrl.recipe.rules.foreign_keys import FOREIGN_KEYS, foreign_answer
 from streamrl.recipe.sections import Recipe
-from streamrl.rules.explain import explain, reference
-from streamrl.rules.foreign_keys import FOREIGN_KEYS, foreign_answer
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "recipe.md"
 SECTIONS = {name: section.struct for name, section in keys_of(Recipe).items()}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from streamrl.judge.options import judge_options, judge_problems
-from streamrl.judge.reward import JUDGE as JUDGE_REWARD
 from streamrl.learning.threads import judge_threads, trainer_threads
-from streamrl.plan.topology import JUDGE, Role, judge_socket, plan_topology
-from streamrl.recipe.load import dump_recipe, load_recipe
 from streamrl.recipe.rewards import PATH_OPTIONS
+from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.recipe.topology import JUDGE, Role, judge_socket, plan_topology
 from streamrl.rewards.builtin.catalog import BUILTIN
+from streamrl.rewards.judge.options import judge_options, judge_problems
+from streamrl.rewards.judge.reward import JUDGE as JUDGE_REWARD
 
 HEAD = '[model]\npath = "m"\n[prompts]\ntrain = "t.jsonl"\n'
 ASKING = '[[rewards]]\nfunction = "judge"\n'

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.load import check_recipe, dump_recipe, load_recipe
 from streamrl.recipe.objective import Algorithm, Objective
+from streamrl.recipe.rules.load import check_recipe, dump_recipe, load_recipe
 from streamrl.recipe.scheduling import InFlight, Rollout, RoundKind
 from streamrl.recipe.sections import Engines, Evaluation, Model, Prompts, Recipe, Reward, Sampling, Training
 
@@ -291,7 +291,7 @@ def test_whatever_is_in_the_file_gives_problems_and_never_another_exception(
 ) -> None:
     from streamrl.recipe.check_fields import CheckedTable
     from streamrl.recipe.problems import Origin
-    from streamrl.rules.foreign_keys import foreign_answer
+    from streamrl.recipe.rules.foreign_keys import foreign_answer
 
     table = tomllib.loads(GOOD) | {section: junk}
     checked = CheckedTable(table, Origin("demo.toml", {}), foreign_answer)

@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.plan.placement import Demand, Gpu, Placement, place
-from streamrl.plan.topology import plan_topology
+from streamrl.engines.vllm.gpus import Gpu
+from streamrl.launch.plan.placement import Demand, Placement, place
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import RewardLimits
 from streamrl.recipe.sections import Engines, EngineShape, Launch, Model, Prompts, Recipe, Reward, Training, Transport
+from streamrl.recipe.topology import plan_topology
 
 GIB = 1 << 30
 SMALL = Demand(engine=2 * GIB, rank=8 * GIB)

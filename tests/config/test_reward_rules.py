@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from streamrl.recipe.load import dump_recipe, load_recipe
 from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
+from streamrl.recipe.rules.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import Model, Prompts, Recipe
 
 HEAD = '[model]\npath = "m"\n\n[prompts]\ntrain = "t.jsonl"\n\n'

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings
 from streamrl.learning.threads import trainer_threads
-from streamrl.policies.round_policies import make_control
+from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.scheduling import Rollout, RoundKind
 from streamrl.recipe.sections import (
     Engines,
@@ -18,7 +19,6 @@ from streamrl.recipe.sections import (
     Transport,
 )
 from streamrl.recipe.sections import TransportKind as Kind
-from streamrl.rules.rules import broken_rules
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "custom_rounds.py")
 

@@ -8,11 +8,11 @@ import pytest
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.main import main
-from streamrl.recipe.load import dump_recipe, load_recipe, read_recipe
 from streamrl.recipe.objective import Algorithm, Proximal
+from streamrl.recipe.rules.explain import explain
+from streamrl.recipe.rules.load import dump_recipe, load_recipe, read_recipe
 from streamrl.recipe.scheduling import DeferredPrompts, Rollout, RoundKind, SizingKind, System
 from streamrl.recipe.sections import ReleaseKind
-from streamrl.rules.explain import explain
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CODE = {"model": {"path": "m"}, "prompts": {"train": "t.jsonl"}, "rewards": [{"function": "a:b"}, {"function": "code"}]}

@@ -13,8 +13,8 @@ from streamrl.base.seeds import derive_seed
 from streamrl.base.types import DropReason, FinishReason, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
+from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import ControlSettings
-from streamrl.policies.round_policies import make_control
 from streamrl.recipe.rewards import FailurePolicy
 from streamrl.recipe.scheduling import RoundKind, TailBatching
 

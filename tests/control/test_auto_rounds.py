@@ -13,10 +13,10 @@ from oracle.control_world import control_settings
 
 from streamrl.buffers.rollout_buffer import PromptRef
 from streamrl.control.events import RoundsAdvised, RoundTimed
+from streamrl.control.policies.auto import SYNCHRONOUS, AutoRounds
 from streamrl.control.round_policy import RoundView
 from streamrl.control.settings import ControlSettings
-from streamrl.policies.auto import SYNCHRONOUS, AutoRounds
-from streamrl.recipe.load import load_recipe
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.scheduling import GroupSizing, RoundKind, SizingKind, StalePolicy, TailBatching
 from streamrl.recipe.toml_text import toml_document
 from streamrl.simulate import adviser

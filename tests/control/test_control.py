@@ -26,10 +26,10 @@ from streamrl.base.types import (
     token_array,
 )
 from streamrl.control import events as on
+from streamrl.control.policies.deterministic import check_order
+from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings as settings_of
-from streamrl.policies.deterministic import check_order
-from streamrl.policies.round_policies import make_control
-from streamrl.recipe.load import load_recipe
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.scheduling import LengthSorted, RoundKind, StalePolicy
 from streamrl.run.outcome_events import event_of
 

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import anyio
 import pytest
 
-from streamrl.app.controller_parts import read_held_out
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.stage_messages import (
     CancelTrajectories,
@@ -34,11 +33,12 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.evaluate.evaluation import Evaluation, HeldOut, evaluation_metrics, pass_at_k, pass_sizes
-from streamrl.evaluate.sample_files import write_evaluation
+from streamrl.launch.controller_parts import read_held_out
 from streamrl.observe.report.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
-from streamrl.recipe.load import load_recipe
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Evaluation as EvaluationSettings
+from streamrl.run.evaluate.evaluation import Evaluation, HeldOut, evaluation_metrics, pass_at_k, pass_sizes
+from streamrl.run.evaluate.sample_files import write_evaluation
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 

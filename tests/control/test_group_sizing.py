@@ -19,15 +19,15 @@ from oracle.control_world import World, control_settings
 
 from streamrl.control.fixed_size import FixedSize
 from streamrl.control.model import GroupLengths
-from streamrl.control.round_policy import SizingDecision
-from streamrl.observe.metrics.all_metrics import unregistered
-from streamrl.policies import sagc
-from streamrl.policies.group_sizing import (
+from streamrl.control.policies import sagc
+from streamrl.control.policies.group_sizing import (
     GroupSizer,
     RandomSize,
     StragglerAwareSize,
     make_group_sizer,
 )
+from streamrl.control.round_policy import SizingDecision
+from streamrl.observe.metrics.all_metrics import unregistered
 from streamrl.recipe.scheduling import GroupSizing, Keeps, RoundKind, SizingKind, Straggler, TailBatching
 
 BATCH = 128

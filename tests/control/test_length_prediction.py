@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from streamrl.policies.length_prediction import PromptLengthPredictor
+from streamrl.control.policies.length_prediction import PromptLengthPredictor
 
 
 def test_says_nothing_before_the_first_group() -> None:

@@ -11,9 +11,9 @@ from oracle.control_world import World, control_settings
 from streamrl.buffers.rollout_buffer import PromptRef
 from streamrl.control import actions as do
 from streamrl.control.launch import view as view_of
+from streamrl.control.policies.tail_batching import LONG, SHORT
+from streamrl.control.policies.tail_batching import TailBatching as TailBatchingRounds
 from streamrl.control.settings import ControlSettings
-from streamrl.policies.tail_batching import LONG, SHORT
-from streamrl.policies.tail_batching import TailBatching as TailBatchingRounds
 from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind, TailBatching
 
 SIZES = GroupSizing(kind=SizingKind.RANDOM, sizes=(2, 4, 8), shares=(1.0, 1.0, 1.0), dwell=1)

@@ -16,9 +16,9 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.machine import Control, fork
 from streamrl.control.model import PromptPool
+from streamrl.control.policies.group_sizing import make_group_sizer
+from streamrl.control.policies.round_policies import make_control, make_round_policy
 from streamrl.control.settings import ControlSettings
-from streamrl.policies.group_sizing import make_group_sizer
-from streamrl.policies.round_policies import make_control, make_round_policy
 from streamrl.recipe.scheduling import (
     DeferredPrompts,
     GroupSizing,

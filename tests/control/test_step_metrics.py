@@ -34,15 +34,15 @@ from streamrl.base.types import (
 )
 from streamrl.control.actions import LaunchGroup
 from streamrl.control.events import PromptsDrawn, RunBegan
+from streamrl.control.policies.round_policies import make_control
+from streamrl.engines.push.weight_sync import PushReport
 from streamrl.observe.metrics.all_metrics import unregistered
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
-from streamrl.observe.report.step_metrics import discard_metrics, length_metrics, reward_metrics, unbiased_mean
 from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStats
 from streamrl.observe.report.trajectory_trace import TrajectoryTrace, read_trace
-from streamrl.observe.report.wait_reason import WaitReason
-from streamrl.policies.round_policies import make_control
-from streamrl.sync.weight_sync import PushReport
+from streamrl.run.step_metrics import discard_metrics, length_metrics, reward_metrics, unbiased_mean
+from streamrl.run.wait_reason import WaitReason
 
 
 def identity(group: int, sample: int, attempt: int = 0) -> TrajectoryId:

@@ -18,10 +18,10 @@ from streamrl.base.types import FinishReason, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.model import RunState
+from streamrl.control.policies.round_policies import make_control
 from streamrl.observe.metrics.all_metrics import unregistered
-from streamrl.observe.report.wait_reason import RunWaits, ShellView, WaitReason, wait_reason
-from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import RoundKind
+from streamrl.run.wait_reason import RunWaits, ShellView, WaitReason, wait_reason
 
 BUSY = ShellView(sampling=8, capacity=16)
 

@@ -14,15 +14,15 @@ from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory, S
 from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.control.actions import Decision
-from streamrl.elastic.elastic_engines import ElasticEngines
-from streamrl.elastic.freeing import Freeing, FreeingSettings
-from streamrl.elastic.sets import SetChooser
+from streamrl.engines.elastic.elastic_engines import ElasticEngines
+from streamrl.engines.elastic.freeing import Freeing, FreeingSettings
+from streamrl.engines.elastic.sets import SetChooser
 from streamrl.engines.pool import AWAY, EnginePool
+from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.plan.topology import PreparedSet
 from streamrl.recipe.scheduling import InFlight
+from streamrl.recipe.topology import PreparedSet
 from streamrl.stages.rollout import RolloutStage
-from streamrl.sync.weight_sync import WeightSync
 
 
 class PacedEngine(SimulatedEngine):

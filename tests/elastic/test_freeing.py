@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.base.types import TrajectoryId
-from streamrl.elastic.freeing import (
+from streamrl.engines.elastic.freeing import (
     Freeing,
     FreeingSettings,
     Lengths,

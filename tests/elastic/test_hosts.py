@@ -12,17 +12,17 @@ import pytest
 from streamrl.base.messages import EngineEvent, EngineOrder, Generate, OrderFailed, WeightAnnouncement
 from streamrl.base.run_events import EngineBack, EngineLost, StartEngine, StopEngine, SupervisorOrder
 from streamrl.base.types import token_array
+from streamrl.comm.guarded_sockets import KeyGuard
+from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.elastic.hosts import PATIENCE_SECONDS, EngineHosts
+from streamrl.engines.elastic.hosts import PATIENCE_SECONDS, EngineHosts
 from streamrl.engines.engine_host import serve_engine
+from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.remote_engine import ENGINE_FAILURE
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.launch.supervise.exit_reason import failures
 from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.sections import Engines
-from streamrl.remote.guarded_sockets import KeyGuard
-from streamrl.remote.transport_keys import KeyRole
-from streamrl.supervise.exit_reason import failures
-from streamrl.sync.weight_sync import WeightSync
 
 REQUEST = Generate(request_id="r", token_ids=token_array([3]), max_tokens=40, seed=1, temperature=1.0)
 STOP_0, START_1 = StopEngine(engine="engine-0", patience_s=PATIENCE_SECONDS), StartEngine(engine="engine-1")
@@ -203,7 +203,7 @@ async def test_an_engine_that_dies_while_its_set_is_started_serves_when_it_is_ba
 
 @pytest.mark.parametrize("lives", ["loads", "dies"])
 async def test_a_start_has_its_whole_time_after_one_that_failed(lives: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.elastic.hosts.LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr("streamrl.engines.elastic.hosts.LONGEST_PAUSE_S", 0.0)
     async with started(start_timeout_s=2.0) as one:
         if lives == "loads":  # the first start of another set: too long
             one.host_lives, name = "loads", "engine-1"

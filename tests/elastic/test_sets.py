@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.elastic.sets import (
+from streamrl.engines.elastic.sets import (
     RoundMeasured,
     SetPlan,
     SetPlanner,
     expected_seconds,
 )
 from streamrl.engines.step_cost import StepCost
-from streamrl.plan.topology import PreparedSet, expected_kv_tokens
+from streamrl.recipe.topology import PreparedSet, expected_kv_tokens
 
 WIDE = PreparedSet(count=8, tensor_parallel_size=1, kv_tokens=40_000)
 DEEP = PreparedSet(count=4, tensor_parallel_size=2, kv_tokens=120_000)

@@ -12,10 +12,10 @@ from streamrl.base.messages import EngineLoad
 from streamrl.base.stage_messages import TrajectoryLost
 from streamrl.base.types import TrajectoryId
 from streamrl.control.actions import Decision
-from streamrl.elastic.elastic_engines import ElasticEngines
-from streamrl.elastic.sets import SetChooser
+from streamrl.engines.elastic.elastic_engines import ElasticEngines
+from streamrl.engines.elastic.sets import SetChooser
 from streamrl.engines.pool import AWAY
-from streamrl.plan.topology import PreparedSet
+from streamrl.recipe.topology import PreparedSet
 
 WIDE = PreparedSet(count=2, tensor_parallel_size=1, kv_tokens=2_000)
 DEEP = PreparedSet(count=1, tensor_parallel_size=2, kv_tokens=5_000, first=2)

@@ -22,8 +22,8 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.engines.engine_host import WatchedEngine, serve_engine
 from streamrl.engines.remote_engine import RemoteEngine
+from streamrl.engines.vllm.options import EngineOptions, engine_options
 from streamrl.recipe.sections import Engines, Model, Prompts, Recipe, Reward, Sampling
-from streamrl.vllm.options import EngineOptions, engine_options
 
 Served = Callable[[WatchedEngine], AbstractAsyncContextManager[RemoteEngine]]
 Hosted = Callable[[EngineOptions, Path], AbstractAsyncContextManager[tuple[RemoteEngine, anyio.abc.Process]]]

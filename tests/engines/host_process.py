@@ -8,12 +8,12 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from streamrl.app.roles import controller_streams
 from streamrl.base.messages import EngineEvent, EngineOrder
 from streamrl.engines.engine_host import serve_engine
-from streamrl.plan.topology import Topology
-from streamrl.vllm.engine import VllmEngine
-from streamrl.vllm.options import EngineOptions
+from streamrl.engines.vllm.engine import VllmEngine
+from streamrl.engines.vllm.options import EngineOptions
+from streamrl.launch.roles import controller_streams
+from streamrl.recipe.topology import Topology
 
 
 async def serve(options: EngineOptions) -> None:

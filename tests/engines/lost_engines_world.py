@@ -18,17 +18,17 @@ from streamrl.base.run_events import EngineBack, EngineLost, SupervisorOrder
 from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory, RolloutOutcome
 from streamrl.base.types import Prompt, TokenArray, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.elastic.hosts import EngineHosts
+from streamrl.engines.elastic.hosts import EngineHosts
 from streamrl.engines.pool import EnginePool
+from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import SimulationOptions
 from streamrl.engines.simulated.text import UniformText
-from streamrl.plan.topology import ProcessPlan, Role, Topology
+from streamrl.launch.supervise.engine_orders import EngineOrders
+from streamrl.launch.supervise.supervisor import Supervisor
 from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.sections import Engines
+from streamrl.recipe.topology import ProcessPlan, Role, Topology
 from streamrl.stages.rollout import RolloutStage
-from streamrl.supervise.engine_orders import EngineOrders
-from streamrl.supervise.supervisor import Supervisor
-from streamrl.sync.weight_sync import WeightSync
 
 HOST = Path(__file__).with_name("recovery_host.py")
 MAX_TOKENS = 200

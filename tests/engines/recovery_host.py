@@ -18,15 +18,15 @@ from pathlib import Path
 
 import anyio
 
-from streamrl.app.roles import controller_streams
 from streamrl.base.messages import EngineEvent, EngineOrder, EngineReady, Generate
 from streamrl.base.run_process import die_with_parent
 from streamrl.base.types import Completion
 from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.engines.step_cost import StepCost
-from streamrl.plan.topology import Role, read_topology
-from streamrl.supervise.child import leave, parse_arguments
+from streamrl.launch.roles import controller_streams
+from streamrl.launch.supervise.child import leave, parse_arguments
+from streamrl.recipe.topology import Role, read_topology
 
 POISON = 666
 LENGTHS = LengthMixture(median=60.0, sigma=0.5, long_share=0.0)

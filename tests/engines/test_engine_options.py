@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.base.errors import RecipeError
-from streamrl.plan.model_facts import read_model_config
-from streamrl.recipe.sections import Engines, EngineShape, Model, Prompts, Recipe, Reward, Sampling
-from streamrl.rules.rules import broken_rules
-from streamrl.vllm.options import (
+from streamrl.engines.vllm.options import (
     CPU_BATCH_TOKENS,
     CPU_BLOCK_TOKENS,
     CPU_CACHE_BYTES,
@@ -22,6 +19,9 @@ from streamrl.vllm.options import (
     engine_options,
     expected_room,
 )
+from streamrl.pretrained.model_facts import read_model_config
+from streamrl.recipe.rules.rules import broken_rules
+from streamrl.recipe.sections import Engines, EngineShape, Model, Prompts, Recipe, Reward, Sampling
 
 CONFIG = {
     "hidden_size": 64,

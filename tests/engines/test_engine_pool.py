@@ -17,12 +17,12 @@ from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory
 from streamrl.base.types import Completion, FinishReason, Prompt, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.pool import AWAY, EnginePool
+from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.resumption import part_id
 from streamrl.engines.routing import REMEMBERED_PROMPTS, SIBLING_SLACK
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.recipe.scheduling import InFlight
 from streamrl.stages.rollout import RolloutStage
-from streamrl.sync.weight_sync import WeightSync
 
 MakeRequest = Callable[..., Generate]
 

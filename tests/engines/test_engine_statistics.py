@@ -17,7 +17,7 @@ import pytest_asyncio
 from streamrl.base.messages import EngineLoad, Generate, PauseMode
 from streamrl.base.types import Completion, FinishReason, token_array
 from streamrl.engines.remote_engine import RemoteEngine
-from streamrl.vllm.statistics import EngineStatistics
+from streamrl.engines.vllm.statistics import EngineStatistics
 from tests.engines.conftest import owned
 from tests.engines.test_engine_death import CORE_DIED, kill_is_reported
 

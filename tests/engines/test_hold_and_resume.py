@@ -26,9 +26,9 @@ from streamrl.base.types import Completion, FinishReason, Prompt, TokenArray, Tr
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.engine import Engine, Sampler
 from streamrl.engines.pool import AWAY, EnginePool
+from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.recipe.scheduling import InFlight
 from streamrl.stages.rollout import RolloutStage
-from streamrl.sync.weight_sync import WeightSync
 from streamrl.weights.publish.publisher import Published, ShardSpec
 from streamrl.weights.publish.publisher import WeightPublisher as RankPublisher
 from tests.engines.conftest import owned

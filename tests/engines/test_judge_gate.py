@@ -7,8 +7,8 @@ import anyio.lowlevel
 import pytest
 
 from streamrl.base.errors import EngineError
-from streamrl.judge.gate import JudgeGate, lets_in, look_again_s
 from streamrl.recipe.judge import Judge, YieldKind
+from streamrl.rewards.judge.gate import JudgeGate, lets_in, look_again_s
 
 JUDGE = Judge(batch=4, batch_wait_s=1.0, actor_share=0.5, max_wait_s=10.0)
 AT_ONCE = Judge(batch=1, batch_wait_s=0.0, actor_share=1.0, max_wait_s=3600.0)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from streamrl.engines.vllm.options import cpu_environment, shared_environment
-from streamrl.prompts.probe import problem_of_model
-from streamrl.vllm.options import EngineOptions
+from streamrl.engines.plain_vllm.options import cpu_environment, shared_environment
+from streamrl.engines.vllm.options import EngineOptions
+from streamrl.launch.plan.probe import problem_of_model
 
 pytest.importorskip("vllm")
 torch = pytest.importorskip("torch")

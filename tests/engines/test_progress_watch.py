@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.elastic.hosts import ProgressWatch
+from streamrl.engines.elastic.hosts import ProgressWatch
 
 
 @pytest.mark.parametrize("slower", [1, 10, 100])

@@ -17,15 +17,15 @@ from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement, anno
 from streamrl.base.types import token_array
 from streamrl.engines.simulated.engine import InstantClock, SimulatedEngine
 from streamrl.engines.simulated.text import Sentences, sentences_of
-from streamrl.plan.memory import estimate_memory
-from streamrl.plan.model_facts import read_model_facts
-from streamrl.plan.preflight import preflight
-from streamrl.plan.summary import arithmetic_lines
-from streamrl.prompts.tokenizer import load_tokenizer
-from streamrl.recipe.load import load_recipe
+from streamrl.launch.plan.memory import estimate_memory
+from streamrl.launch.plan.preflight import preflight
+from streamrl.launch.plan.summary import arithmetic_lines
+from streamrl.pretrained.model_facts import read_model_facts
+from streamrl.pretrained.tokenizer import load_tokenizer
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.weights.publish.publisher import ShardSpec, WeightPublisher
 from streamrl.weights.pull.shared_replica import shared_replica
-from streamrl.weights.simulated_engine import SimulatedWeights
+from streamrl.weights.vllm.simulated_engine import SimulatedWeights
 
 MODEL = Path(__file__).parents[2] / "examples" / "sort" / "model"
 MakeRequest = Callable[..., Generate]
@@ -79,7 +79,7 @@ def test_what_is_known_before_a_start_knows_the_kind(monkeypatch: pytest.MonkeyP
     assert any("simulated" in line for line in arithmetic_lines(recipe, facts, 512))
     assert estimate_memory(recipe, facts, 512)["engine-0"] < 256 << 20
     assert not recipe.canary and not recipe.compares_logprobs
-    monkeypatch.setattr("streamrl.plan.preflight.engine_package", lambda: None)
+    monkeypatch.setattr("streamrl.launch.plan.preflight.engine_package", lambda: None)
     preflight(recipe)
     with pytest.raises(RecipeError, match="vllm is not installed"):
         preflight(load_recipe(MODEL.parent / "recipe.toml", overrides[1:]))

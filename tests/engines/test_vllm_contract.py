@@ -21,7 +21,7 @@ OUTPUT = "vllm.outputs.CompletionOutput|vllm.outputs.RequestOutput"
 FLAT = "vllm.logprobs.FlatLogprobs"
 RUNNER = {"runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner"}
 HELD = {  # what holds an object of vLLM, by the file and the name there
-    "engines/vllm/engine.py": {
+    "engines/plain_vllm/engine.py": {
         "_llm": LLM,
         "llm": LLM,
         "output": OUTPUT,
@@ -30,18 +30,18 @@ HELD = {  # what holds an object of vLLM, by the file and the name there
         "config": "vllm.config.VllmConfig",
         "model": "vllm.config.ModelConfig",
     },
-    "engines/vllm/worker.py": {"model_runner": RUNNER["runner"]},
+    "engines/plain_vllm/worker.py": {"model_runner": RUNNER["runner"]},
     "engines/file_weights.py": {"llm": LLM},
-    "vllm/engine.py": {"_llm": LLM, "output": OUTPUT, "flat": FLAT, "config": "vllm.config.VllmConfig"},
-    "vllm/openai_form.py": {"_llm": LLM},
+    "engines/vllm/engine.py": {"_llm": LLM, "output": OUTPUT, "flat": FLAT, "config": "vllm.config.VllmConfig"},
+    "engines/vllm/openai_form.py": {"_llm": LLM},
     "weights/engine_push.py": {"llm": LLM},
-    "vllm/statistics.py": {
+    "engines/vllm/statistics.py": {
         "llm": LLM,
         "scheduler": "vllm.v1.metrics.stats.SchedulerStats",
         "iteration": "vllm.v1.metrics.stats.IterationStats",
         "cache": "vllm.config.CacheConfig",
     },
-    "vllm/continuation.py": {"state": "vllm.v1.worker.gpu_input_batch.CachedRequestState", **RUNNER},
+    "engines/vllm/continuation.py": {"state": "vllm.v1.worker.gpu_input_batch.CachedRequestState", **RUNNER},
     "weights/vllm/weight_receiver.py": {
         "worker": "vllm.v1.worker.worker_base.WorkerBase|vllm.v1.worker.gpu_worker.Worker"
     },

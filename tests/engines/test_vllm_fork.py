@@ -10,7 +10,7 @@ import sys
 HOST = """
 import ctypes, multiprocessing, os, signal
 import anyio
-from streamrl.vllm.processes import fork_engine_core
+from streamrl.engines.vllm.processes import fork_engine_core
 
 def core(pipe):
     death = ctypes.c_int()

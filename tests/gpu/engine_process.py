@@ -12,9 +12,9 @@ import msgspec
 
 from streamrl.base.messages import Generate
 from streamrl.base.types import token_array
+from streamrl.engines.vllm.engine import VllmEngine
+from streamrl.engines.vllm.options import engine_options
 from streamrl.recipe.sections import Engines, Model, Prompts, Recipe, Reward, Sampling
-from streamrl.vllm.engine import VllmEngine
-from streamrl.vllm.options import engine_options
 
 
 def engine_of(directory: Path, sockets: Path, device: str, index: int) -> VllmEngine:

@@ -16,8 +16,8 @@ pytest.importorskip("vllm")
 from gpu_cases import ON_A_GPU
 from kill_engine import host_of, short_demo
 
-from streamrl.app.pipeline import Pipeline
 from streamrl.base.run_events import EngineBack, EngineLost, RunFinished, StepFinished
+from streamrl.launch.pipeline import Pipeline
 from streamrl.recipe.sections import EngineKind
 
 pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]

@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.journal import log
-from streamrl.journal.log import Journal, read_journal
-from streamrl.journal.log_errors import JournalDamaged, JournalFailed, JournalRefused
+from streamrl.run.journal import log
+from streamrl.run.journal.log import Journal, read_journal
+from streamrl.run.journal.log_errors import JournalDamaged, JournalFailed, JournalRefused
 
 BASE, MORE = [b"the state", b"\xff" * 33], [[b"first"], [b"", b"a" * 40, b"\xf5JF\n" * 3], [b"the last"]]
 

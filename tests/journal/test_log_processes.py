@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from writer_process import last_of
 
-from streamrl.journal.log import Journal, read_journal
-from streamrl.journal.log_errors import JournalFailed, JournalRefused
+from streamrl.run.journal.log import Journal, read_journal
+from streamrl.run.journal.log_errors import JournalFailed, JournalRefused
 
 WRITER = Path(__file__).parent / "writer_process.py"
 

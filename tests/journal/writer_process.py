@@ -15,8 +15,8 @@ from pathlib import Path
 import anyio
 
 from streamrl.base.concurrent_calls import first_error
-from streamrl.journal.log import Journal
-from streamrl.journal.log_errors import JournalFailed
+from streamrl.run.journal.log import Journal
+from streamrl.run.journal.log_errors import JournalFailed
 
 BASE = b"state after "
 

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNEL = ("base", "recipe", "control", "buffers", "comm", "engines", "learning", "rewards", "stages", "run")
+ROOMS = (
+    "base", "recipe", "pretrained", "comm", "buffers", "control", "learning", "weights", "engines", "rewards", "stages",
+    "run",
+)  # fmt: skip
+# Parts of a room (lint/house.py), and the wings that the example asks for.
+WITH = (
+    *(f"learning/{part}" for part in ("batches", "model", "objective", "state")), "weights/codec", "recipe/rules",
+    "engines/simulated", "engines/plain_vllm", "rewards/calls", "rewards/builtin",
+)  # fmt: skip
 # The checkout is installed editable: a package that is not in the folder would be imported from there.
 NO_CHECKOUT = """
 import sys
@@ -22,11 +30,13 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "Editable" not in geta
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the kernel, ``examples/sort``, and nothing else of streamrl."""
+    """A folder with the files of the rooms that a run needs, ``examples/sort``, and nothing else of streamrl."""
     folder = tmp_path_factory.mktemp("alone")
     without = shutil.ignore_patterns("__pycache__")
-    for name in KERNEL:
-        shutil.copytree(ROOT / "streamrl" / name, folder / "streamrl" / name, ignore=without)
+    for name in (*ROOMS, *WITH):
+        (folder / "streamrl" / name).mkdir(parents=True)
+        for path in (ROOT / "streamrl" / name).glob("*.py"):
+            shutil.copy(path, folder / "streamrl" / name)
     shutil.copy(ROOT / "streamrl" / "__init__.py", folder / "streamrl")
     shutil.copytree(ROOT / "examples" / "sort", folder / "examples" / "sort", ignore=without)
     (folder / "sitecustomize.py").write_text(NO_CHECKOUT)

@@ -20,7 +20,8 @@ from streamrl.learning import process_group
 from streamrl.learning.model.policy import PackedPolicy, set_gradient_sync, set_sharded, shard
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.optimizer import MasterOptimizer
-from streamrl.learning.state.published_weights import global_norm, make_weights
+from streamrl.learning.state.published_weights import global_norm
+from streamrl.learning.state.trained_weights import make_weights
 from streamrl.recipe.sections import Gathered, Lora
 
 SAMPLES, STEPS = 3, 2

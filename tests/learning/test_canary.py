@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from reference_policy import reference_model  # noqa: E402
 from sample_groups import VOCABULARY, make_groups, train_batch  # noqa: E402
 
-from streamrl.recipe.canary import PROBE_TOKENS, probe_tokens  # noqa: E402
+from streamrl.learning.canary import PROBE_TOKENS, probe_tokens  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -24,7 +24,7 @@ from streamrl.learning.model.lora import AdapterWeights
 from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.optimizer import MasterOptimizer
-from streamrl.learning.state.published_weights import make_weights
+from streamrl.learning.state.trained_weights import make_weights
 from streamrl.recipe.sections import Gathered, Lora, OptimizerKind
 
 pytestmark = pytest.mark.torch

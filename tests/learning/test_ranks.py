@@ -26,17 +26,18 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # 
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors  # noqa: E402
 
 from streamrl.base.messages import StepReport, TrainingEvent, TrainingOrder  # noqa: E402
+from streamrl.comm.guarded_sockets import KeyGuard  # noqa: E402
+from streamrl.comm.transport_keys import KeyRole  # noqa: E402
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender  # noqa: E402
 from streamrl.learning import process_group  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.learning.rank_memory import TrainingSizes, bytes_per_rank  # noqa: E402
 from streamrl.learning.state import checkpoint, durable_files  # noqa: E402
 from streamrl.learning.state.optimizer import MasterOptimizer  # noqa: E402
-from streamrl.plan.model_facts import read_model_facts  # noqa: E402
-from streamrl.plan.topology import Topology, plan_topology  # noqa: E402
+from streamrl.pretrained.model_facts import read_model_facts  # noqa: E402
 from streamrl.recipe.algorithms import objective_settings  # noqa: E402
-from streamrl.recipe.load import dump_recipe  # noqa: E402
 from streamrl.recipe.objective import Algorithm, Objective, ValueModel  # noqa: E402
+from streamrl.recipe.rules.load import dump_recipe  # noqa: E402
 from streamrl.recipe.sections import (  # noqa: E402
     ComputeDtype,
     Gathered,
@@ -49,8 +50,7 @@ from streamrl.recipe.sections import (  # noqa: E402
     Transport,
     TransportKind,
 )
-from streamrl.remote.guarded_sockets import KeyGuard  # noqa: E402
-from streamrl.remote.transport_keys import KeyRole  # noqa: E402
+from streamrl.recipe.topology import Topology, plan_topology  # noqa: E402
 from streamrl.run.trainer_ranks import TrainerRanks  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(630)]

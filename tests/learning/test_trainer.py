@@ -258,7 +258,7 @@ def test_checkpoint_round_trip(start_trainer: StartTrainer, tmp_path: Path) -> N
 def test_hugging_face_directory(start_trainer: StartTrainer, tmp_path: Path, tiny_model: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    from streamrl.prompts.tokenizer import load_tokenizer
+    from streamrl.pretrained.tokenizer import load_tokenizer
 
     trainer = start_trainer()
     run_steps(trainer, 0, 1)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.launch.supervise.redaction import Redaction, is_secret_name, run_redaction
 from streamrl.recipe.rewards import Reward
-from streamrl.supervise.redaction import Redaction, is_secret_name, run_redaction
 
 RECIPE = """
 [sampling]

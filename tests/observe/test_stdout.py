@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.base.printable import log_to
 from streamrl.base.run_events import (
     CompletionSampled,
     EvaluationFinished,
@@ -28,7 +29,6 @@ from streamrl.base.run_events import (
     StepFinished,
 )
 from streamrl.observe.terminal.curve import Curve, round_ticks, smoothed, svg_plot, terminal_plot
-from streamrl.observe.terminal.printable import log_to
 from streamrl.observe.terminal.run_history import MOST_POINTS, RunHistory
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.observe.terminal.step_line import (

@@ -19,9 +19,9 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.machine import Control, fork
 from streamrl.control.model import RunState, Snapshot, prompts_needed
+from streamrl.control.policies.deterministic import DeterministicControl
+from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import ControlSettings
-from streamrl.policies.deterministic import DeterministicControl
-from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import DeferredPrompts, Keeps, RoundKind, SizingKind, StalePolicy
 
 TAIL, SORTED, CONTINUOUS = RoundKind.TAIL_BATCHING, RoundKind.LENGTH_SORTED, RoundKind.CONTINUOUS

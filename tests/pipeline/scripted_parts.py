@@ -15,7 +15,6 @@ import anyio
 import msgspec
 from oracle.control_world import control_settings
 
-from streamrl.app.observers import EnginesObserver, ReportObserver, ResumeObserver
 from streamrl.base.messages import (
     AnchorPublished,
     CheckpointSaved,
@@ -32,20 +31,7 @@ from streamrl.base.messages import (
     WeightSource,
 )
 from streamrl.base.run_events import EvaluationFinished, RunEvent, StepFinished
-from streamrl.base.stage_messages import (
-    CompletionToScore,
-    FinishedTrajectory,
-    GroupScored,
-    GroupsScored,
-    RewardOrder,
-    RewardOutcome,
-    RewardResult,
-    RewardWorkerReady,
-    RolloutOrder,
-    RolloutOutcome,
-    SampleReward,
-    ScoreGroups,
-)
+from streamrl.base.stage_messages import FinishedTrajectory, RewardOutcome, RolloutOrder, RolloutOutcome
 from streamrl.base.types import (
     Prompt,
     RewardFailureKind,
@@ -60,32 +46,43 @@ from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.control.actions import Decision
 from streamrl.control.events import ControlEvent
 from streamrl.control.machine import Control
+from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import ControlSettings
-from streamrl.elastic.elastic_engines import ElasticEngines
-from streamrl.elastic.freeing import Freeing
-from streamrl.elastic.sets import SetChooser
+from streamrl.engines.elastic.elastic_engines import ElasticEngines
+from streamrl.engines.elastic.freeing import Freeing
+from streamrl.engines.elastic.sets import SetChooser
 from streamrl.engines.pool import AWAY, EnginePool
+from streamrl.engines.push.verify import WeightAudit
+from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.evaluate.evaluation import Evaluations, HeldOut
-from streamrl.evaluate.sample_files import write_evaluation
-from streamrl.journal.log import Journal, read_journal
-from streamrl.journal.recover import RecoveredRun, recovered_run
-from streamrl.journal.run_journal import JournalledOutcomes, RunJournal
-from streamrl.journal.summary import RunSummary, summarize
+from streamrl.launch.observers import EnginesObserver, ReportObserver, ResumeObserver
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
-from streamrl.plan.topology import PreparedSet
-from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.sections import Evaluation as EvaluationSettings
 from streamrl.recipe.sections import ReleaseKind
+from streamrl.recipe.topology import PreparedSet
+from streamrl.rewards.reward_messages import (
+    CompletionToScore,
+    GroupScored,
+    GroupsScored,
+    RewardOrder,
+    RewardResult,
+    RewardWorkerReady,
+    SampleReward,
+    ScoreGroups,
+)
 from streamrl.run.controller import Controller
+from streamrl.run.evaluate.evaluation import Evaluations, HeldOut
+from streamrl.run.evaluate.sample_files import write_evaluation
+from streamrl.run.journal.log import Journal, read_journal
+from streamrl.run.journal.recover import RecoveredRun, recovered_run
+from streamrl.run.journal.run_journal import JournalledOutcomes, RunJournal
+from streamrl.run.journal.summary import RunSummary, summarize
 from streamrl.run.parts import Observer, RunRecord
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.stages.reward import RewardSettings, RewardStage
 from streamrl.stages.rollout import RolloutStage
-from streamrl.sync.verify import WeightAudit
-from streamrl.sync.weight_sync import WeightSync
 
 RUN = {"steps": 6, "batch_groups": 4, "group_size": 4, "max_failed_share": 0.5, "failure_window": 64}
 

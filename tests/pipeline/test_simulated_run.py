@@ -14,12 +14,12 @@ from scripted_parts import SimulatedRun, run_settings
 
 from streamrl.base.errors import CannotContinue
 from streamrl.base.run_events import EvaluationFinished, RunDecided, RunWarning, StepFinished
-from streamrl.elastic.elastic_engines import ElasticEngines
-from streamrl.journal.log import read_journal
-from streamrl.journal.records import JournalCodec, JournalDecision
-from streamrl.plan.topology import PreparedSet
+from streamrl.engines.elastic.elastic_engines import ElasticEngines
 from streamrl.recipe.scheduling import InFlight, RoundKind, StalePolicy
 from streamrl.recipe.sections import ReleaseKind
+from streamrl.recipe.topology import PreparedSet
+from streamrl.run.journal.log import read_journal
+from streamrl.run.journal.records import JournalCodec, JournalDecision
 
 CONTINUOUS = {"rounds": RoundKind.CONTINUOUS, "max_staleness": 2}
 TAIL = {"rounds": RoundKind.TAIL_BATCHING}

@@ -13,11 +13,11 @@ import sys
 
 import anyio
 
-from streamrl.app import roles
-from streamrl.plan.topology import Role
+from streamrl.engines.vllm.options import EngineOptions
+from streamrl.launch import roles
+from streamrl.launch.supervise import child
+from streamrl.recipe.topology import Role
 from streamrl.rewards.environment import passed_environment
-from streamrl.supervise import child
-from streamrl.vllm.options import EngineOptions
 
 
 async def show(context: child.ChildContext) -> None:

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from streamrl.base.errors import CannotContinue, ModelRefused, StreamBroken
 from streamrl.base.run_process import die_with_parent
-from streamrl.plan.topology import ProcessPlan, Role
-from streamrl.supervise.child import Terminated, leave, parse_arguments
+from streamrl.launch.supervise.child import Terminated, leave, parse_arguments
+from streamrl.recipe.topology import ProcessPlan, Role
 
 GRANDCHILD = """
 import os, signal, sys, time

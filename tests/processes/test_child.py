@@ -1,4 +1,4 @@
-"""The real entry point ``python -m streamrl.app``, and the rules for processes started by hand."""
+"""The real entry point ``python -m streamrl.launch``, and the rules for processes started by hand."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from streamrl.app.external import serve_external
-from streamrl.app.roles import role_main
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import PARENT_PID
-from streamrl.plan.topology import ProcessPlan, Role, plan_topology
-from streamrl.recipe.load import dump_recipe, load_recipe
+from streamrl.launch.external import serve_external
+from streamrl.launch.roles import role_main
+from streamrl.launch.supervise.child import load_context
+from streamrl.launch.supervise.exit_reason import TERMINATED_CODE, ExitKind, read_reason
+from streamrl.recipe.rules.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Transport, TransportKind
-from streamrl.supervise.child import load_context
-from streamrl.supervise.exit_reason import TERMINATED_CODE, ExitKind, read_reason
+from streamrl.recipe.topology import ProcessPlan, Role, plan_topology
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 RECIPE = Recipe(model=Model(path="model"), prompts=Prompts(train="train.jsonl"), rewards=(Reward(function="m:f"),))
 
 
 def start(role: Role, run_directory: Path, **environment: str) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-m", "streamrl.app", role.value, "--run-directory", str(run_directory)]
+    arguments = [sys.executable, "-m", "streamrl.launch", role.value, "--run-directory", str(run_directory)]
     return subprocess.Popen(
         arguments, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -87,7 +87,7 @@ def test_the_socket_directory_is_read_from_the_topology(run_directory: Path) -> 
 
 @pytest.mark.parametrize("role", [Role.CONTROLLER, Role.REWARD, Role.ENGINE])
 def test_roles_load_without_torch(role: Role) -> None:
-    code = f"import sys; from streamrl.app.roles import *; role_main(Role('{role}')); print('torch' in sys.modules)"
+    code = f"import sys; from streamrl.launch.roles import *; role_main(Role('{role}')); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.base.errors import DiskFull, EngineError, ModelRefused, StreamBroken
-from streamrl.journal.log_errors import JournalFailed
-from streamrl.plan.topology import Role
-from streamrl.supervise.exit_reason import (
+from streamrl.launch.supervise.exit_reason import (
     DISK_FULL_EXIT_CODE,
     Death,
     ExitKind,
@@ -25,6 +23,8 @@ from streamrl.supervise.exit_reason import (
     reason_of,
     write_reason,
 )
+from streamrl.recipe.topology import Role
+from streamrl.run.journal.log_errors import JournalFailed
 
 
 def death(name: str, code: int | None, seen: float, kind: ExitKind | None = None, at: float = 0.0) -> Death:

@@ -9,13 +9,13 @@ from typing import Any
 import anyio
 import pytest
 
-from streamrl.app import external
 from streamrl.base.errors import RecipeError
 from streamrl.cli.main import main
+from streamrl.launch import external
+from streamrl.launch.supervise.child import ChildContext
 from streamrl.learning.state.durable_files import flush_and_digest, write_digests
-from streamrl.plan.topology import RENDEZVOUS, Role
 from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Training, Transport, TransportKind
-from streamrl.supervise.child import ChildContext
+from streamrl.recipe.topology import RENDEZVOUS, Role
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 RECIPE = Recipe(
@@ -54,7 +54,7 @@ def test_a_rank_of_a_run_that_goes_on_begins_from_its_newest_checkpoint(
 ) -> None:
     """The one that is whole, of that very run: ``latest`` may name another one before the trainer has read it."""
     pytest.importorskip("torch")
-    from streamrl.app import roles
+    from streamrl.launch import roles
     from streamrl.learning import trainer as trainer_module
     from streamrl.learning.options import TrainerOptions
 

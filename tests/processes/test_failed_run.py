@@ -17,16 +17,16 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from test_supervisor import STAND_IN, until
 
-import streamrl.app.pipeline
-from streamrl.app.pipeline import Pipeline
+import streamrl.launch.pipeline
 from streamrl.base.errors import ProcessDied
-from streamrl.recipe.load import load_recipe
+from streamrl.launch.pipeline import Pipeline
+from streamrl.launch.supervise.crash_bundle import read_manifest
+from streamrl.launch.supervise.supervisor import Supervisor
+from streamrl.launch.supervise.watchdog import ask_for_stacks
 from streamrl.recipe.rewards import Reward
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, rewards_file
-from streamrl.supervise.crash_bundle import read_manifest
-from streamrl.supervise.supervisor import Supervisor
-from streamrl.supervise.watchdog import ask_for_stacks
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 CANARY = "canary-of-the-hub-4711"
@@ -39,9 +39,9 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """The demo's, with stand-ins for its processes. They serve, except the engine, which fails on command."""
     recipe = load_recipe(DEMO, [f"run.directory={tmp_path / 'runs'}", "engines.advanced.restarts=0"])
     monkeypatch.setenv("HF_TOKEN", CANARY)
-    monkeypatch.setattr(streamrl.app.pipeline, "Supervisor", partial(Supervisor, entry=(str(STAND_IN),)))
-    monkeypatch.setattr(streamrl.app.pipeline, "preflight", lambda *_: None)
-    make = streamrl.app.pipeline._make_run_directory
+    monkeypatch.setattr(streamrl.launch.pipeline, "Supervisor", partial(Supervisor, entry=(str(STAND_IN),)))
+    monkeypatch.setattr(streamrl.launch.pipeline, "preflight", lambda *_: None)
+    make = streamrl.launch.pipeline._make_run_directory
 
     def with_behaviour(*arguments: object) -> Path:
         directory = make(*arguments)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
             (directory / "behaviour" / name).write_text("raise" if name == "engine-0" else "serve")
         return directory
 
-    monkeypatch.setattr(streamrl.app.pipeline, "_make_run_directory", with_behaviour)
+    monkeypatch.setattr(streamrl.launch.pipeline, "_make_run_directory", with_behaviour)
     return recipe
 
 
@@ -95,7 +95,7 @@ async def test_a_bundle_that_cannot_be_written_hides_no_failure(
     def full(*_: object, **__: object) -> Path:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(streamrl.app.pipeline, "write_crash_bundle", full)
+    monkeypatch.setattr(streamrl.launch.pipeline, "write_crash_bundle", full)
     async with Pipeline(recipe) as pipeline:
         (pipeline.run_directory / "go").touch()
         with pytest.raises(ProcessDied) as died:

@@ -14,19 +14,20 @@ import msgspec
 import pytest
 from trials import until
 
-from streamrl.app import external
-from streamrl.app.pipeline import Pipeline
 from streamrl.base.errors import RecipeError
 from streamrl.cli.main import main
-from streamrl.plan import gpus
-from streamrl.plan.placement import Gpu
-from streamrl.plan.preflight import preflight
-from streamrl.plan.topology import Role, plan_topology
-from streamrl.recipe.load import dump_recipe, load_recipe
+from streamrl.engines.vllm import gpus
+from streamrl.engines.vllm.gpus import Gpu
+from streamrl.engines.vllm.options import installed_device
+from streamrl.launch import external
+from streamrl.launch.pipeline import Pipeline
+from streamrl.launch.plan.gpu_demand import gpu_placement
+from streamrl.launch.plan.preflight import preflight
+from streamrl.launch.supervise.child import ChildContext
+from streamrl.launch.supervise.supervisor import Supervisor
+from streamrl.recipe.rules.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.supervise.child import ChildContext
-from streamrl.supervise.supervisor import Supervisor
-from streamrl.vllm.options import installed_device
+from streamrl.recipe.topology import Role, plan_topology
 
 SORT = Path(__file__).parents[2] / "examples" / "sort"
 SHOWS_GPUS = Path(__file__).with_name("shows_gpus.py")
@@ -66,7 +67,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
         nvmlDeviceGetMemoryInfo=memory,
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    for module in ("streamrl.plan.gpus", "streamrl.plan.preflight"):
+    for module in ("streamrl.engines.vllm.gpus", "streamrl.launch.plan.preflight"):
         monkeypatch.setattr(f"{module}.installed_device", lambda: "cuda")
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
@@ -105,7 +106,7 @@ def test_memory_that_a_gpu_shares_with_the_host_is_not_known(cuda: Any) -> None:
 def test_a_cpu_build_has_no_gpus_and_an_installed_build_is_what_decides(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamrl.plan.gpus.installed_device", lambda: "cpu")
+    monkeypatch.setattr("streamrl.engines.vllm.gpus.installed_device", lambda: "cpu")
     assert gpus.visible_gpus() == ()
     installed: dict[str, str] = {}
 
@@ -151,7 +152,7 @@ async def test_each_process_sees_the_gpus_that_it_was_given(
     run, sockets = tmp_path / "run", tmp_path / "s"
     (run / "seen").mkdir(parents=True)
     (run / "recipe.toml").write_text(dump_recipe(made))
-    topology = gpus.gpu_placement(made).placed(plan_topology(made, sockets))
+    topology = gpu_placement(made).placed(plan_topology(made, sockets))
     supervisor = Supervisor(topology, run, sockets, entry=(str(SHOWS_GPUS),))
 
     def seen() -> dict[str, list[Any]]:
@@ -220,7 +221,7 @@ def test_a_cuda_build_without_a_gpu_is_refused_before_the_start(cuda: Any) -> No
 def test_shared_memory_that_is_too_small_for_several_gpus_is_refused(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, of_several: str
 ) -> None:
-    monkeypatch.setattr("streamrl.plan.preflight.shared_memory", lambda: 64 << 20)
+    monkeypatch.setattr("streamrl.launch.plan.preflight.shared_memory", lambda: 64 << 20)
     with pytest.raises(RecipeError) as caught:
         preflight(recipe(of_several))
     (problem,) = [problem for problem in caught.value.problems if "/dev/shm" in problem]
@@ -248,7 +249,7 @@ def test_hosts_of_processes_started_by_hand_are_filled_in_order(cuda: Any, monke
 
 def test_a_rank_takes_the_only_gpu_that_it_sees(cuda: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from streamrl.app import roles
+    from streamrl.launch import roles
     from streamrl.learning import trainer as trainer_module
     from streamrl.learning.options import TrainerOptions
 
@@ -263,7 +264,7 @@ def test_a_rank_takes_the_only_gpu_that_it_sees(cuda: Any, monkeypatch: pytest.M
 
     monkeypatch.setattr(trainer_module, "TorchTrainer", begin)
     made = recipe("training.device=cuda:3")
-    for topology in (plan_topology(made, tmp_path), gpus.gpu_placement(made).placed(plan_topology(made, tmp_path))):
+    for topology in (plan_topology(made, tmp_path), gpu_placement(made).placed(plan_topology(made, tmp_path))):
         plan = next(one for one in topology.processes if one.role is Role.TRAINER)
         context = ChildContext(
             plan=plan, recipe=made, topology=topology, run_directory=tmp_path, socket_directory=tmp_path

@@ -14,12 +14,12 @@ from streamrl.base.messages import EngineLoad
 from streamrl.base.run_events import RunFinished, StepFinished
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.judge.gate import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
-from streamrl.judge.link import JudgeLink
-from streamrl.plan.topology import JUDGE, Topology, plan_topology
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Model, Prompts, Recipe
+from streamrl.recipe.topology import JUDGE, Topology, plan_topology
+from streamrl.rewards.judge.gate import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
+from streamrl.rewards.judge.link import JudgeLink
 
 STEP = StepFinished(step=1, policy_version=1, metrics={"reward/mean": 0.5})
 

@@ -16,14 +16,14 @@ from trials import NAMES, Trial, death_in, drain, lives, surviving, until, watch
 
 from streamrl.base.errors import CannotContinue, RecipeError, StreamRLError
 from streamrl.base.run_events import KillEngine, StartEngine, StopEngine
-from streamrl.plan.topology import RENDEZVOUS_FILE, ProcessPlan, Role
-from streamrl.supervise import engine_orders, restart_policy
-from streamrl.supervise import supervisor as supervisor_module
-from streamrl.supervise.clean_up import RunProcesses
-from streamrl.supervise.engine_orders import EngineOrders
-from streamrl.supervise.exit_reason import ExitKind, reason_of
-from streamrl.supervise.restart_policy import RENEWED_AFTER_S, SETTLED_AFTER_S, Restarts
-from streamrl.supervise.supervisor import Supervisor
+from streamrl.launch.supervise import engine_orders, restart_policy
+from streamrl.launch.supervise import supervisor as supervisor_module
+from streamrl.launch.supervise.clean_up import RunProcesses
+from streamrl.launch.supervise.engine_orders import EngineOrders
+from streamrl.launch.supervise.exit_reason import ExitKind, reason_of
+from streamrl.launch.supervise.restart_policy import RENEWED_AFTER_S, SETTLED_AFTER_S, Restarts
+from streamrl.launch.supervise.supervisor import Supervisor
+from streamrl.recipe.topology import RENDEZVOUS_FILE, ProcessPlan, Role
 
 ENGINE_1 = ProcessPlan(role=Role.ENGINE, index=1)
 RANK_1 = ProcessPlan(role=Role.TRAINER, index=1)

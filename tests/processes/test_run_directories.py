@@ -11,16 +11,16 @@ from pathlib import Path
 import anyio
 import pytest
 
-from streamrl.app.pipeline import Pipeline, _make_run_directory
-from streamrl.app.run_directory import lock_run, write_inputs
-from streamrl.app.run_record import METRICS, open_record, refuse_lost_journal
 from streamrl.base.errors import RecipeError
 from streamrl.control.settings import control_settings
-from streamrl.journal.log import Journal
-from streamrl.journal.log_errors import JournalRefused
+from streamrl.launch.pipeline import Pipeline, _make_run_directory
+from streamrl.launch.run_directory import lock_run, write_inputs
+from streamrl.launch.run_record import METRICS, open_record, refuse_lost_journal
 from streamrl.learning.state.durable_files import flush_and_digest, write_digests
-from streamrl.recipe.load import dump_recipe, load_recipe
+from streamrl.recipe.rules.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import Recipe
+from streamrl.run.journal.log import Journal
+from streamrl.run.journal.log_errors import JournalRefused
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 AT_ONCE = 8
@@ -53,7 +53,7 @@ def save(run: Path, version: int, *, damaged: bool = False) -> Path:
 def test_runs_that_begin_at_the_same_moment_have_a_directory_each(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamrl.app.pipeline.time.strftime", lambda _: "20261122-031500")
+    monkeypatch.setattr("streamrl.launch.pipeline.time.strftime", lambda _: "20261122-031500")
     parent, together = Path(recipe.run.directory), threading.Barrier(AT_ONCE)
 
     def begin(_: int) -> Path:

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from streamrl.app.run_directory import INPUTS_FILE, RunInputs, changed_inputs, lock_run, refuse_changes, write_inputs
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.recipe.load import load_recipe
+from streamrl.launch.run_directory import INPUTS_FILE, RunInputs, changed_inputs, lock_run, refuse_changes, write_inputs
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
 
 
@@ -98,7 +98,7 @@ def test_what_is_no_run_is_said(recipe: Recipe, tmp_path: Path) -> None:
 HOLD = """
 import signal, sys
 from pathlib import Path
-from streamrl.app.run_directory import lock_run
+from streamrl.launch.run_directory import lock_run
 lock = lock_run(Path(sys.argv[1]))
 print("held", flush=True)
 signal.pause()

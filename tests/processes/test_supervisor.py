@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from trials import NAMES, STAND_IN, Trial, death_in, drain, lives, surviving, until
 
-from streamrl.plan.topology import ProcessPlan, Role
-from streamrl.supervise.clean_up import remove_killed_life
-from streamrl.supervise.supervisor import Supervisor
+from streamrl.launch.supervise.clean_up import remove_killed_life
+from streamrl.launch.supervise.supervisor import Supervisor
+from streamrl.recipe.topology import ProcessPlan, Role
 
 ENDS_WITHIN_S = 10.0
 

@@ -19,9 +19,19 @@ from streamrl.base.stage_messages import RolloutStatistics
 from streamrl.base.waits import Waits
 from streamrl.control.events import RunBegan
 from streamrl.control.machine import Control
+from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import ControlSettings
-from streamrl.observe.report.wait_reason import RunWaits, ShellView
-from streamrl.policies.round_policies import make_control
+from streamrl.launch.supervise import watchdog
+from streamrl.launch.supervise.watchdog import (
+    ABORT_AFTER_S,
+    BEAT_S,
+    REPORT_SIGNAL,
+    STACKS_AFTER_S,
+    WARN_AFTER_S,
+    Watchdog,
+    stall_limit_s,
+    task_stacks,
+)
 from streamrl.recipe.scheduling import RoundKind, StalePolicy
 from streamrl.recipe.sections import (
     Engines,
@@ -35,17 +45,7 @@ from streamrl.recipe.sections import (
     TransportKind,
     Weights,
 )
-from streamrl.supervise import watchdog
-from streamrl.supervise.watchdog import (
-    ABORT_AFTER_S,
-    BEAT_S,
-    REPORT_SIGNAL,
-    STACKS_AFTER_S,
-    WARN_AFTER_S,
-    Watchdog,
-    stall_limit_s,
-    task_stacks,
-)
+from streamrl.run.wait_reason import RunWaits, ShellView
 
 QUICK = Recipe(
     model=Model(path="model"),

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from streamrl.base.errors import ProcessDied
-from streamrl.plan.topology import ProcessPlan, Role, Topology
-from streamrl.supervise.supervisor import Supervisor
+from streamrl.launch.supervise.supervisor import Supervisor
+from streamrl.recipe.topology import ProcessPlan, Role, Topology
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 PLANS = (

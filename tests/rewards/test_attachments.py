@@ -12,20 +12,20 @@ import anyio
 import pytest
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.base.reward_changes import RewardRequest
 from streamrl.base.stage_messages import FinishedTrajectory, Scored
 from streamrl.base.types import ScoredTrajectory, Trajectory
 from streamrl.cli.main import main
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.zmq_stream import zmq_receiver
-from streamrl.prompts.tokenizer import load_tokenizer
+from streamrl.launch.attached_rewards import AttachedRewards
+from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.attachments import RewardAttachments
+from streamrl.rewards.calls.worker import run_reward_worker
 from streamrl.rewards.decorated import as_reward
+from streamrl.rewards.reward_messages import RewardRequest
 from streamrl.rewards.rewards_snapshot import fresh_rewards
-from streamrl.rewards.worker import run_reward_worker
-from streamrl.stages.attached_rewards import AttachedRewards
 from streamrl.stages.reward import RewardSettings, RewardStage, wait_ready
 
 MakeTrajectory = Callable[..., Trajectory]

@@ -24,10 +24,10 @@ from streamrl.base.concurrent_calls import first_error
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory
 from streamrl.learning.objective.advantages import group_advantages
-from streamrl.prompts.tokenizer import load_tokenizer
+from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.objective import AdvantageKind
 from streamrl.recipe.rewards import Reward, RewardLimits
-from streamrl.rewards.reward_set import RewardSet
+from streamrl.rewards.calls.reward_set import RewardSet
 
 MakeTrajectory = Callable[..., Trajectory]
 KILLERS = Path(__file__).parent / "killers.py"

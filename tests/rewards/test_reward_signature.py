@@ -13,8 +13,9 @@ import pytest
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.rewards import AdaptiveTimeout, Reward
-from streamrl.rewards.inspect import inspect_in_subprocess
-from streamrl.rewards.signature import RewardSignature, load_reward, needed_columns
+from streamrl.rewards.calls.inspect import inspect_in_subprocess
+from streamrl.rewards.calls.loading import load_reward
+from streamrl.rewards.signature import RewardSignature, needed_columns
 
 KILLERS = Path(__file__).parent / "killers.py"
 
@@ -181,7 +182,7 @@ def test_process_that_inspects_ends_with_the_one_that_asked(tmp_path: Path) -> N
     )
     script = (
         "from streamrl.recipe.rewards import Reward\n"
-        "from streamrl.rewards.inspect import inspect_in_subprocess\n"
+        "from streamrl.rewards.calls.inspect import inspect_in_subprocess\n"
         f"inspect_in_subprocess([Reward(function={str(module) + ':reward'!r})])\n"
     )
     with subprocess.Popen([sys.executable, "-c", script]) as asking:

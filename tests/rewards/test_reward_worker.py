@@ -14,17 +14,7 @@ import psutil
 import pytest
 
 from streamrl.base.errors import RecipeError, StreamBroken, StreamEnded
-from streamrl.base.stage_messages import (
-    CloseRewardSet,
-    GroupScored,
-    GroupsScored,
-    LoadRewardSet,
-    RewardOrder,
-    RewardResult,
-    RewardSetLoaded,
-    RewardWorkerReady,
-    ScoreGroups,
-)
+from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
 from streamrl.base.types import (
     FinishReason,
     RewardFailureKind,
@@ -36,12 +26,22 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.wire import WireCodec
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.prompts.tokenizer import load_tokenizer
+from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
-from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
+from streamrl.rewards.calls.worker import run_reward_worker
 from streamrl.rewards.reward_exchange import OrderMessage, score_message
-from streamrl.rewards.worker import run_reward_worker
+from streamrl.rewards.reward_messages import (
+    CloseRewardSet,
+    GroupScored,
+    GroupsScored,
+    LoadRewardSet,
+    RewardOrder,
+    RewardResult,
+    RewardSetLoaded,
+    RewardWorkerReady,
+    ScoreGroups,
+)
 
 MakeTrajectory = Callable[..., Trajectory]
 MakeRecipe = Callable[..., Recipe]

@@ -20,21 +20,21 @@ import psutil
 import pytest
 from msgspec import structs
 
-from streamrl.app.pipeline import carry_out
-from streamrl.app.reward_workers import change_rewards, open_reward_stage
 from streamrl.base.errors import RecipeError
 from streamrl.base.stage_messages import FinishedTrajectory, Scored
 from streamrl.base.types import ScoredTrajectory, Trajectory
 from streamrl.cli.main import main
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.plan.preflight import preflight, resumed
-from streamrl.plan.topology import Topology, control_socket, plan_topology, rewards_endpoint
+from streamrl.launch.attached_rewards import AttachedRewards
+from streamrl.launch.control_socket import serving_control
+from streamrl.launch.pipeline import carry_out
+from streamrl.launch.plan.preflight import preflight, resumed
+from streamrl.launch.reward_workers import change_rewards, open_reward_stage
 from streamrl.recipe.rewards import AdaptiveTimeout, Reward
 from streamrl.recipe.sections import Recipe, ResumedRewards
-from streamrl.remote.control_socket import serving_control
+from streamrl.recipe.topology import Topology, control_socket, plan_topology, rewards_endpoint
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.time_limits import LearntLimits
-from streamrl.stages.attached_rewards import AttachedRewards
 from streamrl.stages.reward import RewardStage
 
 MakeTrajectory = Callable[..., Trajectory]

@@ -17,15 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.base.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory
-from streamrl.prompts.tokenizer import load_tokenizer
+from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
 from streamrl.recipe.sections import Recipe
+from streamrl.rewards.calls.loading import load_reward
+from streamrl.rewards.calls.reward_set import RewardSet
 from streamrl.rewards.calls.trusted import TrustedCoroutines
 from streamrl.rewards.reward_exchange import outcome_of
 from streamrl.rewards.reward_queue import RewardQueue
-from streamrl.rewards.reward_set import RewardSet
 from streamrl.rewards.scoring import SampleValue, combine
-from streamrl.rewards.signature import load_reward
 from streamrl.rewards.values import CallResult, CheckedValue, check_returned, check_value
 
 MakeTrajectory = Callable[..., Trajectory]

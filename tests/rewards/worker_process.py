@@ -6,14 +6,11 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from streamrl.base.stage_messages import (
-    RewardOrder,
-    RewardResult,
-)
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.prompts.tokenizer import load_tokenizer
+from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.sections import Recipe
-from streamrl.rewards.worker import run_reward_worker
+from streamrl.rewards.calls.worker import run_reward_worker
+from streamrl.rewards.reward_messages import RewardOrder, RewardResult
 
 
 async def main(recipe: Recipe, orders_at: str, results_at: str) -> None:

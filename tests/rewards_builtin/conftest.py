@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from streamrl.recipe.rewards import Reward
-from streamrl.rewards.signature import RewardFunction, load_reward
+from streamrl.rewards.calls.loading import load_reward
+from streamrl.rewards.signature import RewardFunction
 
 
 def made(function: str, **options: Any) -> RewardFunction:

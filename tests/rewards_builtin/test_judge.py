@@ -27,11 +27,11 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.judge.client import JudgeError
-from streamrl.prompts.tokenizer import load_tokenizer
+from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.recipe.rewards import FailurePolicy, Reward, RewardLimits
-from streamrl.rewards.reward_set import RewardSet
+from streamrl.rewards.calls.reward_set import RewardSet
+from streamrl.rewards.judge.client import JudgeError
 from streamrl.rewards.signature import RewardFunction
 
 httpx = pytest.importorskip("httpx")
@@ -208,7 +208,7 @@ def test_an_answer_without_a_score_is_not_kept(judge, server: Server, tmp_path: 
 
 
 def test_a_busy_server_is_asked_again(judge, server: Server, monkeypatch) -> None:
-    monkeypatch.setattr("streamrl.judge.client._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("streamrl.rewards.judge.client._FIRST_WAIT_S", 0.001)
     server.answers = [(429, "busy"), (503, "starting"), (200, "Score: 9")]
     assert run(judge(), "4") == [0.9]
     assert len(server.calls) == 3
@@ -225,7 +225,7 @@ def test_a_busy_server_is_asked_again(judge, server: Server, monkeypatch) -> Non
 def test_a_server_that_refuses_is_a_failure_with_its_reason(
     judge, server: Server, monkeypatch, status: int, asked: int, message: str
 ) -> None:
-    monkeypatch.setattr("streamrl.judge.client._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("streamrl.rewards.judge.client._FIRST_WAIT_S", 0.001)
     server.answers = [(status, "because")]
     (error,) = run(judge(retries=2), "4")
     assert isinstance(error, JudgeError)
@@ -308,7 +308,7 @@ def scored(samples: int, *, trusted: bool = True, limit_s: float = 30.0, **optio
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.judge.client._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("streamrl.rewards.judge.client._FIRST_WAIT_S", 0.001)
 
 
 def assert_failed(outcome: Any, kind: RewardFailureKind, policy: FailurePolicy, message: str) -> None:
@@ -401,7 +401,7 @@ def serving(listening: Server) -> Iterator[Server]:
 
 @pytest.mark.usefixtures("soon")
 def test_without_an_endpoint_the_runs_own_judge_is_asked_and_waited_for(make, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("streamrl.judge.client._OWN_RETRIES", 0)
+    monkeypatch.setattr("streamrl.rewards.judge.client._OWN_RETRIES", 0)
     path = tmp_path / "http"
     monkeypatch.setenv(JUDGE_SOCKET, str(path))
     monkeypatch.setenv(JUDGE_MODEL, "/models/judge")

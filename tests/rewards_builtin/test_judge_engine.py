@@ -18,12 +18,12 @@ import pytest
 
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.judge.gate import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
-from streamrl.plan.topology import JUDGE, Topology, judge_socket, plan_topology
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET, Judge
-from streamrl.recipe.load import dump_recipe
 from streamrl.recipe.rewards import Reward
+from streamrl.recipe.rules.load import dump_recipe
 from streamrl.recipe.sections import Model, Prompts, Recipe
+from streamrl.recipe.topology import JUDGE, Topology, judge_socket, plan_topology
+from streamrl.rewards.judge.gate import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -98,7 +98,7 @@ async def judge_process(directory: Path, topology: bytes) -> AsyncIterator[subpr
     """The process that a run starts: it finds recipe and topology in the directory of the run."""
     (directory / "recipe.toml").write_text(dump_recipe(RECIPE))
     (directory / "topology.json").write_bytes(topology)
-    command = [sys.executable, "-m", "streamrl.app", "judge", "--index", "0", "--run-directory", str(directory)]
+    command = [sys.executable, "-m", "streamrl.launch", "judge", "--index", "0", "--run-directory", str(directory)]
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}  # it must not get that far
     with (directory / "judge.log").open("wb") as log:
         process = subprocess.Popen(  # noqa: ASYNC220 - it only forks

@@ -142,7 +142,7 @@ def test_every_wrong_option_is_named_at_once(make) -> None:
 
 
 def test_a_missing_library_is_named_with_its_extra(make, monkeypatch) -> None:
-    import streamrl.rewards.builtin.declared as declared
+    import streamrl.rewards.declared as declared
 
     monkeypatch.setattr(declared, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"needs math_verify: pip install 'streamrl\[rewards\]'"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from streamrl.base.errors import RecipeError
-from streamrl.rewards.builtin.sequence_classifier import RewardModelOptions
+from streamrl.rewards.builtin.reward_model_options import RewardModelOptions
 from streamrl.rewards.signature import RewardFunction
 
 torch = pytest.importorskip("torch")

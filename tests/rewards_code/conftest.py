@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from streamrl.sandbox.jail import Limits
-from streamrl.sandbox.reward import CodeOptions, CodeReward
-from streamrl.sandbox.sandbox import Sandbox
-from streamrl.sandbox.syscalls import drop_capabilities, set_no_new_privileges
+from streamrl.rewards.sandbox.jail import Limits
+from streamrl.rewards.sandbox.reward import CodeOptions, CodeReward
+from streamrl.rewards.sandbox.sandbox import Sandbox
+from streamrl.rewards.sandbox.syscalls import drop_capabilities, set_no_new_privileges
 
 MIB = 1 << 20
 LIMITS = Limits(

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from streamrl.sandbox.jail import Limits
-from streamrl.sandbox.sandbox import Sandbox
+from streamrl.rewards.sandbox.jail import Limits
+from streamrl.rewards.sandbox.sandbox import Sandbox
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

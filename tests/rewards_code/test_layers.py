@@ -14,10 +14,17 @@ from typing import Any
 import pytest
 
 from streamrl.base.errors import RecipeError
-from streamrl.sandbox import reward, seccomp
-from streamrl.sandbox import sandbox as sandbox_module
-from streamrl.sandbox.reward import require_isolation
-from streamrl.sandbox.sandbox import ALL_LAYERS, LayersFound, Sandbox, SandboxError, available_layers, probe_layers
+from streamrl.rewards.sandbox import reward, seccomp
+from streamrl.rewards.sandbox import sandbox as sandbox_module
+from streamrl.rewards.sandbox.reward import require_isolation
+from streamrl.rewards.sandbox.sandbox import (
+    ALL_LAYERS,
+    LayersFound,
+    Sandbox,
+    SandboxError,
+    available_layers,
+    probe_layers,
+)
 
 HEADERS = [
     (0, Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")),

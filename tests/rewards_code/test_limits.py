@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from streamrl.sandbox.sandbox import RunReport, Sandbox, SandboxError
+from streamrl.rewards.sandbox.sandbox import RunReport, Sandbox, SandboxError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

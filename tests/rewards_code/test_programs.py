@@ -11,12 +11,12 @@ import pytest
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.rewards import AdaptiveTimeout, Reward
-from streamrl.rewards.signature import load_reward
+from streamrl.rewards.calls.loading import load_reward
+from streamrl.rewards.sandbox.cases import ProgramCase, SnippetCase, extract_code, read_cases, same_output
+from streamrl.rewards.sandbox.reward import CODE, CaseEnd, CodeOptions, CodeReward
+from streamrl.rewards.sandbox.sandbox import Sandbox
+from streamrl.rewards.sandbox.values import same_result
 from streamrl.rewards.time_limits import TimeLimits
-from streamrl.sandbox.cases import ProgramCase, SnippetCase, extract_code, read_cases, same_output
-from streamrl.sandbox.reward import CODE, CaseEnd, CodeOptions, CodeReward
-from streamrl.sandbox.sandbox import Sandbox
-from streamrl.sandbox.values import same_result
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

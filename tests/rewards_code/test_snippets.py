@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.sandbox.reward import CaseEnd, CodeOptions, CodeReward
-from streamrl.sandbox.sandbox import Sandbox
+from streamrl.rewards.sandbox.reward import CaseEnd, CodeOptions, CodeReward
+from streamrl.rewards.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 from streamrl.cli.show import read_run
+from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings
-from streamrl.journal.log import read_journal
-from streamrl.journal.records import JournalCodec, JournalDecision, JournalEvent, JournalPrompt, JournalRecord
-from streamrl.journal.recover import replayed_run
-from streamrl.policies.round_policies import make_control
-from streamrl.recipe.load import load_recipe
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.toml_text import toml_value
+from streamrl.run.journal.log import read_journal
+from streamrl.run.journal.records import JournalCodec, JournalDecision, JournalEvent, JournalPrompt, JournalRecord
+from streamrl.run.journal.recover import replayed_run
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.timeout(300)]

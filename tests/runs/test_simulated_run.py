@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from streamrl.cli.show import read_run
+from streamrl.launch.supervise.clean_up import marker_of
 from streamrl.observe.report.trajectory_trace import read_trace
-from streamrl.plan.topology import read_topology
 from streamrl.recipe.toml_text import toml_value
-from streamrl.supervise.clean_up import marker_of
+from streamrl.recipe.topology import read_topology
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(100)]
@@ -213,8 +213,8 @@ def _processes(run: Path) -> dict[str, psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             line = process.cmdline()
-            if "streamrl.app" in line and str(run) in line:
-                role = line[line.index("streamrl.app") + 1]
+            if "streamrl.launch" in line and str(run) in line:
+                role = line[line.index("streamrl.launch") + 1]
                 found[role if role == "controller" else f"{role}-{line[line.index('--index') + 1]}"] = process
     return found
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.show import read_run
-from streamrl.recipe.load import load_recipe
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.scheduling import System
 from streamrl.recipe.toml_text import toml_value
 

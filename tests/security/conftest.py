@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.remote.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole, make_keys
+from streamrl.comm.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole, make_keys
 
 ActAs = Callable[[KeyRole | None], None]
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from streamrl.comm.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole, make_keys
 from streamrl.recipe.toml_text import toml_value
-from streamrl.remote.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole, make_keys
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]

@@ -18,17 +18,8 @@ import msgspec
 import pytest
 
 from streamrl.base.errors import RecipeError, StreamRLError, WireError
-from streamrl.base.reward_changes import (
-    AttachReward,
-    DetachReward,
-    ListRewards,
-    ReplaceReward,
-    RewardsChanged,
-    RewardsListed,
-)
-from streamrl.recipe.rewards import Reward
-from streamrl.remote import control_protocol, control_socket
-from streamrl.remote.control_protocol import (
+from streamrl.launch import control_protocol, control_socket
+from streamrl.launch.control_protocol import (
     LARGEST_REQUEST,
     ControlAnswer,
     ControlOperation,
@@ -41,7 +32,16 @@ from streamrl.remote.control_protocol import (
     is_allowed,
     length_of,
 )
-from streamrl.remote.control_socket import ControlServer, ask_control, read_key, serving_control
+from streamrl.launch.control_socket import ControlServer, ask_control, read_key, serving_control
+from streamrl.recipe.rewards import Reward
+from streamrl.rewards.reward_messages import (
+    AttachReward,
+    DetachReward,
+    ListRewards,
+    ReplaceReward,
+    RewardsChanged,
+    RewardsListed,
+)
 
 LISTED = RewardsListed(request_id=0, reward_version=7)
 DETACH = DetachReward(name="style")
@@ -244,7 +244,7 @@ LOOKS = {"ListRewards"}
 
 async def test_a_client_that_asks_without_pause_has_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("streamrl.remote.control_socket.time.monotonic", lambda: now)
+    monkeypatch.setattr("streamrl.launch.control_socket.time.monotonic", lambda: now)
     monkeypatch.setattr(control_socket, "BURST", 5)
     async with serving(Run(), tmp_path / "c"):
         answers = [await ask_control(tmp_path / "c", ListRewards(), "", 5) for _ in range(7)]

@@ -10,10 +10,7 @@ import pytest
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.main import main
-from streamrl.plan.topology import Role
-from streamrl.recipe.load import dump_recipe
-from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Transport, TransportSecurity
-from streamrl.remote.transport_keys import (
+from streamrl.comm.transport_keys import (
     KEY_ROLE,
     KEYS_DIRECTORY,
     OPEN_TO_ALL,
@@ -24,7 +21,10 @@ from streamrl.remote.transport_keys import (
     read_role_keys,
     transport_environment,
 )
-from streamrl.rewards.inspect import inspect_in_subprocess
+from streamrl.recipe.rules.load import dump_recipe
+from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Transport, TransportSecurity
+from streamrl.recipe.topology import Role
+from streamrl.rewards.calls.inspect import inspect_in_subprocess
 
 
 def recipe(**transport: object) -> Recipe:

@@ -16,13 +16,13 @@ from zmq.utils.monitor import parse_monitor_message
 
 from streamrl.base.errors import StreamRLError, leaves
 from streamrl.base.messages import EngineOrder, Resume
+from streamrl.comm import guarded_sockets
+from streamrl.comm.guarded_sockets import GuardedContext, KeyGuard, keys_for
+from streamrl.comm.key_gate import KeyGate
 from streamrl.comm.socket_options import make_socket
+from streamrl.comm.transport_keys import OPEN_TO_ALL, KeyRole, make_keys, public_keys, read_role_keys
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.observe.telemetry import TelemetryPublisher, TelemetrySubscriber
-from streamrl.remote import guarded_sockets
-from streamrl.remote.guarded_sockets import GuardedContext, KeyGuard, keys_for
-from streamrl.remote.key_gate import KeyGate
-from streamrl.remote.transport_keys import OPEN_TO_ALL, KeyRole, make_keys, public_keys, read_role_keys
 from streamrl.weights.publish.publisher import WeightPublisher
 
 ActAs = Callable[..., None]

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.model_folder import unsafe_content
-from streamrl.engines.vllm.options import shared_environment
-from streamrl.plan import model_facts
-from streamrl.plan.model_facts import ModelDirectoryError, read_model_facts
+from streamrl.engines.plain_vllm.options import shared_environment
+from streamrl.engines.vllm.options import model_config
+from streamrl.pretrained import model_facts
+from streamrl.pretrained.model_facts import ModelDirectoryError, read_model_facts
+from streamrl.pretrained.model_folder import unsafe_content
 from streamrl.rewards.builtin import sequence_classifier
-from streamrl.rewards.builtin.declared import BadOption
-from streamrl.vllm.options import model_config
+from streamrl.rewards.declared import BadOption
 
 CONFIG = {"hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 8}
 

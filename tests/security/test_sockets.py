@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import zmq
 
+from streamrl.comm.guarded_sockets import GuardedContext
 from streamrl.comm.zmq_sockets import create_socket
 from streamrl.observe.telemetry import LARGEST_MESSAGE, LARGEST_SUBSCRIPTION, TelemetryPublisher, TelemetrySubscriber
-from streamrl.remote.guarded_sockets import GuardedContext
 from streamrl.weights.requests import REQUEST_LIMIT, pull_socket
 
 

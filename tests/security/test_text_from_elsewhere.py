@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import Message
+from streamrl.base.printable import LONGEST_RECORD, PrintableFormatter, one_line, printable
 from streamrl.base.run_events import StepFinished
 from streamrl.cli.main import report_error
 from streamrl.learning.state.durable_files import DIGESTS, read_digests
 from streamrl.observe.sinks import LONGEST_NAME, MOST_NAMES, Reporter
-from streamrl.observe.terminal.printable import LONGEST_RECORD, PrintableFormatter, one_line, printable
 from streamrl.observe.terminal.stdout import StdoutReporter
+from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Run
-from streamrl.rules.rules import broken_rules
 
 COMMANDS = {
     "clears the screen": "\x1b[2J",
@@ -75,9 +75,12 @@ def test_no_text_forges_a_line_of_a_log() -> None:
     handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
     log = logging.Logger("streamrl")
     log.addHandler(handler)
-    log.warning("a reward said %s", "no\nCRITICAL streamrl.app.pipeline: all is well\r\x1b[2K")
+    log.warning("a reward said %s", "no\nCRITICAL streamrl.launch.pipeline: all is well\r\x1b[2K")
     lines = stream.getvalue().splitlines()
-    assert lines == ["WARNING streamrl: a reward said no", "  CRITICAL streamrl.app.pipeline: all is well\\r\\x1b[2K"]
+    assert lines == [
+        "WARNING streamrl: a reward said no",
+        "  CRITICAL streamrl.launch.pipeline: all is well\\r\\x1b[2K",
+    ]
     log.warning("x" * (10 * LONGEST_RECORD))
     assert len(stream.getvalue()) < 2 * LONGEST_RECORD
     assert f"({9 * LONGEST_RECORD + len('WARNING streamrl: ')} more characters)" in stream.getvalue()

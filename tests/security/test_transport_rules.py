@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.plan.hosts import host_of, is_loopback, is_public, is_wildcard
+from streamrl.base.hosts import host_of, is_loopback, is_public, is_wildcard
+from streamrl.recipe.rules.rules import broken_rules
+from streamrl.recipe.rules.transport_rules import insecure_notice, transport_metrics
 from streamrl.recipe.sections import (
     Metrics,
     Model,
@@ -15,8 +17,6 @@ from streamrl.recipe.sections import (
     TransportKind,
     TransportSecurity,
 )
-from streamrl.rules.rules import broken_rules
-from streamrl.rules.transport_rules import insecure_notice, transport_metrics
 
 CURVE, NONE = TransportSecurity.CURVE, TransportSecurity.NONE
 

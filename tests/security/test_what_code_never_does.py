@@ -38,13 +38,13 @@ FORBIDDEN_METHODS = {
 FORBIDDEN_ENDINGS = {"_pyobj": UNPICKLE, "_object_list": OBJECTS, "gather_object": OBJECTS, "broadcast_object": OBJECTS}
 # Where code that a model wrote is run on purpose: inside the sandbox (docs/rewards_code.md), in a process that has
 # given up everything before. Nowhere else may text become code.
-RUNS_CODE = {"streamrl/sandbox/program.py", "streamrl/sandbox/asserts.py"}
+RUNS_CODE = {"streamrl/rewards/sandbox/program.py", "streamrl/rewards/sandbox/asserts.py"}
 SOCKET_FACTORY = "streamrl/comm/socket_options.py"
 BINDERS = {
     "streamrl/comm/zmq_sockets.py",
     "streamrl/comm/zmq_connection.py",  # ipc and inproc; tcp with a guard
-    "streamrl/remote/guarded_sockets.py",
-    "streamrl/remote/key_gate.py",
+    "streamrl/comm/guarded_sockets.py",
+    "streamrl/comm/key_gate.py",
 }
 
 

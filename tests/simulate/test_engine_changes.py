@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.plan.topology import PreparedSet
 from streamrl.recipe.scheduling import RoundKind, TailBatching
 from streamrl.recipe.sections import ReleaseKind
+from streamrl.recipe.topology import PreparedSet
 from streamrl.simulate.cluster import ROLLPACKER_14B, ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan, scaled_engine
 from streamrl.simulate.lengths import ModelledLengths

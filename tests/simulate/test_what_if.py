@@ -23,7 +23,7 @@ from streamrl.observe.report.trajectory_trace import (
     TrajectoryTrace,
     read_trace,
 )
-from streamrl.recipe.load import check_recipe, load_recipe
+from streamrl.recipe.rules.load import check_recipe, load_recipe
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.simulate.cluster import DEMO, HEAVY, ClusterModel

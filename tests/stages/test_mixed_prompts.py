@@ -8,8 +8,8 @@ import pytest
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt, token_array
-from streamrl.prompts import mixed_prompts
-from streamrl.prompts.mixed_prompts import MixedPrompts
+from streamrl.run.prompts import mixed_prompts
+from streamrl.run.prompts.mixed_prompts import MixedPrompts
 
 SHARES = {"math": 2.0, "code": 1.0}
 

@@ -11,10 +11,10 @@ import pytest
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
-from streamrl.prompts.prompt_spec import SourceKind, read_spec
-from streamrl.prompts.prompts import check_prompts, open_prompts
-from streamrl.prompts.tokenizer import Tokenizer
-from streamrl.recipe.load import resolve_spec
+from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.recipe.rules.load import resolve_spec
+from streamrl.run.prompts.prompt_spec import SourceKind, read_spec
+from streamrl.run.prompts.prompts import check_prompts, open_prompts
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -268,7 +268,7 @@ def test_a_task_has_the_columns_of_its_verifier(tokenizer: Tokenizer) -> None:
 
 
 def test_what_is_missing_names_the_extra(tokenizer: Tokenizer, tmp_path: Path, monkeypatch) -> None:
-    import streamrl.prompts.prompt_tasks as tasks
+    import streamrl.run.prompts.prompt_tasks as tasks
 
     monkeypatch.setattr(tasks, "find_spec", lambda name: None)
     (problem,) = check_prompts("reasoning_gym:chain_sum", tokenizer, {})

@@ -13,22 +13,7 @@ import msgspec
 import pytest
 
 from streamrl.base.errors import RecipeError, StreamEnded
-from streamrl.base.stage_messages import (
-    CloseRewardSet,
-    CompletionToScore,
-    FinishedTrajectory,
-    GroupScored,
-    GroupsScored,
-    LoadRewardSet,
-    RewardOrder,
-    RewardSetLoaded,
-    RewardWorkerReady,
-    SampleReward,
-    Scored,
-    ScoreGroups,
-    TrajectoryHeld,
-    TrajectoryLost,
-)
+from streamrl.base.stage_messages import FinishedTrajectory, Scored, TrajectoryHeld, TrajectoryLost
 from streamrl.base.types import (
     FinishReason,
     Prompt,
@@ -43,6 +28,18 @@ from streamrl.base.types import (
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.wire import WireCodec
 from streamrl.recipe.rewards import Reward
+from streamrl.rewards.reward_messages import (
+    CloseRewardSet,
+    CompletionToScore,
+    GroupScored,
+    GroupsScored,
+    LoadRewardSet,
+    RewardOrder,
+    RewardSetLoaded,
+    RewardWorkerReady,
+    SampleReward,
+    ScoreGroups,
+)
 from streamrl.stages.reward import RewardSettings, RewardStage
 
 PROMPT = Prompt(prompt_id="p", token_ids=token_array([2, 3]))

@@ -12,9 +12,9 @@ from streamrl.base.messages import Generate, OrderDone, PauseMode, WeightAnnounc
 from streamrl.base.types import Completion, token_array
 from streamrl.base.waits import Waits
 from streamrl.engines.engine import Engine
+from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import InstantClock, SimulatedEngine, SimulationOptions
 from streamrl.recipe.scheduling import InFlight
-from streamrl.sync.weight_sync import WeightSync
 
 
 def announced(version: int, base: int | None) -> WeightAnnouncement:

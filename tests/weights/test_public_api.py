@@ -40,7 +40,7 @@ def test_the_example_and_its_page_need_nothing_else() -> None:
 def test_nothing_heavy_is_imported_before_it_is_asked_for() -> None:
     """vLLM's front end and cores import the plugin, which takes names from here."""
     script = (
-        "import sys, streamrl.vllm.plugin, streamrl.weights; "
+        "import sys, streamrl.engines.vllm.plugin, streamrl.weights; "
         "sys.stdout.write(' '.join({'zmq', 'numpy', 'torch', 'vllm', 'anyio'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

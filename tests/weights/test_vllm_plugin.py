@@ -13,7 +13,9 @@ import pytest
 
 
 def test_does_nothing_in_a_process_of_somebody_else() -> None:
-    script = "import sys; from streamrl.vllm.plugin import register; register(); sys.exit('vllm' in sys.modules)"
+    script = (
+        "import sys; from streamrl.engines.vllm.plugin import register; register(); sys.exit('vllm' in sys.modules)"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "STREAMRL_ENGINE"}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=30)
 
@@ -24,7 +26,7 @@ def test_a_child_dies_with_a_killed_parent() -> None:
         import multiprocessing, os, time
 
         def child(ready):
-            from streamrl.vllm.plugin import die_with_parent
+            from streamrl.engines.vllm.plugin import die_with_parent
             die_with_parent()
             ready.send(os.getpid())
             time.sleep(60)
@@ -52,7 +54,7 @@ def test_a_worker_can_start_where_numba_was_imported() -> None:
     pytest.importorskip("numba")
     script = textwrap.dedent("""
         import numba, sys
-        from streamrl.vllm.plugin import make_numba_harmless
+        from streamrl.engines.vllm.plugin import make_numba_harmless
         from vllm.triton_utils.dispatcher import _rebind_kernels
         make_numba_harmless()
         make_numba_harmless()

@@ -1,2 +1,3 @@
-"""vLLM as an ``Engine``: sampling, and whole versions read from files. ``streamrl.vllm`` adds pushed deltas, sleep,
-statistics and processes that are watched. vLLM is imported by ``start`` and in vLLM's own processes only."""
+"""The vLLM engine of a run: a plain one (``engines.plain_vllm``) with pushed deltas, sleep, statistics and watched
+processes; its options from a recipe; the plugin that runs in each of its processes. Only these two folders and
+``weights.vllm`` import vLLM."""

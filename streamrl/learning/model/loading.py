@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.model_folder import unsafe_content
 from streamrl.learning import process_group
 from streamrl.learning.batches.gradients import logits_at_once
 from streamrl.learning.model.architecture import decoder_layers, persistent_buffers
@@ -45,6 +44,7 @@ from streamrl.learning.objective.critic import Critic
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.rank_memory import MOMENT_BYTES, TrainingSizes, activation_bytes, choose_gathered
 from streamrl.learning.state.published_weights import local_part, local_shards, published_shards
+from streamrl.pretrained.model_folder import unsafe_content
 from streamrl.recipe.sections import Gathered, OptimizerKind
 
 log = logging.getLogger(__name__)

@@ -24,12 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from streamrl.base.errors import StreamRLError
 from streamrl.learning.model.architecture import CheckpointPiece
-from streamrl.learning.model.policy import PackedPolicy
-from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.masters import Masters, SplitMasters, WholeMasters
-from streamrl.recipe.sections import OptimizerKind
 
 PUBLISHED_DTYPE = torch.bfloat16
 UPPER_HALF = 1 if sys.byteorder == "little" else 0
@@ -272,26 +268,6 @@ def bit_array(values: Tensor) -> np.ndarray:
 def upper_halves(values: Tensor) -> Tensor:
     """The bits of flat float32 values that bfloat16 has, as int16: a view, which lies apart."""
     return values.view(torch.int16)[UPPER_HALF::2]
-
-
-def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeights:
-    """The weights that ``options`` train: all of them, or adapters. The policy must be sharded (if it is) and loaded.
-
-    Collective. Raises ``StreamRLError`` for targets of an adapter that the model does not have, and for adapters whose
-    masters should be in host memory.
-    """
-    on_host = options.optimizer is OptimizerKind.ADAMW_OFFLOADED
-    if options.lora.rank:
-        if on_host:
-            raise StreamRLError(
-                f'training.optimizer is "{options.optimizer}" with lora.rank {options.lora.rank}: masters and moments '
-                'of adapters are small and stay on the device; set it to "adamw"'
-            )
-        # Only here: peft takes more than a second to import.
-        from streamrl.learning.model.lora import AdapterWeights
-
-        return AdapterWeights(options, policy)
-    return FullWeights(policy.trained_parameters(), policy.pieces, masters_on_host=on_host)
 
 
 def global_norm(gradient_L: Tensor) -> float:

@@ -37,7 +37,7 @@ _PLACES = """## Where they go
 | `trace.jsonl` | trajectories, steps and engine loads, for the simulator (`observe/report/trajectory_trace.py`) |
 | `older-trace.jsonl` | its content before it last grew to 1 GiB and was started again |
 | `samples.jsonl` | best, worst and a random completion of each batch; `streamrl samples RUN` shows them |
-| `evaluations/step-N.jsonl` | each completion of the evaluation at step N (`evaluate/sample_files.py`) |
+| `evaluations/step-N.jsonl` | each completion of the evaluation at step N (`run/evaluate/sample_files.py`) |
 | `stalls/*.txt` | who waits for whom, with stacks: when nothing moves, or the controller is sent `SIGUSR1` |
 | `crash/*.zip` | when the run fails: what somebody needs who was not there, without secrets (`streamrl show`) |
 | metrics socket | see below |

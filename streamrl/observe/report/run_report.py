@@ -27,16 +27,7 @@ from streamrl.base.types import DropReason, ScoredTrajectory, TrajectoryId
 from streamrl.control.actions import Decision, LaunchGroup
 from streamrl.control.events import EnginesMeasured, RoundTimed
 from streamrl.control.model import RunState
-from streamrl.evaluate.evaluation import Evaluation
-from streamrl.evaluate.sample_files import TrainingSamples
-from streamrl.journal.recover import RecoveredRun, Retrained, what_was_restored
-from streamrl.observe.report.step_metrics import (
-    completion_metrics,
-    control_metrics,
-    reward_metrics,
-    staleness_metrics,
-    work_metrics,
-)
+from streamrl.engines.push.weight_sync import PushReport
 from streamrl.observe.report.step_timer import (
     BatchTimes,
     StepTimer,
@@ -45,10 +36,13 @@ from streamrl.observe.report.step_timer import (
     load_between,
     time_metrics,
 )
-from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStats
+from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStats, work_metrics
 from streamrl.observe.report.trajectory_trace import StepLine, TrajectoryTrace
-from streamrl.observe.report.wait_reason import RunWaits, ShellView
-from streamrl.sync.weight_sync import PushReport
+from streamrl.run.evaluate.evaluation import Evaluation
+from streamrl.run.evaluate.sample_files import TrainingSamples
+from streamrl.run.journal.recover import RecoveredRun, Retrained, what_was_restored
+from streamrl.run.step_metrics import completion_metrics, control_metrics, reward_metrics, staleness_metrics
+from streamrl.run.wait_reason import RunWaits, ShellView
 
 PROGRESS_INTERVAL_S = 0.25
 _MEASURED_WITH_TIME = ("time/", "perf/", "util/")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -20,37 +19,15 @@ from streamrl.base.types import (
 )
 from streamrl.control.actions import LaunchGroup
 from streamrl.observe.report.trajectory_trace import TRAINED, UNFINISHED, TrajectoryLine, TrajectoryTrace
-
-
-class SampledLength(msgspec.Struct, frozen=True):
-    """One trajectory's sampled tokens. ``whole``: it ended by itself or at the limit."""
-
-    tokens: int
-    whole: bool
-    truncated: bool
-    round_kind: str
-
-
-class StepWindow(msgspec.Struct):
-    """What ended since the last step: sampled (whole, or stopped with the tokens so far), trained; and the rewards of
-    what was trained and of what was rewarded and then discarded, by kind of round."""
-
-    sampled: list[SampledLength] = []
-    trained: list[SampledLength] = []
-    kept_rewards: dict[str, list[float]] = msgspec.field(default_factory=lambda: defaultdict(list))
-    discarded_rewards: dict[str, list[float]] = msgspec.field(default_factory=lambda: defaultdict(list))
-
-
-class FirstLengths(msgspec.Struct):
-    """Lengths of first attempts since the run began, by number of tokens: ``whole`` ones and those ``stopped`` there;
-    and of all trained samples. ``limit``: tokens that one may have; 0: which ones are stopped depends on how long they
-    would be (siblings race each other), and nothing is counted."""
-
-    limit: int
-    whole: Counter[int] = msgspec.field(default_factory=Counter)
-    stopped: Counter[int] = msgspec.field(default_factory=Counter)
-    trained_tokens: int = 0
-    trained_samples: int = 0
+from streamrl.run.step_metrics import (
+    FirstLengths,
+    SampledLength,
+    StepWindow,
+    discard_metrics,
+    length_metrics,
+    percentile,
+    waste_metrics,
+)
 
 
 class _Open(msgspec.Struct):
@@ -238,6 +215,14 @@ class RewardCalls:
         return metrics | {name: float(count) for name, count in self._failures.items()}
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The least of ``values`` that ``share`` of them do not exceed (nearest rank). 0.0 for no values."""
-    return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)] if values else 0.0
+def work_metrics(trajectories: TrajectoryStats, rounds: Mapping[str, int], trained_tokens: int) -> dict[str, float]:
+    """What was sampled, kept and discarded since the last step. ``rounds``: trained so far, by kind."""
+    window, several = trajectories.take_window(), len(rounds) > 1
+    ended = sum(length.tokens for length in window.sampled)
+    return {
+        **length_metrics(window, trajectories.lengths, by_kind=several),
+        **discard_metrics(window, by_kind=several),
+        **waste_metrics(trajectories.wasted_tokens, trajectories.ended_tokens),
+        **{f"round/{kind}/total": float(count) for kind, count in rounds.items()},
+        "perf/generated_per_trained_tok": ended / max(trained_tokens, 1),
+    }

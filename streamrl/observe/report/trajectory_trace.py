@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
-from streamrl.observe.line_file import LineFile
+from streamrl.base.line_file import LineFile
 from streamrl.recipe.sections import Recipe
 
 TRACE_SCHEMA = 1

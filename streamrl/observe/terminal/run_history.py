@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
+from streamrl.base.line_file import read_lines
 from streamrl.base.run_events import EvaluationFinished, RunResumed, RunStarted, StepFinished
-from streamrl.observe.line_file import read_lines
 from streamrl.observe.terminal.curve import Curve, has_shape, svg_plot, terminal_plot
 from streamrl.observe.terminal.step_line import HELD_OUT, duration
-from streamrl.plan.summary import learning_rate_notice
+from streamrl.recipe.learning_rate import learning_rate_notice
 
 RECENT_STEPS = 20
 _ADVICE = "look at samples (streamrl samples RUN), at no-signal, and at training.learning_rate"

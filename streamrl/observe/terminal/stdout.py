@@ -14,6 +14,7 @@ from textwrap import TextWrapper
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
+from streamrl.base.printable import printable
 from streamrl.base.run_events import (
     CompletionSampled,
     EngineBack,
@@ -30,7 +31,6 @@ from streamrl.base.run_events import (
     StartProgress,
     StepFinished,
 )
-from streamrl.observe.terminal.printable import printable
 from streamrl.observe.terminal.run_history import RunHistory
 from streamrl.observe.terminal.step_line import (
     LEGEND,

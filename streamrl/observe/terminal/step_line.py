@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from streamrl.base.printable import one_line
 from streamrl.base.run_events import CompletionSampled, RunResumed
-from streamrl.observe.terminal.printable import one_line
 
 ABSENT = "-"
 LINE_TEXT = 160

@@ -8,30 +8,31 @@ are imported by the reward that needs them, then.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any
 
-from streamrl.rewards.builtin.declared import BuiltinReward, RewardCallable
 from streamrl.rewards.builtin.length import LENGTH
 from streamrl.rewards.builtin.mathematics import MATH
 from streamrl.rewards.builtin.reasoning_gym_task import REASONING_GYM
 from streamrl.rewards.builtin.sequence_classifier import REWARD_MODEL
 from streamrl.rewards.builtin.text import EXACT, FORMAT, REGEX
+from streamrl.rewards.declared import RewardCallable
 
 
-def _of_package(module: str, name: str) -> Callable[..., RewardCallable]:
-    """A reward of a package, which is imported when a recipe asks for it."""
+def _code(**options: Any) -> RewardCallable:
+    from streamrl.rewards.sandbox.reward import CODE
 
-    def make(**options: Any) -> RewardCallable:
-        reward: BuiltinReward = getattr(import_module(module), name)
-        return reward(**options)
+    return CODE(**options)
 
-    return make
+
+def _judge(**options: Any) -> RewardCallable:
+    from streamrl.rewards.judge.reward import JUDGE
+
+    return JUDGE(**options)
 
 
 BUILTIN: Mapping[str, Callable[..., RewardCallable]] = {
     **{reward.name: reward for reward in (EXACT, REGEX, MATH, REASONING_GYM, LENGTH, FORMAT, REWARD_MODEL)},
-    "code": _of_package("streamrl.sandbox.reward", "CODE"),
-    "judge": _of_package("streamrl.judge.reward", "JUDGE"),
+    "code": _code,
+    "judge": _judge,
 }
 """Name in the recipe -> what makes the reward function. Raises ``RecipeError`` for options that are wrong."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from streamrl.recipe.fields import Natural, Positive
-from streamrl.rewards.builtin.declared import BadOption, BuiltinReward, Options, RewardCallable, declare
+from streamrl.rewards.declared import BadOption, BuiltinReward, Options, RewardCallable, declare
 
 
 class LengthUnit(StrEnum):

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from streamrl.recipe.fields import Positive
-from streamrl.rewards.builtin.declared import BuiltinReward, Options, RewardCallable, declare
+from streamrl.rewards.declared import BuiltinReward, Options, RewardCallable, declare
 
 _BETWEEN = r"\\[,;:! ]|~"
 _THOUSANDS, _SPACED_THOUSANDS = (

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from streamrl.recipe.problems import nearest
-from streamrl.rewards.builtin.declared import (
+from streamrl.rewards.declared import (
     BadOption,
     BuiltinReward,
     Options,

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from streamrl.recipe.sections import ComputeDtype
-from streamrl.rewards.builtin.sequence_classifier import RewardModelOptions
+from streamrl.rewards.builtin.reward_model_options import RewardModelOptions
 
 
 class _Waiting(msgspec.Struct, eq=False):

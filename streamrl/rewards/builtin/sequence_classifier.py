@@ -4,37 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from msgspec import Meta
-
-from streamrl.base.model_folder import unsafe_content
-from streamrl.recipe.fields import Natural, Positive
-from streamrl.recipe.sections import ComputeDtype
-from streamrl.rewards.builtin.declared import BadOption, BuiltinReward, Options, RewardCallable, declare
-
-
-class RewardModelOptions(Options, frozen=True):
-    """The score that a sequence classifier gives prompt and completion.
-
-    ``path``: a directory with ``config.json``, ``*.safetensors`` and a tokenizer; nothing of it is executed or
-    downloaded. ``chat``: prompt and completion go through the tokenizer's chat template as user and assistant (the
-    column ``messages``, where the prompt has it); false: their texts, joined. ``label``: which logit counts, from 0,
-    for a model with several (-1: it has one); ``sigmoid``: squeeze it into 0..1. ``max_tokens``: a longer text is a
-    failure, not cut. ``batch``: completions scored at once, at most; ``threads``: of torch on a CPU (0: its own
-    choice).
-    ``device``: auto, cpu or cuda; ``dtype``: auto (bfloat16 on CUDA), float32 or bfloat16.
-    """
-
-    path: str
-    chat: bool = True
-    label: Annotated[int, Meta(ge=-1)] = -1
-    sigmoid: bool = False
-    max_tokens: Positive = 8192
-    batch: Positive = 16
-    threads: Natural = 1
-    device: str = "auto"
-    dtype: ComputeDtype = ComputeDtype.AUTO
+from streamrl.pretrained.model_folder import unsafe_content
+from streamrl.rewards.builtin.reward_model_options import RewardModelOptions
+from streamrl.rewards.declared import BadOption, BuiltinReward, RewardCallable, declare
 
 
 def _reward_model(options: RewardModelOptions) -> RewardCallable:

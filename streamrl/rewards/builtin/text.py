@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from streamrl.rewards.builtin.declared import (
+from streamrl.rewards.declared import (
     BadOption,
     BuiltinReward,
     Options,

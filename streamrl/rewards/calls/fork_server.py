@@ -34,8 +34,9 @@ from streamrl.rewards.calls.frames import (
     ServerOrder,
     decode_order,
 )
+from streamrl.rewards.calls.loading import load_reward
 from streamrl.rewards.calls.process import run_call_process
-from streamrl.rewards.signature import RewardFunction, load_reward
+from streamrl.rewards.signature import RewardFunction
 
 _LARGEST_ORDER = 1 << 20
 _MOST_DESCRIPTORS = 1 << 20

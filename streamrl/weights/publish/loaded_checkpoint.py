@@ -14,7 +14,7 @@ import numpy as np
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
-from streamrl.plan.model_facts import ModelDirectoryError, read_safetensors_header
+from streamrl.pretrained.model_facts import ModelDirectoryError, read_safetensors_header
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.manifest import CHECKPOINT_VERSION, ShardSpec

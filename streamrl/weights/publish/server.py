@@ -15,10 +15,10 @@ import msgspec
 import zmq
 
 from streamrl.base.errors import WeightError
+from streamrl.comm.guarded_sockets import bind
+from streamrl.comm.key_gate import KeyGate
+from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_sockets import ipc_path_identity, remove_ipc_path
-from streamrl.remote.guarded_sockets import bind
-from streamrl.remote.key_gate import KeyGate
-from streamrl.remote.transport_keys import KeyRole
 from streamrl.weights.requests import (
     MANIFEST,
     REQUEST_LIMIT,

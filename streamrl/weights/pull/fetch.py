@@ -18,9 +18,9 @@ import zmq
 
 from streamrl.base.errors import StreamRLError, WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement, WeightSource
+from streamrl.comm.guarded_sockets import connect
+from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_sockets import ConnectionMonitor
-from streamrl.remote.guarded_sockets import connect
-from streamrl.remote.transport_keys import KeyRole
 from streamrl.weights.manifest import CHECKPOINT_VERSION, MANIFEST_LIMIT, Manifest, ShardSpec
 from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.decoding import Decoding

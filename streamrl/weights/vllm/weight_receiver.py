@@ -25,10 +25,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from streamrl.base.errors import WeightError
-from streamrl.vllm.plugin import repack_linear_layers
 from streamrl.weights.pull.replica import CheckpointReplica, TensorSpec
 from streamrl.weights.pull.shared_replica import shared_replica
 from streamrl.weights.requests import decode_announcement
+from streamrl.weights.vllm.linear_layers import repack_linear_layers
 from streamrl.weights.vllm.live_weights import LiveWeights, count_routes
 from streamrl.weights.vllm.live_weights_layers import LiveLayers
 from streamrl.weights.vllm.load_plan import LoadPlan, Rectangle, record_load_plan

@@ -1,0 +1,1 @@
+"""``streamrl reward test``: completions for a reward that is tried alone, and its report."""

@@ -1,0 +1,231 @@
+"""Completions for a reward that is tried alone: read from a file, or sampled by an engine that is started for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from streamrl.base.errors import UNDECODABLE, RecipeError
+from streamrl.base.messages import Generate
+from streamrl.base.types import (
+    FinishReason,
+    Prompt,
+    Segment,
+    TokenArray,
+    Trajectory,
+    TrajectoryId,
+    float_array,
+    token_array,
+)
+from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.sections import Model, Prompts, Recipe
+from streamrl.recipe.topology import ProcessPlan, Role
+from streamrl.run.prompts.prompts import PromptSource
+
+_MOST_AT_ONCE = 64
+_READ_AHEAD = 256
+_MOST_PROMPTS_LOOKED_AT = 1_000_000
+
+
+class CompletedGroup(msgspec.Struct, frozen=True):
+    """The completions of one prompt."""
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+
+class PlainText(Tokenizer):
+    """Where no model is named: a token is a byte of the text, so that every text comes back as it was."""
+
+    def __init__(self) -> None:
+        self.digest = ""
+        self.eos_token_ids = ()
+        self.vocabulary_size = 256
+
+    def encode(self, text: str) -> TokenArray:
+        """The bytes."""
+        return token_array(list(text.encode(errors="surrogatepass")))
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> TokenArray:
+        """The contents of the messages, a line each."""
+        return self.encode("\n".join(str(message.get("content", "")) for message in messages))
+
+    def decode(self, token_ids: TokenArray, skip_special: bool = True) -> str:
+        """The text."""
+        return bytes(token_ids.tolist()).decode(errors="surrogatepass")
+
+
+class CompletionLine(msgspec.Struct, frozen=True):
+    """A line of a completions file. ``text`` is another name for ``completion`` (``evaluations/*.jsonl`` of a run has
+    it); ``completions``: all of one prompt. Whose they are: ``prompt_id``, or ``prompt``, the text."""
+
+    completion: str | None = None
+    text: str | None = None
+    completions: tuple[str, ...] = ()
+    prompt_id: str | int | None = None
+    prompt: str | int | None = None
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str = ""
+
+    def samples(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Texts, with token ids where the line has them."""
+        one = self.completion if self.completion is not None else self.text
+        if one is not None:
+            yield one, self.token_ids
+        yield from ((text, ()) for text in self.completions)
+
+
+async def groups_from_file(
+    path: Path, source: PromptSource, prompt_count: int, tokenizer: Tokenizer
+) -> list[CompletedGroup]:
+    """The completions of ``path`` with their prompts of ``source``, at most ``prompt_count`` prompts.
+
+    Raises ``RecipeError`` naming the line that is none, or when no prompt has a completion.
+    """
+    by_id, by_text = _read_completions(path)
+    groups: list[CompletedGroup] = []
+    looked = 0
+    most = source.size if source.size is not None else _MOST_PROMPTS_LOOKED_AT
+    while looked < most and len(groups) < prompt_count:
+        prompts = await source.draw(min(_READ_AHEAD, most - looked))
+        looked += len(prompts)
+        for prompt in prompts:
+            lines = by_id.get(prompt.prompt_id) or by_text.get(str(prompt.columns.get("prompt")))
+            if lines and len(groups) < prompt_count:
+                groups.append(_group(len(groups), prompt, lines, tokenizer))
+        if not prompts:
+            break
+    if not groups:
+        raise RecipeError(
+            [
+                (
+                    f"{path}: no line belongs to a prompt of the {looked} that were read: "
+                    "each line names its prompt_id, or its prompt (the text)"
+                )
+            ]
+        )
+    return groups
+
+
+def _read_completions(path: Path) -> tuple[dict[str, list[CompletionLine]], dict[str, list[CompletionLine]]]:
+    by_id: dict[str, list[CompletionLine]] = {}
+    by_text: dict[str, list[CompletionLine]] = {}
+    decoder = msgspec.json.Decoder(CompletionLine)
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    read = decoder.decode(line)
+                except UNDECODABLE as error:
+                    raise RecipeError([f"{path}, line {number} is no completion ({error}): correct it"]) from error
+                if next(read.samples(), None) is None:
+                    raise RecipeError([f'{path}, line {number} has no "completion" (or "completions"): add it'])
+                if read.prompt_id is not None:
+                    by_id.setdefault(str(read.prompt_id), []).append(read)
+                elif isinstance(read.prompt, str):
+                    by_text.setdefault(read.prompt, []).append(read)
+                else:
+                    raise RecipeError([f'{path}, line {number} has no "prompt_id" and no "prompt": name its prompt'])
+    except OSError as error:
+        raise RecipeError([f"{path} cannot be read ({error.strerror}): correct the path"]) from error
+    return by_id, by_text
+
+
+def _group(number: int, prompt: Prompt, lines: Sequence[CompletionLine], tokenizer: Tokenizer) -> CompletedGroup:
+    samples = [(line, text, ids) for line in lines for text, ids in line.samples()]
+    return CompletedGroup(
+        prompt,
+        tuple(
+            _trajectory(
+                number,
+                sample,
+                prompt,
+                # Ids that were sampled, where they are known: text that is tokenised again may become others.
+                token_array(ids) if ids and not isinstance(tokenizer, PlainText) else tokenizer.encode(text),
+                FinishReason.LENGTH if line.finish_reason == FinishReason.LENGTH else FinishReason.STOP,
+            )
+            for sample, (line, text, ids) in enumerate(samples)
+        ),
+    )
+
+
+def _trajectory(
+    group: int, sample: int, prompt: Prompt, token_ids: TokenArray, finish_reason: FinishReason
+) -> Trajectory:
+    logprobs = float_array([0.0]) * len(token_ids)
+    return Trajectory(
+        id=TrajectoryId(prompt_id=prompt.prompt_id, group_id=group, sample=sample),
+        prompt=prompt,
+        segments=(Segment(token_ids=token_ids, trained=True, behavior_logprobs=logprobs),),
+        finish_reason=finish_reason,
+    )
+
+
+def recipe_of_model(model: Path) -> Recipe:
+    """A recipe of which only the model counts."""
+    return Recipe(
+        model=Model(path=str(model)), prompts=Prompts(train="none.jsonl"), rewards=(Reward(function="none:none"),)
+    )
+
+
+async def groups_from_engine(recipe: Recipe, prompts: Sequence[Prompt], samples: int) -> list[CompletedGroup]:
+    """``samples`` completions of each prompt, from an engine of ``recipe`` that lives as long as this takes.
+
+    Raises ``RecipeError`` for a model that cannot be used, ``EngineError`` when it does not start or dies.
+    """
+    from streamrl.launch.roles import engine_of
+
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    at_once = min(_MOST_AT_ONCE, len(prompts) * samples)
+    context = longest + recipe.sampling.max_tokens
+    engines = structs.replace(recipe.engines, count=1, sets=(), max_num_seqs=at_once, max_model_len=context)
+    recipe = structs.replace(recipe, engines=engines)
+    with tempfile.TemporaryDirectory(prefix="streamrl-") as sockets:
+        engine = engine_of(recipe, ProcessPlan(role=Role.ENGINE, index=0), Path(sockets))
+        places = asyncio.Semaphore(at_once)
+
+        async def sample(group: int, index: int, prompt: Prompt) -> Trajectory:
+            request = Generate(
+                request_id=f"{group}.{index}",
+                token_ids=prompt.token_ids,
+                max_tokens=recipe.sampling.max_tokens,
+                seed=group * samples + index,
+                temperature=recipe.sampling.temperature,
+                top_p=recipe.sampling.top_p,
+            )
+            async with places:
+                completion = await engine.generate(request)
+            return _trajectory(group, index, prompt, completion.token_ids, completion.finish_reason)
+
+        try:
+            await engine.start()
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(engine.watch())
+                asked = [
+                    [tasks.create_task(sample(group, index, prompt)) for index in range(samples)]
+                    for group, prompt in enumerate(prompts)
+                ]
+                for row in asked:
+                    await asyncio.wait(row)
+                watching.cancel()
+        finally:
+            logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs its own end as an error
+            await engine.aclose()
+    return [
+        CompletedGroup(prompt, tuple(task.result() for task in row)) for prompt, row in zip(prompts, asked, strict=True)
+    ]

@@ -1,0 +1,163 @@
+"""CURVE keys of runs: a pair for each role, in a directory that only its owner may enter.
+
+::
+
+    controller.secret  controller.public     binds the streams to engines and ranks, and the metrics socket
+    engine.secret      engine.public         reaches its streams and pulls weights
+    trainer.secret     trainer.public        reaches its streams and serves weights
+    observer.secret    observer.public       reads metrics
+
+A process needs the secret of its own role and everybody's public keys. A ``.public`` file has one key a line: the
+first is who serves, all of them are let in. So a host may have a pair of its own, and a key is replaced by adding the
+new line, giving out the new secret, and removing the old line; the file is read at each connection.
+
+A process learns from its environment where the keys are (as vLLM's worker processes inherit it), never the keys.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from streamrl.base.errors import StreamRLError
+from streamrl.recipe.sections import Recipe, TransportSecurity
+from streamrl.recipe.topology import Role
+
+KEYS_DIRECTORY = "STREAMRL_KEYS"
+KEY_ROLE = "STREAMRL_KEY_ROLE"
+OPEN_TO_ALL = "STREAMRL_TRANSPORT_SECURITY"
+"""``none`` lets sockets listen on other than loopback addresses without keys."""
+
+KEY_LENGTH = 40
+"""Characters of Z85, for 32 bytes."""
+
+
+class KeyRole(StrEnum):
+    """Whose key it is. Reward workers, judges and users of the control socket have none: they never leave the host,
+    and the control socket has a key of its own."""
+
+    CONTROLLER = "controller"
+    ENGINE = "engine"
+    TRAINER = "trainer"
+    OBSERVER = "observer"
+
+
+class RoleKeys(msgspec.Struct, frozen=True):
+    """The pair of this process, and where everybody's public keys are."""
+
+    role: KeyRole
+    directory: Path
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"RoleKeys({self.role.value} in {self.directory})"
+
+
+def make_keys(directory: Path) -> tuple[Path, ...]:
+    """Make a pair for each role. Returns the files. Raises ``StreamRLError`` where one is there already."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_others(directory)
+        files = []
+        for role in KeyRole:
+            public, secret = zmq.curve_keypair()
+            for kind, key in (("secret", secret), ("public", public)):
+                files.append(directory / f"{role.value}.{kind}")
+                _write_new(files[-1], key)
+    except FileExistsError as error:
+        raise StreamRLError(
+            f"{error.filename} is there already: give a new directory, or remove the old keys first"
+        ) from None
+    except OSError as error:
+        raise StreamRLError(f"keys cannot be made in {directory}: {error.strerror}") from error
+    return tuple(files)
+
+
+def read_role_keys(directory: Path, role: KeyRole) -> RoleKeys:
+    """The pair of ``role``. Raises ``StreamRLError`` where a file is missing, wrong, or open to other users."""
+    secret_file = directory / f"{role.value}.secret"
+    _refuse_others(directory)
+    _refuse_others(secret_file)
+    secrets = _keys_in(secret_file)
+    if len(secrets) != 1:
+        raise StreamRLError(f"{secret_file} holds {len(secrets)} keys: one is expected, {KEY_LENGTH} characters long")
+    try:
+        public = zmq.curve_public(secrets[0])
+    except (zmq.ZMQError, ValueError) as error:
+        raise StreamRLError(f"{secret_file} holds no CURVE key; make one with `streamrl keys DIRECTORY`") from error
+    if public not in public_keys(directory, role):
+        raise StreamRLError(f"{directory / role.value}.public does not name the public half of {secret_file}: add it")
+    return RoleKeys(role, directory, public, secrets[0])
+
+
+def public_keys(directory: Path, role: KeyRole) -> tuple[bytes, ...]:
+    """Keys of ``role``, the one that serves first. Raises ``StreamRLError`` where there is none."""
+    file = directory / f"{role.value}.public"
+    keys = _keys_in(file)
+    if not keys:
+        raise StreamRLError(f"{file} holds no key: nobody could be let in")
+    return keys
+
+
+def process_keys(environment: Mapping[str, str] = os.environ) -> RoleKeys | None:
+    """The keys of this process by its environment, None where it was given none. Raises ``StreamRLError``."""
+    directory, role = environment.get(KEYS_DIRECTORY, ""), environment.get(KEY_ROLE, "")
+    if not directory:
+        return None
+    if role not in list(KeyRole):
+        names = ", ".join(one.value for one in KeyRole)
+        raise StreamRLError(f"{KEYS_DIRECTORY} is set and {KEY_ROLE} is {role!r}: it must be one of {names}")
+    return read_role_keys(Path(directory), KeyRole(role))
+
+
+def transport_environment(recipe: Recipe, role: Role) -> dict[str, str]:
+    """What a process of ``role`` must find in its environment. Empty values: it must not inherit any.
+
+    Raises ``StreamRLError`` where the keys that the recipe names cannot be used.
+    """
+    nothing = dict.fromkeys((KEYS_DIRECTORY, KEY_ROLE, OPEN_TO_ALL), "")
+    if role.value not in list(KeyRole):
+        return nothing
+    if recipe.transport.security is TransportSecurity.NONE:
+        return nothing | {OPEN_TO_ALL: TransportSecurity.NONE.value}
+    if not recipe.transport.keys:
+        return nothing
+    keys = read_role_keys(Path(recipe.transport.keys), KeyRole(role.value))
+    return nothing | {KEYS_DIRECTORY: str(keys.directory), KEY_ROLE: keys.role.value}
+
+
+def _write_new(file: Path, key: bytes) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(file, flags, 0o600), "wb") as stream:
+        stream.write(key + b"\n")
+
+
+def _keys_in(file: Path) -> tuple[bytes, ...]:
+    try:
+        lines = file.read_bytes()[: 1 << 20].split()
+    except OSError as error:
+        raise StreamRLError(
+            f"{file} cannot be read ({error.strerror}): set transport.keys to a directory made by "
+            "`streamrl keys DIRECTORY`, with the secret of this process's role and all public keys"
+        ) from error
+    if wrong := [line for line in lines if len(line) != KEY_LENGTH]:
+        raise StreamRLError(f"{file} has a line of {len(wrong[0])} characters: a key has {KEY_LENGTH}")
+    return tuple(lines)
+
+
+def _refuse_others(path: Path) -> None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return  # the next reader reports it
+    if status.st_uid not in (os.getuid(), 0):
+        raise StreamRLError(f"{path} belongs to another user: make keys of your own with `streamrl keys DIRECTORY`")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise StreamRLError(f"{path} is open to other users (mode {stat.S_IMODE(status.st_mode):o}): chmod go= {path}")

@@ -1,3 +1,0 @@
-"""Engines that change while a run goes on: freed late in a round (``freeing``), or exchanged between rounds for a set
-of another shape (``sets``). Both decide without a clock and are used by the simulator, too; ``elastic_engines`` acts,
-and ``hosts`` has the life of every engine. Imports ``engines``, and ``sync`` for pushes to those that join."""

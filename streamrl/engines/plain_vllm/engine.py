@@ -1,0 +1,293 @@
+"""vLLM's ``AsyncLLM`` as an ``Engine``. vLLM is imported by ``start``, after the environment is set.
+
+Version labels are strings only here: vLLM's ``weight_version`` becomes ``policy_version``, and ``default``
+(weights that the model directory held, never committed by us) becomes ``UNCOMMITTED``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import anyio
+
+from streamrl.base.errors import EngineError, ModelRefused, RequestRefused, WeightError
+from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
+from streamrl.base.resident_thread import ResidentThread
+from streamrl.base.types import Completion, FinishReason, VersionSpan, float_array, token_array
+from streamrl.engines.file_weights import FilePush
+from streamrl.engines.plain_vllm.options import PlainOptions, vllm_config
+from streamrl.engines.resumption import accepted_part, remaining_tokens, without_kept
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+UNCOMMITTED = -1
+"""Policy version of weights that no commit gave."""
+
+FILE_WORKER = "streamrl.engines.plain_vllm.worker.FileWorker"
+WATCH_SECONDS = 0.05
+SHUTDOWN_SECONDS = 1.0
+"""For vLLM to end by itself. A CPU engine never does within its own 5 s, and there is nothing to save."""
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+T = TypeVar("T")
+
+
+class WeightsInto(Protocol):
+    """The owner's side of a push into an ``AsyncLLM``. Raises ``WeightError``, or ``EngineError`` where nobody knows
+    what the engine holds."""
+
+    async def stage(self, llm: Any, announcement: WeightAnnouncement) -> OrderDone: ...
+    async def commit(self, llm: Any, policy_version: int) -> OrderDone: ...
+
+
+class PlainVllmEngine:
+    """One ``AsyncLLM`` and its processes, to which versions come in files (``FilePush``)."""
+
+    def __init__(self, options: PlainOptions, *, weights: WeightsInto | None = None) -> None:
+        self._name = options.name
+        self._plain = options
+        self._weights = weights or FilePush()
+        self._thread = ResidentThread(f"{options.name}-owner")
+        self._llm: Any = None
+        self._policy_version = UNCOMMITTED
+        self._paused = False
+        self._pauses = 0
+        self._death = ""
+        self._calls: set[anyio.CancelScope] = set()
+        self._open_requests = 0
+        self._generated_tokens = 0
+
+    async def start(self) -> EngineReady:
+        """Load the model (15 to 45 s on CPU). Raises ``EngineError`` when vLLM does not start."""
+        os.environ.update(self._plain.environment)
+        try:
+            self._llm = await self._thread.call(self._build)
+        except ModelRefused:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"{self._name}: vLLM could not load {self._plain.model_path}: {error};"
+                " the log of its EngineCore process says more"
+            ) from error
+        await self._llm.get_supported_tasks()  # cached by vLLM; every request needs it
+        return EngineReady(
+            engine=self._name,
+            policy_version=self._policy_version,
+            max_model_len=self._plain.max_model_len,
+            max_num_seqs=self._plain.max_num_seqs,
+        )
+
+    async def watch(self) -> None:
+        """Return never; raise ``EngineError`` when it died, after failing every pending call: an idle engine that died
+        says nothing by itself."""
+        while True:
+            cause = self._cause_of_death()
+            if cause or (self._llm is not None and self._llm.errored):
+                raise self._die(cause)
+            await anyio.sleep(WATCH_SECONDS)
+
+    async def generate(self, request: Generate) -> Completion:
+        """Sample one completion. Raises ``RequestRefused`` (this request only) or ``EngineError``."""
+        if remaining_tokens(request) == 0:
+            return empty_completion(FinishReason.LENGTH)
+        self._open_requests += 1
+        try:
+            completion = await (self._given(request) if request.scored else self._answer(request))
+        finally:
+            self._open_requests -= 1
+        self._generated_tokens += len(completion.token_ids)
+        return completion
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ask for requests to stop; each returns what it has."""
+        await self._unless_dead(lambda: self._llm.abort(list(request_ids)))
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Stop sampling. ``clear_cache`` with ``keep``: requests in flight are recomputed when resumed."""
+        # Counted before the call: what is submitted from here on reaches vLLM after it, and runs after ``resume``.
+        self._pauses += 1
+        await self._unless_dead(lambda: self._llm.pause_generation(mode=mode.value, clear_cache=clear_cache))
+        self._paused = True
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await self._unless_dead(self._llm.resume_generation)
+        self._paused = False
+
+    async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
+        """Fetch and check a version while the engine generates."""
+        return await self._unless_dead(lambda: self._weights.stage(self._llm, announcement))
+
+    async def commit(self, policy_version: int) -> OrderDone:
+        """Apply the staged version to the live weights of the paused engine."""
+        if not self._paused:
+            raise WeightError(f"{self._name}: commit of version {policy_version} while sampling; pause first")
+        done = await self._unless_dead(lambda: self._weights.commit(self._llm, policy_version))
+        self._policy_version = policy_version
+        return done
+
+    async def checksums(self) -> dict[str, str]:
+        """vLLM's checksum of every live parameter: of a lone worker by its name, of several with a prefix."""
+        parts = await self._unless_dead(self._llm.compute_weight_checksums)
+        if len(parts) == 1:
+            return dict(parts[0])
+        return {f"worker{rank}.{name}": digest for rank, part in enumerate(parts) for name, digest in part.items()}
+
+    def load(self) -> EngineLoad:
+        """What it is doing now; vLLM's own statistics are not read."""
+        running = 0 if self._paused else self._open_requests
+        return EngineLoad(
+            running=running,
+            waiting=self._open_requests - running,
+            kv_cache_usage=0.0,
+            generated_tokens=self._generated_tokens,
+        )
+
+    async def aclose(self) -> None:
+        """Stop vLLM."""
+        llm, self._llm = self._llm, None
+        with anyio.CancelScope(shield=True):
+            if llm is not None:
+                await self._thread.call(partial(llm.shutdown, timeout=SHUTDOWN_SECONDS))
+                llm.shutdown = bool  # its __del__ calls it again: at the end of the process that is an error on stderr
+            del llm
+            self._thread.close()
+
+    def _build(self) -> Any:
+        """The ``AsyncLLM``, made in a thread that stays. Raises ``ModelRefused`` where vLLM changes what it loaded."""
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        config = vllm_config(self._plain, worker_extension_cls=FILE_WORKER)
+        model = config.model_config
+        if model.quantization or model.is_moe or model.use_mla:
+            raise ModelRefused(
+                f"{self._name}: a quantised model, experts or latent attention cannot be loaded again from whole files"
+            )
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+    async def _answer(self, request: Generate) -> Completion:
+        """What ``request`` samples. Kept tokens are sampled again."""
+        return completion_of(await self._sampled(without_kept(request)))
+
+    async def _sampled(self, request: Generate, **changes: Any) -> CompletionOutput:
+        return (await self._output(request, **changes)).outputs[0]
+
+    async def _given(self, request: Generate) -> Completion:
+        """The last ``scored`` tokens, with their logprobs: one prefill, and one token that is not answered."""
+        output = await self._output(request, max_tokens=1, prompt_logprobs=0)
+        sampled = completion_of(output.outputs[0])
+        if not sampled.token_ids:
+            return empty_completion(FinishReason.ABORT)
+        tokens = request.token_ids[-request.scored :]
+        logprobs = output.prompt_logprobs.logprobs[-request.scored :]
+        return accepted_part(tokens, logprobs, request.scored, sampled.version_spans[0].policy_version)
+
+    async def _output(self, request: Generate, **changes: Any) -> RequestOutput:
+        return await self._unless_dead(lambda: self._final_output(request, **changes), refusable=True)
+
+    async def _final_output(self, request: Generate, **changes: Any) -> RequestOutput:
+        # Weights change only while paused, so the blocks of one salt were all computed by one version. A version's name
+        # would not do: what is submitted while paused does not know which version it will be computed by.
+        prompt = {"type": "token", "prompt_token_ids": request.token_ids.tolist(), "cache_salt": str(self._pauses)}
+        final: RequestOutput | None = None
+        async for output in self._llm.generate(prompt, _sampling_params(request, **changes), request.request_id):
+            final = output
+        if final is None:
+            raise EngineError(f"{self._name}: request {request.request_id} ended without an output")
+        return final
+
+    async def _unless_dead(self, call: Callable[[], Awaitable[T]], *, refusable: bool = False) -> T:
+        """Await ``call``; when the engine dies meanwhile raise ``EngineError``, also where vLLM would wait for ever."""
+        self._require_alive()
+        with anyio.CancelScope() as scope:
+            self._calls.add(scope)
+            try:
+                return await call()
+            except Exception as error:
+                raise self._translated(error, refusable) from error
+            finally:
+                self._calls.discard(scope)
+        raise EngineError(self._death or f"{self._name}: the call was cancelled")
+
+    def _require_alive(self) -> None:
+        if self._death:
+            raise EngineError(self._death)
+        if self._llm is None:
+            raise EngineError(f"{self._name}: not started, or closed")
+
+    def _translated(self, error: Exception, refusable: bool) -> Exception:
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if isinstance(error, EngineDeadError):
+            return self._die(self._cause_of_death())
+        if refusable and isinstance(error, (VLLMClientError, ValueError)):
+            return RequestRefused(f"{self._name}: {error}")
+        if isinstance(error, (WeightError, EngineError)):
+            return error
+        return EngineError(f"{self._name}: {type(error).__name__}: {error}")
+
+    def _cause_of_death(self) -> str | None:
+        """A sentence about what died; None where nothing is known to have."""
+        return None
+
+    def _die(self, cause: str | None) -> EngineError:
+        if not self._death:
+            reason = cause or "vLLM's EngineCore reported a fatal error; its log says which"
+            self._death = f"{self._name}: {reason}"
+            for scope in tuple(self._calls):
+                scope.cancel()
+        return EngineError(self._death)
+
+
+def _sampling_params(request: Generate, **changes: Any) -> SamplingParams:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    arguments: dict[str, Any] = {
+        "n": 1,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "seed": request.seed,
+        "max_tokens": remaining_tokens(request),
+        "logprobs": 0,
+        "flat_logprobs": True,
+        "detokenize": False,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+        "skip_clone": True,
+    }
+    return SamplingParams(**(arguments | changes))
+
+
+def empty_completion(reason: FinishReason) -> Completion:
+    """A completion without a token."""
+    return Completion(token_ids=token_array(), behavior_logprobs=float_array(), finish_reason=reason, version_spans=())
+
+
+def completion_of(output: CompletionOutput) -> Completion:
+    """vLLM's output as ours. Raises ``EngineError`` when a token has no logprob, no version, or no known end."""
+    token_ids = token_array(output.token_ids)
+    flat = output.logprobs
+    logprobs = float_array([flat.logprobs[start] for start in flat.start_indices] if flat is not None else ())
+    reason = _FINISH.get(output.finish_reason or "")
+    if reason is None:
+        raise EngineError(f"vLLM ended a request with finish_reason {output.finish_reason!r}; expected {list(_FINISH)}")
+    spans = tuple(
+        VersionSpan(start=span.start, end=span.end, policy_version=_policy_version(span.version))
+        for span in output.weight_versions or ()
+        if span.end > span.start
+    )
+    covered = sum(span.end - span.start for span in spans)
+    if len(logprobs) != len(token_ids) or covered != len(token_ids):
+        raise EngineError(
+            f"vLLM returned {len(token_ids)} tokens with {len(logprobs)} logprobs and version labels for {covered}"
+        )
+    return Completion(token_ids=token_ids, behavior_logprobs=logprobs, finish_reason=reason, version_spans=spans)
+
+
+def _policy_version(label: str) -> int:
+    return UNCOMMITTED if label == "default" else int(label)

@@ -1,0 +1,98 @@
+"""What a plain vLLM engine is started with: options, environment, vLLM's own configuration."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+CPU_CACHE_BYTES = 1 << 30
+"""``VLLM_CPU_KVCACHE_SPACE`` counts whole GiB, and vLLM touches all of it unless the number of blocks is given."""
+CPU_BATCH_TOKENS = 8192
+
+
+class PlainOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """One vLLM engine of ``workers`` processes that compute (its tensor-parallel size).
+
+    ``environment`` must be set before vllm is imported: vllm reads it at import, and hands it to its own processes.
+    """
+
+    name: str
+    model_path: str
+    device: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    environment: dict[str, str]
+    workers: int = 1
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether vLLM's CPU build runs it."""
+        return self.device == "cpu"
+
+
+def plain_environment(socket_directory: str | Path, device: str) -> dict[str, str]:
+    """Variables of an engine that no plugin is loaded for; vLLM's own sockets go into ``socket_directory`` (a short
+    path)."""
+    of_device = cpu_environment() if device == "cpu" else {}
+    # A process that trains has threads: the core cannot be a fork of it.
+    alone = {"VLLM_PLUGINS": "", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    return shared_environment(socket_directory) | of_device | alone
+
+
+def shared_environment(socket_directory: str | Path) -> dict[str, str]:
+    """Variables of every engine."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": str(socket_directory),
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        # None of vLLM's own sockets leaves this host, and no pickle comes over them.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+        "VLLM_SERVER_DEV_MODE": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def cpu_environment(linear: str = "plain") -> dict[str, str]:
+    """Variables of every engine on a CPU. ``linear``: see ``worker.keep_linear_weights``."""
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_BYTES >> 30),
+        # The sampler compiles one small function with g++ in the first batch: 17 s on two cores and files in /tmp.
+        "TORCHDYNAMO_DISABLE": "1",
+        "STREAMRL_CPU_LINEAR": linear,
+    }
+
+
+def vllm_config(options: PlainOptions, **more: Any) -> Any:
+    """vLLM's configuration of the engine; ``more``: further arguments of vLLM. Raises ``ValueError`` where vLLM rejects
+    them."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    arguments: dict[str, Any] = {}
+    if options.on_cpu:
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        arguments = {
+            # One process computes and schedules. With vLLM's default two of them spin for each other on every token,
+            # which on two cores costs a quarter of the step and 430 MB. A class is taken as it is; "uni" is not.
+            "distributed_executor_backend": UniProcExecutor if options.workers == 1 else "mp",
+            "enforce_eager": True,
+            # A partial prefill rewinds the request's generator, which CPU generators cannot do: the engine dies.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_BATCH_TOKENS, options.max_model_len),
+        }
+    return AsyncEngineArgs(
+        model=options.model_path,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        tensor_parallel_size=options.workers,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        **(arguments | more),
+    ).create_engine_config()

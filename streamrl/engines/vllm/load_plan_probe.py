@@ -1,0 +1,46 @@
+"""Whether vLLM serves a model and takes trained weights for it, found out on meta tensors: no weights are read."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from streamrl.engines.vllm.options import EngineOptions
+from streamrl.weights import engine_environment
+from streamrl.weights.pull.replica import TensorSpec
+from streamrl.weights.vllm.load_plan import record_load_plan, run_loader, without_values
+from streamrl.weights.vllm.load_plan_reload import observe_after_loading
+
+
+def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec]) -> None:
+    """Make the model that one worker of the engine would have, and record the load plan of ``tensors``.
+
+    Raises ``ModelRefused`` where vLLM cannot be configured so, and ``WeightError`` where trained weights have no place
+    in its model; any other error says nothing about an engine that has weights. For a process of its own.
+    """
+    os.environ.update(options.environment)  # read when vllm is imported
+    os.environ.update(engine_environment())
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from streamrl.engines.vllm.engine import engine_config
+
+    config = engine_config(msgspec.structs.replace(options, workers=1))
+    config.device_config.device = torch.device("meta")  # where the transformers backend makes parameters
+    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+        with tempfile.NamedTemporaryFile() as file:
+            init_distributed_environment(1, 0, f"file://{file.name}", 0, "gloo")
+            initialize_model_parallel(1)
+        with torch.device("meta"):
+            model: Any = initialize_model(vllm_config=config)
+        with torch.no_grad():
+            run_loader(model, without_values(tensors))  # what an engine does at its start; it may add parameters
+        observe_after_loading(model, lambda: None)
+        record_load_plan(model, tensors)

@@ -1,0 +1,107 @@
+"""vLLM plugin: runs in the owner of an engine, its core and its workers, before a model is built.
+
+It does nothing unless streamrl started the process (``STREAMRL_ENGINE=1``): vLLM loads every installed
+plugin, also in engines that are none of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from streamrl.base.run_process import name_shared_memory
+from streamrl.engines.plain_vllm.worker import die_with_parent, keep_linear_weights
+from streamrl.weights import ENGINE_VARIABLE, WEIGHT_BACKEND
+from streamrl.weights.vllm.linear_layers import LINEAR_VARIABLE
+
+
+def register() -> None:
+    """Entry point ``vllm.general_plugins``."""
+    if os.environ.get(ENGINE_VARIABLE) != "1":
+        return
+    die_with_parent()
+    name_memory_of_workers(name_shared_memory())
+    make_numba_harmless()
+    ask_for_tiles()
+    register_weight_backend()
+    if os.environ.get(LINEAR_VARIABLE) != "stock":
+        keep_linear_weights(packed=os.environ.get(LINEAR_VARIABLE) == "packed")
+    watch_after_loading()
+    from streamrl.engines.vllm.continuation import add_continuation
+
+    add_continuation()
+
+
+def name_memory_of_workers(prefix: str) -> None:
+    """Name the memory that the workers of one CPU engine share, which vLLM never unlinks, after the run."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original = _CPUSHMDistributed.make_group_name
+    if prefix and not hasattr(original, "streamrl_original"):
+
+        def named(communicator: Any) -> str:
+            return f"{prefix}{original(communicator)}"
+
+        named.streamrl_original = original  # type: ignore[attr-defined]
+        _CPUSHMDistributed.make_group_name = staticmethod(named)
+
+
+def make_numba_harmless() -> None:
+    """Let a worker start in a process that has imported numba (the main module of its owner did, say).
+
+    vLLM's CPU worker looks at the instance dictionary of everything in every module. That of llvmlite's wrapper of its
+    library is looked up in the library, and the worker dies. The wrapper has no such dictionary, so it shall say so.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    wrapper = getattr(ffi, "_lib_wrapper", None)
+    if wrapper is None or hasattr(wrapper, "streamrl_original"):
+        return
+    original = wrapper.__getattr__
+
+    def look_up(library: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return original(library, name)
+
+    wrapper.streamrl_original = original
+    wrapper.__getattr__ = look_up
+
+
+def ask_for_tiles() -> None:
+    """Ask Linux for the tile registers of AMX, where the processor has them: without leave, their first use is SIGILL.
+
+    vLLM's bfloat16 attention uses them without asking. It works where a matrix product of torch has asked before, which
+    none has in a worker whose layers are all packed or quantised.
+    """
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
+def register_weight_backend() -> None:
+    """Make ``WeightTransferConfig(backend="streamrl")`` known to this process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            WEIGHT_BACKEND, "streamrl.weights.vllm.weight_receiver", "StreamrlWeightTransfer"
+        )
+
+
+def watch_after_loading() -> None:
+    """Note on every model what vLLM changed in its parameters after they were loaded: the load plan asks for it."""
+    from vllm.model_executor.model_loader import base_loader
+
+    original = base_loader.process_weights_after_loading
+    if hasattr(original, "streamrl_original"):
+        return
+
+    def watched(model: Any, *arguments: Any, **options: Any) -> None:
+        from streamrl.weights.vllm.load_plan_reload import observe_after_loading
+
+        observe_after_loading(model, lambda: original(model, *arguments, **options))
+
+    watched.streamrl_original = original  # type: ignore[attr-defined]
+    base_loader.process_weights_after_loading = watched

@@ -1,0 +1,118 @@
+"""An engine's processes: the core as a fork of its host, which of them died and how, and the end of all of them.
+
+vLLM forks where there is a GPU, and spawns on CPU: there each core imports everything anew, which is half of an
+engine's start and 180 MiB. It does so for tensor-parallel workers, whose OpenMP threads are bound by variables that
+OpenMP reads once; those are spawned still. A host has run no OpenMP region when it forks.
+
+vLLM says only ``EngineDeadError``, whether a worker or EngineCore died. The pids known at start tell them apart.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from multiprocessing.util import register_after_fork
+from pathlib import Path
+
+import psutil
+
+from streamrl.engines.plain_vllm.worker import die_with_parent
+from streamrl.weights import ENGINE_VARIABLE
+
+_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+END_SECONDS = 5.0
+SHARED_BY_WORKERS = "vllm_dist_"
+"""Memory that the workers of one CPU engine share: vLLM makes it when they start and never unlinks it."""
+
+
+def fork_engine_core(*, spawn_workers: bool) -> None:
+    """Let the next engine core of this process be a fork of it; ``spawn_workers``: not so the core's own.
+
+    Call it after vLLM's configuration was made, which sets the method too.
+    """
+    os.environ[_METHOD] = "fork"
+    register_after_fork(fork_engine_core, lambda _: _begin_core(spawn_workers))
+
+
+def _begin_core(spawn_workers: bool) -> None:
+    """In the core. One that is spawned runs our plugin, which ties it to its host; this one ran it as the host."""
+    if os.environ.get(ENGINE_VARIABLE) != "1":
+        return
+    # The host's event loop hears of signals through a socket that the core has too: a SIGTERM to the core, which is how
+    # vLLM ends it, would end the host.
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    die_with_parent()
+    if spawn_workers:
+        os.environ[_METHOD] = "spawn"
+
+
+class ProcessWatch:
+    """The processes below this one at the time of construction, parents first."""
+
+    def __init__(self) -> None:
+        own = psutil.Process(os.getpid())
+        self._processes = [(_title(p), p) for p in own.children(recursive=True) if "resource_tracker" not in _line(p)]
+        self._shared = {path for _, process in self._processes for path in _shared_memory(process)}
+
+    def first_death(self) -> str | None:
+        """A sentence about the first dead one, or None. Of several the parent is named: a child follows its parent."""
+        for title, process in self._processes:
+            if not _alive(process):
+                return f"its process {title} (pid {process.pid}) died{_how(process)}"
+        return None
+
+    def end_all(self) -> None:
+        """Kill those still alive, wait for them, and unlink the memory that they shared. Blocking, ``END_SECONDS`` at
+        most."""
+        alive = [process for _, process in self._processes if _alive(process)]
+        for process in alive:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(alive, timeout=END_SECONDS)
+        for path in self._shared:
+            path.unlink(missing_ok=True)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _shared_memory(process: psutil.Process) -> set[Path]:
+    try:
+        maps = process.memory_maps()
+    except psutil.Error:
+        return set()
+    # A mapping whose file was unlinked has " (deleted)" behind its name.
+    return {Path(one.path) for one in maps if SHARED_BY_WORKERS in Path(one.path).name and Path(one.path).exists()}
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _title(process: psutil.Process) -> str:
+    """vLLM names its processes (``VLLM::EngineCore``, ``VLLM::Worker``); else the program's name."""
+    line = _line(process)
+    return line.split()[0] if line.startswith("VLLM::") else process.name()
+
+
+def _how(process: psutil.Process) -> str:
+    """Exit status of a zombie, from its parent's point of view; empty once it is reaped."""
+    try:
+        with open(f"/proc/{process.pid}/stat") as file:
+            status = int(file.read().rpartition(")")[2].split()[-1])
+    except (OSError, ValueError):
+        return ""
+    if os.WIFSIGNALED(status):
+        return f" of signal {signal.Signals(os.WTERMSIG(status)).name}"
+    return f" with exit code {os.WEXITSTATUS(status)}"

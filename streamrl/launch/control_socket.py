@@ -1,0 +1,250 @@
+"""The control socket of a run: a unix socket, so that the kernel says who the peer is, and nothing is ever queued.
+
+Each connection is served for itself, within limits of size and time; whatever comes over it, the run goes on. The key
+is a secret of the run in a file that only this user may read, made at start and removed at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket as sockets
+import struct
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import anyio
+import anyio.abc
+from anyio.abc import SocketAttribute
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from streamrl.base.errors import RecipeError, StreamRLError, WireError
+from streamrl.launch.control_protocol import (
+    LARGEST_ANSWER,
+    LARGEST_REQUEST,
+    LENGTH_BYTES,
+    READ_ONLY,
+    ControlAnswer,
+    ControlOperation,
+    ControlRefused,
+    ControlRequest,
+    decode_answer,
+    decode_request,
+    described,
+    encode_answer,
+    encode_request,
+    is_allowed,
+    length_of,
+)
+
+KEY_FILE = "control.key"
+LONGEST_PATH = 107
+"""Bytes: a unix socket address holds 108 with the closing zero."""
+
+REQUEST_LIMIT_S = 5.0
+"""How long a request, and the reading of an answer, may take."""
+
+MOST_CONNECTIONS = 16
+BURST = 100
+REQUESTS_A_SECOND = 20.0
+"""How many requests are answered at once, and how many more each second: asking without pause slows nothing."""
+
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_GONE = (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
+
+log = logging.getLogger(__name__)
+
+Carry = Callable[[ControlOperation], Awaitable[ControlAnswer]]
+
+
+def write_key(run_directory: Path) -> str:
+    """Make the key of a run, a new one for each of its lives. Nobody else may read the file, from its first moment."""
+    key = secrets.token_hex(32)
+    (run_directory / KEY_FILE).unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(run_directory / KEY_FILE, flags, 0o600), "w") as file:
+        file.write(key)
+    return key
+
+
+def read_key(run_directory: Path) -> str:
+    """The key of a run. Raises ``StreamRLError`` for who may not read it."""
+    path = run_directory / KEY_FILE
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise StreamRLError(
+            f"{path} cannot be read ({error.strerror}): who changes a run needs its key; be the user who started it"
+        ) from error
+
+
+def check_path(path: Path) -> None:
+    """Raises ``StreamRLError`` where no socket can have this path."""
+    if (length := len(os.fsencode(path))) > LONGEST_PATH:
+        raise StreamRLError(
+            f"the control socket {path} has {length} bytes and a unix socket path may have {LONGEST_PATH}: "
+            "set TMPDIR to a shorter directory"
+        )
+
+
+class ControlServer:
+    """Answers requests on ``path`` by what ``carry_out`` returns; ``StreamRLError`` is a refusal."""
+
+    def __init__(self, path: Path, key: str, carry_out: Carry, *, request_limit_s: float = REQUEST_LIMIT_S) -> None:
+        self._path = path
+        self._key = key
+        self._carry_out = carry_out
+        self._limit_s = request_limit_s
+        self._open = 0
+        self._budget, self._budget_at_s = float(BURST), time.monotonic()
+        self._listener: anyio.abc.SocketListener | None = None
+
+    async def open(self) -> None:
+        """Raises ``StreamRLError`` where there can be no such socket."""
+        check_path(self._path)
+        try:
+            self._listener = await anyio.create_unix_listener(self._path, mode=0o600, backlog=MOST_CONNECTIONS)
+        except OSError as error:
+            raise StreamRLError(f"the control socket {self._path} cannot be made: {error.strerror}") from error
+
+    async def run(self) -> None:
+        """After ``open``, until cancelled; the socket is gone then."""
+        assert self._listener is not None, "open comes before run"
+        try:
+            async with self._listener, anyio.create_task_group() as connections:
+                while True:
+                    try:
+                        stream = await self._listener.accept()
+                    except OSError as error:  # no descriptors left, say: the run has other needs
+                        log.warning("the control socket cannot take a connection: %s", error)
+                        await anyio.sleep(1)
+                        continue
+                    connections.start_soon(self._serve, stream)
+        finally:
+            self._path.unlink(missing_ok=True)
+
+    async def _serve(self, stream: anyio.abc.SocketStream) -> None:
+        self._open += 1
+        try:
+            with suppress(*_GONE):
+                async with stream:
+                    content = _written(await self._answer(stream))
+                    with anyio.move_on_after(self._limit_s):
+                        await stream.send(content)
+        finally:
+            self._open -= 1
+
+    async def _answer(self, stream: anyio.abc.SocketStream) -> ControlAnswer:
+        if peer_user(stream) not in (os.getuid(), 0):
+            return ControlRefused(problems=("this run belongs to another user",))
+        if self._open > MOST_CONNECTIONS:
+            return ControlRefused(problems=(f"{MOST_CONNECTIONS} requests are open already: try again later",))
+        if not self._may_ask():
+            return ControlRefused(problems=(f"more than {REQUESTS_A_SECOND:g} requests a second: try again later",))
+        try:
+            with anyio.fail_after(self._limit_s):
+                request = decode_request(await _receive(stream, LARGEST_REQUEST))
+        except TimeoutError:
+            return ControlRefused(problems=(f"no whole request came within {self._limit_s:g} s",))
+        except WireError as error:
+            return ControlRefused(problems=(f"{error}: correct it, or use the streamrl version of the run",))
+        operation = type(request.operation).__name__
+        if not is_allowed(request, self._key):
+            log.warning(
+                "control socket: pid %d asked for %s with a wrong key: refused", peer_process(stream), operation
+            )
+            return ControlRefused(problems=(f"{operation} changes the run and needs its key ({KEY_FILE})",))
+        if not isinstance(request.operation, READ_ONLY):
+            asked = described(request.operation)
+            log.warning("control socket: pid %d asked, with the key, for %s", peer_process(stream), asked)
+        try:
+            return await self._carry_out(request.operation)
+        except RecipeError as error:
+            return ControlRefused(problems=tuple(error.problems))
+        except StreamRLError as error:
+            return ControlRefused(problems=(str(error),))
+        except Exception as error:  # whatever went wrong with a request must not end the run
+            log.exception("control socket: %s failed", operation)
+            return ControlRefused(
+                problems=(f"{operation} failed: {type(error).__name__}: the log of the run has more",)
+            )
+
+    def _may_ask(self) -> bool:
+        """Whether one more request is within the budget, which it uses up."""
+        now = time.monotonic()
+        self._budget = min(BURST, self._budget + (now - self._budget_at_s) * REQUESTS_A_SECOND)
+        self._budget_at_s = now
+        if self._budget < 1:
+            return False
+        self._budget -= 1
+        return True
+
+
+@asynccontextmanager
+async def serving_control(path: Path, run_directory: Path, carry_out: Carry) -> AsyncIterator[None]:
+    """Serve the control socket at ``path`` while the body runs. Neither it nor the key is left behind."""
+    key = write_key(run_directory)
+    try:
+        server = ControlServer(path, key, carry_out)
+        await server.open()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(server.run)
+            try:
+                yield
+            finally:
+                tasks.cancel_scope.cancel()
+    finally:
+        (run_directory / KEY_FILE).unlink(missing_ok=True)
+
+
+async def ask_control(path: Path, operation: ControlOperation, key: str, timeout_s: float) -> ControlAnswer:
+    """The run's answer. Raises ``StreamRLError`` where no run listens at ``path``, or it does not answer in time."""
+    check_path(path)
+    try:
+        with anyio.fail_after(timeout_s):
+            async with await anyio.connect_unix(path) as stream:
+                if peer_user(stream) not in (os.getuid(), 0):
+                    raise StreamRLError(f"{path} belongs to another user: nothing was sent to it")
+                await stream.send(encode_request(ControlRequest(operation=operation, key=key)))
+                return decode_answer(await _receive(stream, LARGEST_ANSWER))
+    except TimeoutError:
+        raise StreamRLError(
+            f"the run has not answered within {timeout_s:g} s; a change may still be made: `streamrl reward list` tells"
+        ) from None
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise StreamRLError(f"no run listens at {path}: it has ended, or has not begun") from None
+    except _GONE as error:
+        raise StreamRLError(f"the run ended the conversation at {path}: {error or 'it may have ended'}") from error
+
+
+def peer_user(stream: anyio.abc.SocketStream) -> int:
+    """Who the kernel says is at the other end."""
+    return _peer(stream)[1]
+
+
+def peer_process(stream: anyio.abc.SocketStream) -> int:
+    """Which process the kernel says is at the other end."""
+    return _peer(stream)[0]
+
+
+def _peer(stream: anyio.abc.SocketStream) -> tuple[int, int]:
+    raw: sockets.socket = stream.extra(SocketAttribute.raw_socket)
+    process, user, _ = _CREDENTIALS.unpack(raw.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size))
+    return int(process), int(user)
+
+
+async def _receive(stream: anyio.abc.SocketStream, largest: int) -> bytes:
+    incoming = BufferedByteReceiveStream(stream)
+    return await incoming.receive_exactly(length_of(await incoming.receive_exactly(LENGTH_BYTES), largest))
+
+
+def _written(answer: ControlAnswer) -> bytes:
+    """A text with half of a character in it, such as a path may have, must not end the run that refuses it."""
+    try:
+        return encode_answer(answer)
+    except WireError as error:
+        reason = str(error).encode("ascii", "backslashreplace").decode()
+        return encode_answer(ControlRefused(problems=(f"the answer could not be written: {reason}",)))

@@ -1,0 +1,119 @@
+"""Memory of the processes of a run, predicted from the sizes of its models. Pure."""
+
+from __future__ import annotations
+
+from streamrl.learning.rank_memory import (
+    MOMENT_BYTES,
+    SHADOW_BYTES,
+    TrainingSizes,
+    activation_bytes,
+    bytes_per_rank,
+)
+from streamrl.pretrained.model_facts import ModelFacts
+from streamrl.recipe.judge import JUDGE_CONTEXT
+from streamrl.recipe.sections import ComputeDtype, EngineKind, Gathered, OptimizerKind, Recipe
+from streamrl.recipe.topology import JUDGE, PreparedSet, prepared_sets
+
+MIB, GIB = 1 << 20, 1 << 30
+# Proportional memory, measured on the demo: a vLLM CPU engine is three
+# processes (owner 430, EngineCore 424, worker 500 MiB before weights and KV); torch in a trainer rank takes 450.
+ENGINE_BASE_BYTES = 1350 * MIB
+SIMULATED_ENGINE_BYTES = 120 * MIB  # before its live copy and the replica of the published bits
+SIMULATED_BYTES_PER_PARAMETER = 2 + 2
+ENGINE_WORKER_BYTES = 500 * MIB  # one more worker, before its share of weights and KV
+TRAINER_BASE_BYTES = 450 * MIB
+CONTROLLER_BYTES = 120 * MIB
+REWARD_WORKER_BYTES = 80 * MIB
+ENGINE_BYTES_PER_PARAMETER = 4 + 2  # float32 on CPU, and the replica of the published bits
+JUDGE_BYTES_PER_PARAMETER = 4  # float32 on CPU, in vLLM's own packed form
+LARGEST_CACHE_BYTES = GIB
+LARGEST_LOGITS = 1 << 24  # the trainer's head runs over this many logits at a time
+ADAPTED_PROJECTIONS = 2  # peft adapts the query and the value projection where ``lora.targets`` is empty
+LINEAR_PROJECTIONS = 7  # of a layer: four of the attention, three of the gated network
+
+
+def gib(size: float) -> str:
+    """Bytes as ``1.52 GiB``."""
+    return f"{size / GIB:.2f} GiB"
+
+
+def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int, judge: ModelFacts | None = None) -> dict[str, int]:
+    """Host memory in bytes by process name, of a CPU run with ``context`` tokens a request; within about 30 % on the
+    demo.
+
+    The KV cache counts whole, because vLLM touches it whole on CPU: room for every running request, one GiB at most.
+    Of several sets of engines, of which one is awake, those of the largest count. ``judge``: the run's own, where it
+    has one.
+    """
+    gathered = Gathered.LAYER if recipe.training.gathered is Gathered.LAYER else Gathered.BATCH
+    # The publisher's baseline of the published bits, which on a CPU are a view of what the forward runs on.
+    baseline = SHADOW_BYTES * facts.parameters // recipe.training.ranks
+    weights = bytes_per_rank(training_sizes(recipe, facts), gathered).total + baseline
+    trainer = TRAINER_BASE_BYTES + _activation_bytes(recipe, facts, context) + weights
+    sets = [_engine_bytes(recipe, one, facts, context) for one in prepared_sets(recipe)]
+    largest = max(sets, key=lambda of_set: sum(of_set.values()))
+    by_process = {"controller": CONTROLLER_BYTES}
+    by_process |= {f"reward-{i}": REWARD_WORKER_BYTES for i in range(recipe.reward_limits.workers)}
+    by_process |= largest
+    by_process |= {f"trainer-{i}": trainer for i in range(recipe.training.ranks)}
+    if judge is not None:
+        own = recipe.judge.max_model_len or JUDGE_CONTEXT
+        cache = min(recipe.judge.max_num_seqs * own * judge.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES)
+        by_process[JUDGE] = ENGINE_BASE_BYTES + JUDGE_BYTES_PER_PARAMETER * judge.parameters + cache
+    return by_process
+
+
+def _engine_bytes(recipe: Recipe, one: PreparedSet, facts: ModelFacts, context: int) -> dict[str, int]:
+    """Of each engine of a set; workers share weights and cache."""
+    if recipe.engines.kind is EngineKind.SIMULATED:
+        simulated = SIMULATED_ENGINE_BYTES + SIMULATED_BYTES_PER_PARAMETER * facts.parameters
+        return dict.fromkeys(one.engines, simulated)
+    workers = one.tensor_parallel_size
+    cache = min(one.max_num_seqs * context * facts.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES * workers)
+    engine = ENGINE_BASE_BYTES + ENGINE_BYTES_PER_PARAMETER * facts.parameters
+    engine += max(cache, context * facts.key_value_bytes) + (workers - 1) * ENGINE_WORKER_BYTES
+    return dict.fromkeys(one.engines, engine)
+
+
+def _activation_bytes(recipe: Recipe, facts: ModelFacts, context: int) -> int:
+    """What one micro-batch keeps for its backward, and the logits of one chunk."""
+    tokens = max(recipe.training.micro_batch_tokens, context)
+    return activation_bytes(
+        tokens=tokens,
+        hidden=facts.hidden,
+        layers=facts.layers,
+        logits=min(tokens * facts.vocabulary, LARGEST_LOGITS),
+        checkpointing=recipe.training.activation_checkpointing,
+    )
+
+
+def training_sizes(recipe: Recipe, facts: ModelFacts, *, on_device: bool = False) -> TrainingSizes:
+    """What the bytes of a trainer rank depend on, as far as the files of the model say."""
+    training, lora = recipe.training, recipe.lora
+    outside = min(facts.parameters, 2 * facts.vocabulary * facts.hidden)  # tied embeddings are half of that
+    in_layers = facts.parameters - outside
+    whole = "all-linear" in lora.targets
+    projections = LINEAR_PROJECTIONS if whole else len(lora.targets) or ADAPTED_PROJECTIONS
+    adapted = in_layers if whole else min(in_layers, projections * facts.hidden**2 * facts.layers)
+    return TrainingSizes(
+        parameters=facts.parameters,
+        outside=outside,
+        layer=in_layers // max(1, facts.layers),
+        ranks=training.ranks,
+        trained=2 * lora.rank * facts.hidden * projections * facts.layers,
+        adapted=adapted if lora.rank else 0,
+        moment_bytes=MOMENT_BYTES[training.optimizer],
+        masters_on_host=on_device and training.optimizer is OptimizerKind.ADAMW_OFFLOADED,
+        sixteen_bit=training.compute_dtype is ComputeDtype.BFLOAT16
+        or (on_device and training.compute_dtype is ComputeDtype.AUTO),
+        on_device=on_device,
+        reference=recipe.objective_settings.has_reference,
+        critic=recipe.objective_settings.has_value_model,
+    )
+
+
+def device_bytes(recipe: Recipe, facts: ModelFacts, context: int) -> int:
+    """GPU memory that a trainer rank needs at least, layer by layer where ``training.advanced.gathered`` allows it."""
+    gathered = Gathered.BATCH if recipe.training.gathered is Gathered.BATCH else Gathered.LAYER
+    weights = bytes_per_rank(training_sizes(recipe, facts, on_device=True), gathered)
+    return weights.total + _activation_bytes(recipe, facts, context)

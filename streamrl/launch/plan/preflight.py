@@ -1,0 +1,320 @@
+"""Checks of everything that a recipe points at, before anything is started: model, data, rewards, ports, memory.
+
+All problems come at once, as one ``RecipeError``. Nothing is left behind: user code is imported in a process of
+its own that ends here, and ports are bound only to be let go.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.comm.transport_keys import transport_environment
+from streamrl.comm.zmq_sockets import has_ipc_listener
+from streamrl.engines.vllm.gpus import visible_gpus
+from streamrl.engines.vllm.options import device_problems, installed_device, max_model_len, model_config
+from streamrl.launch.plan.gpu_demand import facts_of, gpu_placement
+from streamrl.launch.plan.machine_check import (
+    GIB,
+    LONGEST_SOCKET_PATH,
+    available_memory,
+    engine_package,
+    installed_version,
+    port_problem,
+    shared_memory,
+)
+from streamrl.launch.plan.memory import estimate_memory, gib
+from streamrl.launch.plan.probe import problems_of_object
+from streamrl.learning.state.durable_files import read_digests, surviving
+from streamrl.pretrained.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
+from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
+from streamrl.recipe.rules.rules import broken_rules
+from streamrl.recipe.sections import EngineKind, Launch, OptimizerKind, Recipe, TransportKind
+from streamrl.recipe.topology import RENDEZVOUS, Role, plan_topology, prepared_sets
+from streamrl.rewards.calls.inspect import inspect_in_subprocess
+from streamrl.rewards.calls.reward_set import combining_rewards
+from streamrl.rewards.judge.options import judge_problems
+from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file, resumed_rewards
+from streamrl.rewards.signature import needed_columns
+from streamrl.run.prompts.prompts import check_prompts, missing_source
+
+USER_CODE_TIMEOUT_S = 60.0
+
+
+class CheckedModel(msgspec.Struct, frozen=True):
+    """A model directory that can be read. ``context``: tokens of the longest prompt and completion together."""
+
+    facts: ModelFacts
+    context: int
+
+
+def resumed(recipe: Recipe) -> tuple[Recipe, RewardsSnapshot | None]:
+    """``recipe`` with the rewards that the checkpoint keeps which it resumes from; None where it keeps none. Raises
+    ``RecipeError`` where it is unclear which ones are meant."""
+    if not recipe.checkpoint.resume_from:
+        return recipe, None
+    checkpoint = surviving(Path(recipe.checkpoint.resume_from))
+    try:
+        kept = read_rewards_file(checkpoint)
+    except StreamRLError as error:
+        raise RecipeError([f"checkpoint.resume_from: {error}"]) from error
+    if kept is None:
+        return recipe, None
+    begins = resumed_rewards(recipe, kept, checkpoint)
+    return msgspec.structs.replace(recipe, rewards=begins.rewards), begins
+
+
+def going_on(recipe: Recipe, run_directory: Path) -> tuple[Recipe, RewardsSnapshot | None]:
+    """``recipe`` as the run in ``run_directory`` goes on with it: with the rewards that were attached, and, once it has
+    a checkpoint of its own, without the one that it began with. Raises ``StreamRLError`` for a file that cannot be
+    read."""
+    kept = read_rewards_file(run_directory)
+    if kept is not None:
+        recipe = msgspec.structs.replace(recipe, rewards=kept.rewards)
+    if any((run_directory / "checkpoints").glob("step-*")):
+        recipe = msgspec.structs.replace(recipe, checkpoint=msgspec.structs.replace(recipe.checkpoint, resume_from=""))
+    return recipe, kept
+
+
+def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None) -> None:
+    """Check what ``recipe`` points at. Raises ``RecipeError`` with every problem. Takes about a second; blocking.
+
+    ``kept``: where its rewards come from, in a run that resumes another.
+    """
+    problems = [f"{path}: {text}" for path, text in broken_rules(recipe)]
+    model: CheckedModel | None = None
+    try:
+        model = check_model(recipe)
+    except RecipeError as error:
+        problems += error.problems
+    of_rewards = list(_rewards_and_prompts(recipe, model))
+    problems += of_rewards + ([_live_rewards(recipe, kept)] if of_rewards and kept and kept.changed_live else [])
+    problems += _other_code(recipe)
+    problems += _devices(recipe)
+    problems += _installation(recipe)
+    problems += _ports(recipe)
+    problems += _keys(recipe)
+    problems += _memory(recipe, model)
+    problems += _engine_sets(recipe, model)
+    problems += judge_problems(recipe)
+    problems += _unusable("run.directory", recipe.run.directory) or _run_directory(Path(recipe.run.directory))
+    problems += _unusable("TMPDIR", tempfile.gettempdir())
+    problems += _checkpoint(recipe)
+    problems += _free_space(recipe)
+    if problems:
+        raise RecipeError(list(dict.fromkeys(problems)))
+
+
+def check_model(recipe: Recipe) -> CheckedModel:
+    """The model's sizes and its context. Raises ``RecipeError`` when the directory is not a whole model."""
+    directory = Path(recipe.model.path)
+    try:
+        facts = read_model_facts(directory)
+    except ModelDirectoryError as error:
+        raise RecipeError([f"model.path: {directory} {error}"]) from error
+    return CheckedModel(facts, max_model_len(recipe, model_config(recipe.model.path)))
+
+
+def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
+    combining = combining_rewards(recipe.rewards, recipe.reward_limits)
+    inspections = inspect_in_subprocess([*recipe.rewards, *combining], USER_CODE_TIMEOUT_S)
+    for index, inspection in enumerate(inspections):
+        path = f"rewards.{index}.function" if index < len(recipe.rewards) else "reward_limits.combine"
+        yield from (f"{path}: {problem}" for problem in inspection.problems)
+    columns = needed_columns([found.signature for found in inspections if found.signature is not None])
+    tokenizer: Tokenizer | None = None
+    if Path(recipe.model.path).is_dir():
+        try:
+            tokenizer = load_tokenizer(recipe.model.path)
+        except RecipeError as error:
+            yield from (f"model.path: {problem}" for problem in error.problems)
+    longest = model.context - recipe.sampling.max_tokens if model else None
+    for path, spec in (("prompts.train", recipe.prompts.train), ("evaluation.prompts", recipe.evaluation.prompts)):
+        if not spec:
+            continue
+        problems = check_prompts(spec, tokenizer, columns, longest) if tokenizer is not None else missing_source(spec)
+        yield from (f"{path}: {problem}" for problem in problems)
+
+
+def _other_code(recipe: Recipe) -> Iterator[str]:
+    """The user's code that no sample is needed for."""
+    spec = recipe.rollout.policy
+    if ":" in spec:
+        yield from (f"rollout.policy: {problem}" for problem in problems_of_object(spec, USER_CODE_TIMEOUT_S))
+
+
+def _devices(recipe: Recipe) -> Iterator[str]:
+    placement = gpu_placement(recipe)
+    yield from placement.problems
+    if placement.gpus:
+        yield from _shared_memory(recipe)
+        return
+    if recipe.transport.training is Launch.LOCAL and recipe.training.device.startswith("cuda"):
+        yield 'training.device: this host has no CUDA device: write "auto" or "cpu", or start the ranks elsewhere'
+    vllm = recipe.engines.kind is EngineKind.VLLM and engine_package() is not None
+    if vllm and recipe.transport.engines is Launch.LOCAL and installed_device() == "cuda":
+        yield "engines: vllm is a CUDA build and sees no GPU: nvidia-smi and CUDA_VISIBLE_DEVICES must show one"
+
+
+def _shared_memory(recipe: Recipe) -> Iterator[str]:
+    """NCCL and vLLM's workers need more than a container has by default (64 MiB)."""
+    free, workers = shared_memory(), max(one.tensor_parallel_size for one in prepared_sets(recipe))
+    if free is None or free >= GIB or max(workers, recipe.training.ranks) == 1:
+        return
+    wanted = f"engines.tensor_parallel_size = {workers}" if workers > 1 else f"training.ranks = {recipe.training.ranks}"
+    yield (
+        f"{wanted}: processes on several GPUs exchange data in /dev/shm, which has {free / GIB:.2f} GiB, "
+        "and 1 GiB is needed: in a container use --shm-size=2g or --ipc=host"
+    )
+
+
+def _live_rewards(recipe: Recipe, kept: RewardsSnapshot) -> str:
+    names, forked = ", ".join(kept.changed_live), recipe.checkpoint.resume_from
+    subject = f"checkpoint.resume_from: {forked}" if forked else "rewards: the run"
+    remedy = ', or start with the rewards of the recipe by checkpoint.advanced.rewards = "recipe"' if forked else ""
+    return f"{subject} was scored with {names}, attached while the run went on: put their code back{remedy}"
+
+
+def _installation(recipe: Recipe) -> Iterator[str]:
+    local_engines = recipe.transport.engines is Launch.LOCAL
+    local_training = recipe.transport.training is Launch.LOCAL
+    remedy = "run `make venv` (CPU) or `pip install 'streamrl[vllm]'` (CUDA); `streamrl check` tells more"
+    if local_engines and recipe.engines.kind is EngineKind.VLLM and engine_package() is None:
+        yield f"vllm is not installed, and this run would start {recipe.engines.count} engines: {remedy}"
+    for package in ("torch", "transformers"):
+        if (local_engines or local_training) and installed_version(package) is None:
+            yield f"{package} is not installed, and training needs it: {remedy}"
+    wanted = {
+        "peft": f"lora.rank = {recipe.lora.rank}" if recipe.lora.rank else "",
+        "bitsandbytes": 'training.optimizer = "adamw_8bit"'
+        if recipe.training.optimizer is OptimizerKind.ADAMW_8BIT
+        else "",
+    }
+    for package, setting in wanted.items():
+        if setting and local_training and installed_version(package) is None:
+            yield f"{package} is not installed, and {setting} needs it: run `pip install {package}`"
+
+
+def _ports(recipe: Recipe) -> Iterator[str]:
+    """Ports that this run would bind and cannot; those that an external rank binds are not this machine's."""
+    topology = plan_topology(recipe, Path("/tmp"))
+    external = recipe.transport.training is Launch.EXTERNAL
+    theirs = {name for name in topology.endpoints if external and (name.endswith(".weights") or name == RENDEZVOUS)}
+    wanted = {name: endpoint for name, endpoint in topology.endpoints.items() if name not in theirs}
+    by_tcp = recipe.transport.kind is TransportKind.TCP
+    if by_tcp and (problem := port_problem(recipe.transport.host, 0)):
+        yield f"transport.host: {problem}: set it to an address of this machine"
+        return
+    used: dict[str, str] = {}
+    for name, endpoint in {**wanted, "metrics": recipe.metrics.endpoint}.items():
+        path = "metrics.endpoint" if name == "metrics" else "transport.port"
+        if endpoint.startswith("tcp://"):
+            host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            problem = port_problem(host, int(port))
+            if endpoint in used:
+                problem = f"port {port} of {host} is already the one of {used[endpoint]}"
+            used[endpoint] = name
+            if problem:
+                yield f"{path}: {problem} ({name}): end what uses it, or set {path} to another"
+        elif name == "metrics" and endpoint:
+            yield from _ipc_problem(path, Path(endpoint.removeprefix("ipc://")))
+
+
+def _keys(recipe: Recipe) -> Iterator[str]:
+    """Keys that the processes of this run would read; an external one has its own copy."""
+    transport = recipe.transport
+    roles = [Role.CONTROLLER]
+    roles += [Role.ENGINE] if transport.engines is Launch.LOCAL else []
+    roles += [Role.TRAINER] if transport.training is Launch.LOCAL else []
+    for role in roles:
+        try:
+            transport_environment(recipe, role)
+        except StreamRLError as error:
+            yield f"transport.keys: {error}"
+
+
+def _ipc_problem(path: str, socket_path: Path) -> Iterator[str]:
+    if len(str(socket_path).encode()) > LONGEST_SOCKET_PATH:
+        yield f"{path}: {socket_path} is longer than {LONGEST_SOCKET_PATH} bytes: choose a shorter path"
+    elif not os.access(socket_path.parent, os.W_OK | os.X_OK):
+        yield f"{path}: nothing can be made in {socket_path.parent}: choose a directory that exists and can be written"
+    else:
+        try:
+            if has_ipc_listener(f"ipc://{socket_path}"):
+                yield f"{path}: another process listens at {socket_path}: end that process, or choose another path"
+        except StreamRLError as error:
+            yield f"{path}: {error}"
+
+
+def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
+    if model is None or visible_gpus():
+        return
+    elsewhere = {process.name for process in plan_topology(recipe, Path("/tmp")).processes if not process.local}
+    estimate = estimate_memory(recipe, model.facts, model.context, facts_of(recipe.judge.model))
+    needed, available = sum(size for name, size in estimate.items() if name not in elsewhere), available_memory()
+    if needed > available:
+        yield (
+            f"memory: this run needs about {gib(needed)} and {gib(available)} can be had: lower engines.count, "
+            "engines.max_num_seqs, training.micro_batch_tokens or training.ranks, or take a smaller model"
+        )
+
+
+def _engine_sets(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
+    if model is not None and recipe.engines.kind is EngineKind.VLLM:
+        yield from device_problems(recipe, model_config(recipe.model.path), device=installed_device())
+
+
+def _free_space(recipe: Recipe) -> Iterator[str]:
+    """Every checkpoint would be refused; how large one is is known when it is written."""
+    checkpoint = recipe.checkpoint
+    if not (checkpoint.every or checkpoint.at_end) or recipe.transport.training is not Launch.LOCAL:
+        return
+    directory = _existing(Path(recipe.run.directory))
+    free_gib = shutil.disk_usage(directory).free / (1 << 30)
+    if free_gib < checkpoint.min_free_gib:
+        yield (
+            f"checkpoint.advanced.min_free_gib: {checkpoint.min_free_gib:g} GiB must stay free beside each "
+            f"checkpoint, and "
+            f"{directory} has {free_gib:.2f}: make room, set another run.directory, or allow less"
+        )
+
+
+def _existing(directory: Path) -> Path:
+    places = [directory.absolute(), *directory.absolute().parents]
+    return next(path for path in places if path.exists() or path.is_symlink())
+
+
+def _unusable(name: str, path: str) -> list[str]:
+    """Whether a path has no text that could stand in a file or a message of a run."""
+    try:
+        str(Path(path).absolute()).encode()
+    except UnicodeEncodeError:
+        return [f"{name}: {os.fsencode(Path(path).absolute())!r} is not UTF-8: choose another directory"]
+    return [f"{name}: {path!r} has a NUL: remove it"] if "\0" in path else []
+
+
+def _run_directory(directory: Path) -> Iterator[str]:
+    existing = _existing(directory)
+    try:
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".streamrl-preflight-"):
+            pass
+    except OSError as error:
+        yield f"run.directory: nothing can be made in {existing} ({error.strerror}): set another directory"
+
+
+def _checkpoint(recipe: Recipe) -> Iterator[str]:
+    """A checkpoint to start from must be there; the ranks compare its files with their digests when they read them.
+
+    Ranks that are started by hand may see another file system than this process.
+    """
+    if recipe.checkpoint.resume_from and recipe.transport.training is Launch.LOCAL:
+        try:
+            read_digests(surviving(Path(recipe.checkpoint.resume_from)))
+        except StreamRLError as error:
+            yield f"checkpoint.resume_from: {error}"

@@ -1,0 +1,86 @@
+"""Looks at what a recipe names in a throw-away process, which a check of the recipe neither imports nor waits for:
+``python -m streamrl.launch.plan.probe ... KIND ARGUMENT``, with a kind of ``_KINDS``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, BinaryIO
+
+import msgspec
+
+from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.recipe.throwaway_process import ThrowawayAnswer, answer_parent, run_throwaway
+from streamrl.recipe.user_code import load_user_object
+
+if TYPE_CHECKING:
+    from streamrl.engines.vllm.options import EngineOptions
+
+
+class _Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process found."""
+
+    problems: tuple[str, ...] = ()
+
+
+def problems_of_object(spec: str, timeout_s: float) -> Sequence[str]:
+    """Why the object ``module:name`` or ``file.py:name`` cannot be loaded; each problem names it."""
+    found, ran = _look("object", spec, timeout_s)
+    if found is not None:
+        return found.problems
+    if ran.late:
+        return [f"{spec} not imported within {timeout_s:g} s: move slow work out of the module's top level"]
+    return [f"{spec} ended the process that imported it ({ran.failure or 'exit code 0'}): import it by hand"]
+
+
+def problem_of_model(options: EngineOptions, timeout_s: float) -> str | None:
+    """Why no run can train the model of ``options``; empty: one can; None: that was not found out. About ten seconds,
+    most of which imports vLLM."""
+    found, _ = _look("model", msgspec.json.encode(options).decode(), timeout_s)
+    return None if found is None else "".join(found.problems)
+
+
+def _look(kind: str, argument: str, timeout_s: float) -> tuple[_Found | None, ThrowawayAnswer]:
+    ran = run_throwaway("streamrl.launch.plan.probe", [kind, argument], timeout_s)
+    found = msgspec.msgpack.decode(ran.written, type=_Found) if ran.written and not ran.failure else None
+    return found, ran
+
+
+def _look_at_object(spec: str) -> _Found:
+    try:
+        load_user_object(spec)
+    except RecipeError as error:
+        return _Found(problems=tuple(error.problems))
+    return _Found()
+
+
+def _look_at_model(options: str) -> _Found:
+    """Raises what says nothing about a real engine."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # vLLM warns of an engine that is none
+    from streamrl.engines.vllm.load_plan_probe import probe_engine
+    from streamrl.engines.vllm.options import EngineOptions
+    from streamrl.learning.model.loading import published_shapes
+    from streamrl.weights.pull.replica import TensorSpec
+
+    engine = msgspec.json.decode(options, type=EngineOptions)
+    try:
+        shapes = published_shapes(engine.model_path)
+        probe_engine(engine, {name: TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()})
+    except StreamRLError as error:
+        return _Found(problems=(str(error),))
+    return _Found()
+
+
+_KINDS: dict[str, Callable[[str], _Found]] = {
+    "object": _look_at_object,
+    "model": _look_at_model,
+}
+
+
+def _answer(answers: BinaryIO, arguments: Sequence[str]) -> None:
+    kind, argument = arguments
+    answers.write(msgspec.msgpack.encode(_KINDS[kind](argument)))
+
+
+if __name__ == "__main__":
+    answer_parent(_answer)

@@ -1,0 +1,112 @@
+"""The controller's side of reward workers: streams to them, what it must know of their functions, and changes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from streamrl.base.errors import RecipeError
+from streamrl.base.whole_files import write_durable
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.launch.attached_rewards import AttachedRewards, Note
+from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.sections import Recipe
+from streamrl.recipe.topology import Topology, rewards_endpoint
+from streamrl.rewards.calls.inspect import inspect_in_subprocess
+from streamrl.rewards.reward_messages import LoadRewardSet, RewardOrder, RewardReply, RewardRequest, RewardResult
+from streamrl.rewards.rewards_snapshot import RewardsSnapshot, fresh_rewards, read_rewards_file
+from streamrl.rewards.signature import needed_columns
+from streamrl.rewards.time_limits import LearntLimits
+from streamrl.run.prompts.prompt_spec import SourceKind, read_spec
+from streamrl.run.prompts.prompts import check_prompts, missing_columns, open_prompts
+from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, WorkerStreams, wait_ready
+
+FIRST_PROMPTS = 16
+
+
+@asynccontextmanager
+async def open_worker(topology: Topology, index: int) -> AsyncIterator[WorkerStreams]:
+    """Streams to reward worker ``index`` or to its successor, once it said that it is ready."""
+    name = f"reward-{index}"
+    orders_at = topology.endpoint(name, "orders")
+    async with (
+        zmq_sender(RewardOrder, orders_at, bind=True, window=ORDERS_WINDOW, name=f"{name}.orders") as orders,
+        zmq_receiver(RewardResult, topology.endpoint(name, "results"), bind=True, name=f"{name}.results") as results,
+    ):
+        await wait_ready(orders, results)
+        yield orders, results
+
+
+async def open_reward_stage(
+    recipe: Recipe, topology: Topology, run_directory: Path, reply: Callable[[RewardReply], Awaitable[None]]
+) -> tuple[RewardStage, AttachedRewards]:
+    """The stage, and the functions that score: as the recipe says, or as the run that is resumed had them."""
+    snapshot = await anyio.to_thread.run_sync(read_rewards_file, run_directory) or fresh_rewards(recipe)
+    inspections = await anyio.to_thread.run_sync(inspect_in_subprocess, snapshot.rewards)
+    settings = RewardSettings(
+        functions="+".join(r.label for r in snapshot.rewards),
+        per_group=any(i.signature is not None and i.signature.per_group for i in inspections),
+        timeout_s=max(r.timeout_s for r in snapshot.rewards),
+        concurrency=recipe.reward_limits.concurrency,
+        attached=_as_order(snapshot),
+    )
+    workers = [partial(open_worker, topology, index) for index in range(recipe.reward_limits.workers)]
+    stage = RewardStage(settings, workers, LearntLimits(snapshot.since, snapshot.slowest_s))
+    return stage, AttachedRewards(recipe, stage, snapshot, reply, check_reward)
+
+
+def _as_order(snapshot: RewardsSnapshot) -> LoadRewardSet | None:
+    """None: what workers begin with, the functions of the recipe, score."""
+    return (
+        LoadRewardSet(reward_version=snapshot.reward_version, rewards=snapshot.rewards)
+        if snapshot.reward_version
+        else None
+    )
+
+
+async def change_rewards(topology: Topology, attached: AttachedRewards, run_directory: Path, note: Note) -> None:
+    """Carry out what is asked for from outside. What the run resumed with is noted first. ``run_directory`` says what
+    scores, for a controller that restarts."""
+
+    def noted(version: int, rewards: tuple[str, ...], change: str) -> None:
+        for name, content in attached.file().items():
+            write_durable(run_directory / name, content)
+        note(version, rewards, change)
+
+    if version := attached.snapshot.reward_version:
+        note(version, tuple(reward.label for reward in attached.snapshot.rewards), "resume")
+    endpoint = rewards_endpoint(topology)
+    async with zmq_receiver(RewardRequest, endpoint, bind=False, name="controller.rewards") as requests:
+        await attached.run(requests, noted)
+
+
+async def check_reward(recipe: Recipe, reward: Reward) -> None:
+    """Import one function in a process of its own, and look whether the first prompts have its columns. Raises
+    ``RecipeError``."""
+    (inspection,) = await anyio.to_thread.run_sync(inspect_in_subprocess, [reward])
+    problems = list(inspection.problems)
+    if inspection.signature is not None:
+        columns = needed_columns([inspection.signature])
+        tokenizer = await anyio.to_thread.run_sync(load_tokenizer, recipe.model.path)
+        for path, spec in (("prompts.train", recipe.prompts.train), ("evaluation.prompts", recipe.evaluation.prompts)):
+            if spec and any(columns.values()):
+                problems += [f"{path}: {text}" for text in await _missing_columns(spec, tokenizer, columns)]
+    if problems:
+        raise RecipeError(list(dict.fromkeys(problems)))
+
+
+async def _missing_columns(spec: str, tokenizer: Tokenizer, columns: Mapping[str, Sequence[str]]) -> list[str]:
+    if read_spec(spec).kind is SourceKind.ITERATOR:  # never import user code here
+        return await anyio.to_thread.run_sync(check_prompts, spec, tokenizer, columns)
+    source = await anyio.to_thread.run_sync(partial(open_prompts, spec, tokenizer, seed=0, shuffle=False))
+    try:
+        prompts = await source.draw(min(FIRST_PROMPTS, source.size or FIRST_PROMPTS))
+    finally:
+        await source.aclose()
+    return [missing for prompt in prompts for missing in missing_columns(prompt, columns)]

@@ -1,0 +1,156 @@
+"""What each process of a run does, by role. Only what a role needs is imported when it begins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.base.messages import EngineEvent, EngineOrder, TrainingEvent, TrainingOrder
+from streamrl.base.run_process import RUN_MARKER
+from streamrl.comm.guarded_sockets import KeyGuard
+from streamrl.comm.transport_keys import KeyRole
+from streamrl.comm.zmq_stream import ZmqReceiveStream, ZmqSendStream, zmq_receiver, zmq_sender
+from streamrl.engines.engine_host import WatchedEngine, serve_engine
+from streamrl.engines.vllm.options import EngineOptions, engine_options
+from streamrl.launch.supervise.child import ChildContext, RoleMain
+from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
+from streamrl.recipe.sections import EngineKind, Recipe
+from streamrl.recipe.topology import RENDEZVOUS, RENDEZVOUS_FILE, ProcessPlan, Role, Topology, judge_socket
+from streamrl.rewards.judge.gate import JudgeEvent, JudgeOrder
+from streamrl.rewards.reward_messages import RewardOrder, RewardResult
+
+
+def role_main(role: Role) -> RoleMain:
+    """The coroutine that a process of ``role`` runs."""
+    if role is Role.CONTROLLER:
+        from streamrl.launch.run_controller import run_controller_process
+
+        return run_controller_process
+    return {Role.ENGINE: run_engine, Role.TRAINER: run_trainer, Role.REWARD: run_reward, Role.JUDGE: run_judge}[role]
+
+
+@asynccontextmanager
+async def controller_streams(
+    topology: Topology, name: str, orders: tuple[str, Any], events: tuple[str, Any]
+) -> AsyncIterator[tuple[ZmqReceiveStream[Any], ZmqSendStream[Any]]]:
+    """Open the two streams of the process ``name`` to the controller: its orders, and what it says. Each is given as
+    (stream, type of its items)."""
+    (orders_stream, order_type), (events_stream, event_type) = orders, events
+    guard = KeyGuard(KeyRole.CONTROLLER)
+    orders_at, events_at = topology.endpoint(name, orders_stream), topology.endpoint(name, events_stream)
+    async with (
+        zmq_sender(event_type, events_at, bind=False, name=f"{name}.{events_stream}", guard=guard) as sender,
+        zmq_receiver(order_type, orders_at, bind=False, name=f"{name}.{orders_stream}", guard=guard) as receiver,
+    ):
+        yield receiver, sender
+
+
+# ---- engine ----------------------------------------------------------------------------------------
+
+
+async def run_engine(context: ChildContext) -> None:
+    """Serve one engine, vLLM's or a simulated one, until the orders end."""
+    engine = engine_of(context.recipe, context.plan, context.socket_directory)
+    name = context.plan.name
+    streams = controller_streams(context.topology, name, ("orders", EngineOrder), ("completions", EngineEvent))
+    await serve_engine(engine, streams)
+
+
+def engine_of(recipe: Recipe, plan: ProcessPlan, sockets: Path) -> WatchedEngine:
+    """The engine of ``plan`` in this process, not started yet."""
+    options = engine_options(recipe, plan.index, sockets, gpu_memory_utilization=plan.gpu_memory_utilization)
+    return _simulated(options, sockets) if recipe.engines.kind is EngineKind.SIMULATED else _vllm(options)
+
+
+def _vllm(options: EngineOptions) -> WatchedEngine:
+    os.environ.update(options.environment)  # vLLM reads it when it is imported
+    from streamrl.engines.vllm.engine import VllmEngine
+
+    return VllmEngine(options)
+
+
+def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
+    """Neither vllm nor torch is imported. Engines of a run share the replica of the weights as real ones do."""
+    from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
+    from streamrl.engines.simulated.text import sentences_of
+    from streamrl.pretrained.tokenizer import load_tokenizer
+    from streamrl.weights.pull.shared_replica import shared_replica
+    from streamrl.weights.vllm.simulated_engine import SimulatedWeights
+
+    tokenizer = load_tokenizer(options.model_path)
+    chosen = SimulationOptions(
+        name=options.name,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        kv_tokens=max(options.cache_blocks - 1, 0) * options.block_tokens,
+        tokenizer_digest=tokenizer.digest,
+    )
+    replica = shared_replica(os.environ.get(RUN_MARKER, ""), options.model_path, sockets)
+    weights = SimulatedWeights(Path(options.model_path), replica)
+    return SimulatedEngine(chosen, text=sentences_of(tokenizer), weights=weights)
+
+
+# ---- trainer, rewards, judge -----------------------------------------------------------------------
+
+
+async def run_trainer(context: ChildContext) -> None:
+    """Train as one rank until the batches end. A run that resumes goes on from its newest checkpoint."""
+    from streamrl.learning.options import trainer_options
+    from streamrl.learning.state.durable_files import newest_checkpoint
+    from streamrl.learning.trainer import TorchTrainer
+    from streamrl.pretrained.tokenizer import tokenizer_digest
+    from streamrl.stages.training import run_training
+    from streamrl.weights.publish.torch_tensors import start_publisher
+
+    name, endpoint, recipe = context.plan.name, context.topology.endpoint, context.recipe
+    newest = newest_checkpoint(context.run_directory) if context.resumes else None
+    options = trainer_options(
+        recipe,
+        context.plan.index,
+        recipe.run.name,
+        endpoint(name, "weights"),
+        rendezvous=context.topology.endpoints[RENDEZVOUS] or f"file://{context.socket_directory / RENDEZVOUS_FILE}",
+        resume_from=str(newest or ""),
+    )
+    if context.plan.gpus:
+        options = msgspec.structs.replace(options, device="cuda")  # the only one that it sees
+    trainer = TorchTrainer(options, start_publisher, tokenizer_digest)
+    streams = controller_streams(context.topology, name, ("batches", TrainingOrder), ("reports", TrainingEvent))
+    async with streams as (batches, reports):
+        await run_training(trainer, batches, reports)
+
+
+async def run_reward(context: ChildContext) -> None:
+    """Score with the user's functions, in a process that can be killed, until the orders end."""
+    from streamrl.pretrained.tokenizer import load_tokenizer
+    from streamrl.rewards.calls.worker import run_reward_worker
+
+    os.environ[JUDGE_SOCKET] = str(judge_socket(context.topology) or "")
+    os.environ[JUDGE_MODEL] = context.recipe.judge.model
+    name = context.plan.name
+    streams = controller_streams(context.topology, name, ("orders", RewardOrder), ("results", RewardResult))
+    async with streams as (orders, results):
+        tokenizer = load_tokenizer(context.recipe.model.path)
+        await run_reward_worker(context.recipe, tokenizer, context.plan.index, orders, results)
+
+
+async def run_judge(context: ChildContext) -> None:
+    """Answer questions of rewards with the run's own judge until the controller says that no more will come."""
+    from streamrl.rewards.judge.options import judge_options
+
+    options = judge_options(context.recipe, context.socket_directory)
+    os.environ.update(options.environment)  # vLLM reads it when it is imported
+    from streamrl.engines.vllm.engine import VllmEngine
+    from streamrl.rewards.judge.server import serve_judge
+
+    name = context.plan.name
+    path = judge_socket(context.topology)
+    assert path is not None
+    streams = controller_streams(context.topology, name, ("orders", JudgeOrder), ("reports", JudgeEvent))
+    async with streams as (orders, reports):
+        await serve_judge(VllmEngine(options), context.recipe.judge, path, orders, reports, sleeps=options.sleeps)

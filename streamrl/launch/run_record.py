@@ -1,0 +1,117 @@
+"""What a run writes down so that nothing of it is lost, and what that says of earlier lives of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import anyio.to_thread
+
+from streamrl.base.errors import RecipeError
+from streamrl.buffers.trajectory_store import TrajectoryStore
+from streamrl.control.machine import Control, fork
+from streamrl.control.model import Snapshot
+from streamrl.control.policies.deterministic import check_order
+from streamrl.control.policies.round_policies import make_control
+from streamrl.control.settings import ControlSettings
+from streamrl.launch.run_directory import NOT_RESUMED
+from streamrl.learning.state.durable_files import newest_checkpoint, surviving
+from streamrl.recipe.sections import JournalKind, Recipe
+from streamrl.recipe.topology import JOURNAL_DIRECTORY
+from streamrl.run.checkpoints import read_fork_point
+from streamrl.run.journal.log import Journal
+from streamrl.run.journal.log_errors import JournalRefused, another_run
+from streamrl.run.journal.recover import RecoveredRun, recovered_run
+from streamrl.run.journal.run_journal import RunJournal
+from streamrl.run.parts import RunRecord
+
+METRICS = "metrics.jsonl"
+
+
+class JournalledRun(RunRecord, frozen=True, kw_only=True):
+    """A run that writes ``file``; ``recovered``: what an earlier life of it left there."""
+
+    journal: RunJournal
+    file: Journal | None = None
+    recovered: RecoveredRun | None = None
+
+    async def run(self) -> None:
+        """Write the journal until cancelled. Raises ``JournalFailed``."""
+        if self.file is not None:
+            await self.file.run()
+
+    async def aclose(self) -> None:
+        """Write what waits, and close the files. Raises ``JournalFailed``."""
+        if self.file is not None:
+            await self.file.close()
+
+
+async def open_record(
+    recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int
+) -> JournalledRun:
+    """Of a new run, or of one that goes on; ranks hold ``start_version``. Blocking work is done in a thread.
+
+    Raises ``StreamRLError`` where the journal is damaged, of another run, in use, or without what a run with
+    checkpoints goes on from.
+    """
+    return await anyio.to_thread.run_sync(partial(_open, recipe, settings, run_directory, start_version))
+
+
+def _open(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> JournalledRun:
+    file, recovered = _open_journal(recipe, settings, run_directory, start_version)
+    store = TrajectoryStore() if recovered is None else recovered.store
+    journal = RunJournal(file, store, recovered)
+    if recovered is not None:
+        return JournalledRun(
+            control=recovered.control, store=store, journal=journal, resumed=True, file=file, recovered=recovered
+        )
+    resumed = recipe.checkpoint.resume_from
+    point = read_fork_point(surviving(Path(resumed))) if resumed else None
+    control = make_control(settings, fork(point.control, settings) if point else None)
+    if point is None:
+        control.state.prompts.drawn = start_version * recipe.rollout.prompts_per_batch
+    store.add_prompts(point.prompts if point else ())
+    return JournalledRun(control=control, store=store, journal=journal, file=file)
+
+
+def _open_journal(
+    recipe: Recipe, settings: ControlSettings, run_directory: Path, held: int
+) -> tuple[Journal | None, RecoveredRun | None]:
+    if recipe.run.journal is JournalKind.NONE:
+        return None, None
+    file = Journal(run_directory / JOURNAL_DIRECTORY, fsync=recipe.run.journal is JournalKind.FSYNC)
+
+    def restore(snapshot: Snapshot) -> Control:
+        check_order(snapshot, deterministic=settings.deterministic)
+        return make_control(settings, snapshot)
+
+    try:
+        recovered = recovered_run(file.found, restore, held)
+        if recovered is None and _has_checkpoints(run_directory):  # after a power cut, where it is not flushed
+            raise JournalRefused(_without_journal(run_directory))
+    except BaseException:
+        file.release()
+        raise
+    return file, recovered
+
+
+def refuse_lost_journal(run_directory: Path) -> None:
+    """Raise ``RecipeError`` where a run that has begun has no journal any more. Ranks would begin from a checkpoint and
+    control would not, and the logs would be overwritten. Blocking: only then checkpoints are read."""
+    metrics = run_directory / METRICS
+    began = (metrics.exists() and metrics.stat().st_size > 0) or _has_checkpoints(run_directory)
+    if began and not any((run_directory / JOURNAL_DIRECTORY).glob("*.journal")):
+        raise RecipeError([_without_journal(run_directory)], outcome=NOT_RESUMED)
+
+
+def _has_checkpoints(run_directory: Path) -> bool:
+    return any((run_directory / "checkpoints").glob("step-*"))
+
+
+def _without_journal(run_directory: Path) -> str:
+    newest = newest_checkpoint(run_directory)
+    place = "its newest checkpoint" if newest is not None else "the beginning: no checkpoint of it is whole"
+    return (
+        f"{run_directory / JOURNAL_DIRECTORY} holds nothing of this run, which cannot go on without: bring it back, or "
+        f"begin another run from {place}: {another_run(run_directory, newest)}"
+    )

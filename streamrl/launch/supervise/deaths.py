@@ -1,0 +1,121 @@
+"""Which ends of processes are deaths, which of the dead are started again, and when."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from pathlib import Path
+
+from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
+from streamrl.launch.supervise.child_process import ChildProcess
+from streamrl.launch.supervise.exit_reason import Death, notice_of
+from streamrl.launch.supervise.restart_policy import RestartPolicy
+from streamrl.recipe.topology import Role, Topology
+
+log = logging.getLogger(__name__)
+
+CONSEQUENCE_S = 2.0  # after a death that must have a cause elsewhere: time for the cause to show
+
+
+class Deaths:
+    """Of the local processes of ``topology``. ``children``: the last one that was started of each name; ``stopped``:
+    engines that are meant not to run; ``due_s``: when (monotonic) those that died are started again.
+
+    ``replacements``: how often reward workers may ask to be replaced (exit code 75), together. ``others_end_s``: how
+    far apart the ends of the controller and of the others may be when a run ends well.
+    """
+
+    def __init__(self, topology: Topology, run_directory: Path, *, replacements: int, others_end_s: float) -> None:
+        self.children: dict[str, ChildProcess] = {}
+        self.stopped: set[str] = set()
+        self.due_s: dict[str, float] = {}
+        self.policy = RestartPolicy(topology)
+        self.draining = self.finishing = False
+        self._topology = topology
+        self._run_directory = run_directory
+        self._replacements_left = replacements
+        self._others_end_s = others_end_s
+
+    def begin_life(self) -> None:
+        """All processes are started: budgets are whole again, but for that of the run."""
+        run, self.policy, self.due_s = self.policy.run, RestartPolicy(self._topology), {}
+        self.policy.run = run
+        self.stopped = {plan.name for plan in self._topology.processes if plan.local and plan.resting}
+
+    @property
+    def controller(self) -> ChildProcess | None:
+        """The last one that was started here."""
+        return self.children.get(Role.CONTROLLER.value)
+
+    @property
+    def overdue(self) -> list[ChildProcess]:
+        """Dead processes whose time to be started again has come."""
+        return [self.children[name] for name, due_s in self.due_s.items() if due_s <= time.monotonic()]
+
+    def is_survived(self, name: str) -> bool:
+        """Whether the run goes on where that process died: it is started again, or the others go on without it."""
+        restarts = self.policy.alone.get(name)
+        return name in self.due_s or name in self.policy.retired or (restarts is not None and restarts.left > 0)
+
+    def look(self) -> list[Death]:
+        """Deaths that end this life of the run. For others it is noted when the process is started again."""
+        deaths = []
+        for name, child in self.children.items():
+            if name in self.due_s or not self._is_missed(child):
+                continue
+            death, restarts, pause_s = child.death(self._run_directory), self.policy.alone.get(name), None
+            if self.finishing or self.has_ended_well():
+                deaths.append(death)
+                continue
+            if restarts is not None and death.is_consequence and child.ended_for_s < CONSEQUENCE_S:
+                continue  # of what is about to be seen
+            if self._asks(child):
+                self._replacements_left -= 1
+                pause_s, left = 0.0, self._replacements_left
+                log.warning("%s asked to be replaced (%d replacements left); see %s", name, left, child.log)
+            elif restarts is not None and not death.is_verdict and (death.exit_code or not self.draining):
+                pause_s = restarts.next_pause(child.lived_s)
+                if pause_s is not None:
+                    how = f"it is started again ({restarts.left} restarts left)"
+                    log.warning("%s; %s; see %s", death.describe(), how, child.log)
+                elif self.policy.may_retire(name, self.stopped):
+                    log.error("%s; it is not started again, and the other engines go on", death.describe())
+                    self.policy.retired[name] = death
+                    continue
+            if pause_s is None:
+                deaths.append(death)
+            else:
+                self.due_s[name] = time.monotonic() + pause_s
+        return deaths
+
+    def _is_missed(self, child: ChildProcess) -> bool:
+        """Whether it ended and should not have."""
+        if child.running or child.name in self.stopped or child.name in self.policy.retired:
+            return False
+        if child.plan.role is Role.CONTROLLER:
+            return not self.has_ended_well()
+        if child.exit_code != 0:
+            return True
+        # 0 is the right answer to the end of a stream, which the controller ends shortly before itself; some take a
+        # broken stream for it.
+        serves = child.name in self.policy.alone and not self.draining
+        limit_s = CONSEQUENCE_S if serves else self._others_end_s
+        return child.ended_for_s > limit_s and not self.finishing and not self.has_ended_well()
+
+    def _asks(self, child: ChildProcess) -> bool:
+        """Whether it is a reward worker that ended to be replaced."""
+        asks = child.exit_code == REWARD_RESTART_EXIT_CODE and child.plan.role is Role.REWARD
+        return asks and self._replacements_left > 0
+
+    def has_ended_well(self) -> bool:
+        """Whether the controller has. Before it listens for SIGTERM it dies of it: when draining that is well, too."""
+        controller = self.controller
+        return controller is None or controller.exit_code in ({0, -signal.SIGTERM} if self.draining else {0})
+
+    def notice(self, deaths: list[Death]) -> str:
+        """What people read: the first cause, what followed from it, the end of a log."""
+        # The last engine is not the first cause, but the first of them.
+        deaths = [*deaths, *self.policy.retired.values()]
+        logs = {name: (child.log, child.log_start) for name, child in self.children.items()}
+        return notice_of(deaths, logs, self._run_directory / "logs")

@@ -1,0 +1,278 @@
+"""The parent of every process of a run: starts them, starts some again when they die, resumes the run, ends them all.
+
+An engine, a reward worker and the judge are started again alone. When the controller or a trainer rank dies, all
+processes are ended and started again, told to go on from the journal: the same as ``streamrl resume``. Any other death
+ends the run with its first cause. Nothing here imports torch or vllm. Children are polled, which works in any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from streamrl.base.errors import ProcessDied, StreamRLError
+from streamrl.launch.supervise.child_process import POLL_S, ChildProcess, ended_within, start_child
+from streamrl.launch.supervise.clean_up import RunProcesses, adopt_orphans, marker_of
+from streamrl.launch.supervise.deaths import CONSEQUENCE_S, Deaths
+from streamrl.launch.supervise.exit_reason import Death, first_cause
+from streamrl.launch.supervise.restart_policy import RESUMED
+from streamrl.recipe.topology import TOPOLOGY_FILE, ProcessPlan, Topology, local_engine
+
+log = logging.getLogger(__name__)
+
+OWN_SOCKETS = "control"  # names of sockets that the parent binds (and those of the controller) begin so
+_SETTLE_S = 0.3  # after a death: time for others that died in the same moment to be seen
+
+
+class Supervisor:
+    """Starts, watches and ends the local processes of ``topology``.
+
+    ``socket_directory`` is removed at the end. ``entry``: what ``python`` runs, before the role's arguments.
+    ``restarts``: how often reward workers may ask (exit code 75) to be replaced, together; for deaths the topology says
+    how many are survived. ``others_end_s``: how far apart the ends of the controller and of the others may be when a
+    run ends well. ``resumes``: the run goes on where an earlier life of it ended. What is in ``before_resume`` is
+    awaited when all processes have ended and before they are started again: streams to this process are bound anew.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        run_directory: Path,
+        socket_directory: Path,
+        python: str = sys.executable,
+        *,
+        entry: Sequence[str] = ("-P", "-m", "streamrl.launch"),
+        restarts: int = 20,
+        others_end_s: float = 30.0,
+        resumes: bool = False,
+    ) -> None:
+        self.topology = topology
+        self.run_directory = run_directory
+        self.socket_directory = socket_directory
+        self.before_resume: list[Callable[[], Awaitable[None]]] = []
+        self._command = (python, *entry)
+        self._others_end_s = others_end_s
+        self._resumes = resumes
+        self._processes = RunProcesses(marker_of(socket_directory))
+        self._deaths = Deaths(topology, run_directory, replacements=restarts, others_end_s=others_end_s)
+        self._children = self._deaths.children
+        self._asleep: set[str] = set()
+        self._ending = self._adopts = False
+        self._one_end = anyio.Lock()
+
+    # ---- life ------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Start every local process. ``run_directory`` holds ``recipe.toml`` already; ``topology.json`` is written."""
+        try:
+            self._begin()
+        except BaseException:
+            await self.kill(0)
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
+
+    def _begin(self) -> None:
+        for folder in ("logs", "exit"):
+            (self.run_directory / folder).mkdir(parents=True, exist_ok=True)
+        self.socket_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.run_directory / TOPOLOGY_FILE).write_bytes(msgspec.json.encode(self.topology))
+        adopt_orphans(1)
+        self._adopts = True
+        self._start_all(resumes=self._resumes)
+
+    async def watch(self) -> None:
+        """Return when the controller has ended well and the others after it, or when ``kill`` was called meanwhile.
+        Raises ``ProcessDied``, which names the first cause."""
+        while not self._ending and not self._deaths.has_ended_well():
+            deaths = self._deaths.look()
+            if deaths and not self._deaths.finishing:
+                deaths = await self._settled(deaths)
+            if deaths and self._deaths.finishing:
+                break
+            if deaths and not self._deaths.has_ended_well() and not await self._resume(first_cause(deaths)):
+                raise ProcessDied(self._deaths.notice(deaths))
+            for child in self._deaths.overdue:
+                await self._replace(child)
+            await anyio.sleep(POLL_S)
+        children = list(self._children.values())
+        await ended_within(self._others_end_s, *children, unless=lambda: self._ending or self._nobody_ends_them())
+        for death in [] if self._ending else self._deaths.look():
+            log.warning("after the run had finished, %s", death.describe())
+
+    def run_finished(self) -> None:
+        """The controller has said that all is done: a death from now on is only logged."""
+        self._deaths.finishing = True
+
+    def request_drain(self) -> None:
+        """SIGTERM to the controller: it finishes what it is doing, ends the streams, and ends itself."""
+        self._deaths.draining = True
+        if (controller := self.controller) is not None and controller.running:
+            controller.process.send_signal(signal.SIGTERM)
+
+    async def kill(self, grace_s: float = 1.0) -> None:
+        """End everything now: SIGTERM, ``grace_s`` later SIGKILL; leave nothing behind. Idempotent, never cancelled."""
+        self._ending = True
+        with anyio.CancelScope(shield=True):
+            async with self._one_end:
+                await self._end_all(grace_s)
+                await anyio.to_thread.run_sync(lambda: shutil.rmtree(self.socket_directory, ignore_errors=True))
+                self._children.clear()
+                if self._adopts:
+                    adopt_orphans(-1)
+                    self._adopts = False
+
+    @property
+    def controller(self) -> ChildProcess | None:
+        """The last one that was started here."""
+        return self._deaths.controller
+
+    # ---- engines, on the controller's order --------------------------------------------------------
+
+    def engine_host(self, name: str) -> ChildProcess | None:
+        """The process of a local engine; None where it was never started. Raises ``StreamRLError`` for no such one."""
+        local_engine(self.topology, name)
+        return self._children.get(name)
+
+    async def stop_engine(self, name: str, grace_s: float = 10, *, patience_s: float = 0, sleeps: bool = False) -> None:
+        """End one engine host and what it started while the run goes on; its end is no death. See ``start_engine``.
+
+        The controller has ended its orders: it has ``patience_s`` to end by itself, while that one lives, then
+        ``grace_s`` from SIGTERM to SIGKILL. One that ``sleeps`` is not ended. One that had died before, and is not
+        started again, is left to ``watch``. Raises ``StreamRLError`` for no local engine.
+        """
+        if self._ending or (child := self.engine_host(name)) is None:
+            return
+        if name not in self._deaths.stopped and child.exit_code and not self._deaths.is_survived(name):
+            return
+        self._deaths.stopped.add(name)  # before anything ends: the watch must not take it for a death
+        self._deaths.due_s.pop(name, None)
+        if sleeps:
+            self._asleep.add(name)
+            return
+        controller = self.controller
+        with anyio.CancelScope(shield=True):
+            await ended_within(patience_s, child, unless=lambda: controller is None or not controller.running)
+            if child.running:
+                child.process.terminate()
+            await ended_within(grace_s, child)
+            await self._end_rest_of(child)
+
+    def start_engine(self, name: str) -> None:
+        """Start an engine host that does not run, after ``stop_engine`` or because its set was chosen, with the weights
+        of the model directory; one that sleeps wakes by itself. Raises ``StreamRLError`` unless it was stopped."""
+        if self._ending:
+            return
+        plan = local_engine(self.topology, name)
+        retired = self._deaths.policy.retired
+        if name not in self._deaths.stopped and name not in retired:
+            raise StreamRLError(f"{name} was not stopped; stop_engine comes before start_engine")
+        if not (name in self._asleep and self._children[name].running):
+            self._start(plan)
+        self._asleep.discard(name)
+        self._deaths.stopped.discard(name)
+        retired.pop(name, None)
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _start(self, plan: ProcessPlan, *, resumes: bool = False) -> None:
+        self._children[plan.name] = start_child(
+            plan, self._command, self.run_directory, self.socket_directory, self._processes, resumes=resumes
+        )
+
+    def _start_all(self, *, resumes: bool) -> None:
+        self._deaths.begin_life()
+        for plan in self.topology.processes:
+            if plan.local and not plan.resting:
+                self._start(plan, resumes=resumes)
+
+    async def _replace(self, child: ChildProcess) -> None:
+        await self._end_rest_of(child)
+        if self._deaths.due_s.pop(child.name, None) is None or self._ending:
+            return  # it was stopped meanwhile
+        try:
+            self._start(child.plan)
+        except OSError as error:
+            log.error("%s cannot be started again now: %s", child.name, error)
+            child.not_replaced()
+
+    async def _settled(self, deaths: list[Death]) -> list[Death]:
+        """Wait until the first cause can be distinguished from what followed from it."""
+        began_s = time.monotonic()
+        while not self._ending:
+            await anyio.sleep(POLL_S)
+            deaths = self._deaths.look() or deaths
+            patience_s = CONSEQUENCE_S if first_cause(deaths).is_consequence else _SETTLE_S
+            if time.monotonic() >= began_s + patience_s:
+                return deaths
+        return []
+
+    async def _resume(self, first: Death) -> bool:
+        """End every process and start the run again from its journal. False: this death is not survived so."""
+        child = self._children[first.name]
+        if self._deaths.draining or first.is_verdict or child.plan.role not in RESUMED:
+            return False
+        if (pause_s := self._deaths.policy.run.next_pause(child.lived_s)) is None:
+            return False
+        log.warning("%s; the run is resumed (%d of its restarts left)", first.describe(), self._deaths.policy.run.left)
+        await self._end_all(0.0)
+        await anyio.to_thread.run_sync(self._remove_stale_sockets)
+        for prepare in self.before_resume:
+            await prepare()
+        await anyio.sleep(pause_s)
+        if self._ending:
+            return True
+        try:
+            self._start_all(resumes=True)
+        except OSError as error:
+            log.error("the run cannot be resumed now: %s", error)
+            for one in self._children.values():
+                if not one.running:
+                    one.not_replaced()
+        if self._deaths.draining:
+            self.request_drain()  # the controller was gone when that was asked for
+        return True
+
+    def _remove_stale_sockets(self) -> None:
+        """All that ended processes left beside the sockets of this one, where ranks met and engines shared, too."""
+        with suppress(FileNotFoundError):  # ``kill`` removes the whole directory meanwhile
+            for path in self.socket_directory.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif not path.name.startswith(OWN_SOCKETS):
+                    path.unlink(missing_ok=True)
+
+    async def _end_rest_of(self, child: ChildProcess) -> None:
+        """Kill what is left of its session and every orphan of the run."""
+        left = await anyio.to_thread.run_sync(self._processes.end_left_behind, child.process.pid)
+        child.exit_code  # noqa: B018 - reaps it
+        if left:
+            log.error("processes %s of %s survived SIGKILL; look at them with ps", left, child.name)
+
+    async def _end_all(self, grace_s: float) -> None:
+        children = list(self._children.values())
+        for child in children if grace_s else ():
+            if child.running:
+                child.process.terminate()
+        await ended_within(grace_s, *children)
+        if left := await anyio.to_thread.run_sync(self._processes.end_all):
+            log.error("processes %s of the run survived SIGKILL; look at them with ps", left)
+        await ended_within(1.0, *children)
+
+    def _nobody_ends_them(self) -> bool:
+        """Whether the controller died before it ended the streams of the others."""
+        controller = self.controller
+        return controller is None or controller.exit_code not in (None, 0)

@@ -1,0 +1,26 @@
+"""A rule of thumb for the learning rate of RL, by the size of the policy."""
+
+from __future__ import annotations
+
+import math
+
+SMALL_MODEL, SMALL_RATE = 1e6, 5e-5
+"""A policy of a million parameters learns at about this rate; larger ones at less, with the root of their size,"""
+LEAST_RATE = 1e-6
+"""down to the rate that the field uses from some billions on."""
+SPREAD = 3.0
+ADAPTER_FACTOR = 10.0
+"""Low-rank adapters take about ten times the rate of all weights."""
+
+
+def learning_rate_notice(rate: float, parameters: int, *, adapters: bool = False) -> str | None:
+    """One sentence where ``rate`` of AdamW is unusual for RL on a model of that size, else None: a rule of thumb."""
+    usual = max(SMALL_RATE * math.sqrt(SMALL_MODEL / max(parameters, 1)), LEAST_RATE) * (ADAPTER_FACTOR**adapters)
+    low, high = usual / SPREAD, usual * SPREAD
+    if not parameters or low <= rate <= high:
+        return None
+    what = "adapters of a model" if adapters else "a model"
+    return (
+        f"training.learning_rate = {rate:g} is {'high' if rate > high else 'low'} for {what} of {parameters:,} "
+        f"parameters: as a rule of thumb try {low:.0e} to {high:.0e}"
+    )

@@ -1,0 +1,212 @@
+"""TOML to ``Recipe``: every error at once, each with its place, its value and what is allowed; and back to TOML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.check_fields import CheckedTable
+from streamrl.recipe.fields import as_table
+from streamrl.recipe.problems import Origin, problem
+from streamrl.recipe.rewards import PATH_OPTIONS, Reward
+from streamrl.recipe.rules.rules import apply_system, broken_rules, foreign_answer
+from streamrl.recipe.sections import Recipe
+from streamrl.recipe.toml_text import key_lines, parse_toml, toml_document, value_or_text
+
+_MARKED_PATHS = ("./", "../")
+
+# What stands in for a required section that is wrong, so that the rules about the others are still checked.
+_PLACEHOLDERS: dict[str, Any] = {
+    "model": {"path": "missing"},
+    "prompts": {"train": "missing.jsonl"},
+    "rewards": [{"function": "missing:missing"}],
+}
+
+
+def load_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file, or a recipe as nested dicts, and apply ``--set`` overrides such as ``rollout.group_size=4``
+    or ``rewards.0.weight=2``.
+
+    Relative paths are resolved against the directory of the file (of dicts: the current one), except ``run.directory``
+    and ``checkpoint.resume_from``, which are relative to the current directory. Raises ``RecipeError`` with every
+    problem found.
+    """
+    return read_recipe(given, overrides)[0]
+
+
+def read_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
+    """As ``load_recipe``, and what ``rollout.system`` sets in it, one line a key."""
+    if isinstance(overrides, str):
+        raise RecipeError([f"overrides is one text: write load_recipe(..., [{overrides!r}])"])
+    if isinstance(given, Mapping):
+        table = msgspec.to_builtins(as_table(given), enc_hook=str)
+        return _check(*_overridden(table, Origin(file="recipe", lines={}), overrides), Path.cwd())
+    path = Path(given)
+    text = _read(path)
+    try:
+        table = parse_toml(text)
+    except (ValueError, RecursionError) as error:  # tomllib lets some pass: a number of 5,000 digits, endless nesting
+        raise RecipeError([f"{path}: not valid TOML: {error}"]) from error
+    return _check(*_overridden(table, Origin(file=str(path), lines=key_lines(text)), overrides), path.parent)
+
+
+def _overridden(
+    table: dict[str, Any], origin: Origin, overrides: Sequence[str]
+) -> tuple[dict[str, Any], Origin, list[str]]:
+    """``table`` with the overrides in it, its origin with their places, and what is wrong with them."""
+    problems: list[str] = []
+    places = {place for place in (_override(table, text, problems) for text in overrides) if place}
+    return table, structs.replace(origin, overridden=frozenset(places)), problems
+
+
+def check_recipe(recipe: Recipe, source: str = "recipe") -> None:
+    """Check the rules between fields of a recipe that was made in Python. Raises ``RecipeError``."""
+    origin = Origin(file=source, lines={})
+    problems = [problem(origin, path, text) for path, text in broken_rules(recipe, frozenset())]
+    if problems:
+        raise RecipeError(problems)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """``recipe`` as TOML that ``load_recipe`` reads back to an equal recipe (where its paths are absolute)."""
+    return toml_document(recipe)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise RecipeError([f"{path}: no such file; give the path of a recipe (TOML)"]) from None
+    except UnicodeDecodeError as error:
+        raise RecipeError([f"{path}: not UTF-8 text ({error.reason} at byte {error.start})"]) from None
+    except OSError as error:
+        raise RecipeError([f"{path}: cannot be read: {error.strerror}"]) from None
+
+
+def _override(table: dict[str, Any], text: str, problems: list[str]) -> str | None:
+    """Apply one ``a.b=value`` to ``table``; returns its path, or None after adding a problem."""
+    path, equals, raw = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        problems.append(f"--set {text}: write --set section.key=value, such as --set rollout.group_size=4")
+        return None
+    target: Any = table
+    for depth, key in enumerate(keys[:-1]):
+        if isinstance(target, list):
+            target = _item(target, key)
+        elif isinstance(target, dict):
+            target = target.setdefault(key, [] if _is_index(keys[depth + 1]) else {})
+        if not isinstance(target, dict | list):
+            problems.append(f"--set {text}: {'.'.join(keys[: depth + 1])} is not there to be set")
+            return None
+    if isinstance(target, list):
+        problems.append(f"--set {text}: name a key of the item, such as {path.strip()}.weight=2")
+        return None
+    target[keys[-1]] = value_or_text(raw.strip())
+    return ".".join(keys)
+
+
+def _is_index(key: str) -> bool:
+    return key.isascii() and key.isdigit()
+
+
+def _item(items: list[Any], key: str) -> Any:
+    """Item ``key`` of a list of tables; one past the end appends a new table; None where there is none."""
+    if not _is_index(key) or int(key) > len(items):
+        return None
+    if int(key) == len(items):
+        items.append({})
+    return items[int(key)]
+
+
+def _check(table: dict[str, Any], origin: Origin, problems: list[str], directory: Path) -> tuple[Recipe, list[str]]:
+    origin, contradictions, system = apply_system(table, origin)
+    checked = CheckedTable(table, origin, foreign_answer)
+    problems = problems + contradictions + checked.problems
+    recipe = _recipe(checked)
+    problems += [problem(origin, path, text) for path, text in broken_rules(recipe, checked.bad_paths)]
+    if problems:
+        raise RecipeError(problems)
+    return _resolve_paths(recipe, directory.absolute()), system
+
+
+def _recipe(checked: CheckedTable) -> Recipe:
+    """A recipe of the good values; placeholders and defaults stand where a value is missing or wrong."""
+    values = dict(checked.values)
+    for name, placeholder in _PLACEHOLDERS.items():
+        if isinstance(placeholder, dict):
+            values[name] = placeholder | values.get(name, {})
+        else:
+            values[name] = [placeholder[0] | item for item in values.get(name, placeholder)]
+    return msgspec.convert(values, Recipe)
+
+
+def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
+    # Absolute now, because ``runs/latest`` is another run once this one has begun.
+    resume_from = _absolute_if_given(recipe.checkpoint.resume_from, Path.cwd())
+    return structs.replace(
+        recipe,
+        model=structs.replace(recipe.model, path=str(_absolute(recipe.model.path, directory))),
+        prompts=structs.replace(recipe.prompts, train=resolve_spec(recipe.prompts.train, directory)),
+        rollout=structs.replace(recipe.rollout, policy=resolve_function(recipe.rollout.policy, directory)),
+        rewards=tuple(resolved_reward(reward, directory) for reward in recipe.rewards),
+        judge=structs.replace(recipe.judge, model=_absolute_if_given(recipe.judge.model, directory)),
+        reward_limits=structs.replace(
+            recipe.reward_limits, combine=resolve_function(recipe.reward_limits.combine, directory)
+        ),
+        evaluation=structs.replace(recipe.evaluation, prompts=resolve_spec(recipe.evaluation.prompts, directory)),
+        transport=structs.replace(recipe.transport, keys=_absolute_if_given(recipe.transport.keys, directory)),
+        checkpoint=structs.replace(recipe.checkpoint, resume_from=resume_from),
+    )
+
+
+def resolved_reward(reward: Reward, directory: Path) -> Reward:
+    """``reward`` with the file of its function and the paths in its options absolute."""
+    options = {
+        name: _absolute_if_given(value, directory) if _is_path(reward.function, name, value) else value
+        for name, value in reward.options.items()
+    }
+    return structs.replace(reward, function=resolve_function(reward.function, directory), options=options)
+
+
+def _is_path(function: str, option: str, value: Any) -> bool:
+    """Of a built-in reward it is known; in the user's own, ``./`` and ``../`` say so."""
+    if not isinstance(value, str):
+        return False  # if it should be one, the reward says what it should be
+    return value.startswith(_MARKED_PATHS) if ":" in function else option in PATH_OPTIONS.get(function, ())
+
+
+def _absolute_if_given(path: str, directory: Path) -> str:
+    return str(_absolute(path, directory)) if path else path
+
+
+def _absolute(path: str, directory: Path) -> Path:
+    try:
+        resolved = Path(directory, Path(path).expanduser()).resolve()
+        str(resolved).encode()
+        return resolved
+    except UnicodeEncodeError:
+        raise RecipeError([f"the path {path[:200]!r} below {directory!a} is not UTF-8: choose another"]) from None
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, a home of nobody, links in a circle
+        raise RecipeError([f"the path {path[:200]!r} cannot be resolved ({error}): correct it"]) from error
+
+
+def resolve_function(spec: str, directory: Path) -> str:
+    """Make the file of a function absolute; a name without a colon is not a path."""
+    return resolve_spec(spec, directory) if ":" in spec else spec
+
+
+def resolve_spec(spec: str, directory: Path) -> str:
+    """Make the path of a spec absolute: ``rows.jsonl`` and ``task.py:reward``; ``module:name`` stays as it is."""
+    if not spec:
+        return spec
+    source, question, options = spec.partition("?")  # options of a prompt source are no part of its path
+    file, colon, name = source.rpartition(":")
+    if not colon:
+        return f"{_absolute(source, directory)}{question}{options}"
+    return f"{_absolute(file, directory)}:{name}{question}{options}" if file.endswith(".py") else spec

@@ -1,0 +1,205 @@
+"""Rules inside ``[objective]`` and ``[off_policy]``, and what they need of the other sections.
+
+A field that has no effect is refused where somebody who wrote it would rely on it; a default never is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from streamrl.recipe.algorithms import WITHIN_GROUPS
+from streamrl.recipe.objective import (
+    AdvantageKind,
+    KlEstimator,
+    KlPlace,
+    Proximal,
+    RatioLevel,
+    Surrogate,
+)
+from streamrl.recipe.problems import shown
+from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
+from streamrl.recipe.sections import Recipe
+
+
+def _surrogate(recipe: Recipe, without: tuple[Surrogate, ...], what: str) -> str:
+    surrogate = recipe.objective_settings.surrogate
+    if surrogate not in without:
+        return ""
+    return f': surrogate = "{surrogate}" {what}; remove it, or set surrogate = "token_clip"'
+
+
+def _of_advantages(kind: AdvantageKind) -> Callable[[Recipe], str]:
+    def why(recipe: Recipe) -> str:
+        own = recipe.objective_settings.advantages
+        return "" if own is kind else f' with advantages = "{own}": remove it, or set objective.advantages = "{kind}"'
+
+    return why
+
+
+def _corrections(recipe: Recipe, *, stale_only: bool) -> str:
+    """Why corrections never see a token that they could correct: see ``learning.objective.corrections``."""
+    off_policy, rounds = recipe.off_policy, recipe.rollout.rounds
+    if recipe.on_policy and (stale_only or not off_policy.correct_mismatch):
+        remedy = "" if stale_only else "correct_mismatch = true, or "
+        why = f"{rounds} rounds train every token by the version that sampled it"
+        return f': {why}; remove it, or set {remedy}rollout.rounds = "continuous"'
+    unweighted = off_policy.proximal is Proximal.BEHAVIOR and not off_policy.correct_mismatch
+    if not stale_only and not recipe.on_policy and unweighted:
+        return ': proximal = "behavior" makes w = 1 for stale tokens; remove it, or set proximal = "decoupled"'
+    return ""
+
+
+UNCLIPPED = (Surrogate.POLICY_GRADIENT,)
+WITHOUT_DUAL_CLIP = (Surrogate.POLICY_GRADIENT, Surrogate.TOKEN_WEIGHT)
+has_no_effect("objective.clip_low objective.clip_high", lambda r: _surrogate(r, UNCLIPPED, "is not clipped"))
+has_no_effect("objective.dual_clip", lambda r: _surrogate(r, WITHOUT_DUAL_CLIP, "has no dual clip"))
+has_no_effect(
+    "objective.kl_estimator objective.kl_in",
+    lambda r: "" if r.objective.kl_coefficient else " while kl_coefficient = 0: remove it, or set kl_coefficient",
+)
+has_no_effect(
+    "objective.discount objective.gae_lambda objective.value_coefficient objective.value_clip "
+    "objective.value_learning_rate objective.value_model",
+    _of_advantages(AdvantageKind.GAE),
+)
+has_no_effect("objective.cohort_batches", _of_advantages(AdvantageKind.COHORT))
+has_no_effect(
+    "objective.overlong_penalty",
+    lambda r: (
+        ""
+        if r.objective.overlong_buffer
+        else " while overlong_buffer = 0: remove it, or set overlong_buffer to the last tokens that are punished"
+    ),
+)
+has_no_effect(
+    "off_policy.cap",
+    lambda r: "" if r.off_policy.truncate is not RatioLevel.NONE else ' with truncate = "none": remove one of them',
+)
+has_no_effect(
+    "off_policy.mask_low off_policy.mask_high",
+    lambda r: (
+        "" if r.off_policy.mask is not RatioLevel.NONE else ' with mask = "none": remove it, or set mask = "token"'
+    ),
+)
+has_no_effect(
+    "off_policy.proximal off_policy.staleness_discount",
+    lambda r: _corrections(r, stale_only=True),
+    "rollout.rounds",
+)
+has_no_effect(
+    "off_policy.cap off_policy.mask",
+    lambda r: _corrections(r, stale_only=False),
+    "rollout.rounds",
+)
+has_no_effect(
+    "off_policy.truncate",
+    lambda r: "" if r.off_policy.truncate is RatioLevel.NONE else _corrections(r, stale_only=False),
+    "rollout.rounds",
+)
+
+
+@rule("rollout.group_size", "rollout.dynamic_sampling", "objective")
+def groups_have_a_baseline(recipe: Recipe) -> Broken:
+    """A group of one has no siblings to be compared with, and equal rewards always."""
+    if recipe.rollout.group_size > 1:
+        return
+    kind = recipe.objective_settings.advantages
+    if kind in WITHIN_GROUPS:
+        yield Problem(
+            "rollout.group_size",
+            f'1 with objective.advantages = "{kind}" makes every advantage 0, because siblings are compared: '
+            'set group_size = 2 or more, or advantages = "batch"',
+        )
+    elif recipe.dynamic_sampling:
+        yield Problem(
+            "rollout.dynamic_sampling",
+            "true drops groups of equal rewards, which is every group of group_size = 1: "
+            "set dynamic_sampling = false, or group_size = 2 or more",
+        )
+
+
+@rule("objective")
+def clips(recipe: Recipe) -> Broken:
+    """Clip fields that the surrogate does not read, and bounds that cut what must stay."""
+    objective = recipe.objective
+    if 0 < objective.dual_clip <= 1:
+        yield Problem(
+            "objective.dual_clip",
+            f"{shown(objective.dual_clip)} clips on-policy tokens (r = 1): set it above 1, such as 3, or remove it",
+        )
+
+
+@rule("objective")
+def reference_kl(recipe: Recipe) -> Broken:
+    """KL fields without a coefficient; an estimator that is no penalty where it stands; policies cut by top-p."""
+    objective = recipe.objective
+    settings = recipe.objective_settings
+    if settings.has_reference and settings.kl_estimator is KlEstimator.K1 and settings.kl_in is KlPlace.LOSS:
+        # The gradient of log pi - log reference is the score, whose mean is 0 (arXiv 2506.09477, section 3).
+        yield Problem(
+            "objective.kl_estimator",
+            'k1 in the loss has a gradient of mean 0, so that it holds the policy nowhere: set kl_estimator = "k2" '
+            'or "k3", or kl_in = "reward"',
+        )
+    if settings.has_reference and recipe.sampling.top_p < 1:
+        yield Problem(
+            "objective.kl_coefficient",
+            f"{shown(objective.kl_coefficient)} has no KL to estimate with sampling.top_p = "
+            f"{shown(recipe.sampling.top_p)}, which cuts policy and reference to different tokens: "
+            "set sampling.top_p = 1, or remove kl_coefficient",
+        )
+
+
+@rule("objective")
+def advantage_fields(recipe: Recipe) -> Broken:
+    """Fields of the critic and of the cohort where there is none."""
+    objective = recipe.objective
+    kind = recipe.objective_settings.advantages
+    if kind is AdvantageKind.GAE and objective.value_coefficient == 0:
+        yield Problem(
+            "objective.value_coefficient",
+            '0 never trains the value head that advantages = "gae" reads: set it above 0, such as 0.5',
+        )
+
+
+@rule("objective", "sampling.max_tokens")
+def overlong(recipe: Recipe) -> Broken:
+    """DAPO's soft punishment needs a length that is not punished, and a penalty."""
+    objective, limit = recipe.objective, recipe.sampling.max_tokens
+    if objective.overlong_buffer >= limit:
+        yield Problem(
+            "objective.overlong_buffer",
+            f"{objective.overlong_buffer} leaves no length unpunished: set it below sampling.max_tokens = {limit}",
+        )
+    if objective.overlong_buffer and objective.overlong_penalty == 0:
+        yield Problem(
+            "objective.overlong_penalty",
+            "0 makes overlong_buffer have no effect: raise it, or remove overlong_buffer",
+        )
+
+
+@rule("off_policy")
+def correction_bounds(recipe: Recipe) -> Broken:
+    """An on-policy token, w = 1, is neither cut nor masked."""
+    off_policy = recipe.off_policy
+    if off_policy.truncate is not RatioLevel.NONE and off_policy.cap < 1:
+        yield Problem(
+            "off_policy.cap",
+            f"{shown(off_policy.cap)} would shrink the weight of on-policy tokens (w = 1): set it to 1 or more",
+        )
+    if off_policy.mask is RatioLevel.NONE:
+        return
+    if off_policy.mask_low > 1:
+        yield Problem(
+            "off_policy.mask_low", f"{shown(off_policy.mask_low)} masks on-policy tokens (w = 1): set it to 1 or less"
+        )
+    if off_policy.mask_high < 1:
+        yield Problem(
+            "off_policy.mask_high",
+            f"{shown(off_policy.mask_high)} masks on-policy tokens (w = 1): set it to 1 or more",
+        )
+    if off_policy.mask_low >= off_policy.mask_high:
+        yield Problem(
+            "off_policy.mask_low",
+            f"{shown(off_policy.mask_low)} is not below mask_high = {shown(off_policy.mask_high)}: lower it",
+        )

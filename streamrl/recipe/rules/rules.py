@@ -1,0 +1,16 @@
+"""What ``recipe.load`` calls: every rule of this folder, what keys of other systems are called here, and what
+``rollout.system`` sets."""
+
+from streamrl.recipe.rules import (  # noqa: F401 - each registers its rules
+    engine_rules,
+    objective_rules,
+    reward_rules,
+    run_rules,
+    scheduling_rules,
+    transport_rules,
+)
+from streamrl.recipe.rules.foreign_keys import foreign_answer
+from streamrl.recipe.rules.rule import broken_rules
+from streamrl.recipe.rules.systems import apply_system
+
+__all__ = ["apply_system", "broken_rules", "foreign_answer"]

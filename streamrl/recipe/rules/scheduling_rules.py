@@ -1,0 +1,349 @@
+"""Rules of ``[rollout]``, of its rounds and of ``[group_sizing]``: what composes, what has no effect."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from itertools import pairwise
+
+from streamrl.recipe.algorithms import WITHIN_GROUPS
+from streamrl.recipe.fields import Section
+from streamrl.recipe.objective import AdvantageKind
+from streamrl.recipe.problems import shown
+from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
+from streamrl.recipe.scheduling import (
+    SMALLEST_SIZE,
+    DeferredPrompts,
+    GroupSizing,
+    Keeps,
+    LengthSorted,
+    RoundKind,
+    SizingKind,
+    Straggler,
+    TailBatching,
+)
+from streamrl.recipe.sections import Recipe
+
+_CLASS = re.compile(r"^.+:[A-Za-z_]\w*$")
+_ROUNDS = ("rollout.rounds", "tail_batching", "length_sorted")
+
+
+def _of_rounds(*kinds: RoundKind) -> Callable[[Recipe], str]:
+    """Keys that these rounds read, the first of them above all."""
+
+    def why(recipe: Recipe) -> str:
+        kind = recipe.rollout.rounds
+        read = kind in (*kinds, RoundKind.CUSTOM)
+        return "" if read else f' with rounds = "{kind}": remove it, or set rounds = "{kinds[0]}"'
+
+    return why
+
+
+def _of_sizing(*kinds: SizingKind) -> Callable[[Recipe], str]:
+    """Keys of ``[group_sizing]`` that these kinds read. All kinds read ``straggler_ratio`` and ``straggler``:
+    the rate is a metric."""
+
+    def why(recipe: Recipe) -> str:
+        kind = recipe.group_sizing.kind
+        if kind in kinds:
+            return ""
+        remedy = 'group_sizing.kind = "sagc" or "random"' if kind is SizingKind.FIXED else 'kind = "random"'
+        return f' with group_sizing.kind = "{kind}": remove it, or set {remedy}'
+
+    return why
+
+
+def _in_flight(recipe: Recipe, what: str) -> str:
+    rounds = recipe.rollout.rounds
+    if rounds in (RoundKind.CONTINUOUS, RoundKind.CUSTOM):
+        return ""
+    return f': {what} {rounds} rounds; remove it, or set rounds = "continuous"'
+
+
+def _keys(section: str, struct: type[Section], *but: str) -> str:
+    return " ".join(f"{section}.{name}" for name in struct.__struct_fields__ if name not in but)
+
+
+READ_BY_AUTO = ("deferred_prompts", "long_round_batches")
+"""Of ``[tail_batching]``: ``auto`` chooses the rest itself."""
+TAIL, AUTO = RoundKind.TAIL_BATCHING, RoundKind.AUTO
+has_no_effect(_keys("tail_batching", TailBatching, *READ_BY_AUTO), _of_rounds(TAIL), *_ROUNDS)
+has_no_effect(" ".join(f"tail_batching.{name}" for name in READ_BY_AUTO), _of_rounds(TAIL, AUTO), *_ROUNDS)
+has_no_effect(_keys("length_sorted", LengthSorted), _of_rounds(RoundKind.LENGTH_SORTED), *_ROUNDS)
+has_no_effect("rollout.in_flight", lambda r: _in_flight(r, "nothing is in flight at an update in"), *_ROUNDS)
+has_no_effect(
+    "rollout.when_stale",
+    lambda r: _in_flight(r, "nothing becomes stale in") if r.on_policy else "",
+    *_ROUNDS,
+)
+OF_VARIED_SIZES = ("sizes", "keeps", "dwell")
+has_no_effect(
+    _keys("group_sizing", GroupSizing, "kind", "straggler_ratio", "straggler", *OF_VARIED_SIZES, "shares"),
+    _of_sizing(SizingKind.SAGC),
+)
+has_no_effect(
+    " ".join(f"group_sizing.{name}" for name in OF_VARIED_SIZES), _of_sizing(SizingKind.SAGC, SizingKind.RANDOM)
+)
+has_no_effect("group_sizing.shares", _of_sizing(SizingKind.RANDOM))
+
+
+@rule("rollout.rounds", "tail_batching", "length_sorted", "rollout.max_staleness")
+def staleness_of_rounds(recipe: Recipe) -> Broken:
+    """Each kind of round says what staleness it needs; none is given less."""
+    rollout = recipe.rollout
+    bound, kind = rollout.max_staleness, f'rounds = "{rollout.rounds}"'
+    needed, why = 0, ""
+    if rollout.rounds is RoundKind.CONTINUOUS:
+        needed, why = 1, "which overlaps training with the next rollout"
+    elif rollout.rounds is RoundKind.LENGTH_SORTED and recipe.length_sorted.partial:
+        cohort = recipe.length_sorted.cohort_batches
+        needed, why = cohort - 1, f"with length_sorted.partial, where a cohort of {cohort} batches is sampled on"
+    elif rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.deferred_prompts is DeferredPrompts.RESUME:
+        # What one race pauses is trained by the next batches, one batch of it each.
+        needed = max(1, math.ceil(recipe.tail_batching.prompt_oversampling - 1))
+        why = 'with tail_batching.deferred_prompts = "resume", where deferred prompts keep their tokens'
+    if bound < needed:
+        yield Problem(
+            "rollout.max_staleness",
+            f"{bound} does not fit {kind}, {why}: set max_staleness = {needed} or more",
+        )
+    if recipe.on_policy and bound > 0:
+        other = 'rounds = "continuous"'
+        yield Problem(
+            "rollout.max_staleness",
+            f"{bound} does not fit {kind}, which trains at staleness 0: set max_staleness = 0, or {other}",
+        )
+
+
+@rule("rollout.rounds", "tail_batching", "length_sorted", "rollout.presubmit")
+def submitted_in_advance(recipe: Recipe) -> Broken:
+    """Engines can only be held for a version where nothing runs meanwhile."""
+    rollout = recipe.rollout
+    if rollout.presubmit and not recipe.on_policy:
+        yield Problem(
+            "rollout.presubmit",
+            f'true does not fit rounds = "{rollout.rounds}" at staleness {rollout.max_staleness}, whose engines '
+            "are never held: set presubmit = false, or rounds that train on-policy",
+        )
+
+
+@rule("rollout.rounds", "rollout.policy")
+def custom_policy(recipe: Recipe) -> Broken:
+    """``rollout.policy`` names a class, for custom rounds alone."""
+    rollout = recipe.rollout
+    custom = rollout.rounds is RoundKind.CUSTOM
+    if custom and not _CLASS.match(rollout.policy):
+        yield Problem(
+            "rollout.policy",
+            f'"{rollout.policy}" does not name a class: write "module:Class" or "path/to/file.py:Class"',
+        )
+    if rollout.policy and not custom:
+        yield Problem(
+            "rollout.policy", f'has no effect with rounds = "{rollout.rounds}": remove it, or set rounds = "custom"'
+        )
+
+
+@rule("rollout.rounds", "tail_batching", "length_sorted", "rollout", "group_sizing")
+def races(recipe: Recipe) -> Broken:
+    """Tail batching races something, and its options fit each other."""
+    tail = recipe.tail_batching
+    if recipe.rollout.rounds is RoundKind.AUTO and tail.deferred_prompts is DeferredPrompts.RESUME:
+        yield Problem(
+            "tail_batching.deferred_prompts",
+            '"resume" is off-policy, and rounds = "auto" is not: set "replay" or "regenerate"',
+        )
+    if recipe.rollout.rounds is not RoundKind.TAIL_BATCHING:
+        return
+    if tail.prompt_oversampling == 1 and tail.response_oversampling == 1:
+        yield Problem(
+            "tail_batching.prompt_oversampling",
+            '1 with response_oversampling = 1 races nothing: raise one of them, or set rounds = "synchronous"',
+        )
+    if bool(tail.domain_column) != bool(tail.domains):
+        yield Problem(
+            "tail_batching.domains",
+            "needs domain_column and domains: name the column of the prompts and the share of each of its values",
+        )
+
+
+@rule("rollout.rounds", "tail_batching", "length_sorted", "objective")
+def cohorts(recipe: Recipe) -> Broken:
+    """Length-sorted rounds admit what their advantages can use."""
+    options = recipe.length_sorted
+    if recipe.rollout.rounds is not RoundKind.LENGTH_SORTED:
+        return
+    advantages = recipe.objective_settings.advantages
+    if options.single and advantages in WITHIN_GROUPS:
+        yield Problem(
+            "length_sorted.single",
+            f'true takes groups apart, and objective.advantages = "{advantages}" compares siblings: set '
+            'single = false, or algorithm = "reinforce_plus_plus"',
+        )
+    if options.partial and options.cut_tokens:
+        yield Problem(
+            "length_sorted.cut_tokens",
+            f"{options.cut_tokens} does not fit partial = true: batches that are cut by tokens are more than "
+            f"cohort_batches = {options.cohort_batches}, and what waits for them is older than "
+            "rollout.max_staleness: set cut_tokens = 0, or partial = false",
+        )
+    if 0 < options.oversubscription < 1:
+        yield Problem(
+            "length_sorted.oversubscription",
+            f"{options.oversubscription:g} would never fill a batch: set 1 or more, or 0 (the whole cohort)",
+        )
+
+
+@rule("run.deterministic", "group_sizing.straggler", *_ROUNDS)
+def reproducible_rounds(recipe: Recipe) -> Broken:
+    """What ``run.deterministic`` asks of rounds: decisions that outcomes alone lead to, and tokens that do not depend
+    on when weights change (``control/policies/deterministic.py``)."""
+    rollout = recipe.rollout
+    if not recipe.run.deterministic:
+        return
+    if rollout.rounds is RoundKind.AUTO:
+        yield Problem(
+            "rollout.rounds",
+            '"auto" does not fit run.deterministic, since it chooses rounds by measured times: name the rounds, '
+            'for example "synchronous", or set run.deterministic = false',
+        )
+    elif not recipe.on_policy:
+        yield Problem(
+            "rollout.rounds",
+            f'"{rollout.rounds}" at staleness {rollout.max_staleness} does not fit run.deterministic, since which '
+            "weights sample a token depends on when they change: choose rounds that train on-policy, or set "
+            "run.deterministic = false",
+        )
+    if recipe.group_sizing.straggler is Straggler.SECONDS:
+        yield Problem(
+            "group_sizing.straggler",
+            '"seconds" does not fit run.deterministic, since measured times choose the group size: set "tokens"',
+        )
+
+
+OVER_THE_BATCH = frozenset({AdvantageKind.BATCH, AdvantageKind.COHORT})
+
+
+@rule("group_sizing", "rollout", "training.updates_per_batch")
+def sizes_fit_the_batch(recipe: Recipe) -> Broken:
+    """Where a batch keeps its trajectories, every size divides it."""
+    sizing, rollout = recipe.group_sizing, recipe.rollout
+    if not sizing.varies:
+        return
+    if len(sizing.sizes) < 2:
+        yield Problem(
+            "group_sizing.sizes",
+            f'{shown(list(sizing.sizes))} leaves nothing to choose: give two or more, or set kind = "fixed"',
+        )
+    if any(first >= second for first, second in pairwise(sizing.sizes)):
+        yield Problem(
+            "group_sizing.sizes",
+            f"{shown(list(sizing.sizes))} is not ascending: write each size once, smallest first",
+        )
+    if sizing.keeps is Keeps.PROMPTS:
+        return
+    batch = rollout.prompts_per_batch * rollout.group_size
+    for index, size in enumerate(sizing.sizes):
+        if batch % size:
+            yield Problem(
+                f"group_sizing.sizes.{index}",
+                f"{size} does not divide a batch of rollout.prompts_per_batch x group_size = {batch} trajectories: "
+                'choose a size that does, another batch, or advanced.keeps = "prompts"',
+            )
+    largest = max(sizing.sizes, default=1)
+    updates, fewest = recipe.training.updates_per_batch, batch // largest
+    if updates > 1 and updates > fewest:
+        yield Problem(
+            "training.updates_per_batch",
+            f"{updates} steps do not fit a batch of {fewest} groups of size {largest}, the largest of "
+            f"group_sizing.sizes, since each step trains its share of them: set {max(fewest, 1)} or less",
+        )
+
+
+@rule("group_sizing", "rollout", "run.steps")
+def sizes_show_stragglers(recipe: Recipe) -> Broken:
+    """What the straggler-aware controller needs of its constants."""
+    sizing, rollout = recipe.group_sizing, recipe.rollout
+    if sizing.kind is not SizingKind.SAGC:
+        return
+    for index, size in enumerate(sizing.sizes):
+        if size < SMALLEST_SIZE:
+            yield Problem(
+                f"group_sizing.sizes.{index}",
+                f"{size} is too small to show a straggler (longest against median): set it to {SMALLEST_SIZE} or more",
+            )
+    if rollout.group_size not in sizing.sizes:
+        yield Problem(
+            "rollout.group_size",
+            f"{rollout.group_size}, which the run starts with, is none of group_sizing.sizes = "
+            f"{shown(list(sizing.sizes))}: add it there, or start with one of them (and scale prompts_per_batch)",
+        )
+    if sizing.straggler_ratio <= 1:
+        yield Problem(
+            "group_sizing.straggler_ratio",
+            f"{shown(sizing.straggler_ratio)} makes every group a straggler: set it above 1, such as 2",
+        )
+    if sizing.budget is not None and not 0 < sizing.budget < 1:
+        yield Problem(
+            "group_sizing.budget",
+            f"{shown(sizing.budget)} is no share of groups that could be kept: set it above 0 and below 1, or remove "
+            "it, so that it is measured",
+        )
+    elif sizing.budget is not None and sizing.tightening >= sizing.budget:
+        yield Problem(
+            "group_sizing.tightening",
+            f"{shown(sizing.tightening)} leaves nothing of budget = {shown(sizing.budget)}: set it lower, such as 0.02",
+        )
+    if sizing.calibration_steps and sizing.budget is not None:
+        yield Problem(
+            "group_sizing.calibration_steps",
+            f"{sizing.calibration_steps} has no effect with group_sizing.budget = {shown(sizing.budget)}: remove one",
+        )
+    elif (sizing.calibration_steps or 0) >= recipe.run.steps:
+        yield Problem(
+            "group_sizing.calibration_steps",
+            f"{sizing.calibration_steps} leaves none of run.steps = {recipe.run.steps} to control: set it lower",
+        )
+
+
+@rule("group_sizing", "objective")
+def shares_for_chance(recipe: Recipe) -> Broken:
+    """``kind = "random"``: one share for each size."""
+    sizing = recipe.group_sizing
+    if sizing.kind is not SizingKind.RANDOM:
+        return
+    if len(sizing.shares) != len(sizing.sizes):
+        yield Problem(
+            "group_sizing.shares",
+            f"has {len(sizing.shares)} entries for {len(sizing.sizes)} sizes: give the share of each",
+        )
+    if sizing.shares and all(share == 0 for share in sizing.shares):
+        yield Problem("group_sizing.shares", "every share is 0, so no size would be drawn: give at least one above 0")
+    if recipe.objective_settings.advantages not in WITHIN_GROUPS:
+        return
+    for index, size in enumerate(sizing.sizes):
+        if size < 2:
+            yield Problem(
+                f"group_sizing.sizes.{index}",
+                f"{size} makes every advantage 0, because siblings are compared: set it to 2 or more",
+            )
+
+
+@rule("group_sizing", "rollout", "length_sorted", "objective")
+def sizes_mean_something(recipe: Recipe) -> Broken:
+    """Sizes vary only where siblings are trained together."""
+    sizing = recipe.group_sizing
+    if not sizing.varies:
+        return
+    advantages = recipe.objective_settings.advantages
+    if advantages in OVER_THE_BATCH:
+        yield Problem(
+            "group_sizing.kind",
+            f'"{sizing.kind}" has no use with objective.advantages = "{advantages}", which compares with the batch '
+            'whatever the group size: set kind = "fixed", or advantages = "group_then_batch"',
+        )
+    if recipe.rollout.rounds is RoundKind.LENGTH_SORTED and recipe.length_sorted.single:
+        yield Problem(
+            "group_sizing.kind",
+            f'"{sizing.kind}" has no use with length_sorted.single = true, which trains no groups: set one of them off',
+        )

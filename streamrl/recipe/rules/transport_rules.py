@@ -1,0 +1,89 @@
+"""Who may reach the sockets of a run: nothing leaves this host without keys, unless the recipe says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from streamrl.base.hosts import host_of, is_loopback, is_public, is_wildcard
+from streamrl.recipe.rules.rule import Broken, Problem, rule
+from streamrl.recipe.sections import Launch, Recipe, TransportKind, TransportSecurity
+
+_REMEDY = (
+    "make keys with `streamrl keys DIRECTORY` and set transport.keys to it, set {field} to a loopback address, "
+    'or (every host that reaches it then can change the run) transport.security = "none"'
+)
+
+
+@rule("transport")
+def external_needs_tcp(recipe: Recipe) -> Broken:
+    """A process that a person starts must be able to reach the run."""
+    if recipe.transport.kind is TransportKind.TCP:
+        return
+    for name in ("engines", "training"):
+        if getattr(recipe.transport, name) is Launch.EXTERNAL:
+            yield Problem(
+                f"transport.{name}",
+                '"external" needs endpoints that another process can reach: set transport.kind = "tcp"',
+            )
+
+
+@rule("transport")
+def hosts_are_named(recipe: Recipe) -> Broken:
+    """Peers connect to the host that is bound; trainer ranks meet there without any authentication."""
+    host = recipe.transport.host
+    if recipe.transport.kind is not TransportKind.TCP:
+        return
+    if is_wildcard(host):
+        yield Problem(
+            "transport.host",
+            f'"{host}" is every interface: name the address of one private interface, to which the others connect',
+        )
+    elif is_public(host) and recipe.transport.security is not TransportSecurity.NONE:
+        yield Problem(
+            "transport.host",
+            f'"{host}" is a public address, and trainer ranks (gloo, NCCL) do not authenticate each other: '
+            "name a private interface, or a tunnel between the hosts",
+        )
+
+
+@rule("transport", "metrics.endpoint")
+def nothing_leaves_without_keys(recipe: Recipe) -> Broken:
+    """Sockets that other hosts reach are authenticated and encrypted, or said not to be."""
+    transport = recipe.transport
+    if transport.security is TransportSecurity.NONE:
+        if transport.keys:
+            yield Problem(
+                "transport.keys",
+                f'"{transport.keys}" has no effect with transport.security = "none": remove one of the two',
+            )
+        return
+    if transport.keys:
+        return
+    for field, reached in open_to_others(recipe):
+        yield Problem(field, f'"{reached}" can be reached from other hosts: {_REMEDY.format(field=field)}')
+
+
+def open_to_others(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """(field, value) of every address in the recipe that is not for this host alone."""
+    host, endpoint = recipe.transport.host, recipe.metrics.endpoint
+    if recipe.transport.kind is TransportKind.TCP and not is_loopback(host) and not is_wildcard(host):
+        yield "transport.host", host
+    if endpoint.startswith("tcp://") and not is_loopback(host_of(endpoint)):
+        yield "metrics.endpoint", endpoint
+
+
+def transport_metrics(recipe: Recipe) -> dict[str, float]:
+    """What every step tells of the transport."""
+    return {"health/insecure_transport": float(bool(insecure_notice(recipe)))}
+
+
+def insecure_notice(recipe: Recipe) -> str:
+    """What every start of a run says whose sockets are open to other hosts; empty: there is nothing to say."""
+    if recipe.transport.security is not TransportSecurity.NONE:
+        return ""
+    reached = ", ".join(f"{field} = {value}" for field, value in open_to_others(recipe))
+    return (
+        reached
+        and f"INSECURE: {reached} without keys: every host that reaches it reads the run and changes its weights "
+        '(transport.advanced.security = "none"); `streamrl keys DIRECTORY` makes keys'
+    )

@@ -1,0 +1,112 @@
+"""The process of the run's own judge: an engine that nothing is pushed to, behind a gate, on vLLM's own routes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio.abc import TaskGroup
+
+from streamrl.base.concurrent_calls import first_error
+from streamrl.base.errors import StreamEnded
+from streamrl.base.messages import PauseMode
+from streamrl.comm.stream import ReceiveStream, SendStream, send_hello
+from streamrl.recipe.judge import Judge, YieldKind
+from streamrl.rewards.judge.gate import JudgeEvent, JudgeGate, JudgeOrder, JudgeReady
+
+if TYPE_CHECKING:
+    from streamrl.engines.vllm.engine import VllmEngine
+
+REPORT_S = 0.5
+
+Move = Callable[[], Awaitable[None]]
+
+
+async def serve_judge(
+    engine: VllmEngine,
+    judge: Judge,
+    socket_path: Path,
+    orders: ReceiveStream[JudgeOrder],
+    reports: SendStream[JudgeEvent],
+    *,
+    sleeps: bool,
+) -> None:
+    """Load the model when the first order comes, then answer questions at ``socket_path`` until orders end.
+
+    ``sleeps``: the engine can be put to sleep; otherwise it is paused. Raises ``EngineError`` when it died, and
+    ``StreamBroken`` when the controller is gone.
+    """
+    try:
+        async with anyio.create_task_group() as tasks:
+            server = _JudgeServer(engine, judge, socket_path, tasks, sleeps=sleeps)
+            with suppress(StreamEnded):
+                await server.serve(orders, reports)
+            tasks.cancel_scope.cancel()
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    finally:
+        with anyio.CancelScope(shield=True):
+            await engine.aclose()
+    await reports.aclose()  # the controller waits for that: the engine has stopped
+
+
+class _JudgeServer:
+    """The engine with its gate and routes."""
+
+    def __init__(self, engine: VllmEngine, judge: Judge, socket_path: Path, tasks: TaskGroup, *, sleeps: bool) -> None:
+        self._engine, self._judge, self._socket_path, self._tasks = engine, judge, socket_path, tasks
+        self._gate = JudgeGate(judge, *_moves(engine, judge, sleeps=sleeps))
+
+    async def serve(self, orders: ReceiveStream[JudgeOrder], reports: SendStream[JudgeEvent]) -> None:
+        """Until orders end. Raises ``StreamEnded`` where there never was one."""
+        self._gate.actor_runs((await orders.receive()).share)
+        await send_hello(reports, orders, await self._start())
+        try:
+            async with anyio.create_task_group() as reporting:
+                reporting.start_soon(self._report, reports)
+                async for order in orders:
+                    self._gate.actor_runs(order.share)
+                reporting.cancel_scope.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        await reports.send(self._gate.report())
+
+    async def _start(self) -> JudgeReady:
+        from streamrl.engines.vllm.openai_form import OpenAIRoutes
+
+        ready = await self._engine.start()
+        judge, gate = self._judge, self._gate
+        routes = OpenAIRoutes(self._engine.front_end, model_path=judge.model, name=judge.model, gate=gate.question)
+        for serving in (self._engine.watch, gate.run, partial(routes.serve, self._socket_path)):
+            self._tasks.start_soon(serving)
+        await routes.started()
+        return JudgeReady(max_model_len=ready.max_model_len)
+
+    async def _report(self, reports: SendStream[JudgeEvent]) -> None:
+        last = None
+        while True:
+            if (report := self._gate.report()) != last:
+                await reports.send(report)
+                last = report
+            await anyio.sleep(REPORT_S)
+
+
+def _moves(engine: VllmEngine, judge: Judge, *, sleeps: bool) -> tuple[Move, Move]:
+    """How it wakes and how it rests. Nobody is inside while it rests, so nothing is aborted."""
+
+    async def pause() -> None:
+        await engine.pause(PauseMode.KEEP, clear_cache=False)
+
+    async def sleep() -> None:
+        await engine.sleep()
+
+    async def stay() -> None:
+        """Do nothing."""
+
+    if judge.when_idle is YieldKind.NEVER:
+        return stay, stay
+    return (engine.wake, sleep) if sleeps else (engine.resume, pause)

@@ -1,0 +1,154 @@
+"""The files that the code can reach: a file tree of its own, and Landlock's rules about it. Only the standard library.
+
+    /                      read-only
+    /dev/{null,zero,full,random,urandom}
+    /<the standard library, where it is on the host>     without site-packages
+    /tmp                   a tmpfs for each run; /dev/shm is there too
+
+There is no /proc, no /sys, no program, no other library. Landlock (Linux 5.13 and later) allows reading beneath the
+library and writing beneath /tmp whatever else is reachable, and no TCP, no abstract sockets and no signals to others
+(https://docs.kernel.org/userspace-api/landlock.html).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable
+
+from streamrl.rewards.sandbox import syscalls as sc
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+SCRATCH = "/tmp"
+_STAGE = "/tmp"  # where the host's tree is covered while ours is built; only in this process's mount namespace
+_OLD = "/old"
+_NEW = "/new"
+_THIRD_PARTY = ("site-packages", "dist-packages")
+
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_DIR, _REMOVE_FILE = (1 << bit for bit in range(6))
+_MAKE_CHAR, _MAKE_DIR, _MAKE_REG, _MAKE_SOCK, _MAKE_FIFO, _MAKE_BLOCK, _MAKE_SYM = (1 << bit for bit in range(6, 13))
+_REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
+_NET_TCP = 3  # bind and connect
+_SCOPES = 3  # abstract unix sockets, signals
+
+_READ = _READ_FILE | _READ_DIR
+_SCRATCH = (
+    _READ
+    | _WRITE_FILE
+    | _REMOVE_DIR
+    | _REMOVE_FILE
+    | _MAKE_DIR
+    | _MAKE_REG
+    | _MAKE_FIFO
+    | _MAKE_SYM
+    | _REFER
+    | _TRUNCATE
+)
+_DEVICE = _READ_FILE | _WRITE_FILE
+
+
+def build(library: str) -> None:
+    """Make ``/new`` (what the code will see) and ``/proc`` (the host's) all that this process sees of files.
+
+    ``library``: directory of the standard library. Needs a mount namespace of its own, and the right to mount in it.
+    """
+    sc.mount(None, "/", None, sc.MS_REC | sc.MS_PRIVATE)
+    sc.mount("tmpfs", _STAGE, "tmpfs", sc.MS_NOSUID | sc.MS_NODEV, "size=1m,mode=755")
+    for name in (_OLD, _NEW, "/proc"):
+        os.mkdir(_STAGE + name)
+    sc.pivot_root(_STAGE, _STAGE + _OLD)
+    os.chdir("/")
+    sc.mount("tmpfs", _NEW, "tmpfs", sc.MS_NOSUID, "size=1m,mode=755")
+    _bind_directory(library)
+    for name in _THIRD_PARTY:
+        if os.path.isdir(f"{_NEW}{library}/{name}"):
+            sc.mount("tmpfs", f"{_NEW}{library}/{name}", "tmpfs", sc.MS_NOSUID | sc.MS_NODEV, "size=4k,mode=755")
+    os.makedirs(_NEW + SCRATCH, exist_ok=True)
+    os.makedirs(f"{_NEW}/dev", exist_ok=True)
+    for device in DEVICES:
+        _bind_device(device)
+    os.symlink(SCRATCH, f"{_NEW}/dev/shm")
+    _make_read_only(_NEW)
+    # To write the user mapping of each run; the code does not see it.
+    sc.mount(f"{_OLD}/proc", "/proc", None, sc.MS_BIND | sc.MS_REC)
+    sc.unmount(_OLD)
+
+
+def enter(scratch_bytes: int, scratch_files: int) -> None:
+    """Make ``/new`` the root, with an empty /tmp. For a mount namespace of its own, below that of ``build``."""
+    # A mount that was inherited is locked and cannot become the root; a bind of it can.
+    sc.mount(_NEW, _NEW, None, sc.MS_BIND | sc.MS_REC)
+    options = f"size={scratch_bytes},nr_inodes={scratch_files},mode=700"
+    sc.mount("tmpfs", _NEW + SCRATCH, "tmpfs", sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC, options)
+    os.chdir(_NEW)
+    sc.pivot_root(".", ".")
+    sc.unmount(".")
+    os.chdir("/")
+
+
+def map_user(inside: int, outside_user: int, outside_group: int) -> None:
+    """Write the maps of the user namespace that this process is the first of."""
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", f"{inside} {outside_user} 1")
+    _write("/proc/self/gid_map", f"{inside} {outside_group} 1")
+
+
+def _write(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def _bind_directory(path: str) -> None:
+    os.makedirs(_NEW + path, exist_ok=True)
+    # With what is mounted below it: a user namespace may not uncover that.
+    sc.mount(_OLD + path, _NEW + path, None, sc.MS_BIND | sc.MS_REC)
+
+
+def _bind_device(path: str) -> None:
+    if not os.path.exists(_OLD + path):
+        return
+    os.close(os.open(_NEW + path, os.O_CREAT | os.O_WRONLY, 0o644))
+    sc.mount(_OLD + path, _NEW + path, None, sc.MS_BIND)
+
+
+def _make_read_only(path: str) -> None:
+    try:
+        sc.restrict_mounts(path, sc.MS_RDONLY | sc.MS_NOSUID)
+        return
+    except OSError as error:
+        if error.errno != 38:  # ENOSYS: before Linux 5.12
+            raise
+    with open("/old/proc/self/mountinfo") as file:
+        points = [line.split()[4] for line in file]
+    for point in sorted(p for p in points if p == path or p.startswith(path + "/")):
+        current = os.statvfs(point).f_flag & (sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC)
+        flags = sc.MS_REMOUNT | sc.MS_BIND | sc.MS_RDONLY | sc.MS_NOSUID | current
+        sc.mount(None, point, None, flags)
+
+
+def restrict(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str]) -> None:
+    """Only what lies beneath ``readable`` can be read, and only what lies beneath ``writable`` be changed, from now on.
+
+    Paths that do not exist are left out. Raises ``OSError`` where the kernel has no Landlock.
+    """
+    version = sc.landlock_version()
+    files = (1 << 13) - 1
+    files |= _REFER if version >= 2 else 0
+    files |= _TRUNCATE if version >= 3 else 0
+    files |= _IOCTL_DEV if version >= 5 else 0
+    attributes = struct.pack("Q", files)
+    attributes += struct.pack("Q", _NET_TCP) if version >= 4 else b""
+    attributes += struct.pack("Q", _SCOPES) if version >= 6 else b""
+    ruleset = sc.landlock_ruleset(attributes)
+    try:
+        for paths, rights in ((readable, _READ), (writable, _SCRATCH), (devices, _DEVICE)):
+            for path in paths:
+                if os.path.exists(path):
+                    on_files = rights if os.path.isdir(path) else rights & (_DEVICE | _TRUNCATE)
+                    sc.landlock_allow_beneath(ruleset, path, on_files & files)
+        sc.landlock_restrict(ruleset)
+    finally:
+        os.close(ruleset)

@@ -1,0 +1,133 @@
+"""What the jailed process does: run the code, or load it and answer questions. Only the standard library."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import json
+import os
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+from streamrl.rewards.sandbox.values import encode
+
+_FILE = "solution.py"
+
+
+def as_program(source_fd: int) -> Callable[[], int]:
+    """What runs the code as ``python solution.py`` would, and gives its exit code."""
+    source = _prepare(source_fd)
+    return lambda: _run_to_the_end(lambda: _execute(source, "__main__"))
+
+
+def as_module(source_fd: int, order_fd: int, answer_fd: int) -> Callable[[], int]:
+    """What loads the code as a module, carries out the order and writes the answer, both JSON.
+
+    The order: ``{"setup": Python}`` and one of ``{"questions": [expression, ...]}``, ``{"function": name,
+    "arguments": [...]}`` and ``{"test": Python, "nonce": text}``. The answer: ``{"values": [...]}`` (of a test that
+    passed: the nonce), or ``{"raised": text}``.
+    """
+    source = _prepare(source_fd)
+    order = json.loads(_read(order_fd))
+
+    def answer() -> None:
+        # Its own __main__ part must not run: it is asked for what it defines.
+        names = vars(_execute(source, "solution"))
+        try:
+            answered: dict[str, Any] = {"values": _values(names, order)}
+        except Exception as error:  # noqa: BLE001 - reported as the test's outcome
+            answered = {"raised": f"{type(error).__name__}: {error}"}
+        content = memoryview(json.dumps(answered).encode())
+        while content:
+            content = content[os.write(answer_fd, content) :]
+
+    return lambda: _exit_code_of(answer)
+
+
+def _values(names: dict[str, Any], order: dict[str, Any]) -> list[Any]:
+    exec(compile(order["setup"], "setup", "exec", dont_inherit=True), names)
+    if "function" in order:
+        name = order["function"]
+        function = names[name] if name in names else getattr(names["Solution"](), name)
+        return [encode(function(*order["arguments"]))]
+    if "test" in order:
+        exec(compile(order["test"], "test", "exec", dont_inherit=True), names)
+        return [order["nonce"]]
+    return [encode(eval(compile(text, "test", "eval", dont_inherit=True), names)) for text in order["questions"]]
+
+
+def _read(fd: int) -> bytes:
+    size, content = os.fstat(fd).st_size, b""
+    while len(content) < size and (part := os.pread(fd, size - len(content), len(content))):
+        content += part
+    os.close(fd)
+    return content
+
+
+def _prepare(source_fd: int) -> bytes:
+    """The source; and an interpreter that looks as if it had just been started with it."""
+    source = _read(source_fd)
+    sys.argv[:] = [_FILE]
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), "utf-8")
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        raw = io.FileIO(fd, "w", closefd=False)
+        # As for a file: written when the buffer is full; errors at once.
+        stream = io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", write_through=fd == 2)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    return source
+
+
+def _execute(source: bytes, name: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    module.__dict__["__file__"] = _FILE
+    exec(compile(source, _FILE, "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
+def _run_to_the_end(run: Callable[[], object]) -> int:
+    """Exit code of ``run()``, after what an interpreter does at its end: threads, ``atexit``, flushed output."""
+    code = _exit_code_of(run)
+    for last in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        code = _exit_code_of(last) or code
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):  # over the limit for files, or closed by the code
+        code = code or 120
+    return code
+
+
+def _exit_code_of(run: Callable[[], object]) -> int:
+    try:
+        run()
+    except SystemExit as error:
+        return _exit_code(error.code)
+    except BaseException:  # noqa: BLE001 - the code's own, shown as the interpreter would
+        _write_traceback()
+        return 1
+    return 0
+
+
+def _exit_code(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"{code}\n")
+    return 1
+
+
+def _write_traceback() -> None:
+    # The code may have closed or replaced stderr, and its exceptions may not be printable.
+    try:
+        traceback.print_exc(file=sys.__stderr__)
+    except BaseException:  # noqa: BLE001
+        os.write(2, b"an exception that cannot be shown\n")

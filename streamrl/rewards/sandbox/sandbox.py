@@ -1,0 +1,327 @@
+"""The sandbox as the reward process sees it: one zygote, runs in it, and which layers this machine has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+
+from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.rewards.sandbox.jail import Limits
+from streamrl.rewards.sandbox.values import MALFORMED, decode
+
+ALL_LAYERS = ("namespaces", "landlock", "seccomp")
+_START_S = 30.0
+_ANSWER_GRACE_S = 10.0  # beyond the limit of a run; the zygote kills what does not end after 2 s
+_END_S = 5.0
+_MESSAGE_BYTES = 65536
+_MOST_STDERR_BYTES = 4096
+_F_ADD_SEALS, _SEALS = 1033, 0xF  # seal, shrink, grow, write
+# Packages without their __init__, so that the zygote loads the standard library and this package's files only.
+_BOOT = """
+import sys, types
+place, fd = sys.argv[1:]
+for depth, name in ((1, "streamrl"), (0, "streamrl.rewards.sandbox")):
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = [place.rsplit("/", depth)[0]]
+from streamrl.rewards.sandbox.zygote import main
+main(int(fd))
+"""
+
+
+class SandboxError(StreamRLError):
+    """The sandbox could not run the code: no verdict, and no reward."""
+
+
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How the code's process ended. ``status``: exit code, or minus the number of the signal that ended it;
+    ``seconds`` of wall time and ``cpu_seconds`` until then; ``last_error``: last line on its stderr."""
+
+    status: int
+    seconds: float
+    cpu_seconds: float
+    timed_out: bool
+    last_error: str = ""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What the code's process wrote about its module, none of which is trusted. ``values``: None where it wrote none;
+    ``raised``: what it says that was raised."""
+
+    values: list[Any] | None = None
+    raised: str = ""
+
+
+def read_answer(content: bytes) -> Answer:
+    """The answer in a file that the code's process had."""
+    try:
+        answer = json.loads(content) if content else {"raised": "it ended before it answered"}
+        if "values" in answer:
+            return Answer([decode(value) for value in answer["values"]])
+        return Answer(raised=str(answer["raised"]))
+    except MALFORMED as error:
+        return Answer(raised=f"an answer that cannot be read: {type(error).__name__}: {error}")
+
+
+class LayersFound(msgspec.Struct, frozen=True, tag=True):
+    """What a zygote says first. ``held``: layers that were built and tried; ``missing``: why others could not be."""
+
+    held: tuple[str, ...]
+    missing: dict[str, str]
+
+    @property
+    def isolating(self) -> bool:
+        """Whether files, network and other processes are out of reach. Landlock alone leaves UDP and signals open."""
+        return "namespaces" in self.held or "seccomp" in self.held
+
+
+class RunEnded(msgspec.Struct, frozen=True, tag=True):
+    """How ``run`` ended, or the ``error`` for which it could not begin."""
+
+    run: int
+    report: RunReport | None = None
+    error: str = ""
+
+
+_messages: msgspec.json.Decoder[LayersFound | RunEnded] = msgspec.json.Decoder(LayersFound | RunEnded)
+
+
+def read_zygote_message(content: bytes) -> LayersFound | RunEnded:
+    """Its hello, or how a run ended. Raises ``SandboxError`` for anything else."""
+    try:
+        return _messages.decode(content)
+    except UNDECODABLE as error:
+        raise SandboxError(f"the sandbox says what is no message of it: {error}") from error
+
+
+class Sandbox:
+    """Runs code in jails. Use it on one event loop; the zygote starts with the first run and after it died.
+
+    ``layers``: which of ``ALL_LAYERS`` to use where the kernel has them.
+    """
+
+    def __init__(self, layers: Sequence[str] = ALL_LAYERS) -> None:
+        self._wanted = tuple(layers)
+        self._starting = asyncio.Lock()
+        self._run_ids = itertools.count()
+        self._zygote: _Zygote | None = None
+
+    async def __aenter__(self) -> Sandbox:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End the zygote and every run. A later run starts another."""
+        zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            await zygote.aclose()
+
+    async def layers(self) -> LayersFound:
+        """The layers that hold, and why others do not. Raises ``SandboxError`` when no zygote starts."""
+        return (await self._ready()).hello
+
+    async def run_program(self, source: bytes, stdin: bytes, limits: Limits) -> tuple[RunReport, bytes]:
+        """Run ``source`` as a program: its report, and what it wrote to stdout (up to the limit for files + 1)."""
+        with _files(source, stdin, None, None) as files:
+            report = await self._run("program", limits, files)
+            return report, _content(files[2], limits.file_bytes + 1)
+
+    async def run_module(self, source: bytes, order: Mapping[str, Any], limits: Limits) -> tuple[RunReport, Answer]:
+        """Load ``source`` as a module and carry out ``order`` (see ``program.as_module``) in its process."""
+        with _files(source, json.dumps(order).encode(), None, None) as files:
+            report = await self._run("module", limits, files)
+            return report, read_answer(_content(files[2], limits.file_bytes + 1))
+
+    async def _run(self, kind: str, limits: Limits, files: Sequence[int]) -> RunReport:
+        zygote = await self._ready()
+        run_id = next(self._run_ids)
+        order = {"run": run_id, "kind": kind, "limits": list(limits)}
+        report = await zygote.run(run_id, order, files, limits.seconds + _ANSWER_GRACE_S)
+        return msgspec.structs.replace(report, last_error=_last_line(files[3]))
+
+    async def _ready(self) -> _Zygote:
+        async with self._starting:
+            if self._zygote is None or self._zygote.dead:
+                await self.aclose()
+                self._zygote = await _Zygote.start(self._wanted)
+            return self._zygote
+
+
+class _Zygote:
+    """The process and the socket to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, errors: int) -> None:
+        self.hello = LayersFound((), {})
+        self.dead = False
+        self._process = process
+        self._control = control
+        self._errors = errors
+        self._loop = asyncio.get_running_loop()
+        self._hello: asyncio.Future[Any] = self._loop.create_future()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._loop.add_reader(control.fileno(), self._receive)
+
+    @classmethod
+    async def start(cls, layers: Sequence[str]) -> _Zygote:
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        near.setblocking(False)
+        errors = os.memfd_create("zygote errors")
+        with far:
+            place = str(Path(__file__).parent)
+            process = subprocess.Popen(  # noqa: ASYNC220 - it starts in milliseconds, once
+                [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, place, str(far.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                cwd="/",
+                env={"MALLOC_ARENA_MAX": "1"},  # an arena for each thread would count as memory of the code
+                pass_fds=(far.fileno(),),
+                start_new_session=True,
+            )
+        zygote = cls(process, near, errors)
+        try:
+            near.send(json.dumps({"layers": list(layers)}).encode())
+            async with asyncio.timeout(_START_S):
+                zygote.hello = await zygote._hello
+        except TimeoutError:
+            await zygote.aclose()
+            raise SandboxError(f"the sandbox did not start within {_START_S:g} s") from None
+        except BaseException:
+            await zygote.aclose()
+            raise
+        return zygote
+
+    async def run(self, run_id: int, order: dict[str, Any], files: Sequence[int], seconds: float) -> RunReport:
+        answer = self._answers[run_id] = self._loop.create_future()
+        try:
+            socket.send_fds(self._control, [json.dumps(order).encode()], list(files))
+            async with asyncio.timeout(seconds):
+                ended: RunEnded = await answer
+        except OSError as error:  # TimeoutError too
+            self._end(f"the sandbox does not answer ({type(error).__name__}: {error})")
+            raise SandboxError("the sandbox does not answer: it is started again for the next run") from error
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                self._control.send(json.dumps({"cancel": run_id}).encode())
+            raise
+        finally:
+            self._answers.pop(run_id, None)
+        if ended.report is None:
+            raise SandboxError(f"no jail for the code: {ended.error}")
+        return ended.report
+
+    async def aclose(self) -> None:
+        self._end("the sandbox was closed")
+        try:
+            await anyio.to_thread.run_sync(self._process.wait, _END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await anyio.to_thread.run_sync(self._process.wait)
+        finally:
+            os.close(self._errors)
+
+    def _receive(self) -> None:
+        try:
+            content = self._control.recv(_MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            content = b""
+        if not content:
+            said = _content(self._errors, _MOST_STDERR_BYTES).decode(errors="replace").strip()
+            self._end(f"the sandbox ended: {said[-500:] or 'it said nothing'}")
+            return
+        try:
+            message = read_zygote_message(content)
+        except SandboxError as error:
+            self._end(str(error))
+            return
+        waiting = self._hello if isinstance(message, LayersFound) else self._answers.get(message.run)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
+
+    def _end(self, reason: str) -> None:
+        """Close the socket, on which the zygote ends; all that wait get ``SandboxError``."""
+        if self.dead:
+            return
+        self.dead = True
+        self._loop.remove_reader(self._control.fileno())
+        self._control.close()
+        for waiting in (self._hello, *self._answers.values()):
+            if not waiting.done():
+                waiting.set_exception(SandboxError(reason))
+                waiting.exception()  # looked at: a hello that nobody waits for is no error of its own
+
+
+@contextlib.contextmanager
+def _files(*contents: bytes | None) -> Iterator[list[int]]:
+    """Files in memory: sealed with ``contents``, or empty and writable where that is None."""
+    files: list[int] = []
+    try:
+        for content in contents:
+            files.append(fd := os.memfd_create("run", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            if content is not None:
+                view = memoryview(content)
+                while view:
+                    view = view[os.write(fd, view) :]
+                os.lseek(fd, 0, os.SEEK_SET)
+                fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+        yield files
+    finally:
+        for fd in files:
+            os.close(fd)
+
+
+def _content(fd: int, most: int) -> bytes:
+    content = b""
+    while len(content) < most and (part := os.pread(fd, most - len(content), len(content))):
+        content += part
+    return content
+
+
+def _last_line(stderr: int) -> str:
+    start = max(0, os.fstat(stderr).st_size - _MOST_STDERR_BYTES)
+    lines = os.pread(stderr, _MOST_STDERR_BYTES, start).decode(errors="replace").strip().splitlines()
+    return lines[-1][:200] if lines else ""
+
+
+@cache
+def available_layers() -> LayersFound:
+    """What this machine has, by starting a sandbox once (about a tenth of a second). Raises nothing."""
+    if sys.platform != "linux":
+        return LayersFound((), dict.fromkeys(ALL_LAYERS, f"{sys.platform} has none of them: Linux only"))
+    return probe_layers(ALL_LAYERS)
+
+
+def probe_layers(layers: tuple[str, ...]) -> LayersFound:
+    """Start a sandbox and return which of ``layers`` hold in it."""
+    found: list[LayersFound] = []
+
+    async def ask() -> None:
+        try:
+            async with Sandbox(layers) as sandbox:
+                found.append(await sandbox.layers())
+        except (SandboxError, OSError) as error:
+            found.append(LayersFound((), dict.fromkeys(layers, str(error))))
+
+    # In a thread: the caller may be on an event loop already.
+    thread = threading.Thread(target=lambda: asyncio.run(ask()), name="sandbox probe")
+    thread.start()
+    thread.join()
+    return found[0]

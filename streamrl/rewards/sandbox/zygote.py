@@ -1,0 +1,312 @@
+"""The zygote: a small warm interpreter that forks a jail for every run, so that none starts an interpreter.
+
+    reward process --starts--> outer (waits) --fork into namespaces--> zygote --forks--> watchers
+
+Requests come over a SEQPACKET socket as JSON with the files of the run attached; one answer for each run. The zygote
+never reads those files: what one run is given cannot be found in the memory of another. It ends when the socket does,
+and with it (pid 1 of its process namespace) everything that it started. Only the standard library is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import resource
+import selectors
+import signal
+import site
+import socket
+import sys
+import time
+from typing import Any, NamedTuple
+
+from streamrl.rewards.sandbox import files, jail, program, seccomp
+from streamrl.rewards.sandbox import syscalls as sc
+
+_NOBODY = 65534
+_GRACE_S = 2.0  # a watcher that does not end by itself after the limit
+_MESSAGE_BYTES = 65536
+_MOST_FILES = 8
+_NAMESPACES = sc.CLONE_NEWNS | sc.CLONE_NEWPID | sc.CLONE_NEWIPC | sc.CLONE_NEWUTS | sc.CLONE_NEWNET
+# What programs import most, and what needs shared libraries, which are not in the jail's file tree.
+_WARM = [
+    "abc", "array", "ast", "base64", "bisect", "bz2", "calendar", "cmath", "collections", "contextlib", "copy", "csv",
+    "ctypes", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq", "inspect",
+    "io", "itertools", "json", "lzma", "math", "numbers", "operator", "pprint", "queue", "random", "re", "secrets",
+    "sqlite3", "statistics", "string", "struct", "tempfile", "textwrap", "threading", "time", "typing", "unicodedata",
+    "uuid", "zlib",
+]  # fmt: skip
+
+
+def main(control_fd: int) -> None:
+    """Serve the requests that come over ``control_fd`` until it is closed."""
+    sc.die_with_parent()
+    control = socket.socket(fileno=control_fd)
+    wanted = json.loads(control.recv(_MESSAGE_BYTES))["layers"]
+    _warm_up()
+    missing: dict[str, str] = {}
+    for namespaces in (True, False) if "namespaces" in wanted else (False,):
+        ready, failed = os.pipe()
+        try:
+            pid = _fork_inner(namespaces)
+        except OSError as error:
+            missing["namespaces"] = str(error)
+            continue
+        if pid == 0:
+            os.close(ready)
+            _inner(control, wanted, namespaces, missing, failed)
+        os.close(failed)
+        with open(ready, "rb") as file:
+            problem = file.read()
+        if not problem:
+            control.close()  # else the zygote would not be alone with it, and would not see that it ends
+            os.waitpid(pid, 0)
+            return
+        os.waitpid(pid, 0)
+        missing["namespaces"] = problem.decode(errors="replace")
+
+
+def _fork_inner(namespaces: bool) -> int:
+    if not namespaces:
+        return os.fork()
+    # With the host's root the user namespace comes after the file tree is built, and belongs to nobody.
+    return sc.fork_into(_NAMESPACES | (0 if _may_build_as_root() else sc.CLONE_NEWUSER))
+
+
+def _may_build_as_root() -> bool:
+    """Whether this is a root that may mount, and may become another user."""
+    if os.geteuid() != 0:
+        return False
+    pid = os.fork()
+    if pid == 0:
+        try:
+            sc.unshare(sc.CLONE_NEWNS)
+            os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def _inner(control: socket.socket, wanted: list[str], namespaces: bool, missing: dict[str, str], failed: int) -> None:
+    """The zygote itself. What goes wrong before it can serve is written to ``failed``, which is closed when it can."""
+    try:
+        sc.die_with_parent()
+        library = os.path.dirname(os.__file__)
+        base_bytes = _address_space()
+        if namespaces:
+            _isolate(library)
+        missing = dict(missing)
+        layers = jail.Layers(
+            namespaces=namespaces,
+            landlock="landlock" in wanted and _holds("landlock", missing, lambda: files.restrict([], [], [])),
+            seccomp=sc.machine_index() if "seccomp" in wanted and _holds("seccomp", missing, _try_filter) else None,
+            library=library,
+            filters=(),
+            base_bytes=base_bytes,
+        )
+        serving = _Serving(control, jail.with_filters(layers))
+        if namespaces:
+            serving.try_once()
+    except BaseException as error:  # noqa: BLE001 - reported to the outer process, which tries without namespaces
+        os.write(failed, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    os.close(failed)
+    serving.say_hello(missing)
+    serving.run()
+    os._exit(0)
+
+
+def _warm_up() -> None:
+    os.environ.clear()
+    for name in _WARM:
+        with contextlib.suppress(ImportError):  # an interpreter built without it
+            importlib.import_module(name)
+    site.setquit()  # exit() and quit(), which programs use
+    # Where memory is short, the sandbox is to end before the trainer.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    gc.collect()
+    gc.freeze()  # pages that a collection in a child would copy
+
+
+def _isolate(library: str) -> None:
+    """File tree and user of the zygote. It keeps the right to make namespaces, in a user namespace of nobody's."""
+    if os.geteuid() == 0:
+        files.build(library)
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        sc.set_dumpable(True)  # lost with the user; without it the maps cannot be written
+        sc.die_with_parent()
+        sc.unshare(sc.CLONE_NEWUSER)
+        files.map_user(0, _NOBODY, _NOBODY)
+    else:
+        # The overflow ids until the maps are written: what they were outside is asked before.
+        files.map_user(0, *_OUTSIDE)
+        files.build(library)
+    sc.set_dumpable(False)
+
+
+_OUTSIDE = (os.geteuid(), os.getegid())
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _holds(layer: str, missing: dict[str, str], apply: Any) -> bool:
+    """Whether ``apply()`` works, tried in a process of its own."""
+    readable, writable = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            sc.set_no_new_privileges()
+            apply()
+        except OSError as error:
+            os.write(writable, str(error).encode())
+        os._exit(0)
+    os.close(writable)
+    with open(readable, "rb") as file:
+        problem = file.read().decode(errors="replace")
+    os.waitpid(pid, 0)
+    if problem:
+        missing[layer] = problem
+    return not problem
+
+
+def _try_filter() -> None:
+    machine = sc.machine_index()
+    if machine is None:
+        raise OSError(38, f"no table of system calls for {os.uname().machine}")
+    sc.set_seccomp_filter(seccomp.assemble(machine, paths=True, modes=True, processes=True, only_pid=None))
+    try:
+        socket.socket(socket.AF_UNIX).close()
+    except OSError:
+        return
+    raise OSError(1, "the filter was accepted, and filters nothing")
+
+
+class _Run(NamedTuple):
+    """``watcher``: pid of the process that waits for the code; ``ends_at``: when it is killed (monotonic clock)."""
+
+    run_id: int
+    watcher: int
+    ends_at: float
+    reported: bytearray
+
+
+class _Serving:
+    """Starts runs and answers for them, until the control socket ends."""
+
+    def __init__(self, control: socket.socket, layers: jail.Layers) -> None:
+        self._control = control
+        self._layers = layers
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ, None)
+        self._runs: dict[int, _Run] = {}
+
+    def say_hello(self, missing: dict[str, str]) -> None:
+        """Say which layers hold, and why others do not."""
+        layers = self._layers
+        held = {"namespaces": layers.namespaces, "landlock": layers.landlock, "seccomp": layers.seccomp is not None}
+        self._send({"type": "LayersFound", "held": [name for name, holds in held.items() if holds], "missing": missing})
+
+    def try_once(self) -> None:
+        """Build one jail. Raises ``OSError`` where the kernel does not let us."""
+        limits = jail.Limits(5.0, 1 << 28, 1 << 16, 1 << 16, 16, 1, 4, 16, 1 << 23)
+        fd, pid = self._watch(jail.Job(lambda: lambda: 0, (0, 0, 0), ()), limits)
+        with open(fd, "rb") as file:
+            report = jail.read_reports(file.read())
+        os.waitpid(pid, 0)
+        if report.get("report", {}).get("status") != 0:
+            raise OSError(1, f"a jail cannot be built: {report}")
+
+    def run(self) -> None:
+        """Until the control socket ends."""
+        while True:
+            for key, _ in self._selector.select(self._patience()):
+                if key.data is None:
+                    message, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, _MOST_FILES)
+                    if not message:
+                        return
+                    self._obey(json.loads(message), fds)
+                else:
+                    self._hear(key.data, key.fd)
+            now = time.monotonic()
+            for run in self._runs.values():
+                if run.ends_at <= now:
+                    os.kill(run.watcher, signal.SIGKILL)  # not waited for yet, so the pid is still its own
+
+    def _patience(self) -> float | None:
+        return max(0.01, min(run.ends_at for run in self._runs.values()) - time.monotonic()) if self._runs else None
+
+    def _obey(self, order: dict[str, Any], fds: list[int]) -> None:
+        if "cancel" in order:
+            if order["cancel"] in self._runs:
+                os.kill(self._runs[order["cancel"]].watcher, signal.SIGTERM)  # it kills the code and reports
+            return
+        limits = jail.Limits(*order["limits"])
+        if order["kind"] == "program":
+            source, stdin, stdout, stderr = fds
+            job = jail.Job(lambda: program.as_program(source), (stdin, stdout, stderr), (source,))
+        else:
+            source, asked, answer, stderr = fds
+            job = jail.Job(lambda: program.as_module(source, asked, answer), (0, 0, stderr), (source, asked, answer))
+        try:
+            report_fd, pid = self._watch(job, limits)
+        except OSError as error:
+            self._ended(order["run"], {"error": f"no process could be started: {error}"})
+        else:
+            run = _Run(order["run"], pid, time.monotonic() + limits.seconds + _GRACE_S, bytearray())
+            self._runs[run.run_id] = run
+            self._selector.register(report_fd, selectors.EVENT_READ, run)
+        for fd in fds:
+            os.close(fd)
+
+    def _watch(self, job: jail.Job, limits: jail.Limits) -> tuple[int, int]:
+        """Start a watcher: the pipe on which it reports, and its pid."""
+        readable, writable = os.pipe()
+        try:
+            pid = self._fork()
+        except OSError:
+            os.close(readable)
+            os.close(writable)
+            raise
+        if pid == 0:
+            jail.watch(self._layers, limits, job, writable)
+        os.close(writable)
+        return readable, pid
+
+    def _fork(self) -> int:
+        if not self._layers.namespaces:
+            return os.fork()
+        flags = sc.CLONE_NEWUSER | sc.CLONE_NEWNS | sc.CLONE_NEWPID
+        if self._layers.seccomp is None:  # else nothing can reach through what the runs share: an empty network
+            flags |= sc.CLONE_NEWNET | sc.CLONE_NEWIPC | sc.CLONE_NEWUTS
+        return sc.fork_into(flags)
+
+    def _hear(self, run: _Run, fd: int) -> None:
+        part = os.read(fd, _MESSAGE_BYTES)
+        run.reported.extend(part)
+        if part:
+            return
+        self._selector.unregister(fd)
+        os.close(fd)
+        os.waitpid(run.watcher, 0)  # nothing that it started is left when this returns
+        del self._runs[run.run_id]
+        self._ended(run.run_id, jail.read_reports(bytes(run.reported)))
+
+    def _ended(self, run_id: int, how: dict[str, Any]) -> None:
+        self._send({"type": "RunEnded", "run": run_id} | how)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._control.send(json.dumps(message).encode())
+        except OSError:
+            sys.exit(0)  # nobody listens any more

@@ -1,0 +1,234 @@
+"""Held-out evaluation: completions of prompts that are never trained on, scored by the same rewards.
+
+It shares the engines with the rollout of the next batch. At most ``in_flight`` of its requests are open at once, so
+that a rollout request waits behind one filling of the engines, not behind the whole evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from math import comb, sqrt
+from statistics import fmean, stdev
+
+import anyio
+import msgspec
+
+from streamrl.base.seeds import derive_seed
+from streamrl.base.stage_messages import (
+    CancelTrajectories,
+    EndedOutcome,
+    LaunchTrajectory,
+    RolloutOrder,
+    Scored,
+    TrajectoryLost,
+)
+from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId
+from streamrl.comm.stream import SendStream
+from streamrl.recipe import sections
+from streamrl.run import parts
+from streamrl.run.step_metrics import completion_metrics, part_values
+
+ROUNDING = 1e-9
+"""How much less than ``success_reward`` is solved: parts of 0.7, 0.2 and 0.1 add up to 0.9999999999999999."""
+
+
+class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The held-out prompts, and how the recipe has them evaluated. ``reward``: whose value is the score (empty: the
+    total). ``in_flight``: requests of an evaluation that are open at once: what the engines can run
+    (``EngineReady.max_num_seqs`` of the pool)."""
+
+    prompts: Sequence[Prompt] = ()
+    settings: sections.Evaluation = sections.Evaluation()
+    reward: str = ""
+    in_flight: int = 256
+
+
+class Evaluation:
+    """One evaluation of one policy version, on the first ``limit`` prompts (0: all). ``run`` once; outcomes arrive
+    through ``take``. Held-out groups have negative ids: they belong to no group of the run."""
+
+    def __init__(self, held_out: HeldOut, policy_version: int, *, limit: int, seed: int) -> None:
+        self.policy_version = policy_version
+        self.limit = limit
+        self.cancelled = False
+        self.outcomes: list[EndedOutcome] = []
+        self._held_out = held_out
+        self._prompts = held_out.prompts[:limit] if limit else held_out.prompts
+        self._seed = seed
+        self._open: set[TrajectoryId] = set()
+        self._room = anyio.Semaphore(held_out.in_flight)
+        self._settled = anyio.Event()
+
+    @property
+    def wanted(self) -> int:
+        """Completions of this evaluation."""
+        return len(self._prompts) * self._held_out.settings.samples
+
+    async def run(self, orders: SendStream[RolloutOrder]) -> dict[str, float]:
+        """Launch everything and wait for every outcome; figures are named ``eval/held_out/*``."""
+        started = anyio.current_time()
+        for launch in self._launches():
+            await self._room.acquire()
+            if self.cancelled:
+                break
+            self._open.add(launch.id)
+            await orders.send(launch)
+        while self._open:
+            self._settled = anyio.Event()
+            await self._settled.wait()
+        settings, reward = self._held_out.settings, self._held_out.reward
+        figures = evaluation_metrics(self.outcomes, settings.samples, settings.success_reward, reward=reward)
+        return figures | {"time/eval_s": anyio.current_time() - started}
+
+    def take(self, outcome: EndedOutcome) -> None:
+        """One outcome of this evaluation."""
+        self.outcomes.append(outcome)
+        self._open.discard(identity(outcome))
+        self._room.release()
+        if not self._open:
+            self._settled.set()
+
+    async def cancel(self, orders: SendStream[RolloutOrder]) -> None:
+        """Launch no more and stop what runs; ``run`` returns when all that was launched has ended."""
+        self.cancelled = True
+        await orders.send(CancelTrajectories(ids=tuple(self._open)))
+
+    def _launches(self) -> Iterator[LaunchTrajectory]:
+        for index, prompt in enumerate(self._prompts):
+            for sample in range(self._held_out.settings.samples):
+                yield LaunchTrajectory(
+                    id=TrajectoryId(
+                        prompt_id=prompt.prompt_id, group_id=-1 - index, sample=sample, attempt=self.policy_version
+                    ),
+                    prompt=prompt,
+                    group_size=1,  # each is scored alone, also by a reward that sees whole groups
+                    seed=derive_seed(self._seed, "evaluation", prompt.prompt_id, self.policy_version, sample),
+                    evaluation=True,
+                    temperature=self._held_out.settings.temperature,
+                )
+
+
+def identity(outcome: EndedOutcome) -> TrajectoryId:
+    """Whose outcome it is."""
+    return outcome.id if isinstance(outcome, TrajectoryLost) else outcome.outcome.trajectory.id
+
+
+class Evaluations(parts.Evaluations):
+    """The evaluations of a run, one at a time, on ``held_out``; ``seed`` is the run's.
+
+    ``finished`` is given the version and figures of each that was not cancelled, ``warned`` why one was; ``scored``
+    gets the limit, too. ``store`` writes its outcomes (None: nothing does)."""
+
+    def __init__(
+        self,
+        held_out: HeldOut,
+        seed: int,
+        *,
+        finished: Callable[[int, dict[str, float]], Awaitable[None]],
+        warned: Callable[[int, str], Awaitable[None]],
+        scored: Callable[[int, dict[str, float], int], Awaitable[None]],
+        store: Callable[[int, Sequence[EndedOutcome]], Awaitable[None]] | None = None,
+    ) -> None:
+        self._held_out, self._seed = held_out, seed
+        self._finished, self._warned, self._scored, self._store_outcomes = finished, warned, scored, store
+        self.running: Evaluation | None = None
+
+    def begin(self, policy_version: int, limit: int) -> None:
+        """``run`` evaluates this version, on the first ``limit`` prompts (0: all)."""
+        self.running = Evaluation(self._held_out, policy_version, limit=limit, seed=self._seed)
+
+    async def run(self, orders: SendStream[RolloutOrder]) -> Callable[[], Awaitable[None]]:
+        """Return when all of the evaluation that was begun has ended; what is returned stores it, which may be slow."""
+        evaluation = self.running
+        assert evaluation is not None
+        figures = await evaluation.run(orders)
+        version, self.running = evaluation.policy_version, None
+        if not evaluation.cancelled:
+            await self._finished(version, figures)
+
+        async def store() -> None:
+            if not evaluation.cancelled:
+                await self._scored(version, figures, evaluation.limit)
+                if self._store_outcomes is not None:
+                    await self._store_outcomes(version, evaluation.outcomes)
+
+        return store
+
+    def take(self, outcome: EndedOutcome) -> None:
+        """One outcome of the evaluation that runs."""
+        if self.running is not None:
+            self.running.take(outcome)
+
+    async def cancel(self, orders: SendStream[RolloutOrder], why: str = "") -> None:
+        """Cancel the evaluation that runs, if one does, and say ``why`` in a warning."""
+        evaluation = self.running
+        if evaluation is None or (why and evaluation.cancelled):
+            return
+        if why:
+            await self.warn_cancelled(evaluation.policy_version, why)
+        await evaluation.cancel(orders)
+
+    async def warn_cancelled(self, policy_version: int, why: str) -> None:
+        """The evaluation of ``policy_version`` has no figures."""
+        await self._warned(policy_version, f"evaluation of version {policy_version} given up: {why}")
+
+
+def pass_at_k(samples: int, solved: int, k: int) -> float:
+    """Unbiased estimate of the probability that at least one of ``k`` samples solves a prompt, from ``samples`` >= k
+    independent ones of which ``solved`` did: 1 - C(n - c, k) / C(n, k) (Codex, arXiv 2107.03374, equation 1)."""
+    if not 1 <= k <= samples or not 0 <= solved <= samples:
+        raise ValueError(f"pass@{k} of {samples} samples with {solved} solved is not defined")
+    return 1.0 - comb(samples - solved, k) / comb(samples, k)
+
+
+def pass_sizes(samples: int) -> list[int]:
+    """The k of pass@k that are reported: powers of two up to ``samples``, and ``samples`` itself."""
+    return sorted({samples, *(2**power for power in range(samples.bit_length()))})
+
+
+def evaluation_metrics(
+    outcomes: Iterable[EndedOutcome], samples: int, success_reward: float = 1.0, *, reward: str = ""
+) -> dict[str, float]:
+    """Figures of an evaluation with ``samples`` completions of each prompt. ``reward``: the name of the reward that is
+    the score (empty: the total), so that rewards which only shape training do not change it.
+
+    avg@k: the mean over prompts of the mean score of their samples. pass@j: the mean over prompts of ``pass_at_k``. A
+    sample without a reward is counted as failed and is in neither, nor is one that the named reward does not apply to;
+    a prompt with fewer than j scores is not in pass@j.
+    """
+    rewarded: list[ScoredTrajectory] = []
+    failed = 0
+    for outcome in outcomes:
+        if isinstance(outcome, Scored) and isinstance(outcome.outcome, ScoredTrajectory):
+            rewarded.append(outcome.outcome)
+        else:
+            failed += 1
+    scores = _scores_by_prompt(rewarded, reward)
+    metrics = {"eval/held_out/prompts": float(len(scores)), "eval/held_out/failed": float(failed)}
+    if not rewarded:
+        return metrics
+    for name, values in part_values(rewarded).items():
+        metrics[f"eval/held_out/func/{name}/mean"] = fmean(values)
+    if scores:
+        means = [fmean(values) for values in scores]
+        metrics[f"eval/held_out/avg@{samples}"] = fmean(means)
+        metrics["eval/held_out/standard_error"] = stdev(means) / sqrt(len(means)) if len(means) > 1 else 0.0
+    least = success_reward - ROUNDING
+    for k in pass_sizes(samples):
+        solved = [(len(values), sum(v >= least for v in values)) for values in scores if len(values) >= k]
+        if solved:
+            metrics[f"eval/held_out/pass@{k}"] = fmean(pass_at_k(n, c, k) for n, c in solved)
+    return metrics | {
+        f"eval/held_out/{name.removeprefix('completion/')}": value
+        for name, value in completion_metrics(rewarded).items()
+        if name.startswith("completion/")
+    }
+
+
+def _scores_by_prompt(rewarded: Sequence[ScoredTrajectory], reward: str) -> list[list[float]]:
+    scores: dict[int, list[float]] = {}
+    for scored in rewarded:
+        score = scored.reward_parts.get(reward) if reward else scored.reward
+        if score is not None:
+            scores.setdefault(scored.trajectory.id.group_id, []).append(score)
+    return list(scores.values())

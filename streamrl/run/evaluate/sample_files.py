@@ -1,0 +1,128 @@
+"""Completions on disk, to be read: all of an evaluation (``evaluations/step-N.jsonl``), three of each batch
+(``samples.jsonl``)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+
+from streamrl.base.errors import StreamRLError
+from streamrl.base.line_file import LineFile
+from streamrl.base.run_events import CompletionSampled
+from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost
+from streamrl.base.types import RewardFailure, ScoredTrajectory, TokenArray, Trajectory, TrajectoryId
+from streamrl.base.whole_files import write_durable
+
+MOST_BYTES = 64 << 20
+"""Of ``samples.jsonl``: then it becomes ``older-samples.jsonl``, and another one is begun."""
+LONGEST_TEXT = 8_000
+"""Characters of a prompt and of a completion there."""
+SHOWN_EVERY = 10
+"""Steps between two completions that the run shows; it shows one of the first step, too."""
+
+
+class TrainingSamples:
+    """Appends the best, the worst and a random completion of each batch to ``path``, after those of earlier lives."""
+
+    def __init__(self, path: Path, decode: Callable[[TokenArray], str], *, most_bytes: int = MOST_BYTES) -> None:
+        self._decode = decode
+        self._file = LineFile(path, most_bytes=most_bytes)
+
+    def take(self, step: int, batch: Sequence[ScoredTrajectory]) -> list[CompletionSampled]:
+        """Write those of the batch of ``step``. Returns what to show: one of them now and then."""
+        ordered = sorted(batch, key=lambda scored: scored.reward)
+        one = random.Random(step).choice(ordered)
+        three = (("best", ordered[-1]), ("worst", ordered[0]), ("random", one))
+        chosen = [sample_of(scored, self._decode, step=step, chosen=kind) for kind, scored in three]
+        self._file.append(*chosen)
+        return chosen[-1:] if step == 1 or step % SHOWN_EVERY == 0 else []
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+
+def sample_of(
+    scored: ScoredTrajectory, decode: Callable[[TokenArray], str], *, step: int, chosen: str
+) -> CompletionSampled:
+    """The completion as it is shown to people."""
+    trajectory = scored.trajectory
+    return CompletionSampled(
+        step=step,
+        chosen=chosen,
+        prompt_id=trajectory.prompt.prompt_id,
+        prompt=decode(trajectory.prompt.token_ids),
+        text=decode(_completion_of(trajectory)),
+        reward=scored.reward,
+        rewards=scored.reward_parts,
+        tokens=trajectory.generated_tokens,
+        finish_reason=str(trajectory.finish_reason),
+    ).shortened(LONGEST_TEXT)
+
+
+async def write_evaluation(
+    directory: Path,
+    decode: Callable[[TokenArray], str] | None,
+    policy_version: int,
+    outcomes: Sequence[EndedOutcome],
+) -> None:
+    """Write ``step-N.jsonl`` in ``directory``, whole or not at all, in a thread. ``decode``: text of token ids; None:
+    ids only. Raises ``StreamRLError`` when the disk refuses."""
+    path = directory / f"step-{policy_version:06d}.jsonl"
+    try:
+        await anyio.to_thread.run_sync(_write_lines, path, list(outcomes), decode)
+    except OSError as error:
+        raise StreamRLError(
+            f"the samples of the evaluation at step {policy_version} could not be written to {path}: {error}; "
+            "free the disk, or set evaluation.advanced.store_samples = false"
+        ) from error
+
+
+def _write_lines(path: Path, outcomes: list[EndedOutcome], decode: Callable[[TokenArray], str] | None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = sorted((sample_line(outcome, decode) for outcome in outcomes), key=lambda at: (at["prompt"], at["sample"]))
+    write_durable(path, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+
+
+def sample_line(outcome: EndedOutcome, decode: Callable[[TokenArray], str] | None) -> dict[str, Any]:
+    """One line: ``prompt`` is the number of the held-out prompt; ``reward`` is null where ``failure`` says why."""
+    if isinstance(outcome, TrajectoryLost):
+        return _whose(outcome.id) | {"reward": None, "failure": outcome.reason}
+    scored = outcome.outcome
+    line = _whose(scored.trajectory.id)
+    if isinstance(scored, RewardFailure):
+        line |= {"reward": None, "failure": f"{scored.function} {scored.kind}: {scored.message}"}
+    else:
+        line |= {"reward": scored.reward, "reward_parts": scored.reward_parts}
+    return line | _texts(scored.trajectory, decode)
+
+
+def _whose(trajectory: TrajectoryId) -> dict[str, Any]:
+    return {
+        "prompt": -1 - trajectory.group_id,
+        "prompt_id": trajectory.prompt_id,
+        "sample": trajectory.sample,
+        "policy_version": trajectory.attempt,
+    }
+
+
+def _texts(trajectory: Trajectory, decode: Callable[[TokenArray], str] | None) -> dict[str, Any]:
+    prompt, completion = trajectory.prompt.token_ids, _completion_of(trajectory)
+    fields: dict[str, Any] = {
+        "finish_reason": trajectory.finish_reason,
+        "prompt_token_ids": prompt.tolist(),
+        "token_ids": completion.tolist(),
+    }
+    return fields if decode is None else fields | {"prompt_text": decode(prompt), "text": decode(completion)}
+
+
+def _completion_of(trajectory: Trajectory) -> TokenArray:
+    token_ids = trajectory.prompt.token_ids[:0]
+    for segment in trajectory.segments:
+        token_ids.extend(segment.token_ids)
+    return token_ids

@@ -1,0 +1,142 @@
+"""What the controller writes into the journal: control's events, and the tokens and rewards that they are about.
+
+Appending never waits. Before a step of the optimizer, which cannot be undone, ``settled`` waits until everything so far
+is on the disk. When a checkpoint is durable a new segment begins with the state of control. The segment before it stays
+until the next checkpoint: if the newer one turns out to be damaged, the run goes on from the older.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from streamrl.base.stage_messages import FinishedTrajectory, RolloutOutcome, TrajectoryHeld
+from streamrl.base.types import Prompt, ScoredTrajectory
+from streamrl.buffers.trajectory_store import TrajectoryStore
+from streamrl.comm.stream import SendStream
+from streamrl.control.actions import Decision
+from streamrl.control.events import CheckpointDone, ControlEvent
+from streamrl.control.machine import Control
+from streamrl.control.model import Snapshot
+from streamrl.run import parts
+from streamrl.run.journal.log import Journal
+from streamrl.run.journal.records import (
+    JournalBase,
+    JournalCodec,
+    JournalDecision,
+    JournalEvent,
+    JournalHeld,
+    JournalPrompt,
+    JournalPublished,
+    JournalRecord,
+    content_records,
+    sampled_record,
+    scored_record,
+)
+from streamrl.run.journal.recover import RecoveredRun
+
+
+class RunJournal(parts.Journal):
+    """``journal`` None: nothing is written. ``store``: what control may still ask for. ``recovered``: what an earlier
+    life left in it."""
+
+    def __init__(self, journal: Journal | None, store: TrajectoryStore, recovered: RecoveredRun | None = None) -> None:
+        self._journal = journal
+        self._store = store
+        self._begun = recovered is not None
+        self.elapsed: Callable[[], float] = lambda: 0.0
+        """Seconds since the run began; the report measures them."""
+        self._codec = JournalCodec()
+        self._last = 0
+        self._events = recovered.events if recovered else 0
+        self._published = recovered.published if recovered else None
+
+    def drawn(self, prompts: Sequence[Prompt]) -> None:
+        """Before control gets to know of them."""
+        for prompt in prompts:
+            self._append(JournalPrompt(prompt=prompt))
+
+    def on_outcome(self, outcome: RolloutOutcome) -> None:
+        """A trajectory left the engines: whole, or stopped."""
+        if isinstance(outcome, FinishedTrajectory) and not outcome.trajectory.evaluation:
+            self._store.add(outcome.trajectory)
+            self._append(sampled_record(outcome.trajectory))
+        elif isinstance(outcome, TrajectoryHeld) and outcome.done is not None:
+            self._store.add_part(outcome.id, outcome.done)
+            self._append(JournalHeld(id=outcome.id, done=outcome.done))
+
+    def scored(self, scored: ScoredTrajectory) -> None:
+        """Before control gets to know of it."""
+        self._append(scored_record(scored))
+
+    def published(self, policy_version: int, state_hash: int) -> None:
+        """Ranks have made this version."""
+        self._published = JournalPublished(policy_version=policy_version, state_hash=state_hash)
+        self._append(self._published)
+
+    def decided(self, decision: Decision) -> None:
+        """For people: something beside control decided this."""
+        self._append(JournalDecision(decision=decision, time_s=round(self.elapsed(), 4)))
+
+    async def begin(self, control: Control) -> None:
+        """Control took ``RunBegan``. On the disk when it returns: no checkpoint is written before, without a journal
+        nothing would go on from it. Raises ``JournalFailed``."""
+        self._begin_segment(control, 0.0)
+        await self.settled()
+
+    def on_event(self, event: ControlEvent, control: Control) -> None:
+        """``event`` happened; before control takes it."""
+        elapsed_s = self.elapsed()
+        if isinstance(event, CheckpointDone):
+            self._begin_segment(control, elapsed_s)
+        self._events += 1
+        self._append(JournalEvent(event=event, time_s=round(elapsed_s, 4)))
+
+    async def settled(self) -> None:
+        """Return when everything so far is on the disk. Raises ``JournalFailed``."""
+        if self._journal is not None and self._last:
+            await self._journal.durable(self._last)
+
+    async def room(self) -> None:
+        """Wait while more waits to be written than memory should hold."""
+        if self._journal is not None:
+            await self._journal.room()
+
+    def _begin_segment(self, control: Control, elapsed_s: float) -> None:
+        if self._journal is not None:
+            self._begun = True
+            self._last = self._journal.begin_segment(self._base(control.snapshot(), elapsed_s))
+
+    def _base(self, control: Snapshot, elapsed_s: float) -> Iterator[bytes]:
+        encode = self._codec.encode
+        yield encode(JournalBase(control=control, events=self._events, elapsed_s=elapsed_s))
+        yield from (encode(JournalPrompt(prompt=prompt)) for prompt in self._store.prompts.values())
+        if self._published is not None:
+            yield encode(self._published)
+        for identity, content in self._store.trajectories.items():
+            yield from map(encode, content_records(identity, content))
+
+    def _append(self, record: JournalRecord) -> None:
+        if self._journal is not None and self._begun:  # the first base says what was before it
+            self._last = self._journal.append(self._codec.encode(record))
+
+
+class JournalledOutcomes:
+    """The stream from rollout to reward, with each outcome in the journal before it goes on."""
+
+    def __init__(self, journal: RunJournal, outcomes: SendStream[RolloutOutcome]) -> None:
+        self._journal = journal
+        self._outcomes = outcomes
+
+    async def send(self, item: RolloutOutcome) -> None:
+        """See ``SendStream``. Waits while the disk is behind."""
+        await self._journal.room()
+        self._journal.on_outcome(item)
+        await self._outcomes.send(item)
+
+    async def aclose(self) -> None:
+        """See ``SendStream``."""
+        await self._outcomes.aclose()
+
+    async def watch(self) -> None:
+        """See ``SendStream``."""
+        await self._outcomes.watch()

@@ -1,0 +1,174 @@
+"""Prompts from the user's Python object, on a thread with an event loop of its own.
+
+The thread is a daemon: an iterator that waits for ever (an empty queue) must not keep the process from ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.types import Prompt
+from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.recipe.user_code import describe_error, load_user_object
+from streamrl.run.prompts.prompt_rows import BadRow, read_prompt
+
+_CLOSE_GRACE_S = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class UserRows:
+    """Rows of ``module:name``: an iterable, an async iterable, or a (coroutine) function that returns one.
+
+    Used from one event loop. User code that fails raises ``StreamRLError`` (``RecipeError`` when it does not
+    import or gives nothing to iterate over). An object whose ``live`` is True, such as a queue, gives each row once.
+    """
+
+    def __init__(self, spec: str) -> None:
+        self._spec = spec
+        self._rows: AsyncIterator[Any] | Iterator[Any] | None = None
+        self._live = False
+        self.count = 0
+
+    async def next_row(self) -> tuple[bool, Any]:
+        """(True, the next row), or (False, None) at the end. A synchronous iterator blocks the loop it runs on."""
+        rows = self._rows or await self._open()
+        try:
+            row = await anext(rows) if isinstance(rows, AsyncIterator) else next(rows)
+        except (StopIteration, StopAsyncIteration):
+            return False, None
+        except BaseException as error:  # SystemExit of a user's iterator is a failed source
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
+            where = f"after {self.count} rows"
+            raise StreamRLError(f"prompts {self._spec} failed {where}: {describe_error(error)}: correct it") from error
+        self.count += 1
+        return True, row
+
+    async def skip(self, count: int) -> None:
+        """Skip the first ``count`` rows, which an earlier life of the run had, so that none is trained twice.
+        Of a live object none is skipped: what it gives now is new. Raises as ``next_row``."""
+        if count and self._rows is None:
+            await self._open()
+        if count and self._live:
+            log.info("prompts %s: live, so none of the %d rows that were drawn before is skipped", self._spec, count)
+            return
+        while self.count < count:
+            there, _ = await self.next_row()
+            if not there:
+                log.warning("prompts %s: ended after %d rows; %d were drawn before", self._spec, self.count, count)
+                return
+        if count:
+            log.info("prompts %s: skipped %d rows that were drawn before", self._spec, count)
+
+    async def aclose(self) -> None:
+        """Close a generator, so that its ``finally`` runs."""
+        if self._rows is None:
+            return
+        close: Callable[[], Any] | None = getattr(self._rows, "aclose", getattr(self._rows, "close", None))
+        if close is not None:
+            done = close()
+            if inspect.isawaitable(done):
+                await done
+
+    async def _open(self) -> AsyncIterator[Any] | Iterator[Any]:
+        found = load_user_object(self._spec)
+        try:
+            self._live = getattr(found, "live", False) is True
+            if callable(found) and not isinstance(found, (AsyncIterator, Iterator)):
+                found = found()
+            if inspect.isawaitable(found):
+                found = await found
+            if hasattr(found, "__aiter__"):
+                self._rows = aiter(found)
+            elif hasattr(found, "__iter__") and not isinstance(found, (str, bytes, dict)):
+                self._rows = iter(found)
+        except BaseException as error:  # SystemExit of a user's function is a failed source
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
+            raise RecipeError(
+                [f"prompts {self._spec} cannot be opened: {describe_error(error)}: correct it"]
+            ) from error
+        if self._rows is None:
+            kind = type(found).__name__
+            raise RecipeError(
+                [f"prompts {self._spec} gave a {kind}: name an (async) iterator or a function returning one"]
+            )
+        return self._rows
+
+
+class IteratorPrompts:
+    """A ``PromptSource`` over ``UserRows``. ``start``: so many were drawn by an earlier life of the run."""
+
+    size = None
+    """An iterator has no epochs."""
+
+    def __init__(self, spec: str, tokenizer: Tokenizer, *, start: int = 0) -> None:
+        self._spec = spec
+        self._start = start
+        self._tokenizer = tokenizer
+        self._rows = UserRows(spec)
+        self._loop = asyncio.new_event_loop()
+        self._filling = asyncio.Lock()
+        self._drawn: deque[Prompt] = deque()
+        self._exhausted = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run_loop, name=f"prompts {spec}", daemon=True)
+        self._thread.start()
+
+    async def draw(self, count: int) -> list[Prompt]:
+        """See ``PromptSource``."""
+        if self._closed:
+            raise StreamRLError(f"prompts {self._spec} were drawn after they were closed")
+        filling = asyncio.run_coroutine_threadsafe(self._fill(count), self._loop)
+        # Shielded: cancelling a user's generator in the middle would end it, and lose the rows drawn so far.
+        await asyncio.shield(asyncio.wrap_future(filling))
+        return [self._drawn.popleft() for _ in range(min(count, len(self._drawn)))]
+
+    async def aclose(self) -> None:
+        """See ``PromptSource``. An iterator that does not return within 2 s is left to its daemon thread."""
+        if self._closed:
+            return
+        self._closed = True
+        closing = asyncio.run_coroutine_threadsafe(self._close_rows(), self._loop)
+        closing.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+        await anyio.to_thread.run_sync(self._thread.join, _CLOSE_GRACE_S)
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _fill(self, count: int) -> None:
+        async with self._filling:  # a cancelled draw may still be at work
+            start, self._start = self._start, 0
+            await self._rows.skip(start)
+            while len(self._drawn) < count and not self._exhausted:
+                there, row = await self._rows.next_row()
+                if not there:
+                    self._exhausted = True
+                    return
+                try:
+                    prompt = read_prompt(row, self._rows.count, self._tokenizer)
+                except BadRow as error:
+                    raise StreamRLError(f"prompts {self._spec}, row {self._rows.count} {error}") from error
+                self._drawn.append(prompt)
+
+    async def _close_rows(self) -> None:
+        async with self._filling:
+            await self._rows.aclose()
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,247 @@
+"""Stored rows, and from one row to one ``Prompt``, with the reason where that cannot be."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from streamrl.base.errors import UNDECODABLE, UNENCODABLE, RecipeError, StreamRLError
+from streamrl.base.types import Prompt, TokenArray, token_array
+from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
+from streamrl.comm.wire import WireLimits
+from streamrl.pretrained.tokenizer import ChatError, Tokenizer
+from streamrl.run.prompts.prompt_spec import RowForm
+
+_TOKEN_COLUMN = "prompt_token_ids"
+_ID_COLUMN = "prompt_id"
+# A prompt travels with its completions: what is left of what a stream takes is theirs.
+_LARGEST_ROW = WireLimits().body_bytes // 2
+_SPARE_BYTES = SPARE_BYTES * 3 // 4
+
+
+class BadRow(StreamRLError):
+    """A row that is no prompt; the message says why and what to do, without naming the place."""
+
+
+class RowStore:
+    """Rows that can be read by index, in any order and from any thread. ``columns``: names that every row has, where
+    that is known before one is read."""
+
+    size: int
+    columns: frozenset[str] | None = None
+
+    def number(self, index: int) -> int:
+        """The row as the user would count it; part of the default id."""
+        return index + 1
+
+    def place(self, index: int) -> str:
+        """The same, in words."""
+        return f"row {self.number(index)}"
+
+    def row(self, index: int) -> dict[str, Any]:
+        """The columns of a row. Raises ``BadRow``."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+class LineRows(RowStore):
+    """Rows of a JSONL file, read one by one by an index of line offsets (8 bytes a row). Raises ``RecipeError`` when
+    the file is missing or empty."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise RecipeError([f"prompts {path} cannot be read ({error.strerror}): correct the path"]) from error
+        self._stamp = self._stamp_now()
+        self._offsets, self._numbers, self._checksum = _index(self._file)
+        self.size = len(self._numbers)
+        if not self.size:
+            self._file.close()
+            raise RecipeError([f"prompts {path} is empty: add rows"])
+
+    def number(self, index: int) -> int:
+        """Of the line, from 1, blank ones counted."""
+        return self._numbers[index]
+
+    def place(self, index: int) -> str:
+        """``line 12``."""
+        return f"line {self._numbers[index]}"
+
+    def row(self, index: int) -> dict[str, Any]:
+        """The object of a line. Raises ``BadRow``; ``StreamRLError`` where the file was edited in place."""
+        if (now := self._stamp_now()) != self._stamp:
+            if _index(self._file) != (self._offsets, self._numbers, self._checksum):
+                raise StreamRLError(
+                    f"prompts {self._file.name} was changed while this run reads it: put back what it was and resume "
+                    "the run, or begin another"
+                )
+            self._stamp = now
+        start, end = self._offsets[index], self._offsets[index + 1]
+        return decode_row(os.pread(self._file.fileno(), end - start, start).strip())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _stamp_now(self) -> tuple[int, int]:
+        status = os.fstat(self._file.fileno())
+        return status.st_size, status.st_mtime_ns
+
+
+def _index(file: BinaryIO) -> tuple[array[int], array[int], int]:
+    """Offsets of the lines that are not blank and of the end, their numbers (from 1), and a checksum of them all. A
+    byte order mark is skipped."""
+    offsets, numbers, checksum, offset = array("Q"), array("Q"), 0, 0
+    file.seek(0)
+    for number, line in enumerate(file, start=1):
+        start = 3 if number == 1 and line.startswith(b"\xef\xbb\xbf") else 0
+        if line[start:].strip():
+            offsets.append(offset + start)
+            numbers.append(number)
+            checksum = zlib.crc32(line[start:], checksum)
+        offset += len(line)
+    offsets.append(offset)
+    return offsets, numbers, checksum
+
+
+def decode_row(line: bytes) -> dict[str, Any]:
+    """The row of one JSONL line. Raises ``BadRow``."""
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except UNDECODABLE as error:
+        raise BadRow(f"is not a JSON object ({error}): correct it") from error
+
+
+def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
+    """``row`` with its prompt where ``read_prompt`` looks for it. Raises ``BadRow``."""
+    if form == RowForm():
+        return row
+    row = dict(row)
+    if form.prompt:
+        if form.prompt not in row:
+            raise BadRow(f'has no column "{form.prompt}", which ?prompt= names: correct it')
+        row["prompt"] = row[form.prompt]
+    if not form.chat and not form.system:
+        return row
+    system = [{"role": "system", "content": form.system}] if form.system else []
+    if isinstance(row.get("messages"), list) and not form.prompt:
+        row["messages"] = [*system, *row["messages"]]
+        return row
+    text = row.pop("prompt", None)
+    if not isinstance(text, str):
+        raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text to become a chat')
+    # A verifier may want the text as well, and a row has either a prompt or messages.
+    row.setdefault("question", text)
+    row["messages"] = [*system, {"role": "user", "content": text}]
+    return row
+
+
+def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int | None = None) -> Prompt:
+    """The prompt of row ``number`` (counted from 1; part of the default id).
+
+    ``columns`` holds everything of the row but the ids, so also the prompt's text. Values must be plain
+    (what JSON has): they travel to other processes. Raises ``BadRow``.
+    """
+    if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
+        raise BadRow(f"is a {type(row).__name__}: a row is a mapping from column name to value")
+    try:
+        content = msgspec.msgpack.encode(dict(row))
+    except UNENCODABLE as error:
+        raise BadRow(
+            f"has a value that cannot be sent ({error}): use plain text, numbers, lists and objects"
+        ) from error
+    columns = msgspec.msgpack.decode(content, type=dict[str, Any])
+    token_ids = _token_ids(columns, tokenizer)
+    if not token_ids:
+        raise BadRow("has an empty prompt: remove the row")
+    if max_tokens is not None and len(token_ids) > max_tokens:
+        raise BadRow(
+            f"has a prompt of {len(token_ids)} tokens, at most {max_tokens} fit: shorten it, "
+            "lower sampling.max_tokens or raise engines.max_model_len"
+        )
+    if columns.pop(_TOKEN_COLUMN, None) is not None:
+        _check_size(msgspec.msgpack.encode(columns))
+    else:
+        _check_size(content)
+    prompt_id = columns.pop(_ID_COLUMN, None)
+    if prompt_id is None:
+        prompt_id = hashlib.blake2b(content + number.to_bytes(8, "big"), digest_size=8).hexdigest()
+    elif not isinstance(prompt_id, (str, int)) or prompt_id == "":
+        raise BadRow(f"has the prompt_id {prompt_id!r}: use text or an integer")
+    return Prompt(prompt_id=str(prompt_id), token_ids=token_ids, columns=columns)
+
+
+def _check_size(content: bytes) -> None:
+    """Refuse what no stream takes, before it ends a run in the middle. Raises ``BadRow``."""
+    size, growth = len(content), WireLimits().body_growth
+    if size > _LARGEST_ROW:
+        raise BadRow(
+            f"has columns of {size} bytes, at most {_LARGEST_ROW} travel with a prompt: keep large data in files that "
+            "the reward opens"
+        )
+    if takes_more(content, growth * size + _SPARE_BYTES):
+        raise BadRow(
+            f"has columns of {size} bytes that take more than {growth} times that in memory: they are made of very "
+            "many small values; keep them in fewer and longer texts, such as one text of JSON"
+        )
+
+
+def _token_ids(columns: Mapping[str, Any], tokenizer: Tokenizer) -> TokenArray:
+    given = columns.get(_TOKEN_COLUMN)
+    text = columns.get("prompt")
+    messages = columns.get("messages")
+    if given is None and text is None and messages is None:
+        raise BadRow('has no column "prompt" (text), "messages" or "prompt_token_ids": add one')
+    if given is None and text is not None and messages is not None:
+        raise BadRow('has both "prompt" and "messages": keep the one that the model shall see')
+    if given is None and messages is not None:
+        return _chat_token_ids(messages, columns, tokenizer)
+    if given is None:
+        if not isinstance(text, str):
+            raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text (a chat belongs in "messages")')
+        try:
+            return tokenizer.encode(text)
+        except ChatError as error:
+            raise BadRow(f'has a "prompt" that cannot be tokenised: {error}') from error
+    if not isinstance(given, list) or not all(type(t) is int and 0 <= t < tokenizer.vocabulary_size for t in given):
+        raise BadRow(f'has a wrong "prompt_token_ids": a list of integers from 0 to {tokenizer.vocabulary_size - 1}')
+    return token_array(given)
+
+
+def _chat_token_ids(messages: object, columns: Mapping[str, Any], tokenizer: Tokenizer) -> TokenArray:
+    """Ids of a chat, with the optional columns ``tools`` and ``chat_template_kwargs`` (variables of the template)."""
+    if not isinstance(messages, list) or not messages:
+        raise BadRow('has wrong "messages": a list of objects with "role" and "content", at least one')
+    for place, message in enumerate(messages, start=1):
+        wrong = _wrong_message(message)
+        if wrong:
+            raise BadRow(f"has a wrong message {place}: {wrong}")
+    tools, arguments = columns.get("tools"), columns.get("chat_template_kwargs")
+    if not isinstance(tools, list | None) or not isinstance(arguments, dict | None):
+        raise BadRow('has wrong "tools" or "chat_template_kwargs": a list of JSON schemas, and an object of variables')
+    try:
+        return tokenizer.encode_chat(messages, tools, arguments)
+    except ChatError as error:
+        raise BadRow(f'has "messages" without a prompt: {error}') from error
+
+
+def _wrong_message(message: object) -> str:
+    """Why ``message`` is none; empty: it is one."""
+    if not isinstance(message, dict):
+        return f"it is a {type(message).__name__}, not an object"
+    if not isinstance(message.get("role"), str):
+        return 'its "role" must be text, such as "system", "user" or "assistant"'
+    content = message.get("content")
+    if isinstance(content, str | list) or (content is None and message.get("tool_calls")):
+        return ""
+    return 'its "content" must be text'

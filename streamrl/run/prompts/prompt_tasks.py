@@ -1,0 +1,87 @@
+"""Prompts of reasoning-gym: a task makes its rows one by one, each from the seed and its number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.problems import did_you_mean
+from streamrl.recipe.user_code import describe_error
+from streamrl.run.prompts.prompt_rows import BadRow, RowStore
+from streamrl.run.prompts.prompt_spec import PromptSpec
+
+INSTRUCTION = "\nGive the final answer between <answer> and </answer>."
+"""Appended to the question unless the spec says ``instruction=``: the verifier looks there."""
+
+_SIZE = 1000
+
+
+class TaskRows(RowStore):
+    """``size`` (1000), ``seed`` (0) and ``instruction`` are options of every task; all others are the
+    task's own. Raises ``RecipeError``."""
+
+    def __init__(self, spec: PromptSpec) -> None:
+        options = dict(spec.options)
+        self._task = spec.source
+        self._instruction = str(options.pop("instruction", INSTRUCTION))
+        size, seed = options.pop("size", _SIZE), options.pop("seed", 0)
+        for name, value, least in (("size", size, 1), ("seed", seed, 0)):
+            if type(value) is not int or value < least:
+                raise RecipeError([f'prompts "{spec.text}": {name} = {value} is no integer >= {least}: correct it'])
+        self._options = options
+        self.size = int(size)
+        self._dataset = _create(spec, {**options, "size": size, "seed": seed})
+
+    def row(self, index: int) -> dict[str, Any]:
+        """``prompt``, and for the verifier ``answer``, ``metadata``, ``task``, ``task_options`` and ``question``."""
+        try:
+            entry = self._dataset[index]
+        except Exception as error:
+            raise BadRow(f"cannot be made ({describe_error(error)}): change the task's options") from error
+        return {
+            "prompt": entry["question"] + self._instruction,
+            "question": entry["question"],
+            "answer": plain(entry["answer"]),
+            "metadata": plain(entry["metadata"]),
+            "task": self._task,
+            "task_options": self._options,
+        }
+
+
+def _create(spec: PromptSpec, settings: Mapping[str, Any]) -> Any:
+    if find_spec("reasoning_gym") is None:
+        raise RecipeError([f"prompts \"{spec.text}\" need reasoning-gym: pip install 'streamrl[reasoning-gym]'"])
+    factory: Any = import_module("reasoning_gym.factory")
+    if spec.source not in factory.DATASETS:
+        hint = did_you_mean(spec.source, factory.DATASETS)
+        count = len(factory.DATASETS)
+        raise RecipeError([f'prompts "{spec.text}": reasoning-gym has no task "{spec.source}" among its {count}{hint}'])
+    try:
+        return factory.create_dataset(spec.source, **settings)
+    except Exception as error:  # a task checks its options by assertions, and by its constructor
+        known = ", ".join(factory.DATASETS[spec.source][1].__dataclass_fields__)
+        raise RecipeError(
+            [f'prompts "{spec.text}": {describe_error(error)}: correct the options (the task has {known})']
+        ) from error
+
+
+def plain(value: Any) -> Any:
+    """``value`` as text, numbers, lists and mappings: what can travel. Other objects become their text."""
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if hasattr(value, "tolist"):  # NumPy
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {_plain_key(key): plain(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((plain(item) for item in value), key=repr)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return str(value)
+
+
+def _plain_key(key: Any) -> str | int:
+    return key if type(key) in (str, int) else str(key)

@@ -1,2 +1,0 @@
-"""A weight push as one transaction over all engines (``weight_sync``), and what checks the result beside the state hash
-(``verify``). Imports ``base``, ``engines`` and the recipe; how weights are coded and fetched is the engine's matter."""

@@ -1,0 +1,29 @@
+"""Linear layers of a CPU engine that vLLM packed: packing them again after a commit wrote to their weights."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+LINEAR_VARIABLE = "STREAMRL_CPU_LINEAR"  # "plain" (default), "packed": see keep_linear_weights; "stock": as vLLM does
+
+
+def repack_linear_layers(model: Any, changed: set[int]) -> int:
+    """Pack the linear layers of ``model`` again whose weight storage is in ``changed``.
+
+    ``changed``: ``data_ptr()`` of storages that a commit wrote to. Returns how many layers were packed (a tied
+    head counts by itself: it shares the storage and keeps a packed copy of its own).
+    """
+    from vllm.model_executor.layers import utils
+
+    if os.environ.get(LINEAR_VARIABLE, "plain") == "plain":
+        return 0
+    repacked = 0
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if not hasattr(layer, "cpu_linear") or weight is None:
+            continue
+        if weight.numel() and weight.untyped_storage().data_ptr() in changed:
+            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+            repacked += 1
+    return repacked
