@@ -1,1 +1,1 @@
-"""What is tried for hours: simulated faults, fuzzed decoders, hostile peers and rewards, families of models."""
+"""What is tried for hours: simulated faults, fuzzed decoders, hostile peers, families of models, people's files."""

@@ -4,6 +4,7 @@
     python -m campaigns fuzz [--target NAME] [--replay FILE]
     python -m campaigns messages | rewards | surroundings [WORD ...]     # cases with one of the words in their names
     python -m campaigns families [NAME ...]
+    python -m campaigns front_door [KIND ...]        # files as people have them: models, tokenizers, tables, ...
 
 The exit code is 1 where something failed. ``--help`` behind a name lists its options.
 """
@@ -18,6 +19,7 @@ from functools import partial
 
 from campaigns import model_families
 from campaigns.faults import campaign as faults
+from campaigns.front_door import campaign as front_door
 from campaigns.fuzz import campaign as fuzz
 from campaigns.hostile import hostile_messages, hostile_rewards, hostile_surroundings
 
@@ -28,7 +30,8 @@ HOSTILE = {"messages": hostile_messages, "rewards": hostile_rewards, "surroundin
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     campaigns = parser.add_subparsers(required=True, metavar="CAMPAIGN")
-    for name, module in {"faults": faults, "fuzz": fuzz, "families": model_families, **HOSTILE}.items():
+    plain = {"faults": faults, "fuzz": fuzz, "families": model_families, "front_door": front_door}
+    for name, module in {**plain, **HOSTILE}.items():
         command = campaigns.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
         if name in HOSTILE:
             command.add_argument("words", nargs="*", help="only cases that have one of these in their names")
