@@ -1,6 +1,6 @@
 """Variants of the files that people bring, each tried on the product and on what transformers, vLLM or TRL make of it.
 
-A module of this folder holds the variants of one kind: ``VARIANTS`` maps a name to a function that gets an empty folder,
+A module of this folder holds the variants of one kind: ``VARIANTS`` maps a name to a function that gets a folder,
 makes the variant there, asks the product and the yardstick, and returns '' where the product is right, else one line.
 """
 
@@ -30,7 +30,7 @@ def try_variant(variant: Variant, directory: Path) -> str:
     directory.mkdir()
     try:
         said = variant(directory)
-    except Exception as error:  # of the product, which must never raise what is not its own
+    except Exception as error:  # noqa: BLE001 - of the product, which lets no foreign exception out
         said = f"{type(error).__name__}: {error}"
     return " ".join(said.split())
 
