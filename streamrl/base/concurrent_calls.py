@@ -39,7 +39,7 @@ class BegunEarly(Generic[T]):
         nursery.start_soon(self._run, call)
 
     async def result(self) -> T:
-        """What it returned, as soon as it has."""
+        """Wait for the call to end and return its result."""
         await self._done.wait()
         return self._results[0]
 

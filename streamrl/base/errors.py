@@ -54,7 +54,7 @@ class EngineError(StreamRLError):
 
 
 class ModelRefused(EngineError):
-    """No engine here can serve this model as the recipe says: each that is started would end the same way."""
+    """The engines cannot serve this model as the recipe says: every engine that is started would end the same way."""
 
 
 class RequestRefused(StreamRLError):
@@ -75,17 +75,17 @@ class CannotContinue(StreamRLError):
 
 
 class DiskFull(StreamRLError):
-    """No room on a disk. A process that ends by it is not started again."""
+    """A disk is full. A process that ends by it is not started again."""
 
     errno = errno.ENOSPC
 
 
 class RunStalled(StreamRLError):
-    """Nothing of the run moves any more, and no time limit of its own explains it."""
+    """The run makes no progress, and no time limit of its own explains it."""
 
 
 class StreamClosed(StreamRLError):
-    """This side closed the stream and used it afterwards."""
+    """A stream was used after this side had closed it."""
 
 
 class StreamEnded(StreamRLError):

@@ -1,4 +1,4 @@
-"""What an address says about who can reach it. Pure: no name is looked up."""
+"""Rules about which hosts can reach an address. Pure: no name is looked up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels on the streams between processes. Tagged unions: the tag names the kind on the wire.
+"""Messages on the streams between processes. Tagged unions: the tag names the kind on the wire.
 
 ==================  =======================  ==================  =====================
 stream              from -> to               item                bounded by
@@ -34,10 +34,8 @@ HASH_MODULUS = 2**64  # state hashes of the parts of a version add up modulo thi
 
 
 class WeightSource(Record, frozen=True):
-    """Where one trainer rank serves its part of a version, and what that part is.
-
-    ``manifest_digest`` identifies the manifest bytes; the manifest itself is fetched from ``endpoint``.
-    """
+    """One trainer rank's part of a weight version, and the endpoint that serves it. ``manifest_digest`` identifies the
+    manifest bytes; the manifest itself is fetched from ``endpoint``."""
 
     rank: int
     endpoint: str
@@ -89,7 +87,7 @@ def announcement_of(
 
 
 class PauseMode(StrEnum):
-    """What happens to requests in flight (vLLM's words): abort returns them cut, keep freezes them."""
+    """Handling of requests in flight (vLLM's words): abort returns them cut, keep freezes them."""
 
     ABORT = "abort"
     KEEP = "keep"

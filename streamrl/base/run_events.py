@@ -9,7 +9,7 @@ from streamrl.base.messages import Message
 
 
 class StartProgress(Message, frozen=True):
-    """While the run starts: what ``process`` (or several, with commas) does: ``starting`` or ``ready``."""
+    """State of ``process`` (or several, with commas) while the run starts: ``starting`` or ``ready``."""
 
     process: str
     state: str
@@ -123,8 +123,8 @@ class RunResumed(Message, frozen=True):
 
 
 class StallSeen(Message, frozen=True):
-    """Nothing of the run has moved for ``seconds``, and it is about to end. ``waits``: who waits for what, since when,
-    a line each; ``file``: the same with the stacks of everything."""
+    """A run that has made no progress for ``seconds`` and is about to end. ``waits``: who waits for what, since when, a
+    line each; ``file``: the same with the stacks of everything."""
 
     waits: tuple[str, ...]
     seconds: float

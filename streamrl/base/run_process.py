@@ -1,8 +1,6 @@
-"""What ties a process to its run, before anything heavy is imported: standard library only.
-
-A process of a run dies with its parent, and shared memory that it makes is named after the run, so that it can be found
-when everything that would have removed it was killed.
-"""
+"""Ties between a process and its run, set before anything heavy is imported: standard library only. A process of a run
+dies with its parent, and shared memory that it makes is named after the run, so that it can be found when everything
+that would have removed it was killed."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ def set_process_option(option: int, value: int) -> None:
 
 
 def memory_prefix(marker: str, session: int) -> str:
-    """How names of shared memory begin that processes of ``session`` make in the run with this marker."""
+    """Prefix of the names of shared memory that processes of ``session`` make in the run with this marker."""
     return f"{marker}-{session}-"
 
 

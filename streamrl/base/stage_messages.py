@@ -1,8 +1,6 @@
-"""What travels between control, rollout and reward inside the controller: control -> rollout -> reward -> control; and
-between the reward stage and its workers: ``RewardOrder`` there, ``RewardResult`` back.
-
-Every trajectory that is launched comes back exactly once: scored, failed, or lost.
-"""
+"""Messages between control, rollout and reward inside the controller: control -> rollout -> reward -> control; and
+between the reward stage and its workers: ``RewardOrder`` there, ``RewardResult`` back. Every trajectory that is
+launched comes back exactly once: scored, failed, or lost."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from streamrl.base.types import (
 
 
 class SampledSoFar(Record, frozen=True):
-    """What a trajectory has: ``completion``, whose finish reason is abort unless it is whole; sampled in ``parts``
-    requests, during which it was in the engines for ``seconds``."""
+    """Tokens of a trajectory until now: ``completion``, whose finish reason is abort unless it is whole; sampled in
+    ``parts`` requests, during which it was in the engines for ``seconds``."""
 
     completion: Completion
     parts: int

@@ -32,7 +32,7 @@ def float_array(values: Any = ()) -> FloatArray:
 
 
 class FinishReason(StrEnum):
-    """Why the engine stopped sampling. Never mixed with ``DropReason``."""
+    """The engine's reason to stop sampling. Never mixed with ``DropReason``."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -40,11 +40,8 @@ class FinishReason(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Why control did not train a trajectory.
-
-    ``lost_race``: enough siblings, or enough prompts, were faster. ``cut``: its group was not in the batch when that
-    was full; it is sampled again from its start.
-    """
+    """Control's reason not to train a trajectory. ``lost_race``: enough siblings, or enough prompts, were faster.
+    ``cut``: its group was not in the batch when that was full; it is sampled again from its start."""
 
     STALE = "stale"
     ZERO_VARIANCE = "zero_variance"
@@ -140,7 +137,7 @@ class Trajectory(Record, frozen=True):
 
 
 class RewardFailureKind(StrEnum):
-    """How a reward could not be had. A failure is absent from training; it never becomes a 0."""
+    """Kinds of failed reward calls. A failure is absent from training; it never becomes a 0."""
 
     RAISED = "raised"
     TIMED_OUT = "timed_out"
@@ -149,9 +146,9 @@ class RewardFailureKind(StrEnum):
 
 
 class RewardCall(Record, frozen=True):
-    """What one reward function did with one sample. ``value`` None: not applicable, or ``failure`` says what happened.
-    ``waited_s``: from when the call was asked for to when it began; ``limit_s``: the time that it had,
-    ``adapted``: which was learnt from calls before."""
+    """Outcome of one reward function for one sample. ``value`` None: not applicable, or ``failure`` says why.
+    ``waited_s``: between the request and the start of the call; ``limit_s``: its time limit, ``adapted`` if that was
+    learnt from earlier calls."""
 
     function: str
     seconds: float
@@ -191,13 +188,12 @@ class RewardFailure(Record, frozen=True, tag=True):
 
 
 class TrainingSample(Record, frozen=True):
-    """What the trainer is given: prompt and segments joined, with a loss mask.
+    """Input of the trainer: prompt and segments joined, with a loss mask.
 
     ``token_ids``: int32 [T] (prompt first); ``loss_mask``: uint8 [T], 1 where the token is trained;
-    ``behavior_logprobs``: float32 [T], 0 where ``loss_mask`` is 0. ``oldest_version`` and
-    ``newest_version`` bound the policy versions of its trained tokens; where they differ, ``version_spans`` says which
-    of ``token_ids`` is of which. ``separate_rewards``: weight and value of each reward that is compared alone; empty:
-    ``reward`` is compared.
+    ``behavior_logprobs``: float32 [T], 0 where ``loss_mask`` is 0. ``oldest_version`` and ``newest_version`` bound the
+    policy versions of its trained tokens; where they differ, ``version_spans`` says which of ``token_ids`` is of which.
+    ``separate_rewards``: weight and value of each reward that is compared alone; empty: ``reward`` is compared.
     """
 
     id: TrajectoryId

@@ -18,7 +18,7 @@ class NamedWait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waits:
-    """Of one process. Not thread-safe: for the coroutines of one event loop."""
+    """Named waits of one process. Not thread-safe: for the coroutines of one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -36,7 +36,7 @@ class Waits:
             del self._open[key]
 
     def open(self) -> list[tuple[NamedWait, float]]:
-        """What is waited for now, with the seconds that it has lasted, the longest first."""
+        """Open waits with the seconds that they have lasted, the longest first."""
         now = self._clock()
         waits = sorted(self._open.values(), key=lambda wait: wait.since_s)
         return [(wait, now - wait.since_s) for wait in waits]

@@ -21,7 +21,8 @@ class Wakeup:
             self._event = None
 
     async def wait(self) -> None:
-        """Until the next ``notify``. Between looking and waiting the caller must not wait for anything else."""
+        """Wait for the next ``notify``. Between checking its condition and this call the caller must not await anything
+        else."""
         if self._event is None:
             self._event = anyio.Event()
         await self._event.wait()
@@ -42,8 +43,8 @@ class Turns:
         self._quick = 0
 
     async def take(self, ready: Callable[[], bool]) -> None:
-        """Until ``ready``, in the order of asking. What it raises comes out of here; cancelled, nothing has begun. The
-        caller acts at once, before it waits for anything else."""
+        """Wait for ``ready`` in the order of the calls. An exception of ``ready`` is raised here; cancelled, nothing
+        has begun. The caller acts at once, before it awaits anything else."""
         self._quick += 1
         if self._quick >= self.QUICK:
             self._quick = 0

@@ -23,7 +23,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_durable(path: Path, content: bytes) -> None:
-    """As ``write_whole``; durable when it returns."""
+    """Write ``path`` as ``write_whole`` does; durable when it returns."""
     partial = _partial(path)
     _write_flushed(partial, content)
     partial.replace(path)
@@ -126,7 +126,7 @@ def take_beside(directory: Path, into: Path, digests: Mapping[str, bytes]) -> No
 
 
 def beside_folder(directory: Path) -> Path:
-    """Where files for ``directory`` wait. Named like everything half-written, so that it is cleaned like that."""
+    """Staging folder of files for ``directory``. Its name is that of a partial file, so it is cleaned up as one."""
     return directory.with_name(f".{directory.name}.beside.partial")
 
 

@@ -1,2 +1,2 @@
-"""What a run has in flight: groups and their trajectories (``rollout_buffer``, sizes and states only), the slots that
-they use (``slots``), and the content behind them (``trajectory_store``)."""
+"""State of a run in flight: groups and their trajectories (``rollout_buffer``, sizes and states only), their slots
+(``slots``), and their content (``trajectory_store``)."""

@@ -85,12 +85,12 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def seats(self) -> int:
-        """What it takes of a batch."""
+        """Places that the group takes in a batch."""
         return 1 if self.one_seat else self.keep
 
     @property
     def seed_base(self) -> int:
-        """What the seeds of its trajectories are derived from."""
+        """Number from which the seeds of its trajectories are derived."""
         return self.group_id if self.prompt.seed_base is None else self.prompt.seed_base
 
     @property
@@ -117,12 +117,12 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def ids(self) -> tuple[TrajectoryId, ...]:
-        """Of all members, by sample number."""
+        """Ids of all members, by sample number."""
         return tuple(self._id(sample) for sample in self.members)
 
     @property
     def open_ids(self) -> tuple[TrajectoryId, ...]:
-        """Of members without a reward."""
+        """Ids of members without a reward."""
         return tuple(self._id(sample) for sample, member in self.members.items() if not member.scored)
 
     def _id(self, sample: int) -> TrajectoryId:
@@ -252,7 +252,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         self._dropped(reason, len(group.members), group.tokens)
 
     def pause(self, group: Group) -> None:
-        """Its open members stop and keep their tokens."""
+        """Mark a group as paused: its open members stop and keep their tokens."""
         group.paused = True
         self.paused.append(group.group_id)
 
@@ -263,7 +263,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
             self.paused.remove(group.group_id)
 
     def paused_groups(self) -> list[Group]:
-        """Those with the oldest tokens first: they must be trained soonest."""
+        """Paused groups, those with the oldest tokens first: they must be trained soonest."""
         return sorted((self.untrained[group_id] for group_id in self.paused), key=oldest_first)
 
     def batch(self, group: Group) -> None:

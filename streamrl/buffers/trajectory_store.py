@@ -64,7 +64,7 @@ class TrajectoryStore:
             self.trajectories.pop(trajectory, None)
 
     def done(self, trajectory: TrajectoryId) -> SampledSoFar | None:
-        """What was sampled of a trajectory before the controller restarted, for the rollout stage; None: nothing."""
+        """Return what was sampled of a trajectory before the controller restarted, or None, for the rollout stage."""
         content = self.trajectories.get(trajectory)
         if content is None or isinstance(content, SampledSoFar):
             return content
@@ -79,7 +79,7 @@ class TrajectoryStore:
         return SampledSoFar(completion=completion, parts=1, seconds=whole.rollout_seconds)
 
     def scored(self, ids: Iterable[TrajectoryId]) -> list[ScoredTrajectory]:
-        """Those of ``ids`` that have a reward."""
+        """Return the trajectories among ``ids`` that have a reward."""
         found = (self.trajectories.get(trajectory) for trajectory in ids)
         return [content for content in found if isinstance(content, ScoredTrajectory)]
 

@@ -1,8 +1,6 @@
-"""What a ZeroMQ socket must be before it is bound or connected: plain where only this host or this user reaches it,
-CURVE with an allow-list where the process has keys, refused otherwise.
-
-There is no way around it: only the functions ``bind`` and ``connect`` here, and streams, call those of ``zmq_sockets``.
-"""
+"""Security of ZeroMQ sockets before they are bound or connected: plain where only this host or this user reaches them,
+CURVE with an allow-list where the process has keys, refused otherwise. There is no way around it: only the functions
+``bind`` and ``connect`` here, and streams, call those of ``zmq_sockets``."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ class GuardedContext(zmq.Context["zmq.Socket[bytes]"]):
         return self._gate
 
     def close_gate(self) -> None:
-        """Before ``term``, which waits for its socket. Idempotent."""
+        """Close the gate. To be called before ``term``, which waits for the gate's socket. Idempotent."""
         if self._gate is not None:
             self._gate.close()
 
@@ -114,18 +112,19 @@ class KeyGuard:
         connect(socket, endpoint, self._peer)
 
     def watch(self, socket: zmq.Socket[bytes]) -> int:
-        """See ``SocketGuard``."""
+        """Implements ``SocketGuard.watch``."""
         gate = self.context.opened_gate
         return -1 if gate is None or socket.getsockopt(zmq.MECHANISM) != zmq.CURVE else os.dup(gate.ended_fd)
 
     def check(self) -> None:
-        """See ``SocketGuard``."""
+        """Implements ``SocketGuard.check``."""
         if (gate := self.context.opened_gate) is not None:
             gate.check()
 
 
 def guard_listener(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole) -> KeyGate | None:
-    """Before a socket is bound: its key, and who is let in. Returns its gate; None where it is a plain socket."""
+    """Set the key of a socket that is about to be bound, and who is admitted. Returns its gate; None for a plain
+    socket."""
     keys = keys_for(endpoint)
     if keys is None:
         return None
@@ -146,10 +145,8 @@ def guard_listener(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole) ->
 
 
 def check_strangers_are_refused(kind: int, endpoint: str, gate: KeyGate) -> None:
-    """After a socket was bound with a ``gate``: connect with a key that nobody knows, and without any.
-
-    Raises ``StreamRLError`` unless both are refused, the first one by the gate.
-    """
+    """Connect to a socket bound with ``gate`` with an unknown key, and without any key. Raises ``StreamRLError`` unless
+    both are refused, the first one by the gate."""
     keys = process_keys()
     if keys is None:
         return
@@ -189,7 +186,7 @@ def _knock(kind: int, endpoint: str, keys: tuple[bytes, bytes, bytes] | None) ->
 
 
 def _reachable(endpoint: str) -> str:
-    """Where this process reaches what it bound at ``endpoint``."""
+    """Endpoint by which this process reaches a socket that it bound at ``endpoint``."""
     host, port = host_of(endpoint), endpoint.rpartition(":")[2]
     if not is_wildcard(host):
         return endpoint

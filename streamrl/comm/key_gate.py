@@ -1,4 +1,5 @@
-"""Who may connect: libzmq asks for every connection to a CURVE socket, and this thread answers (ZAP, RFC 27).
+"""Authentication of connections: libzmq asks for every connection to a CURVE socket, and this thread answers (ZAP, RFC
+27).
 
 The question goes to a fixed inproc address, so there is one gate in a context, and it counts for the sockets of that
 context only. Each socket asks in its own domain, which says who is let in. A gate that is gone lets nobody in

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class _Channel(Generic[T]):
-    """What both ends see."""
+    """State shared by both ends."""
 
     def __init__(self, window: int) -> None:
         self.items: deque[T] = deque()

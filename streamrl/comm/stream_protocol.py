@@ -1,4 +1,4 @@
-"""What the two ends of a ZeroMQ stream say to each other, as state machines without sockets, clocks or tasks.
+"""Messages between the two ends of a ZeroMQ stream, as state machines without sockets, clocks or tasks.
 
 ::
 
@@ -65,7 +65,7 @@ class Phase(StrEnum):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one end is. ``session`` names the connecting end's life; ``message_bytes`` is the most it accepts."""
+    """Handshake of one end. ``session`` names the connecting end's life; ``message_bytes`` is the most it accepts."""
 
     item_type: str
     role: Role
@@ -77,7 +77,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where a message came from: routing id (empty on a DEALER), number of the connection (None on inproc)."""
+    """Sender of a message: routing id (empty on a DEALER), number of the connection (None on inproc)."""
 
     peer: bytes
     connection: int | None
@@ -90,11 +90,9 @@ _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
 class StreamEnd(ABC):
-    """What both ends have in common: handshake, breaking, parting.
-
-    ``transmit(peer, frames)`` hands a message to the socket and never waits. After any call ``phase``, ``reason`` and
-    ``parted`` (nothing more will come from the peer and it needs nothing more) may have changed.
-    """
+    """Common part of both ends: handshake, breaking, parting. ``transmit(peer, frames)`` hands a message to the socket
+    and never waits. After any call ``phase``, ``reason`` and ``parted`` (nothing more will come from the peer and it
+    needs nothing more) may have changed."""
 
     def __init__(self, hello: Hello, *, binds: bool, limits: WireLimits, transmit: Transmit) -> None:
         self.hello = hello
@@ -111,7 +109,7 @@ class StreamEnd(ABC):
 
     @property
     def finished(self) -> bool:
-        """No item can pass any more."""
+        """Return whether the stream can pass no more items."""
         return self.phase in (Phase.ENDED, Phase.BROKEN)
 
     @property
@@ -195,7 +193,7 @@ class StreamEnd(ABC):
         return _encode_hello(msgspec.structs.replace(self.hello, session=session))
 
     def _mismatch(self, header: Header, frames: Sequence[Buffer]) -> str:
-        """Why this peer cannot have the other end of the stream; empty where it can."""
+        """Return why this peer cannot have the other end of the stream; empty where it can."""
         if header.version != WIRE_VERSION:
             return f"wire version {header.version} at one end, {WIRE_VERSION} at the other: install the same streamrl"
         mine, other = self.hello, _hello(frames)

@@ -118,10 +118,8 @@ def process_keys(environment: Mapping[str, str] = os.environ) -> RoleKeys | None
 
 
 def transport_environment(recipe: Recipe, role: Role) -> dict[str, str]:
-    """What a process of ``role`` must find in its environment. Empty values: it must not inherit any.
-
-    Raises ``StreamRLError`` where the keys that the recipe names cannot be used.
-    """
+    """Environment variables of a process of ``role`` about keys. Empty values: it must not inherit any. Raises
+    ``StreamRLError`` where the keys that the recipe names cannot be used."""
     nothing = dict.fromkeys((KEYS_DIRECTORY, KEY_ROLE, OPEN_TO_ALL), "")
     if role.value not in list(KeyRole):
         return nothing

@@ -54,9 +54,9 @@ _RAW_INDEX = struct.Struct("<I")
 
 
 class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one message may cost, checked before it is decoded. A body of empty lists grows about seventyfold when it
-    is decoded, raw frames do not: ``body_growth`` is how many bytes of memory a byte of it may become, beyond
-    ``decoded_size.SPARE_BYTES`` (0: not looked at, for what this process wrote itself)."""
+    """Limits of one message, checked before it is decoded. A body of empty lists grows about seventyfold when it is
+    decoded, raw frames do not: ``body_growth`` is how many bytes of memory a byte of it may become, beyond
+    ``decoded_size.SPARE_BYTES`` (0: not checked, for what this process wrote itself)."""
 
     message_bytes: int = 256 * 1024 * 1024
     frame_bytes: int = 256 * 1024 * 1024
@@ -104,7 +104,7 @@ def check_sizes(sizes: Sequence[int], limits: WireLimits) -> int:
 
 
 def item_type_name(item_type: Any) -> str:
-    """How an item type is called in a handshake: class names, those of a union sorted and joined."""
+    """Name of an item type in a handshake: class names, those of a union sorted and joined."""
     return " | ".join(sorted(_member_name(member) for member in _union_members(item_type)))
 
 

@@ -49,8 +49,8 @@ def transport_of(endpoint: str) -> str:
 
 
 class SocketGuard(Protocol):
-    """Who may connect to a tcp socket, and whose socket may be connected to. ``remote.guarded_sockets`` has the one
-    with keys."""
+    """Checks of who may connect to a tcp socket, and whose socket may be connected to. ``comm.guarded_sockets``
+    implements it with keys."""
 
     @property
     def context(self) -> zmq.Context[Any]:
@@ -227,7 +227,7 @@ class ConnectionMonitor:
                     continue
 
     def take_handshakes(self) -> int:
-        """How many connections became usable since the last call."""
+        """Return how many connections became usable since the last call."""
         count, self._handshakes = self._handshakes, 0
         return count
 

@@ -54,7 +54,7 @@ class StreamOptions(TypedDict, total=False):
 
 
 class _ZmqStream(ABC, Generic[T]):
-    """What sender and receiver share: the context manager, waiting for changes, parting."""
+    """Common part of sender and receiver: the context manager, waiting for changes, parting."""
 
     def __init__(self, item_type: Any, endpoint: str, role: Role, bind: bool, options: StreamOptions) -> None:
         self.name = options.get("name") or endpoint
@@ -82,7 +82,7 @@ class _ZmqStream(ABC, Generic[T]):
 
     @property
     def endpoint(self) -> str:
-        """Where the stream is; with the real port after binding ``tcp://HOST:*``."""
+        """Endpoint of the stream; with the real port after binding ``tcp://HOST:*``."""
         return self._connection.endpoint
 
     @property

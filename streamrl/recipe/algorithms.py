@@ -1,4 +1,4 @@
-"""What ``[objective]`` comes to: the published methods as data, and when training may stream."""
+"""Published methods as data, the objective settings that ``[objective]`` leads to, and when training may stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from streamrl.recipe.objective import (
 
 
 class Method(msgspec.Struct, frozen=True, kw_only=True):
-    """What a paper says about the fields that a recipe may leave out."""
+    """A paper's values of the fields that a recipe may leave out."""
 
     surrogate: Surrogate = Surrogate.TOKEN_CLIP
     advantages: AdvantageKind = AdvantageKind.GROUP_STD
@@ -108,7 +108,7 @@ def objective_settings(objective: Objective, *, sizes_vary: bool = False) -> Obj
 
 
 def why_not_streaming(settings: ObjectiveSettings, updates_per_batch: int, epochs_per_batch: int = 1) -> str:
-    """Why groups cannot be trained before their batch is complete with the same gradient; empty: they can."""
+    """Return why training groups before their batch is complete would change the gradient; empty: it would not."""
     if updates_per_batch > 1:
         return f"training.updates_per_batch = {updates_per_batch} steps on one batch need all of it first"
     if epochs_per_batch > 1:

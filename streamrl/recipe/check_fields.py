@@ -17,7 +17,7 @@ NUMBERS = {inspect.IntType: ("an integer", "integers"), inspect.FloatType: ("a n
 
 
 def expected(kind: inspect.Type) -> str:
-    """What a value of this type may be, in words: ``an integer > 0``, ``one of "keep", "recompute"``."""
+    """Describe the values of a type in words: ``an integer > 0``, ``one of "keep", "recompute"``."""
     kind = bare(kind)
     if type(kind) in NUMBERS:
         return NUMBERS[type(kind)][0] + _range(kind)

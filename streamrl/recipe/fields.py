@@ -1,4 +1,4 @@
-"""What fields of a recipe are made of: checked numbers, and the mark that says whether a key is in view.
+"""Parts of a recipe's fields: checked numbers, and the mark of keys that are rarely needed.
 
 The text of a key stands at its field: ``streamrl explain``, docs/recipe.md and error messages come from it. A key that
 few runs need (timers, constants of papers, aids of tests) is ``advanced``: it is written below ``[SECTION.advanced]``,
@@ -129,7 +129,7 @@ def _default(field: inspect.Field) -> Any:
 
 
 def written_path(recipe: type[msgspec.Struct], path: str) -> str:
-    """Where the value of field ``path`` (``engines.sets.0.count``) is written: ``engines.advanced.sets.0.count``."""
+    """Return the path of field ``path`` (``engines.sets.0.count``) in a file: ``engines.advanced.sets.0.count``."""
     struct: type[msgspec.Struct] | None = recipe
     written = []
     for part in path.split("."):

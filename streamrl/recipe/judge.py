@@ -33,7 +33,7 @@ CALLS_AT_ONCE = 64
 
 
 class YieldKind(StrEnum):
-    """What the judge does while it has nothing to judge. ``never``: nothing. ``pause``: its scheduler is paused.
+    """State of the judge while it has nothing to judge. ``never``: it stays ready. ``pause``: its scheduler is paused.
     ``sleep``: its weights go to host memory and its KV cache is freed (vLLM's level 1; on a CPU, where that frees
     nothing, it is paused)."""
 

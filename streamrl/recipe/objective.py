@@ -45,7 +45,7 @@ class Surrogate(StrEnum):
 
 
 class AdvantageKind(StrEnum):
-    """What a reward is compared with.
+    """Baseline and scale of an advantage.
 
     ``group_std``, ``group_mean``: the siblings' mean, with or without their deviation. ``leave_one_out``: the mean of
     the others (RLOO, arXiv 2402.14740). ``batch``: mean and deviation of the whole batch (REINFORCE++, arXiv
@@ -64,12 +64,9 @@ class AdvantageKind(StrEnum):
 
 
 class LossNormalization(StrEnum):
-    """What a step's loss is divided by.
-
-    ``token_mean``: all trained tokens of the batch (DAPO, arXiv 2503.14476); ``sequence_mean``: each sample's tokens,
-    then samples (GRPO, arXiv 2402.03300); ``sequence_sum``: samples alone (RLOO); ``constant``: samples times
-    ``sampling.max_tokens`` (Dr. GRPO, arXiv 2503.20783).
-    """
+    """Divisor of a step's loss. ``token_mean``: all trained tokens of the batch (DAPO, arXiv 2503.14476);
+    ``sequence_mean``: each sample's tokens, then samples (GRPO, arXiv 2402.03300); ``sequence_sum``: samples alone
+    (RLOO); ``constant``: samples times ``sampling.max_tokens`` (Dr. GRPO, arXiv 2503.20783)."""
 
     TOKEN_MEAN = "token_mean"
     SEQUENCE_MEAN = "sequence_mean"
@@ -87,22 +84,22 @@ class KlEstimator(StrEnum):
 
 
 class KlPlace(StrEnum):
-    """Where the KL to the reference model enters: the loss, or the reward of each token."""
+    """Term to which the KL to the reference model is added: the loss, or the reward of each token."""
 
     LOSS = "loss"
     REWARD = "reward"
 
 
 class ValueModel(StrEnum):
-    """What PPO's values are read from. ``head``: a linear head on the policy, which learns both. ``own``: a copy of the
-    initial model with such a head, trained whole by an AdamW of its own; every rank holds all of it."""
+    """Model of PPO's values. ``head``: a linear head on the policy, which learns both. ``own``: a copy of the initial
+    model with such a head, trained whole by an AdamW of its own; every rank holds all of it."""
 
     HEAD = "head"
     OWN = "own"
 
 
 class Objective(Section, frozen=True):
-    """What is differentiated. A key that is not set is as the paper of ``algorithm`` has it."""
+    """The loss that is differentiated. A key that is not set is as the paper of ``algorithm`` has it."""
 
     algorithm: Annotated[Algorithm, doc("")] = Algorithm.GRPO
     surrogate: Annotated[Surrogate | None, doc("")] = None

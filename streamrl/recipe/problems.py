@@ -14,8 +14,8 @@ LONGEST_VALUE = 60
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where the values of a recipe came from, so that a problem can point at its line. ``implied``: of values that
-    nobody wrote, by the place of the line that set them."""
+    """Source of a recipe's values, so that a problem can point at its line. ``implied``: for values that nobody wrote,
+    the place of the line that set them."""
 
     file: str
     lines: Mapping[str, int]

@@ -30,8 +30,8 @@ PATH_OPTIONS = {"reward_model": ("path",), "judge": ("cache",)}
 
 
 class FailurePolicy(StrEnum):
-    """How a sample without a reward is trained. ``drop_sample``: it is not trained, its siblings are. ``drop_group``:
-    none of its group is. ``stop``: the run ends."""
+    """Policy for a sample without a reward. ``drop_sample``: it is not trained, its siblings are. ``drop_group``: none
+    of its group is. ``stop``: the run ends."""
 
     DROP_SAMPLE = "drop_sample"
     DROP_GROUP = "drop_group"
@@ -85,7 +85,7 @@ class Reward(Section, frozen=True):
 
     @property
     def label(self) -> str:
-        """What metrics and records call it."""
+        """Name of the reward in metrics and records."""
         return self.name or self.function.rpartition(":")[2]
 
 

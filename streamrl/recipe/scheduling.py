@@ -27,7 +27,7 @@ WIDEST_AUTOMATIC_RACE = 1.5
 
 
 class RoundKind(StrEnum):
-    """How rounds are formed. ``custom``: by the class that ``rollout.policy`` names."""
+    """Ways to form rounds. ``custom``: by the class that ``rollout.policy`` names."""
 
     SYNCHRONOUS = "synchronous"
     TAIL_BATCHING = "tail_batching"
@@ -57,7 +57,7 @@ class System(StrEnum):
 
 
 class InFlight(StrEnum):
-    """What a weight update does to requests in flight: keep their KV, recompute it, or cut and resume by tokens."""
+    """Handling of requests in flight at a weight update: keep their KV, recompute it, or cut and resume by tokens."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -65,7 +65,7 @@ class InFlight(StrEnum):
 
 
 class StalePolicy(StrEnum):
-    """What happens to a trajectory that would become older than ``max_staleness``."""
+    """Policy for a trajectory that would become older than ``max_staleness``."""
 
     WAIT = "wait"
     DROP = "drop"
@@ -107,10 +107,10 @@ class Rollout(Section, frozen=True):
 
 
 class DeferredPrompts(StrEnum):
-    """How a deferred prompt is sampled: sampled again from its start with a new seed; again with the *same*
-    seeds (so that its length is not redrawn); the same, but what the new weights choose again of the tokens that it had
-    is not decoded again (strictly on-policy, as ``replay``, and cheaper; replayed with run.deterministic); or resumed
-    from its tokens (off-policy by a version or more)."""
+    """Sampling of deferred prompts: again from the start with a new seed; again with the *same* seeds (so that
+    the length is not redrawn); the same, but tokens that the new weights choose again are not decoded again (strictly
+    on-policy, as ``replay``, and cheaper; replayed with run.deterministic); or resumed from their tokens (off-policy by
+    a version or more)."""
 
     REGENERATE = "regenerate"
     REPLAY = "replay"
@@ -177,7 +177,7 @@ def trains_on_policy(rollout: Rollout, tail_batching: TailBatching, length_sorte
 
 
 class SizingKind(StrEnum):
-    """Who chooses the group size: the recipe, the straggler-aware controller, or chance (its control experiment)."""
+    """Source of the group size: the recipe, the straggler-aware controller, or chance (its control experiment)."""
 
     FIXED = "fixed"
     SAGC = "sagc"
@@ -185,15 +185,16 @@ class SizingKind(StrEnum):
 
 
 class Keeps(StrEnum):
-    """What stays constant in a batch at every group size: trajectories (prompts_per_batch x group_size), or prompts, so
-    that smaller groups make smaller, shorter steps."""
+    """Constant size of a batch at every group size: trajectories (prompts_per_batch x group_size), or prompts, so that
+    smaller groups make smaller, shorter steps."""
 
     TRAJECTORIES = "trajectories"
     PROMPTS = "prompts"
 
 
 class Straggler(StrEnum):
-    """What is compared of siblings: sampled tokens, or the seconds of engine and reward from launch to score."""
+    """Quantity that is compared between siblings: sampled tokens, or the seconds of engine and reward from launch to
+    score."""
 
     TOKENS = "tokens"
     SECONDS = "seconds"
@@ -298,8 +299,8 @@ def largest_batch(batches: Sequence[tuple[int, int]]) -> int:
 
 
 def tail_batching_slots(options: TailBatching, batches: Sequence[tuple[int, int]]) -> int:
-    """What races, or runs in a long round; deferred completions keep theirs: a batch, and what one more race adds, at
-    most. ``batches``: (groups, their size)."""
+    """Most slots in use: those of a race or of a long round, and, where deferred completions keep theirs, a batch and
+    what one more race adds. ``batches``: (groups, their size)."""
     racing = max(
         math.ceil(options.prompt_oversampling * groups) * math.ceil(options.response_oversampling * size)
         for groups, size in batches

@@ -43,8 +43,8 @@ RECOVERY_INTERVAL = 100
 
 
 class JournalKind(StrEnum):
-    """What of the run survives. ``fsync``: what is trained is on the disk before, so a power cut loses nothing that
-    counts. ``process``: as much after any kill of its processes. ``none``: nothing but checkpoints."""
+    """Durability of a run. ``fsync``: what is trained is on the disk before, so a power cut loses nothing that counts.
+    ``process``: as much after any kill of its processes. ``none``: nothing but checkpoints."""
 
     FSYNC = "fsync"
     PROCESS = "process"
@@ -86,8 +86,8 @@ class Model(Section, frozen=True):
 
 
 class Prompts(Section, frozen=True):
-    """Where prompts come from. Each row has ``prompt`` (text), ``messages`` (a chat, written with the model's own
-    template) or ``prompt_token_ids``, an optional ``prompt_id``, and the columns that the rewards name."""
+    """Sources of prompts. Each row has ``prompt`` (text), ``messages`` (a chat, written with the model's own template)
+    or ``prompt_token_ids``, an optional ``prompt_id``, and the columns that the rewards name."""
 
     train: Annotated[
         str,
@@ -102,7 +102,7 @@ class Prompts(Section, frozen=True):
 
 
 class Sampling(Section, frozen=True):
-    """How completions are sampled."""
+    """Sampling parameters of completions."""
 
     temperature: Annotated[PositiveFloat, doc("training uses the same")] = 1.0
     top_p: Annotated[Share, doc("from the likeliest tokens that have this probability together")] = 1.0
@@ -119,7 +119,7 @@ class OptimizerKind(StrEnum):
 
 
 class ComputeDtype(StrEnum):
-    """What matrix products run in; masters, gradients and the loss are float32. ``auto``: bfloat16 on CUDA."""
+    """Dtype of matrix products; masters, gradients and the loss are float32. ``auto``: bfloat16 on CUDA."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -127,8 +127,9 @@ class ComputeDtype(StrEnum):
 
 
 class Gathered(StrEnum):
-    """When every rank holds whole parameters. ``batch``: while a batch is open. ``layer``: one layer at a time, for
-    models that do not fit; groups are then trained when every rank has some. ``auto``: ``batch`` where that fits."""
+    """Time during which every rank holds whole parameters. ``batch``: while a batch is open. ``layer``: one layer at a
+    time, for models that do not fit; groups are then trained when every rank has some. ``auto``: ``batch`` where that
+    fits."""
 
     AUTO = "auto"
     BATCH = "batch"
@@ -179,7 +180,7 @@ class Lora(Section, frozen=True):
 
 
 class ReleaseKind(StrEnum):
-    """What happens late in a round to engines whose requests fit on the others. ``drain``: they are idle until the next
+    """Release of engines whose requests fit on the others late in a round. ``drain``: they are idle until the next
     round, and their cores are for training."""
 
     NEVER = "never"
@@ -187,8 +188,9 @@ class ReleaseKind(StrEnum):
 
 
 class EngineKind(StrEnum):
-    """What generates. ``simulated``: no model and no vLLM, to try a pipeline with: random text in about the time that a
-    small model takes, whatever the weights, which are fetched and verified as ever. The rest of the run is real."""
+    """Kind of inference engine. ``simulated``: no model and no vLLM, to try a pipeline with: random text in about the
+    time that a small model takes, whatever the weights, which are fetched and verified as ever. The rest of the run is
+    real."""
 
     VLLM = "vllm"
     SIMULATED = "simulated"
@@ -290,8 +292,8 @@ class Evaluation(Section, frozen=True):
 
 
 class ResumedRewards(StrEnum):
-    """What a resumed run is scored with. ``kept``: what scored when the checkpoint was written, changed live or not.
-    ``recipe``: what ``[[rewards]]`` says."""
+    """Rewards of a resumed run. ``kept``: those in use when the checkpoint was written, changed live or not.
+    ``recipe``: those of ``[[rewards]]``."""
 
     KEPT = "kept"
     RECIPE = "recipe"
@@ -316,14 +318,14 @@ class Checkpoint(Section, frozen=True):
 
 
 class TransportKind(StrEnum):
-    """What streams between processes run on."""
+    """Transport of the streams between processes."""
 
     IPC = "ipc"
     TCP = "tcp"
 
 
 class Launch(StrEnum):
-    """Who starts a process: this run, or a person (``streamrl serve``)."""
+    """Launcher of a process: this run, or a person (``streamrl serve``)."""
 
     LOCAL = "local"
     EXTERNAL = "external"
@@ -411,7 +413,7 @@ class Recipe(Section, frozen=True):
 
     @property
     def core_restarts(self) -> int:
-        """How often the controller may die: without a journal it could not go on."""
+        """Restarts that the controller may have: none without a journal, since it could not resume."""
         return 0 if self.run.journal is JournalKind.NONE else self.run.restarts
 
     @property

@@ -68,7 +68,8 @@ def _last_line(errors: BinaryIO) -> str:
 
 
 def answer_parent(work: Callable[[BinaryIO, Sequence[str]], None]) -> None:
-    """In the process: ``work(answers, arguments)``, then the end. What else is printed goes to stderr."""
+    """Run ``work(answers, arguments)`` in the child process, then end it. Everything else that is printed goes to
+    stderr."""
     timeout_s, parent, *arguments = sys.argv[1:]
     die_with(int(parent))
     # The default action of SIGALRM ends the process even while the interpreter lock is held, or the parent is dead.

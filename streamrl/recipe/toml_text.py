@@ -26,7 +26,7 @@ _ENDLESS_NUMBER = re.compile(r"(?<![0-9A-Fa-f_])[0-9A-Fa-f_]{5000}")
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """What ``text`` says. Raises ``ValueError``, of which ``TOMLDecodeError`` is one, and ``RecursionError``."""
+    """Parse TOML. Raises ``ValueError``, of which ``TOMLDecodeError`` is one, and ``RecursionError``."""
     # tomllib takes memory with the square of the number of parts, and 300 bytes for each digit
     if text.count(".") >= _DEEPEST and _ENDLESS_KEY.search(text):
         raise ValueError("a key of more than 64 parts")

@@ -1,4 +1,4 @@
-"""Who the processes of a run are and where their streams live. Computed from the recipe, never set."""
+"""Processes of a run and the endpoints of their streams. Computed from the recipe, never set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JOURNAL_DIRECTORY = "journal"
 
 
 class Role(StrEnum):
-    """What a process of the run is."""
+    """Kind of a process of the run."""
 
     CONTROLLER = "controller"
     ENGINE = "engine"
@@ -42,7 +42,7 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Its name in logs, errors and metrics."""
+        """Name of the process in logs, errors and metrics."""
         return self.role.value if self.role is Role.CONTROLLER else f"{self.role.value}-{self.index}"
 
 
@@ -195,18 +195,20 @@ def local_engine(topology: Topology, name: str) -> ProcessPlan:
 
 
 def judge_socket(topology: Topology) -> Path | None:
-    """Where the run's own judge answers questions, for this user on this host only; None: there is none."""
+    """Return the socket of the run's own judge, for this user on this host only; None: there is no judge."""
     orders = topology.endpoints.get(f"{JUDGE}.orders")
     return Path(orders.removeprefix("ipc://")).with_name(f"{JUDGE}.http") if orders else None
 
 
 def rewards_endpoint(topology: Topology) -> str:
-    """Where changes of the rewards reach the controller. Beside its own stream, which never leaves the host."""
+    """Endpoint at which the controller receives changes of the rewards. Beside its own stream, which never leaves the
+    host."""
     return f"{topology.endpoint(Role.CONTROLLER.value, 'steps')}.rewards"
 
 
 def read_topology(run_directory: Path) -> Topology:
-    """As the supervisor of the run wrote it. Raises ``StreamRLError`` where there is none, or another file."""
+    """Read the topology that the supervisor of the run wrote. Raises ``StreamRLError`` where there is none, or another
+    file."""
     try:
         return msgspec.json.decode((run_directory / TOPOLOGY_FILE).read_bytes(), type=Topology)
     except (OSError, *UNDECODABLE) as error:
@@ -216,10 +218,10 @@ def read_topology(run_directory: Path) -> Topology:
 
 
 def metrics_endpoint(recipe: Recipe, topology: Topology) -> str:
-    """Where the run publishes its metrics: as the recipe says, or beside its own sockets."""
+    """Endpoint of the published metrics: as the recipe says, or beside the run's own sockets."""
     return recipe.metrics.endpoint or f"{topology.endpoint(Role.CONTROLLER.value, 'steps')}.metrics"
 
 
 def control_socket(topology: Topology) -> Path:
-    """Where the run listens for commands that look at it or change it: this user on this host."""
+    """Path of the socket that takes commands to the run, from this user on this host."""
     return Path(topology.endpoint(Role.CONTROLLER.value, "steps").removeprefix("ipc://")).with_name("control")

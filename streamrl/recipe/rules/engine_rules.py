@@ -65,7 +65,8 @@ def serving_engines(recipe: Recipe) -> Broken:
 
 @rule("engines.kind", "sampling.temperature")
 def sampling_temperature(recipe: Recipe) -> Broken:
-    """What the trainer divides by must be what the engines sampled with: vLLM takes 0.01 for less than that."""
+    """Sampling temperatures that vLLM replaces (0.01 for less than that) are refused: the trainer divides by the
+    recipe's."""
     value = recipe.sampling.temperature
     if recipe.engines.kind is EngineKind.VLLM and not COLDEST <= value <= HOTTEST:
         yield Problem(
@@ -77,7 +78,8 @@ def sampling_temperature(recipe: Recipe) -> Broken:
 
 @rule("engines.kind", "evaluation.temperature")
 def evaluation_temperature(recipe: Recipe) -> Broken:
-    """Nothing is trained on these: vLLM may take 0.01 for less, which is as good as greedy."""
+    """Evaluation temperatures that vLLM refuses. It may take 0.01 for less, since nothing is trained on these
+    completions."""
     value = recipe.evaluation.temperature
     if recipe.engines.kind is EngineKind.VLLM and value is not None and value > HOTTEST:
         yield Problem("evaluation.temperature", f"{shown(value)} is refused by vLLM: set it to {HOTTEST:g} or less")

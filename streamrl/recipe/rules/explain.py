@@ -1,4 +1,4 @@
-"""What the keys of a recipe mean, in words: one at a time (``streamrl explain``), or all of them (docs/recipe.md)."""
+"""Explanations of the keys of a recipe: one at a time (``streamrl explain``), or all of them (docs/recipe.md)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def explain(path: str) -> list[str]:
 
 
 def _explained(path: str) -> list[str]:
-    """Of a section, of the advanced keys of one, or of a key; nothing where the path leads nowhere."""
+    """Lines on a section, on the advanced keys of one, or on a key; empty where the path leads nowhere."""
     parts = [part for part in path.split(".") if not part.isdigit() and part != "N"]
     keys, key = keys_of(Recipe), None
     for part in parts:
@@ -82,14 +82,14 @@ def _allowed(key: Key) -> str:
 
 
 def _choices(key: Key) -> Iterator[str]:
-    """What the values of an enumeration mean."""
+    """Lines on the values of an enumeration."""
     for cls in _enums(key.kind):
         values = algorithm_lines() if cls is Algorithm else explained_systems() if cls is System else []
         yield from (f"  {line}".rstrip() for line in (*_doc(cls), *values))
 
 
 def algorithm_lines() -> list[str]:
-    """What each algorithm sets, one line each."""
+    """List the fields that each algorithm sets, one line each."""
     lines = []
     for algorithm, method in METHODS.items():
         fields = ", ".join(

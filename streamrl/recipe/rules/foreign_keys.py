@@ -1,4 +1,4 @@
-"""What keys of TRL 1.16, verl, prime-rl, vLLM and PEFT are called in a recipe, or why a recipe has no such key."""
+"""Keys of TRL 1.16, verl, prime-rl, vLLM and PEFT: their names in a recipe, or why a recipe has no such key."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ FOREIGN_KEYS: dict[str, str] = {
 
 
 def foreign_answer(key: str) -> str:
-    """What a key of another system is called here, or why it is not there; empty for a key that nobody has."""
+    """Return the name of another system's key here, or why there is none; empty for a key that no system has."""
     parts = key.replace("-", "_").lower().split(".")
     names = (".".join(parts[start:]) for start in range(len(parts)))  # the whole key first: critic.optim.lr is no lr
     answer = next((FOREIGN_KEYS[name] for name in names if name in FOREIGN_KEYS), "")

@@ -40,7 +40,7 @@ def load_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] 
 
 
 def read_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
-    """As ``load_recipe``, and what ``rollout.system`` sets in it, one line a key."""
+    """Read a recipe as ``load_recipe`` does; also return what ``rollout.system`` sets in it, one line a key."""
     if isinstance(overrides, str):
         raise RecipeError([f"overrides is one text: write load_recipe(..., [{overrides!r}])"])
     if isinstance(given, Mapping):
@@ -175,7 +175,8 @@ def resolved_reward(reward: Reward, directory: Path) -> Reward:
 
 
 def _is_path(function: str, option: str, value: Any) -> bool:
-    """Of a built-in reward it is known; in the user's own, ``./`` and ``../`` say so."""
+    """Return whether an option is a path: known for built-in rewards, marked by ``./`` or ``../`` for the user's
+    own."""
     if not isinstance(value, str):
         return False  # if it should be one, the reward says what it should be
     return value.startswith(_MARKED_PATHS) if ":" in function else option in PATH_OPTIONS.get(function, ())

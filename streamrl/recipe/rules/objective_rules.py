@@ -37,7 +37,7 @@ def _of_advantages(kind: AdvantageKind) -> Callable[[Recipe], str]:
 
 
 def _corrections(recipe: Recipe, *, stale_only: bool) -> str:
-    """Why corrections never see a token that they could correct: see ``learning.objective.corrections``."""
+    """Return why ``learning.objective.corrections`` would never see a token to correct; empty: they may."""
     off_policy, rounds = recipe.off_policy, recipe.rollout.rounds
     if recipe.on_policy and (stale_only or not off_policy.correct_mismatch):
         remedy = "" if stale_only else "correct_mismatch = true, or "

@@ -1,7 +1,5 @@
-"""What a rule is: a function that says what does not fit together in a recipe, and what to write instead.
-
-A rule names the fields that it reads, so that it is skipped where one of them is already known to be wrong.
-"""
+"""Type of a rule: a function that yields what does not fit together in a recipe, and what to write instead. A rule
+names the fields that it reads, so that it is skipped where one of them is already known to be wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from streamrl.recipe.sections import Recipe
 
 
 class Problem(NamedTuple):
-    """What is wrong with the value at ``path``, and the remedy. Keys are named as fields (``run.restarts``)."""
+    """Fault of the value at ``path``, and the remedy. Keys are named as fields (``run.restarts``)."""
 
     path: str
     text: str

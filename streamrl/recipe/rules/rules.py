@@ -1,5 +1,4 @@
-"""What ``recipe.load`` calls: every rule of this folder, what keys of other systems are called here, and what
-``rollout.system`` sets."""
+"""Checks for ``recipe.load``: every rule of this folder, keys of other systems, and what ``rollout.system`` sets."""
 
 from streamrl.recipe.rules import (  # noqa: F401 - each registers its rules
     engine_rules,

@@ -196,8 +196,8 @@ def cohorts(recipe: Recipe) -> Broken:
 
 @rule("run.deterministic", "group_sizing.straggler", *_ROUNDS)
 def reproducible_rounds(recipe: Recipe) -> Broken:
-    """What ``run.deterministic`` asks of rounds: decisions that outcomes alone lead to, and tokens that do not depend
-    on when weights change (``control/policies/deterministic.py``)."""
+    """Rounds that ``run.deterministic`` refuses: their decisions depend on more than outcomes, or their tokens on when
+    weights change (``control/policies/deterministic.py``)."""
     rollout = recipe.rollout
     if not recipe.run.deterministic:
         return
@@ -226,7 +226,7 @@ OVER_THE_BATCH = frozenset({AdvantageKind.BATCH, AdvantageKind.COHORT})
 
 @rule("group_sizing", "rollout", "training.updates_per_batch")
 def sizes_fit_the_batch(recipe: Recipe) -> Broken:
-    """Where a batch keeps its trajectories, every size divides it."""
+    """Sizes that do not divide a batch with a constant number of trajectories, and lists of sizes without a choice."""
     sizing, rollout = recipe.group_sizing, recipe.rollout
     if not sizing.varies:
         return
@@ -262,7 +262,7 @@ def sizes_fit_the_batch(recipe: Recipe) -> Broken:
 
 @rule("group_sizing", "rollout", "run.steps")
 def sizes_show_stragglers(recipe: Recipe) -> Broken:
-    """What the straggler-aware controller needs of its constants."""
+    """Constants with which the straggler-aware controller cannot work."""
     sizing, rollout = recipe.group_sizing, recipe.rollout
     if sizing.kind is not SizingKind.SAGC:
         return

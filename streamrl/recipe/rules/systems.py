@@ -156,7 +156,7 @@ def _contradiction(system: System, setting: Setting, value: Any) -> str:
 
 
 def explained_systems() -> list[str]:
-    """What each system sets in a recipe with two engines and a reward that runs code, one line a key."""
+    """List what each system sets in a recipe with two engines and a reward that runs code, one line a key."""
     lines = []
     for system in SYSTEMS:
         table = {"rollout": {"system": system}, "engines": {"count": 2}, "rewards": [{"function": SANDBOXED}]}

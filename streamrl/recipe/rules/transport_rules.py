@@ -1,4 +1,4 @@
-"""Who may reach the sockets of a run: nothing leaves this host without keys, unless the recipe says so."""
+"""Rules about who may reach the sockets of a run: nothing leaves this host without keys, unless the recipe says so."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def open_to_others(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def transport_metrics(recipe: Recipe) -> dict[str, float]:
-    """What every step tells of the transport."""
+    """Metrics of the transport, of every step."""
     return {"health/insecure_transport": float(bool(insecure_notice(recipe)))}
 
 
 def insecure_notice(recipe: Recipe) -> str:
-    """What every start of a run says whose sockets are open to other hosts; empty: there is nothing to say."""
+    """Return the warning of a run whose sockets are open to other hosts without keys; empty: they are not."""
     if recipe.transport.security is not TransportSecurity.NONE:
         return ""
     reached = ", ".join(f"{field} = {value}" for field, value in open_to_others(recipe))
