@@ -1,0 +1,188 @@
+"""The order of the rooms (docs/adr/0013-rooms.md): who imports whom in ``streamrl/``.
+
+A *room* is a folder of ``streamrl``. Its files are what one run of one recipe needs; its folders are *wings*, which can
+be done without, but for the ``PARTS``: folders of a room that has too many files for one. Imports inside functions and
+for type checkers count: an arrow is a dependency, whenever it is followed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ORDER = (
+    "base", "recipe", "pretrained", "comm", "buffers", "control", "learning", "weights", "engines", "rewards", "stages",
+    "run", "observe", "simulate", "launch", "cli",
+)  # fmt: skip
+"""A room imports only rooms before it."""
+
+PARTS = {f"learning/{part}" for part in ("objective", "model", "state", "batches")} | {"weights/codec"}
+"""Folders that belong to the files of their room."""
+
+OPEN = ("simulate", "launch", "cli")
+"""Rooms that put a run together: their files may import any wing. Their own wings are bound as all others are."""
+
+WINGS = {
+    "cli/trial": ("observe/terminal", "run/evaluate", "run/prompts"),
+    "engines/vllm": ("engines/plain_vllm", "weights/vllm"),
+    "launch/plan": (
+        "engines/vllm", "recipe/rules", "rewards/calls", "rewards/judge", "run/prompts", "weights/pull", "weights/vllm",
+    ),
+    "launch/supervise": ("observe/terminal", "recipe/rules"),
+    "observe/metrics": ("observe/terminal",),
+    "observe/report": ("engines/push", "run/evaluate", "run/journal"),
+    "rewards/builtin": ("rewards/judge", "rewards/sandbox"),
+    "rewards/calls": ("rewards/builtin",),
+    "rewards/judge": ("engines/plain_vllm", "engines/vllm"),
+    "weights/publish": ("weights/pull",),
+    "weights/vllm": ("weights/publish", "weights/pull"),
+}  # fmt: skip
+"""Wings that a wing imports."""
+
+
+class Place(NamedTuple):
+    """Where a module lies. ``room``: empty for a file of ``streamrl`` itself; ``folder``: ``room/wing``, or empty."""
+
+    module: str
+    room: str
+    folder: str
+
+    @property
+    def wing(self) -> str:
+        """The wing, as ``room/wing``; empty for files and parts of a room."""
+        return "" if self.folder in PARTS else self.folder
+
+
+class Import(NamedTuple):
+    """``source`` imports ``target`` in ``line``."""
+
+    source: Place
+    target: Place
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.source.module}:{self.line} imports {self.target.module}"
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def place_of(path: Path, root: Path) -> Place:
+    """The place of a file below ``root``, the directory that has ``streamrl``."""
+    parts = path.relative_to(root).with_suffix("").parts
+    module = ".".join(parts).removesuffix(".__init__")
+    _, *folders = parts[:-1]
+    return Place(module, "".join(folders[:1]), "/".join(folders[:2]) if len(folders) > 1 else "")
+
+
+def imports_of(paths: Iterable[Path], root: Path) -> list[Import]:
+    """All imports of one module of ``streamrl`` by another, each once a line."""
+    places = {place_of(path, root).module: path for path in paths}
+    found: dict[Import, None] = {}
+    for name, path in places.items():
+        source = place_of(path, root)
+        for node in ast.walk(tree_of(path)):
+            for target in _targets(node):
+                module = target if target in places else target.rpartition(".")[0]
+                if module in places and module != name:
+                    found[Import(source, place_of(places[module], root), node.lineno)] = None  # type: ignore[attr-defined]
+    return list(found)
+
+
+def _targets(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def arrows(imports: Iterable[Import]) -> set[tuple[str, str]]:
+    """Pairs of rooms of which the first imports the second."""
+    pairs = {(one.source.room, one.target.room) for one in imports}
+    return {(a, b) for a, b in pairs if a and b and a != b}
+
+
+def against_the_order(imports: Iterable[Import]) -> Iterator[str]:
+    """Imports of a room that does not stand before, and rooms that the order does not name."""
+    for one in imports:
+        if not one.target.room:
+            # The package itself, whose names are loaded when they are asked for.
+            continue
+        for room in {one.source.room, one.target.room} - {"", *ORDER}:
+            yield f"{one}: {room} is not in lint/rooms.py:ORDER"
+            break
+        else:
+            if one.source.room and ORDER.index(one.target.room) > ORDER.index(one.source.room):
+                yield f"{one}: {one.source.room} stands before {one.target.room}"
+
+
+def files_that_import_a_wing(imports: Iterable[Import]) -> Iterator[str]:
+    """Imports of a wing by a file that is in none. The face of a package (``__init__``) may show its own wings."""
+    for one in imports:
+        face = one.source.module == f"streamrl.{one.source.room}" and one.source.room == one.target.room
+        if one.target.wing and not one.source.wing and one.source.room not in ("", *OPEN) and not face:
+            yield f"{one}: a file imports no wing"
+
+
+def unlisted_wings(imports: Iterable[Import]) -> Iterator[str]:
+    """Imports of a wing by another that ``WINGS`` does not list."""
+    for one in imports:
+        own, other = one.source.wing, one.target.wing
+        if own and other and own != other and other not in WINGS.get(own, ()):
+            yield f"{one}: lint/rooms.py:WINGS does not let {own} import {other}"
+
+
+def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Sets of nodes that reach each other (Tarjan's strongly connected components of more than one node)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in graph.get(name, ()):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            circle = [stack.pop()]
+            while circle[-1] != name:
+                circle.append(stack.pop())
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def circles_of_files(imports: Iterable[Import]) -> list[list[str]]:
+    """Modules that import each other. What a package's face shows is asked for later and is not counted."""
+    graph: dict[str, list[str]] = {}
+    for one in imports:
+        if one.source.module != "streamrl" and one.target.module != "streamrl":
+            face = one.source.module == f"streamrl.{one.source.room}"
+            graph.setdefault(one.source.module, []).extend([] if face else [one.target.module])
+    return circles(graph)
+
+
+def circles_of_folders(imports: Iterable[Import]) -> list[list[str]]:
+    """Rooms that import each other, and folders of rooms (wings and parts) that do."""
+    graph: dict[str, set[str]] = {}
+    for room, other in arrows(imports):
+        graph.setdefault(room, set()).add(other)
+    for one in imports:
+        if one.source.folder and one.target.folder and one.source.folder != one.target.folder:
+            graph.setdefault(one.source.folder, set()).add(one.target.folder)
+    return circles(graph)
