@@ -31,7 +31,7 @@ def read_version(announcement: WeightAnnouncement) -> bytes:
 
 
 class FileWeights:
-    """What a simulated engine holds: the bytes of every tensor. See ``HeldWeights``."""
+    """Weights of a simulated engine: the bytes of every tensor. Implements ``HeldWeights``."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, bytes] = {}

@@ -69,7 +69,7 @@ class RemoteEngine:
 
     @property
     def pid(self) -> int:
-        """Of its host; 0: it did not say one (yet)."""
+        """Process id of its host; 0: not known (yet)."""
         return self.readiness.pid if self.readiness else 0
 
     @property
@@ -165,7 +165,7 @@ class RemoteEngine:
         return (await self._order(lambda i: ComputeChecksums(order_id=i), EngineError)).checksums
 
     def load(self) -> EngineLoad:
-        """What the host reported last, a fraction of a second ago."""
+        """Load that the host reported last, a fraction of a second ago."""
         return self._load
 
     async def aclose(self) -> None:
@@ -235,7 +235,7 @@ class RemoteEngine:
 
 
 def _seen(future: asyncio.Future[Any]) -> None:
-    """Nobody will wait for it any more: the engine may have died before it was asked."""
+    """Retrieve the exception of a future that nobody awaits any more: the engine may have died before it was asked."""
     if future.done() and not future.cancelled():
         future.exception()
 

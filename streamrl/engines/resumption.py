@@ -55,12 +55,12 @@ def part_id(whole: str, part: int) -> str:
 
 
 def whole_of(request_id: str) -> str:
-    """What all parts of one completion have in common in their ids: the inverse of ``part_id``."""
+    """Common id of all parts of one completion: the inverse of ``part_id``."""
     return request_id.rpartition("/")[0] or request_id
 
 
 def remaining_tokens(request: Generate) -> int:
-    """How many tokens may still be sampled for ``request``; 0 when its prefix used them up."""
+    """Return the number of tokens that may still be sampled for ``request``; 0 when its prefix used them up."""
     return max(0, request.max_tokens - request.prefix_length)
 
 
@@ -82,8 +82,9 @@ def join_completions(first: Completion, second: Completion) -> Completion:
 
 
 def accepted_prefix(kept: Sequence[int], chosen: Sequence[int]) -> int:
-    """How many tokens of ``kept`` the new weights choose too, from the start. ``chosen[t]``: their choice at t with the
-    random numbers of t, given the kept tokens before it; the part that is missing at its end counts as not chosen."""
+    """Count the tokens of ``kept`` that the new weights choose too, from the start. ``chosen[t]``: their choice at t
+    with the random numbers of t, given the kept tokens before it; a part that is missing at its end counts as not
+    chosen."""
     for place, (old, new) in enumerate(zip(kept, chosen, strict=False)):
         if old != new:
             return place
@@ -130,24 +131,24 @@ class KeptTokens:
         return len(self._lost)
 
     def open(self, trajectories: int) -> None:
-        """So many are open now."""
+        """Note the number of open trajectories."""
         self._most = max(self._most, trajectories)
 
     def ended(self, trajectory: TrajectoryId, seed: int, tokens: TokenArray) -> None:
-        """It is complete; it may still lose, with its group. ``tokens`` without the one that ended it."""
+        """Note a complete trajectory, which may still lose with its group. ``tokens`` without the one that ended it."""
         self._ended[trajectory] = (seed, tokens)
         while len(self._ended) > self._most:
             self._ended.popitem(last=False)
 
     def cancelled(self, trajectories: Iterable[TrajectoryId]) -> None:
-        """Those of them that were complete lose, too."""
+        """Keep the tokens of those that were complete and now lose."""
         for trajectory in trajectories:
             found = self._ended.pop(trajectory, None)
             if found is not None:
                 self.lost(*found)
 
     def lost(self, seed: int, tokens: TokenArray) -> None:
-        """It was cancelled with ``tokens``."""
+        """Keep the ``tokens`` of a cancelled trajectory."""
         if len(tokens) < FEWEST_KEPT:
             return
         self._lost[seed] = tokens
@@ -156,5 +157,5 @@ class KeptTokens:
             self._lost.popitem(last=False)
 
     def take(self, seed: int) -> TokenArray | None:
-        """What was sampled with ``seed`` before; it is not kept any longer."""
+        """Return what was sampled with ``seed`` before, and forget it."""
         return self._lost.pop(seed, None)

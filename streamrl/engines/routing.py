@@ -1,7 +1,5 @@
-"""Which engine of several gets a request, and what each of them has not answered yet.
-
-Pure, and without a clock: the pool and the simulator use the same ``Router``.
-"""
+"""Choice of the engine for a request, and the unanswered requests of each engine. Pure, and without a clock: the pool
+and the simulator use the same ``Router``."""
 
 from __future__ import annotations
 

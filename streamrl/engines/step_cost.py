@@ -1,4 +1,4 @@
-"""What a decode step of an engine costs: one model for the simulated engine, the simulator and the choice of sets."""
+"""Cost of a decode step: one model for the simulated engine, the simulator and the choice of sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What engines and the trainer compare after each push (``weights.canary``), and how far apart they may lie."""
+"""Tokens that engines and the trainer compare after each push (``weights.canary``), and the bounds of their
+difference."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def probe_tokens(vocabulary: int) -> tuple[int, ...]:
 
 
 def canary_bounds(recipe: Recipe, device: str) -> CanaryBounds:
-    """Those of ``recipe`` where its engines run on ``device`` (``cpu`` or ``cuda``)."""
+    """Bounds for ``recipe`` where its engines run on ``device`` (``cpu`` or ``cuda``)."""
     on_cpu = {"auto": device == "cpu", "cpu": True}.get(recipe.training.device, False)
     compute, sampled = recipe.training.compute_dtype, recipe.engines.dtype
     exact = compute is ComputeDtype.FLOAT32 or (compute is ComputeDtype.AUTO and on_cpu)

@@ -1,4 +1,4 @@
-"""What a trainer rank needs to know, as one frozen struct: no recipe is read inside ``learning``."""
+"""Options of a trainer rank, as one frozen struct: no recipe is read inside ``learning``."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def all_reduce(
 
 
 def all_gather_bytes(mine: bytes) -> list[bytes]:
-    """What each rank has, by rank. Tensors travel, never objects: torch would pickle those."""
+    """Gather the bytes of each rank, by rank. Tensors travel, never objects: torch would pickle those."""
     if dist.get_world_size() == 1:
         return [mine]
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

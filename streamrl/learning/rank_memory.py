@@ -27,7 +27,7 @@ GIB = 1 << 30
 
 
 class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the bytes of a rank depend on.
+    """Quantities that the memory of a rank depends on.
 
     ``parameters``: of the model; ``outside``: those of them outside of the repeated layers (embeddings, head);
     ``layer``: of the largest layer. ``trained`` 0: all of them; else those of adapters, below which lie weights of
@@ -51,7 +51,7 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scratch(self) -> int:
-        """What split masters are read into."""
+        """Bytes into which split masters are read."""
         masters = -(-self.parameters // self.ranks)
         at_once = min(masters, STEP_ELEMENTS["cuda" if self.on_device else "cpu"])
         return 0 if self.trained or self.masters_on_host else SCRATCH_BYTES * at_once
@@ -101,7 +101,7 @@ def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered) -> RankBytes:
 
 
 def activation_bytes(*, tokens: int, hidden: int, layers: int, logits: int, checkpointing: bool) -> int:
-    """What one row of ``tokens`` keeps for its backward, and the ``logits`` that exist at once."""
+    """Bytes that one row of ``tokens`` keeps for its backward, and the ``logits`` that exist at once."""
     whole_layers = 1 if checkpointing else layers
     kept = tokens * hidden * (ACTIVATIONS_PER_HIDDEN * whole_layers + layers - whole_layers)
     return 4 * (kept + LOGIT_COPIES * logits)
@@ -125,10 +125,8 @@ def _reference_bytes(sizes: TrainingSizes, *, by_batch: bool) -> int:
 
 
 def choose_gathered(wanted: Gathered, sizes: TrainingSizes, room: int, beside: int = 0) -> tuple[Gathered, str]:
-    """How parameters are gathered where ``room`` bytes of a rank are free, and a sentence that says why.
-
-    ``beside``: bytes that activations and logits take.
-    """
+    """Choose how parameters are gathered where ``room`` bytes of a rank are free, with a sentence that says why.
+    ``beside``: bytes that activations and logits take."""
     whole, by_layer = (bytes_per_rank(sizes, g).total + beside for g in (Gathered.BATCH, Gathered.LAYER))
     if sizes.ranks == 1:
         return Gathered.BATCH, f"one rank holds everything: {whole / GIB:.2f} GiB"

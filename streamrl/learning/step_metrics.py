@@ -1,4 +1,4 @@
-"""What one optimizer step reports. Reduced over the ranks, so equal on each. Names: docs/metrics.md."""
+"""Metrics of one optimizer step. Reduced over the ranks, so equal on each. Names: docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def update_lengths(
 
 
 def publishing_metrics(source: WeightSource, device: torch.device) -> dict[str, float]:
-    """How much of the weights changed, and what the push weighs. Collective."""
+    """Share of the weights that changed, and bytes of the push. Collective."""
     changed, elements, payload = all_reduce(
         [float(source.changed_elements), float(source.total_elements), float(source.payload_bytes)], device
     )

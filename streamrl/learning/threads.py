@@ -1,4 +1,4 @@
-"""How the cores of one CPU host are shared. Spinning threads of a trainer cost its engine more than they bring."""
+"""Sharing of the cores of one CPU host. Spinning threads of a trainer cost its engine more than they bring."""
 
 from __future__ import annotations
 

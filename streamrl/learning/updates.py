@@ -40,10 +40,8 @@ from streamrl.recipe.objective import AdvantageKind
 
 
 class Updates:
-    """What the optimizer steps of one rank need and change. Collective to make. Raises ``StreamRLError``.
-
-    ``by_layer``: parameters are gathered layer by layer, so that every forward is a collective.
-    """
+    """State and work of the optimizer steps of one rank. Collective to make. Raises ``StreamRLError``. ``by_layer``:
+    parameters are gathered layer by layer, so that every forward is a collective."""
 
     def __init__(self, options: TrainerOptions, device: torch.device) -> None:
         self._options, self._device = options, device
@@ -58,7 +56,7 @@ class Updates:
         self.open_gradients()
 
     def open_gradients(self) -> None:
-        """Before the first row of a step: gradients are 0."""
+        """Set gradients to 0 before the first row of a step."""
         self.weights.clear_gradient()
         if self.critic is not None:
             self.critic.clear_gradient()

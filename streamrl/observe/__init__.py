@@ -1,2 +1,2 @@
-"""What a run shows: telemetry, sinks, and below: metric definitions, reports of the controller, the terminal. Decides
+"""Telemetry and sinks of a run, and below: metric definitions, reports of the controller, the terminal. Decides
 nothing."""

@@ -1,4 +1,4 @@
-"""Where the events of a run go: a file of JSON lines, and the metrics socket."""
+"""Sinks of a run's events: a file of JSON lines, and the metrics socket."""
 
 from __future__ import annotations
 

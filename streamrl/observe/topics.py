@@ -37,7 +37,7 @@ _KINDS: dict[str, Any] = {name: kind for kind, name in (*_TOPICS.items(), *_STAT
 
 
 def topic_and_fields(event: Message) -> tuple[str, dict[str, Any]]:
-    """What is published: on topic ``run`` of the start and the end, else on that of its kind, or ``event``."""
+    """Return the topic of an event and its fields: ``run`` for start and end, else that of its kind, or ``event``."""
     fields = msgspec.structs.asdict(event)
     if state := _STATES.get(type(event)):
         return "run", {"state": state} | fields

@@ -1,2 +1,1 @@
-"""What people bring from the Hugging Face world, read without torch: the folder of a model, its sizes, its tokenizer
-and chat template."""
+"""Hugging Face files, read without torch: the folder of a model, its sizes, its tokenizer and chat template."""

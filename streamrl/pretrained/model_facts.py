@@ -1,4 +1,4 @@
-"""What a Hugging Face directory says about its model, read without torch: sizes for the arithmetic before a start."""
+"""Facts about the model in a Hugging Face directory, read without torch: sizes for the arithmetic before a start."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Side = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST_SIZE)]
 
 
 class _TensorEntry(msgspec.Struct, frozen=True):
-    """What a safetensors header says of one tensor."""
+    """A safetensors header's entry for one tensor."""
 
     dtype: str
     shape: Annotated[tuple[Side, ...], msgspec.Meta(max_length=16)]
@@ -116,7 +116,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
 
 
 def _count_parameters(directory: Path) -> int:
-    """In all safetensors files of ``directory``."""
+    """Count the parameters in all safetensors files of ``directory``."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ModelDirectoryError("has no *.safetensors weights")

@@ -1,8 +1,6 @@
-"""What a model folder may hold: its author must not get code to run here. Read without torch.
-
-Weights come as safetensors, which are numbers only; a pickle runs code when it is loaded, and a module of the folder
-when its configuration names it. Nothing here reads either, but other code that is given the folder might.
-"""
+"""Check of a model folder: its author must not get code to run here. Read without torch. Weights come as safetensors,
+which are numbers only; a pickle runs code when it is loaded, and a module of the folder when its configuration names
+it. Nothing here reads either, but other code that is given the folder might."""
 
 from __future__ import annotations
 
@@ -25,7 +23,8 @@ MOST_FILES = 10_000
 
 
 def unsafe_content(directory: Path) -> str:
-    """What in ``directory`` is refused, and the remedy; empty: nothing. A folder that is not there holds nothing."""
+    """Return which file in ``directory`` is refused, and the remedy; empty: none. A folder that is not there holds
+    nothing."""
     for path in _files(directory, own_folder(directory)):
         if isinstance(path, str):
             return path

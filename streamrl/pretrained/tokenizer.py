@@ -32,8 +32,8 @@ class ChatError(StreamRLError):
 
 
 class ChatFormat(msgspec.Struct, frozen=True):
-    """How a model wants a chat to be written. ``templates``: jinja sources by name, ``default`` and perhaps
-    ``tool_use``; empty: the model has none. ``named_tokens``: texts that templates may write, such as ``bos_token``."""
+    """A model's format of chats. ``templates``: jinja sources by name, ``default`` and perhaps ``tool_use``; empty: the
+    model has none. ``named_tokens``: texts that templates may write, such as ``bos_token``."""
 
     directory: str
     templates: Mapping[str, str]
@@ -116,7 +116,7 @@ class Tokenizer:
 
 
 def _of_library(call: Callable[[], T]) -> T:
-    """What ``call`` returns. A panic of the library is no ``Exception``; here it is one."""
+    """Return the result of ``call``. A panic of the library, which is no ``Exception``, is raised as ``ValueError``."""
     try:
         return call()
     except BaseException as error:
@@ -192,7 +192,7 @@ def refuse_different_tokenizers(path: str, digests: Mapping[str, str]) -> None:
 
 
 def _chat_format(directory: Path) -> ChatFormat:
-    """From ``tokenizer_config.json`` and the ``.jinja`` files beside it, which win. Neither need be there."""
+    """Read ``tokenizer_config.json`` and the ``.jinja`` files beside it, which win. Either may be missing."""
     path = directory / "tokenizer_config.json"
     config = _json_object(path) if path.is_file() else {}
     try:

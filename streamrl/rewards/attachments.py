@@ -61,7 +61,7 @@ class RewardAttachments:
         return reply
 
     async def attached(self) -> RewardsListed:
-        """What scores now."""
+        """Ask for the rewards that score now."""
         reply = await self._ask(ListRewards())
         assert isinstance(reply, RewardsListed), reply
         return reply

@@ -1,4 +1,4 @@
-"""What every built-in reward says of itself: a name, options that are checked, and what the function needs."""
+"""Declarations of built-in rewards: a name, options that are checked, and what the function needs."""
 
 from __future__ import annotations
 

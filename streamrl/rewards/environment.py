@@ -1,4 +1,4 @@
-"""What of the environment reward processes see: what programs need to run, and what the recipe names. No tokens."""
+"""Environment of reward processes: variables that programs need to run, and those that the recipe names. No tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of trajectories goes to a reward worker, and what its answers make of the trajectories that stayed. Pure."""
+"""Conversion of trajectories into messages for a reward worker, and of its answers into their outcomes. Pure."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def trained_tokens(trajectory: Trajectory) -> bytes:
 
 
 def outcome_of(trajectory: Trajectory, reward: SampleReward, version: int) -> ScoredTrajectory | RewardFailure:
-    """What the worker said of a trajectory, with the trajectory."""
+    """Join a trajectory with the worker's result."""
     if reward.kind is None:
         return ScoredTrajectory(
             trajectory=trajectory,

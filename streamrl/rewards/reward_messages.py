@@ -1,5 +1,5 @@
-"""How the rewards of a run are changed: orders to the controller, and its answers on ``steps``. They are asked for by
-the owner of the ``Pipeline``, and over the control socket of the run (``control_protocol``)."""
+"""Changes of a run's rewards: orders to the controller, and its answers on ``steps``. They are asked for by the owner
+of the ``Pipeline``, and over the control socket of the run (``control_protocol``)."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ RewardReply = RewardsChanged | RewardsListed
 
 
 class CompletionToScore(Record, frozen=True, array_like=True):
-    """What a reward may read of a trajectory. ``prompt``: its place among the prompts of the message; ``token_ids``:
-    int32 in the byte order of this machine, what the policy sampled (all trained segments, joined). Logprobs, version
-    spans and the turns of an environment stay behind: no reward reads them."""
+    """Part of a trajectory that a reward may read. ``prompt``: its place among the prompts of the message;
+    ``token_ids``: int32 in the byte order of this machine, what the policy sampled (all trained segments, joined).
+    Logprobs, version spans and the turns of an environment stay behind: no reward reads them."""
 
     prompt: int
     group_id: int
@@ -99,8 +99,8 @@ class ScoreGroup(Record, frozen=True, array_like=True):
 
 
 class ScoreGroups(Message, frozen=True):
-    """What has come together since the last message, best rank first. Each group is answered when it is scored;
-    ``prompts``: of all of them, each once."""
+    """Order to score the groups that came together since the last message, best rank first. Each group is answered when
+    it is scored; ``prompts``: of all of them, each once."""
 
     groups: tuple[ScoreGroup, ...]
     prompts: tuple[Prompt, ...]
@@ -114,7 +114,7 @@ class LoadRewardSet(Message, frozen=True):
 
 
 class CloseRewardSet(Message, frozen=True):
-    """No more orders of this version will come: end it once those that came are answered."""
+    """Order to end a version once its orders are answered: no more of them will come."""
 
     reward_version: int
 
@@ -158,7 +158,7 @@ class GroupScored(Record, frozen=True, array_like=True):
 
 
 class GroupsScored(Message, frozen=True):
-    """What was scored since the last message."""
+    """Groups that were scored since the last message."""
 
     groups: tuple[GroupScored, ...]
 

@@ -102,7 +102,7 @@ def _raised(result: CallResult) -> bool:
 
 
 def total_of(reward: Reward, value: CheckedValue) -> float | None:
-    """What the reward is: the value, or the sum of its parts by ``part_weights``. None: not applicable, or failed."""
+    """Total of a reward: the value, or the sum of its parts by ``part_weights``. None: not applicable, or failed."""
     if value.parts:
         return sum(reward.part_weights.get(name, 1.0) * part for name, part in value.parts.items())
     return value.value

@@ -38,7 +38,7 @@ class RewardsSnapshot(Record, frozen=True):
 
 
 def fresh_rewards(recipe: Recipe) -> RewardsSnapshot:
-    """Where a run begins that does not resume another."""
+    """Rewards of a run that does not resume another."""
     since = {reward.label: 0 for reward in recipe.rewards}
     return RewardsSnapshot(reward_version=0, rewards=recipe.rewards, of_recipe=recipe.rewards, since=since)
 
@@ -57,7 +57,7 @@ def _written(snapshot: RewardsSnapshot) -> Mapping[str, object]:
 
 
 def read_rewards_file(directory: Path) -> RewardsSnapshot | None:
-    """What ``directory`` keeps of rewards; None where it was written without. Raises ``StreamRLError`` for a file that
+    """Read the rewards in ``directory``; None where it was written without. Raises ``StreamRLError`` for a file that
     this version cannot read."""
     path = directory / REWARDS_FILE
     try:
@@ -75,11 +75,9 @@ def read_rewards_file(directory: Path) -> RewardsSnapshot | None:
 
 
 def resumed_rewards(recipe: Recipe, snapshot: RewardsSnapshot, checkpoint: Path) -> RewardsSnapshot:
-    """What a run of ``recipe`` begins with that resumes from ``checkpoint``: the rewards that scored when it was
-    written, where the run had changed them, or those of the recipe.
-
-    Raises ``RecipeError`` where both have changed. Versions go on, so each names one set in all lives of the run.
-    """
+    """Return the rewards of a run of ``recipe`` that resumes from ``checkpoint``: those that scored when it was
+    written, where the run had changed them, or those of the recipe. Raises ``RecipeError`` where both have changed.
+    Versions go on, so each names one set in all lives of the run."""
     if recipe.checkpoint.rewards is ResumedRewards.RECIPE or snapshot.rewards == snapshot.of_recipe:
         rewards, of_recipe = recipe.rewards, recipe.rewards
     elif recipe.rewards in (snapshot.of_recipe, snapshot.rewards):

@@ -1,4 +1,4 @@
-"""From trajectories to scored trajectories: arguments, values, weights. A reward is a value that user code returned.
+"""Scoring of trajectories: arguments, values, weights. A reward is a value that user code returned.
 
 The reward is ``sum(weight * value)`` over the functions that apply, or what the recipe's own function makes of the
 values. A function that returns None does not apply to that sample and contributes nothing; where none applies there is
@@ -35,7 +35,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 class Tokenizer(Protocol):
-    """What makes texts of tokens: a part of ``prompts.tokenizer.Tokenizer``."""
+    """Decoder of token ids: a part of ``pretrained.tokenizer.Tokenizer``."""
 
     def decode(self, token_ids: TokenArray) -> str:
         """Text of ``token_ids``."""
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 
 
 class SampleValue(msgspec.Struct, frozen=True):
-    """What one reward gave one sample: ``checked``, out of a call that may have been about siblings too."""
+    """Result of one reward for one sample: ``checked``, out of a call that may have been about siblings too."""
 
     reward: Reward
     checked: CheckedValue
@@ -64,7 +64,7 @@ class SampleValue(msgspec.Struct, frozen=True):
 
     @property
     def failure(self) -> CallFailure | None:
-        """Why the sample has no reward, as far as this one is concerned."""
+        """Failure of this reward, for which the sample has none; None: there is no failure."""
         return None if self.late_is_wrong else self.checked.failure
 
 
@@ -183,7 +183,7 @@ def _total(applicable: Sequence[tuple[Reward, float]], own: CallResult | None) -
 
 
 def policy_of(value: SampleValue) -> FailurePolicy:
-    """What the recipe wants for this failure."""
+    """Policy of the recipe for this failure."""
     reward, failure = value.reward, value.failure
     late = failure is not None and failure.kind is RewardFailureKind.TIMED_OUT
     return reward.on_timeout if late and reward.on_timeout is not None else reward.on_failure

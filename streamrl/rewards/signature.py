@@ -1,9 +1,8 @@
-"""What a reward function asks for, read from its signature.
+"""Inputs of a reward function, read from its signature.
 
 A function is *per sample* when its first parameter takes one completion (``completion: str``), and *per group* when
-that parameter is named ``completions`` (``list[str]``, the completions of one prompt; it returns one value each).
-All other parameters are passed by name: dataset columns, and the names of ``PROVIDED``. ``**columns`` gets every
-column.
+that parameter is named ``completions`` (``list[str]``, the completions of one prompt; it returns one value each). All
+other parameters are passed by name: dataset columns, and the names of ``PROVIDED``. ``**columns`` gets every column.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ entry for each completion; columns, ``prompt`` and ``prompt_id`` are those of th
 
 
 class RewardSignature(msgspec.Struct, frozen=True, kw_only=True):
-    """What one reward function needs. ``columns``: dataset columns it cannot do without; ``optional_columns``: those
+    """Signature of one reward function. ``columns``: dataset columns it cannot do without; ``optional_columns``: those
     with a default; ``provided``: names of ``PROVIDED`` it asked for; ``first``: its first parameter's name; ``bound``:
     names that options have set, whatever columns there are; ``limit_key``: a column that its time limits follow."""
 

@@ -1,4 +1,4 @@
-"""How long a call may take, learnt from those that were correct (RollPacker, arXiv 2509.21009)."""
+"""Time limits of calls, learnt from those that were correct (RollPacker, arXiv 2509.21009)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TimeLimits:
         self._news: dict[str, float] = {}
 
     def limit_s(self, key: str) -> float:
-        """For the next call of ``key``."""
+        """Time limit of the next call of ``key``."""
         slowest_s = self._slowest_s.get(key)
         if self._adaptive is None or slowest_s is None:
             return self._ceiling_s
@@ -49,12 +49,9 @@ class TimeLimits:
 
 
 class LearntLimits:
-    """What all workers of a run have observed, by the name of the reward; it outlives each of them. ``slowest_s``: the
-    slowest correct calls by reward and key, in seconds.
-
-    ``since``: the version of the rewards that brought each one. A reward that is replaced starts without any,
-    whatever calls of its predecessor still report.
-    """
+    """Observations of all workers of a run, by the name of the reward; they outlive each worker. ``slowest_s``: the
+    slowest correct calls by reward and key, in seconds. ``since``: the version of the rewards that brought each one. A
+    reward that is replaced starts without any, whatever calls of its predecessor still report."""
 
     def __init__(
         self, since: Mapping[str, int] | None = None, slowest_s: Mapping[str, Mapping[str, float]] | None = None
@@ -63,7 +60,7 @@ class LearntLimits:
         self.slowest_s = {name: dict(found) for name, found in (slowest_s or {}).items() if name in self.since}
 
     def attached(self, since: Mapping[str, int]) -> None:
-        """These score from now on. What was observed of others is forgotten."""
+        """Set the rewards that score from now on. Observations of others are forgotten."""
         same = {name for name, version in since.items() if self.since.get(name) == version}
         self.since = dict(since)
         self.slowest_s = {name: found for name, found in self.slowest_s.items() if name in same}
@@ -77,7 +74,7 @@ class LearntLimits:
                     _keep_slowest(known, key, seconds)
 
     def pieces(self, version: int) -> Iterator[dict[str, dict[str, float]]]:
-        """What a worker that has loaded ``version`` must know, in pieces that a message has room for."""
+        """Yield the observations for a worker that has loaded ``version``, in pieces that a message has room for."""
         for name, found in self.slowest_s.items():
             if version < self.since[name]:
                 continue

@@ -1,4 +1,4 @@
-"""What a function returned, as a value or a failure. Pure; nothing here raises for what user code returned."""
+"""Values or failures of what reward functions return. Pure; nothing here raises for what user code returned."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _LONGEST_NAME = 100  # maximum length of a part's name (it becomes a metric name
 
 
 class CallFailure(msgspec.Struct, frozen=True, array_like=True):
-    """Why a call gave no value."""
+    """Reason for which a call gave no value."""
 
     kind: RewardFailureKind
     message: str
 
 
 class CheckedValue(msgspec.Struct, frozen=True, array_like=True):
-    """What one function gave one sample: a finite ``value``, finite named ``parts``, a ``failure``, or none of them:
-    not applicable."""
+    """Result of one function for one sample: a finite ``value``, finite named ``parts``, a ``failure``, or none of
+    them: not applicable."""
 
     value: float | None = None
     parts: dict[str, float] = {}
@@ -35,8 +35,8 @@ NOT_APPLICABLE = CheckedValue()
 
 
 class CallResult(msgspec.Struct, frozen=True):
-    """What one call gave: one value for each completion. ``seconds``: wall time inside of the function; ``waited_s``:
-    from when it was asked for to when it began; ``limit_s``: the time it had."""
+    """Result of one call: one value for each completion. ``seconds``: wall time inside of the function; ``waited_s``:
+    between the request and the start of the call; ``limit_s``: its time limit."""
 
     values: tuple[CheckedValue, ...]
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Which checkpoints exist: names them, moves ``latest``, and forgets those that need not be kept."""
+"""Retention of checkpoints: names them, moves ``latest``, and forgets those that need not be kept."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def fork_point(control: Snapshot, store: TrajectoryStore) -> dict[str, bytes]:
 
 
 def read_fork_point(checkpoint: Path) -> ForkPoint | None:
-    """What ``checkpoint`` has of control; None where it was written without. Raises ``StreamRLError`` for a file that
-    this version cannot read."""
+    """Read the state of control in ``checkpoint``; None where it was written without. Raises ``StreamRLError`` for a
+    file that this version cannot read."""
     path = checkpoint / FORK_POINT
     if not path.exists():
         return None
@@ -159,7 +159,7 @@ class CheckpointKeeper:
 
     @property
     def _newest(self) -> int:
-        """What may still be saved is newer."""
+        """Version of the newest checkpoint; anything that may still be saved is newer."""
         return self._written[-1] if self._written else -1
 
     def _path(self, policy_version: int) -> Path:

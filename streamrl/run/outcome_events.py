@@ -1,4 +1,4 @@
-"""What came back from the stages, as events of control. Pure."""
+"""Outcomes of the stages as events of control. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a controller works with and does not make: each is filled in by ``app``."""
+"""Parts that a controller is given: each is made in ``launch``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from streamrl.control.machine import Control
 
 
 class PromptSource(Protocol):
-    """Where prompts come from; fewer than asked for means that it is exhausted."""
+    """Source of prompts; fewer than asked for means that it is exhausted."""
 
     async def draw(self, count: int) -> list[Prompt]: ...
 
 
 class Push(Protocol):
-    """What a weight push made live."""
+    """Result of a weight push."""
 
     @property
     def policy_version(self) -> int: ...
@@ -79,8 +79,9 @@ class Evaluations:
 
 
 class Observer:
-    """Is called with what happens in a run. Every method does nothing until it is overridden. ``run`` is a task of its
-    own from the first live version until ``end``; with ``notify`` an observer sends events to control."""
+    """Base class of observers, which are called with what happens in a run. Every method does nothing until it is
+    overridden. ``run`` is a task of its own from the first live version until ``end``; with ``notify`` an observer
+    sends events to control."""
 
     async def run(self, notify: Callable[[ControlEvent], None]) -> None:
         """Run beside the rounds until ``end`` is called."""

@@ -1,4 +1,4 @@
-"""What one batch says about itself: pure functions from scored trajectories to named figures (docs/metrics.md)."""
+"""Metrics of one batch: pure functions from scored trajectories to named figures (docs/metrics.md)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class SampledLength(msgspec.Struct, frozen=True):
 
 
 class StepWindow(msgspec.Struct):
-    """What ended since the last step: sampled (whole, or stopped with the tokens so far), trained; and the rewards of
-    what was trained and of what was rewarded and then discarded, by kind of round."""
+    """Trajectories that ended since the last step: sampled (whole, or stopped with the tokens until then), trained; and
+    the rewards of the trained ones and of those that were rewarded and then discarded, by kind of round."""
 
     sampled: list[SampledLength] = []
     trained: list[SampledLength] = []
@@ -74,7 +74,7 @@ def reward_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
 
 
 def part_values(scored: Iterable[ScoredTrajectory]) -> dict[str, list[float]]:
-    """What each named part of the rewards was, ascending by name."""
+    """Values of each named part of the rewards, ascending by name."""
     parts: defaultdict[str, list[float]] = defaultdict(list)
     for one in scored:
         for name, value in one.reward_parts.items():
@@ -183,7 +183,7 @@ def waste_metrics(wasted: Mapping[str, int], ended_tokens: int) -> dict[str, flo
 
 
 def control_metrics(state: RunState) -> dict[str, float]:
-    """What is under way and what was dropped so far, in trajectories, and what sized the groups."""
+    """Count trajectories under way and those dropped until now, with what sized the groups."""
     accounting = state.accounting()
     return {
         "async/inflight": float(accounting.in_flight),

@@ -86,7 +86,7 @@ class TrainerRanks:
         return self._ordered_version
 
     def answers(self) -> int:
-        """How many there were so far."""
+        """Number of answers until now."""
         return self._answered
 
     async def _pump(self, rank: int) -> None:
@@ -178,7 +178,7 @@ class TrainerRanks:
 
 
 def announcement(reports: Sequence[StepReport]) -> WeightAnnouncement:
-    """What the ranks published in one step, as one version. Raises ``StreamRLError`` when they disagree."""
+    """Announce what the ranks published in one step as one version. Raises ``StreamRLError`` when they disagree."""
     versions = {(r.policy_version, r.base_version) for r in reports}
     if len(versions) != 1:
         raise StreamRLError(f"trainer ranks published different versions: {sorted(versions, key=str)}")

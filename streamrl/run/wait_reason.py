@@ -1,4 +1,4 @@
-"""What the run as a whole waits for: exactly one named thing at every instant, and for how long.
+"""Reason for which the run as a whole waits: exactly one at every instant, and for how long.
 
 A run waits for what the next live version waits for. Where several things go on at once (engines sample the next batch
 while a version is pushed) it is the one without which the others would not help: a batch that is not full yet needs its
@@ -39,7 +39,7 @@ class WaitReason(StrEnum):
 
 
 class ShellView(msgspec.Struct, frozen=True, kw_only=True):
-    """What only the shell knows. ``sampling``: trajectories on the engines, those of an evaluation with them;
+    """Facts that only the shell knows. ``sampling``: trajectories on the engines, those of an evaluation with them;
     ``scoring``: those without a reward; ``capacity``: how many the engines can run; ``engines``: how many serve;
     ``recovering``: the run is being restored from its journal."""
 
@@ -68,7 +68,7 @@ def wait_reason(state: RunState, shell: ShellView) -> WaitReason:
 
 
 def _gate(state: RunState) -> WaitReason | None:
-    """What keeps a full batch from being closed, or a run that ends from ending."""
+    """Return what keeps a full batch from being closed, or a run that ends from ending."""
     if state.pending.push is not None:
         return WaitReason.PUSH
     if state.pending.evaluation is not None and (state.live_version < state.trainer_version or state.ending):
@@ -118,7 +118,7 @@ class RunWaits:
             self._reason, self._since_s = reason, now
 
     def waits_for(self) -> tuple[WaitReason, float]:
-        """What the run waits for, and for how many seconds."""
+        """Return the reason and the seconds that it has lasted."""
         return self._reason, max(self._clock() - self._since_s, 0.0)
 
     def take(self, now_s: float) -> dict[str, float]:

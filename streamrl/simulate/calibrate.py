@@ -167,7 +167,8 @@ def fit_trainer(run: RecordedRun, streaming_tokens: int = 0) -> TrainerFit:
 
 
 def _replayed(run: RecordedRun, model: TrainerModel) -> tuple[list[tuple[float, float]], list[float]]:
-    """When ``model`` would have trained the groups as they came, and what of each step was left when it was full."""
+    """Spans in which ``model`` would have trained the groups as they came, and the rest of each step when it was
+    full."""
     clock = TrainerClock(model)
     spans: list[tuple[float, float]] = []
     left: list[float] = []
@@ -244,7 +245,7 @@ def fit_lengths(run: RecordedRun) -> LengthModel:
 
 
 def _fitted(logs: Floats, parts: int) -> Mixture:
-    """By expectation maximisation, from parts of equal numbers of lengths."""
+    """Fit a mixture by expectation maximisation, from parts of equal numbers of lengths."""
     quantiles = np.quantile(logs, (np.arange(parts) + 0.5) / parts)
     mus, sigmas = quantiles, np.full(parts, max(float(logs.std()) / parts, NARROWEST))
     weights = np.full(parts, 1 / parts)
@@ -272,7 +273,7 @@ def _fitted(logs: Floats, parts: int) -> Mixture:
 
 
 def _correlation(rows: Sequence[Sequence[int]]) -> float:
-    """Of two completions of a prompt, in normal scores, which is how ``LengthModel`` draws them: intraclass
+    """Correlation of two completions of a prompt, in normal scores, which is how ``LengthModel`` draws them: intraclass
     correlation by one way analysis of variance."""
     groups = [row for row in rows if len(row) > 1]
     if len(groups) < 2:

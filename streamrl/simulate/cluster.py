@@ -1,4 +1,4 @@
-"""What is simulated: engines, lengths, rewards, training, push. Named ones, and TOML files."""
+"""Model of a cluster: engines, lengths, rewards, training, push. Named ones, and TOML files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ClusterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
 
     def domain_of(self, prompt: int) -> int:
-        """Of any stretch of prompts each domain has its share, nearly."""
+        """Domain of a prompt. In any stretch of prompts each domain has its share, nearly."""
         shares = list(accumulate(domain.share for domain in self.domains))
         return bisect(shares, prompt * GOLDEN % 1.0 * shares[-1]) if shares else 0
 
@@ -155,7 +155,7 @@ PRESETS: dict[str, ClusterModel] = {
 
 
 def differences(recipe: Recipe, model: ClusterModel, cap: int) -> list[str]:
-    """What the recipe says and the simulation does not do. ``cap``: of the lengths that it draws."""
+    """List settings of the recipe that the simulation ignores. ``cap``: of the lengths that it draws."""
     told: list[str] = []
     if recipe.engines.count != model.engines.count:
         told.append(

@@ -30,14 +30,14 @@ UNLIMITED = 1 << 40
 
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recipe lets become of the engines. ``sets``: all of them, the cluster's own first; empty: that is all."""
+    """Changes of the engines that a recipe allows. ``sets``: all of them, the cluster's own first; empty: only that."""
 
     release: ReleaseKind = ReleaseKind.NEVER
     sets: tuple[PreparedSet, ...] = ()
 
 
 def engine_plan(recipe: Recipe, model: ClusterModel) -> EnginePlan:
-    """What ``recipe`` asks for on that cluster, whose engines are the first set."""
+    """Plan of ``recipe`` on that cluster, whose engines are the first set."""
     if not recipe.engines.sets:
         return EnginePlan(release=recipe.engines.release)
     engines, (first, *others) = model.engines, prepared_sets(recipe)

@@ -53,8 +53,8 @@ class StepSamples(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_samples(run: RecordedRun, training: list[tuple[float, float]]) -> StepSamples:
-    """What the engines reported after the first optimizer step, which warms up. ``training``: spans in which the
-    trainer worked. Raises ``StreamRLError`` where too little was reported."""
+    """Collect what the engines reported after the first optimizer step, which warms up. ``training``: spans in which
+    the trainer worked. Raises ``StreamRLError`` where too little was reported."""
     warm_s = run.steps[0].time_s if run.steps else 0.0
     rows = []
     before_s = 0.0
@@ -99,8 +99,8 @@ def fit_step(samples: StepSamples) -> StepFit:
 
 
 def _slowdown(ratio: Floats, training: Floats, weights: Floats) -> float:
-    """How much ``ratio`` (observed over expected) grows from no training to training all the time, relative to the
-    former; 0 where it may be chance."""
+    """Growth of ``ratio`` (observed over expected) from no training to training all the time, relative to the former; 0
+    where it may be chance."""
     mean = float(np.average(training, weights=weights))
     centred = training - mean
     spread = float(weights @ centred**2)

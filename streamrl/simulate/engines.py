@@ -86,7 +86,7 @@ class RunningTogether:
         self._since = 0.0
 
     def change(self, now: float, by: int) -> None:
-        """So many more run, from ``now`` on."""
+        """Change the number of running requests by ``by`` from ``now`` on."""
         self.advance(now)
         self._running += by
 
@@ -147,7 +147,7 @@ class EngineClock:
         self.generated += steps * running
 
     def next_event(self) -> float:
-        """When the next request finishes or the KV cache is full; ``NEVER`` when nothing runs."""
+        """Time at which the next request finishes or the KV cache is full; ``NEVER`` when nothing runs."""
         finishing = self._finishing
         while finishing and (not finishing[0][2].running or finishing[0][2].attempt_serial != finishing[0][1]):
             heapq.heappop(finishing)

@@ -1,8 +1,6 @@
-"""How long completions get: mixtures with a tail and a mass at the cap, correlated within a prompt; or recorded ones.
-
-A length is a function of (seed, prompt, noise, sample) alone: a deferred prompt that is replayed keeps its noise and so
-its lengths; for one that is regenerated they are drawn again around the same prompt.
-"""
+"""Lengths of completions: mixtures with a tail and a mass at the cap, correlated within a prompt; or recorded ones. A
+length is a function of (seed, prompt, noise, sample) alone: a deferred prompt that is replayed keeps its noise and so
+its lengths; for one that is regenerated they are drawn again around the same prompt."""
 
 from __future__ import annotations
 
@@ -105,7 +103,7 @@ class LengthModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LengthSource(Protocol):
-    """Where lengths come from."""
+    """Source of lengths."""
 
     @property
     def cap(self) -> int:
@@ -135,7 +133,7 @@ class ModelledLengths:
         self._lengths: list[int] = np.maximum(np.rint(lengths), 1).astype(int).tolist()
 
     def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
-        """See ``LengthSource``."""
+        """Implements ``LengthSource.draw``."""
         mask, table = (1 << POOL_BITS) - 1, self._lengths
         latent = self._prompts[hash((self._seed, prompt)) & mask]
         start = hash((self._seed, prompt, noise)) & mask
@@ -149,7 +147,7 @@ class ModelledLengths:
 
 
 class DomainLengths:
-    """Those of ``sources``, one a domain; ``domain_of`` a prompt."""
+    """Lengths of ``sources``, one a domain; ``domain_of`` gives the domain of a prompt."""
 
     def __init__(self, sources: Sequence[LengthSource], domain_of: Callable[[int], int]) -> None:
         self._sources = sources
@@ -157,7 +155,7 @@ class DomainLengths:
         self.cap = sources[0].cap
 
     def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
-        """See ``LengthSource``."""
+        """Implements ``LengthSource.draw``."""
         return self._sources[self._domain_of(prompt)].draw(prompt, noise, samples, version)
 
 
@@ -188,7 +186,7 @@ class RecordedLengths:
         self.cap = run.header.max_tokens
 
     def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
-        """See ``LengthSource``. ``version`` does not matter: a record has its own drift."""
+        """Implements ``LengthSource.draw``. ``version`` is ignored: a record has its own drift."""
         count = len(self._rows)
         if not self._resample and self._noises.setdefault(prompt, noise) == noise:
             return self._drawn(self._places[prompt % count], 0, samples)
@@ -214,14 +212,14 @@ class RecordedLengths:
 
 
 class CappedLengths:
-    """Those of ``source`` where the recipe lets no completion be longer than ``cap``."""
+    """Lengths of ``source``, cut at the ``cap`` of the recipe."""
 
     def __init__(self, source: LengthSource, cap: int) -> None:
         self._source = source
         self.cap = cap
 
     def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
-        """See ``LengthSource``."""
+        """Implements ``LengthSource.draw``."""
         return [min(length, self.cap) for length in self._source.draw(prompt, noise, samples, version)]
 
 

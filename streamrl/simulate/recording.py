@@ -1,4 +1,4 @@
-"""What a real run recorded, as the calibration and the replay need it; and the same run in virtual time, beside it."""
+"""Record of a real run for the calibration and the replay, and the same run in virtual time beside it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LifeTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seconds(self) -> Floats:
-        """From begin to last token."""
+        """Seconds from begin to last token."""
         return self.ends - self.begins
 
     def decoding_s(self, cost: StepCost) -> Floats:
@@ -71,7 +71,7 @@ class LifeTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def life_times(run: RecordedRun) -> LifeTimes:
-    """From the launch and the end of every recorded trajectory; those that were stopped count as load only."""
+    """Spans from the launch to the end of every recorded trajectory; those that were stopped count as load only."""
     lines = [line for line in run.trajectories if line.rollout_s > 0]
     live = {line.policy_version: line.time_s for line in run.steps}
     launched = np.array([line.launched_s for line in lines])
@@ -118,7 +118,7 @@ class TrainedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trained_groups(run: RecordedRun) -> list[TrainedGroup]:
-    """In the order of the batches that they were trained in."""
+    """List the groups in the order of the batches that they were trained in."""
     by_group: dict[int, list[TrajectoryLine]] = {}
     for line in run.trajectories:
         if line.outcome == TRAINED:
@@ -168,7 +168,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
         return self.recorded[known] / self.simulated[known]
 
     def unknown(self, report: SimulationReport, recipe: Recipe) -> str:
-        """Why the times of ``recipe``, simulated in ``report``, cannot be known; empty: they can."""
+        """Return why the times of ``recipe``, simulated in ``report``, cannot be known; empty: they can."""
         if recipe.on_policy != self.recipe.on_policy:
             was = "on-policy" if self.recipe.on_policy else "off-policy"
             return (
@@ -234,7 +234,7 @@ def _figures(steps: Sequence[StepLine | StepRow]) -> tuple[float, dict[str, floa
 
 
 def _form(recipe: Recipe, kinds: Iterable[str]) -> set[str]:
-    """What no run tells that did not have it: kinds of rounds, and what happens between and late in them."""
+    """Features that only a run with them tells about: kinds of rounds, and what happens between and late in them."""
     has = {
         "submission in advance": recipe.rollout.presubmit,
         "engines freed": recipe.engines.release is not ReleaseKind.NEVER,

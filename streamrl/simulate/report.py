@@ -1,5 +1,4 @@
-"""What happened in each step of a simulation, and the report that it adds up to, in memory that does not grow with the
-steps."""
+"""Report of a simulation: its steps, and their sums in memory that does not grow with the steps."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ MOST_WAITING_PROMPTS = 1 << 16
 
 
 class LengthSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Of ``count`` completions, in tokens. ``cap_share``: share that reached the cap."""
+    """Summary of ``count`` completions, in tokens. ``cap_share``: share that reached the cap."""
 
     count: int = 0
     mean: float = 0.0
@@ -136,7 +135,7 @@ def summary_of(counts: Counter[int], cap: int) -> LengthSummary:
 
 
 class KindSums(msgspec.Struct):
-    """Of one kind of round."""
+    """Sums over the rounds of one kind."""
 
     steps: int = 0
     step_s: float = 0.0
@@ -146,8 +145,8 @@ class KindSums(msgspec.Struct):
 
 
 class BatchSums(msgspec.Struct):
-    """What joined before one step. ``batches``: that it trains; ``longest``: completion; ``tables``: lengths of each
-    group."""
+    """Sums over what joined before one step. ``batches``: number that it trains; ``longest``: completion; ``tables``:
+    lengths of each group."""
 
     kind: str = ""
     batches: int = 1

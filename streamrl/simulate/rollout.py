@@ -89,7 +89,7 @@ class SimulatedRollout:
 
     @property
     def preemptions(self) -> int:
-        """Of all engines, since the start."""
+        """Preemptions of all engines, since the start."""
         return sum(engine.preemptions for engine in self.engines)
 
     # ---- other engines -----------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class SimulatedRollout:
         self._choose_serving()
 
     def change(self, count: int, engine: EngineModel, seconds: float) -> None:
-        """From ``seconds`` on, ``count`` such engines serve. Nothing runs."""
+        """Serve with ``count`` engines of that model from ``seconds`` on. No request runs."""
         for index in range(max(count, self._in_use)):
             clock = self.engines[index]
             clock.advance(self._agenda.now)
@@ -181,7 +181,8 @@ class SimulatedRollout:
             self._dirty.add(request.engine)
 
     def finished(self, index: int, stamp: int, time: float) -> list[Request]:
-        """What ends on engine ``index`` at ``time``; nothing when things have changed since that was foreseen."""
+        """Take the requests that end on engine ``index`` at ``time``; none when things have changed since that was
+        foreseen."""
         engine = self.engines[index]
         if engine.stamp != stamp:
             return []
@@ -277,7 +278,7 @@ class SimulatedRollout:
         self._dirty.clear()
 
     def measure(self) -> on.EnginesMeasured:
-        """What the engines did since this was last asked, all together."""
+        """Measure the engines since the last call, all together."""
         now, engines = self._agenda.now, self.engines
         for engine in engines:
             engine.advance(now)

@@ -180,7 +180,7 @@ class Simulation:
         }
 
     def run(self, warm_up: int = 0, progress: Callable[[int], None] | None = None) -> SimulationReport:
-        """To the end. Once."""
+        """Run to the end. To be called once."""
         self._warm_up, self._progress, agenda, rollout = warm_up, progress, self.agenda, self.rollout
         measures = self.core.settings.rounds is RoundKind.CUSTOM
         self._tell(on.RunBegan())

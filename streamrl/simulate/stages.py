@@ -126,7 +126,7 @@ class TrainerClock:
 
     @property
     def idle_at(self) -> float:
-        """When it is done with all that it will begin before more comes."""
+        """Time at which all work is done that will begin before more comes."""
         begins = self._waiting_tokens >= self.model.streaming_tokens
         ahead = self._work_s + (self._waiting_s if begins else 0.0)
         return self._time + (ahead / self.speed if self.speed else 0.0)
@@ -150,7 +150,7 @@ class TrainerClock:
         self._begin()
 
     def free(self, now: float, share: float) -> None:
-        """So much of the engines does nothing until the batch is complete: their devices are for training."""
+        """Use the devices of that share of the engines for training until the batch is complete."""
         self.advance(now)
         own = self.model.streaming_speed
         self.speed = own + (1 - own) * share
@@ -183,8 +183,8 @@ class Agenda:
         return bool(self._heap)
 
     def add(self, time: float, what: int | Callable[[], None], stamp: int = 0) -> None:
-        """At ``time`` the engine of that number has something next, if its ``stamp`` still holds; or ``what`` is
-        called."""
+        """Add an event at ``time``: of the engine of that number, if its ``stamp`` still holds; or a call of
+        ``what``."""
         self._serial += 1
         heapq.heappush(self._heap, (time, self._serial, what, stamp))
 

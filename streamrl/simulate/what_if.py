@@ -1,4 +1,4 @@
-"""What if the rounds were formed otherwise? A search over policies and constants, in virtual time.
+"""Search over round policies and constants, in virtual time.
 
 First a grid over all kinds of rounds that the budget allows, then the neighbours of the best race, then submission in
 advance; the best few and the recipe as it is are simulated once more with other lengths, and those figures decide. All
@@ -52,7 +52,7 @@ _FINEST_STEP = 1 / 32  # of the prompts of a batch
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recommendation keeps to: the oldest trained token in optimizer steps, and the mean trained length over the
+    """Limits of a recommendation: the oldest trained token in optimizer steps, and the mean trained length over the
     unbiased one."""
 
     max_staleness: int = 0
@@ -116,8 +116,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
-    """What candidates are simulated in. ``lengths``: those of a seed, which draws do not change. ``agreement``: with
-    the run that was recorded, where one was."""
+    """Surroundings in which candidates are simulated. ``lengths``: those of a seed, which draws do not change.
+    ``agreement``: with the run that was recorded, where one was."""
 
     model: ClusterModel
     lengths: Callable[[int], LengthSource]

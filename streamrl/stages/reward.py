@@ -96,7 +96,7 @@ class RewardStage:
         return self._open_orders
 
     async def run(self, trajectories: ReceiveStream[RolloutOutcome], scored: SendStream[RewardOutcome]) -> None:
-        """Until ``trajectories`` ends and every order was answered; then ends ``scored``."""
+        """Score until ``trajectories`` ends and every order was answered; then end ``scored``."""
         async with anyio.create_task_group() as children:
             for open_worker in self._open:
                 children.start_soon(self._serve, open_worker, scored)
@@ -231,8 +231,8 @@ class RewardStage:
         await worker.orders.aclose()
 
     def _next_message(self, most: int, unanswered: Unanswered) -> OrderMessage:
-        """At most so many of the orders that wait, and no more than a message may be large. They are registered before
-        anything can wait: a break must find them."""
+        """Take at most ``most`` of the orders that wait, and no more than a message may be large. They are registered
+        before anything can wait: a break must find them."""
         message, now = OrderMessage(), anyio.current_time()
         while self._waiting and len(message) < most:
             order = self._waiting.first()
@@ -329,7 +329,7 @@ class _Worker:
         self.reply: RewardSetLoaded | None = None
 
     async def load(self, order: LoadRewardSet) -> RewardSetLoaded | None:
-        """What it says to ``order``; None: it is gone. Raises ``StreamBroken``."""
+        """Send ``order`` and return the worker's reply; None: it is gone. Raises ``StreamBroken``."""
         self.loaded, self.reply = anyio.Event(), None
         await self.orders.send(order)
         await self.loaded.wait()
@@ -345,8 +345,8 @@ class _Attachment(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Versions:
-    """Which functions score which group. ``attached``: those of groups of which nothing has arrived; ``scoring``: all
-    that some group still needs, by version."""
+    """Versions of the functions that score groups. ``attached``: for groups of which nothing has arrived; ``scoring``:
+    all that some group still needs, by version."""
 
     def __init__(self, first: LoadRewardSet | None, *, per_group: bool) -> None:
         self.attached = _Attachment(first.reward_version if first else 0, first, per_group)
@@ -360,7 +360,7 @@ class _Versions:
         return before
 
     def orders(self) -> list[LoadRewardSet]:
-        """What a worker that begins with the recipe's functions has to load."""
+        """Orders that a worker with the recipe's functions has to load."""
         return [a.order for a in self.scoring.values() if a.order is not None]
 
     def of(self, group_id: int) -> _Attachment:

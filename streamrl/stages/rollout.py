@@ -142,10 +142,8 @@ class RolloutStage:
         self._counted_at = 0.0
 
     async def run(self, orders: ReceiveStream[RolloutOrder], outcomes: SendStream[RolloutOutcome]) -> None:
-        """Until ``orders`` ends and every launched trajectory had its outcome; then ends ``outcomes``.
-
-        What is held then is lost: nobody is left to continue it.
-        """
+        """Launch until ``orders`` ends and every launched trajectory had its outcome; then end ``outcomes``. What is
+        held then is lost: nobody is left to continue it."""
         self._counted_at = anyio.current_time()
         async with anyio.create_task_group() as trajectories:
             async for order in orders:
@@ -252,7 +250,7 @@ class RolloutStage:
         self._waiting -= 1
 
     def _kept_of(self, order: LaunchTrajectory) -> TokenArray:
-        """What was sampled of this draw before it was cancelled; nothing where deferred completions are not
+        """Return what was sampled of this draw before it was cancelled; empty where deferred completions are not
         verified."""
         if self._kept is None or order.evaluation:
             return token_array()
@@ -260,7 +258,7 @@ class RolloutStage:
         return self._kept.take(order.seed) or token_array()
 
     def _accepted(self, attempt: _Attempt, piece: Completion) -> int:
-        """How many of the kept tokens ``piece`` begins with: those need not be decoded."""
+        """Count the kept tokens that ``piece`` begins with: those need not be decoded."""
         if not attempt.request.kept or not piece.token_ids:
             return 0
         accepted = accepted_prefix(attempt.kept, piece.token_ids)
@@ -269,7 +267,8 @@ class RolloutStage:
         return accepted
 
     def _keep(self, attempt: _Attempt) -> None:
-        """It ended. It may be launched again, if it was cancelled or its group still loses."""
+        """Keep the tokens of an attempt that ended. It may be launched again, if it was cancelled or its group still
+        loses."""
         order, done = attempt.order, attempt.done
         if self._kept is None or done is None or order.evaluation:
             return

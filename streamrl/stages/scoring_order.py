@@ -1,8 +1,6 @@
-"""Which orders are scored first: those that close a round soonest. Pure.
-
-A round closes when whole groups are complete, so a group that lacks one member goes before one that lacks five;
-among equals, what came first. Held-out work, for which no round waits, goes last.
-"""
+"""Order of scoring: first what closes a round soonest. Pure. A round closes when whole groups are complete, so a group
+that lacks one member goes before one that lacks five; among equals, what came first. Held-out work, for which no round
+waits, goes last."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def engine_environment() -> dict[str, str]:
 
 
 def server_environment() -> dict[str, str]:
-    """What ``vllm serve`` needs in its environment."""
+    """Environment variables for ``vllm serve``."""
     return {**engine_environment(), "VLLM_SERVER_DEV_MODE": "1"}
 
 

@@ -68,10 +68,9 @@ class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkUnit(msgspec.Struct, frozen=True, array_like=True):
-    """What is compared, encoded and decoded in one go: shards of one dtype in a row, or pieces of them, up to
-    ``UNIT_ELEMENTS``. A patch has tables of its own, so one of a few thousand elements costs half as much again as the
-    same changes among many. Each shard stays a tensor of its own for everything else: its hash, its place on the
-    engine."""
+    """Shards of one dtype in a row, or pieces of them, up to ``UNIT_ELEMENTS``, that are compared, encoded and decoded
+    in one go. A patch has tables of its own, so one of a few thousand elements costs half as much again as the same
+    changes among many. Each shard stays a tensor of its own for everything else: its hash, its place on the engine."""
 
     shards: tuple[ShardSpec, ...]
 
@@ -82,7 +81,7 @@ class WorkUnit(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def bits(self) -> BitType:
-        """What their elements are written as."""
+        """Integer type that the elements are written as."""
         return bit_type(self.dtype, self.name)
 
     @property
@@ -92,7 +91,7 @@ class WorkUnit(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def name(self) -> str:
-        """For error messages."""
+        """Name of the unit in error messages."""
         first, *others = (shard.name for shard in self.shards)
         return f"{first} and {len(others)} more" if others else first
 
@@ -102,7 +101,7 @@ class WorkUnit(msgspec.Struct, frozen=True, array_like=True):
         return parts[0] if len(parts) == 1 else cast("BitArray", np.concatenate(parts))
 
     def cut(self, patch: WeightPatch) -> list[WeightPatch]:
-        """What a patch of all of them makes of each. ``patch``: its positions rise within ``count``."""
+        """Cut a patch of the unit into one for each shard. ``patch``: its positions rise within ``count``."""
         if len(self.shards) == 1:
             return [patch]
         edges = list(accumulate((shard.count for shard in self.shards), initial=0))
@@ -141,8 +140,8 @@ class ChunkEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank publishes for one version. The payload is the patches of ``units``, one after another,
-    cut into ``chunks``. A delta lists only units that changed; an anchor (``base_version`` None) lists all.
+    """Manifest of one rank's part of one version. The payload is the patches of ``units``, one after another, cut into
+    ``chunks``. A delta lists only units that changed; an anchor (``base_version`` None) lists all.
 
     ``base_part_hash`` and ``part_hash``: the rank's part of the state hash before and after. ``base_digest``: of the
     manifest of the base version (empty: there is none), for receivers that lack it too. ``shards``: all that the rank

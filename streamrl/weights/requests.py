@@ -1,4 +1,4 @@
-"""What a receiver asks a publisher, what it gets, and the sockets for it. One request is one credit: it is answered
+"""Requests of a receiver to a publisher, the replies, and their sockets. One request is one credit: it is answered
 once.
 
 A reply has two frames: the encoded header, and the bytes asked for (empty for ``NotServed``). The ZeroMQ context is not
@@ -68,7 +68,7 @@ def decode_reply(frame: bytes | memoryview) -> Reply:
 
 
 def decode_announcement(encoded: bytes | memoryview) -> WeightAnnouncement:
-    """What the workers of an engine are handed. Raises ``WeightError`` for anything else."""
+    """Decode the announcement that an engine gives its workers. Raises ``WeightError`` for anything else."""
     return _decoded(_announcement_decoder, encoded)
 
 

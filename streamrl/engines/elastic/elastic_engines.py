@@ -236,8 +236,7 @@ class ElasticEngines:
         self._idle = count
 
     def _engines(self) -> list[ServingEngine] | None:
-        """What each engine serves; None where it is not known how far its requests are, or there is nothing to choose
-        from."""
+        """List the serving engines; None where the progress of their requests is unknown, or there is no choice."""
         serving = self._pool.serving
         served = {name: requests for name, requests in self._pool.served().items() if name in serving}
         for name, load in self._pool.loads().items():
@@ -282,7 +281,7 @@ class ElasticEngines:
 
 
 def _end_of(item: EndedOutcome) -> tuple[TrajectoryId, int | None]:
-    """Which trajectory it is, and the length of its completion, if it has one."""
+    """Return the trajectory's id, and the length of its completion if it has one."""
     if isinstance(item, TrajectoryLost):
         return item.id, None
     trajectory = item.outcome.trajectory

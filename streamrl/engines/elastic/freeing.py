@@ -1,7 +1,6 @@
-"""Which engines can be freed late in a round, because what they still serve fits elsewhere (RollPacker, arXiv
-2509.21009, section 4.4): a decision without a clock, which says why. Which engines serve a round at all is decided by
-``sets``.
-"""
+"""Choice of engines that can be freed late in a round, because what they still serve fits elsewhere (RollPacker, arXiv
+2509.21009, section 4.4): a decision without a clock, with its reason. The engines of a whole round are chosen in
+``sets``."""
 
 from __future__ import annotations
 
@@ -109,7 +108,7 @@ class Freeing:
         self._launched, self._next_look, self._freed = 0, settings.window[0], False
 
     def begin_round(self) -> None:
-        """Nothing is launched yet. Completions of the round before do not count any more."""
+        """Start a round of which nothing is launched yet. Completions of the round before do not count any more."""
         self._open.clear()
         self._launched, self._next_look, self._freed = 0, self._settings.window[0], False
 
@@ -199,10 +198,8 @@ def projected_peak(requests: Sequence[OpenRequest], ends: Sequence[int], block_t
 def _place(
     freed: Sequence[ServingEngine], remaining: Sequence[ServingEngine], lengths: Lengths, settings: FreeingSettings
 ) -> tuple[tuple[Move, ...], float] | None:
-    """Where the requests of ``freed`` go, and how full the fullest cache becomes; None where they do not fit.
-
-    Largest first, each to the engine that is least full at the end; then every engine's peak is projected exactly.
-    """
+    """Place the requests of ``freed``, with the use of the fullest cache; None where they do not fit. Largest first,
+    each to the engine that is least full at the end; then every engine's peak is projected exactly."""
     served = {engine.name: list(engine.requests) for engine in remaining}
     rooms = {engine.name: engine for engine in remaining}
     ends = {

@@ -160,7 +160,7 @@ class _Life:
         engine.give_up(reason)
 
     async def _serve(self, engine: RemoteEngine, missed_since: float) -> float:
-        """Until it fails, or was stopped. Returns since when it is missed."""
+        """Serve until the engine fails, or was stopped. Returns since when it is missed."""
         hosts = self._hosts
         while True:
             if hosts.pool is not None and self.in_use and await self._join(engine, hosts.pool):
@@ -176,7 +176,8 @@ class _Life:
                 return missed_since
 
     async def _until_ready(self, engine: RemoteEngine) -> EngineReady | None:
-        """None: its host died while it started, its set is not in use any more, or it takes too long."""
+        """Wait for the engine. None: its host died while it started, its set is not in use any more, or it takes too
+        long."""
         limit, hosts = self._settings.start_timeout_s, self._hosts
         reason = f"not ready within {limit:g} s of being started (engines.advanced.start_timeout_s)"
         pause_s = LONGEST_PAUSE_S if self.late else 0.0
@@ -347,7 +348,7 @@ class EngineHosts:
 
     @property
     def kv_tokens(self) -> int:
-        """What the KV cache of an engine in use holds; 0: unknown."""
+        """Tokens that the KV cache of an engine in use holds; 0: unknown."""
         return next((life.ready[1].kv_tokens for life in self._in_use if life.ready), 0)
 
     @property
@@ -427,7 +428,7 @@ class EngineHosts:
         return {n: life.ready for n, life in self._lives.items() if life.ready and not life.ready[0].failure}
 
     def attend(self, sync: WeightPush) -> None:
-        """From now on ``sync``, which has the engines of the pool, is given those that are started."""
+        """Use ``sync``, which has the engines of the pool, for every engine that is started from now on."""
         self.sync = sync
         self.notify()
 

@@ -1,4 +1,4 @@
-"""Which prepared set of engines serves the next round (RollPacker, arXiv 2509.21009, section 4.2): pure decisions.
+"""Choice of the prepared set of engines for the next round (RollPacker, arXiv 2509.21009, section 4.2): pure decisions.
 
 A set is a number of engines and a tensor-parallel size, on the same devices; one is in use. Few engines with many
 workers have more room for KV, since weights are stored once for each engine, and take a decode step faster, but not as
@@ -6,8 +6,8 @@ much faster as they have workers. So a race that is short of KV wants another se
 
 The paper doubles the tensor-parallel size when preemptions rise above 1.05 times the last round's and halves it after
 four rounds without any, and calls a switch negligible. Here that rule only says when an *untried* set is worth a trial.
-Whether to go is decided in seconds: what each set took, or is expected to take, over the rounds that are left, against
-what the switches cost. A difference that the scatter of rounds could explain is none, so a steady load settles.
+A switch is decided in seconds: what each set took, or is expected to take, over the rounds that are left, against what
+the switches cost. A difference that the scatter of rounds could explain is none, so a steady load settles.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ class SetPlanner:
         return max((plan for plan in plans if plan.gain_s > 0), key=lambda plan: plan.gain_s, default=stay)
 
     def _worth_a_trial(self, one: PreparedSet, kind: KindHistory) -> bool:
-        """Of a set that such rounds were never on: what is expected of it is a guess, and needs a sign beside it."""
+        """Return whether to try a set that such rounds were never on: its expectation is a guess, and needs a sign
+        beside it."""
         here, settings = self.sets[self.current], self._settings
         if one.name in kind.ratios:
             return True
@@ -163,7 +164,7 @@ class SetPlanner:
         return kind.quiet >= settings.quiet_rounds and fits
 
     def _weighed(self, one: PreparedSet, kind: KindHistory, horizon: int) -> SetPlan:
-        """What it is worth to go to ``one``: for good, or for rounds of this kind and back, whichever is more."""
+        """Return the gain of going to ``one``: for good, or for rounds of this kind and back, whichever is more."""
         here, switch_s, certainty = self.sets[self.current], self.switch_s, self._settings.certainty
 
         def gain(of: KindHistory) -> float:
@@ -341,16 +342,14 @@ class _FadingLine:
 
 
 def faster_steps(tensor_parallel_size: int, scaling: float) -> float:
-    """How many times as fast a decode step is with so many workers as with one."""
+    """Factor by which a decode step is faster with so many workers than with one."""
     return float((2 * scaling) ** math.log2(tensor_parallel_size))
 
 
 def expected_seconds(one: PreparedSet, load: RoundMeasured, cost: StepCost, scaling: float = 0.8) -> float:
-    """What a round like ``load`` would take on ``one``, before what was measured corrects it.
-
-    As many decode steps as the longest completion has tokens, or as the tokens of an engine need when KV or
-    ``max_num_seqs`` bounds how many requests run: ``steps x base + tokens x per_running``, both faster with workers.
-    """
+    """Estimate the seconds of a round like ``load`` on ``one``, before measurements correct it. As many decode steps as
+    the longest completion has tokens, or as the tokens of an engine need when KV or ``max_num_seqs`` bounds how many
+    requests run: ``steps x base + tokens x per_running``, both faster with workers."""
     tokens = load.tokens / one.count
     requests = max(load.requests / one.count, 1.0)
     held = load.prompt + load.tokens / max(load.requests, 1) / 2  # of a request, in the mean of its life

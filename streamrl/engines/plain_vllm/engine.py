@@ -139,7 +139,7 @@ class PlainVllmEngine:
         return {f"worker{rank}.{name}": digest for rank, part in enumerate(parts) for name, digest in part.items()}
 
     def load(self) -> EngineLoad:
-        """What it is doing now; vLLM's own statistics are not read."""
+        """Load of the engine now; vLLM's own statistics are not read."""
         running = 0 if self._paused else self._open_requests
         return EngineLoad(
             running=running,
@@ -171,7 +171,7 @@ class PlainVllmEngine:
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
     async def _answer(self, request: Generate) -> Completion:
-        """What ``request`` samples. Kept tokens are sampled again."""
+        """Sample ``request``. Kept tokens are sampled again."""
         return completion_of(await self._sampled(without_kept(request)))
 
     async def _sampled(self, request: Generate, **changes: Any) -> CompletionOutput:

@@ -1,4 +1,4 @@
-"""What a plain vLLM engine is started with: options, environment, vLLM's own configuration."""
+"""Start of a plain vLLM engine: options, environment, vLLM's own configuration."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What runs in vLLM's own processes: they die with their parent, keep weights that can be changed, and load versions.
-
-vLLM imports this in each worker of a plain engine before it builds the model (``worker_extension_cls``).
-"""
+"""Extensions of vLLM's own processes: they die with their parent, keep weights that can be changed, and load versions.
+vLLM imports this in each worker of a plain engine before it builds the model (``worker_extension_cls``)."""
 
 from __future__ import annotations
 
@@ -36,22 +34,18 @@ class FileWorker:
 
 
 def die_with_parent() -> None:
-    """In a child that multiprocessing made (engine core, worker): be killed when the parent dies.
-
-    Without this a killed owner leaves core and worker running for good. The resource tracker is not such a
-    child, and must live on: it is what unlinks the shared memory.
-    """
+    """Have a child that multiprocessing made (engine core, worker) be killed when its parent dies. Without this a
+    killed owner leaves core and worker running for good. The resource tracker is not such a child, and must live on: it
+    is what unlinks the shared memory."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         die_with(parent.pid)
 
 
 def keep_linear_weights(*, packed: bool) -> None:
-    """On CPU, keep the parameters of linear layers, which stock vLLM empties after packing them.
-
-    ``packed`` False: plain ``linear`` on the parameter. True: vLLM's packed kernels beside the parameter (twice
-    the memory); a commit must then pack the layers it touched again (``repack_linear_layers``).
-    """
+    """Keep the parameters of linear layers on a CPU, where stock vLLM empties them after packing. ``packed`` False:
+    plain ``linear`` on the parameter. True: vLLM's packed kernels beside the parameter (twice the memory); a commit
+    must then pack the layers it touched again (``repack_linear_layers``)."""
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
 

@@ -1,4 +1,4 @@
-"""What checks the engines' weights beside the state hash: the logprob canary, and audits by checksums.
+"""Checks of the engines' weights beside the state hash: the logprob canary, and audits by checksums.
 
 The state hash proves that the weights are right; the canary looks at what is computed with them: a kernel's packed copy
 that was not packed again, a cache of old keys, a layer that reads something else, a trainer that reads a checkpoint
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 
 
 class CanaryReport(msgspec.Struct, frozen=True):
-    """What was compared since the report before: the latest version among it, the largest deviation from the trainer in
-    nats (infinite: not a number), and how many engines it was."""
+    """Comparison since the report before: the latest version among it, the largest deviation from the trainer in nats
+    (infinite: not a number), and the number of engines."""
 
     policy_version: int
     deviation: float
@@ -106,7 +106,7 @@ class WeightCanary:
         return report
 
     def forget(self, engine: Engine) -> None:
-        """It is about to be stopped, or holds nothing that could be compared."""
+        """Forget an engine that is about to be stopped, or holds nothing to compare."""
         self._answers.pop(engine, None)
         self.deviating.discard(engine)
         if engine in self._open:

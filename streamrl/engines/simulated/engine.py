@@ -254,7 +254,7 @@ class SimulatedEngine:
         return done
 
     async def checksums(self) -> dict[str, str]:
-        """Of what it holds; else one made-up parameter whose checksum depends on the state hash."""
+        """Checksums of its weights; without weights one made-up parameter whose checksum depends on the state hash."""
         self._require_alive()
         await anyio.lowlevel.checkpoint()
         if self._weights is not None:

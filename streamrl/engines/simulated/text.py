@@ -1,4 +1,4 @@
-"""What a simulated engine samples, and the logprobs of it. Pure: a completion depends on its request's seed alone."""
+"""Text of a simulated engine, and its logprobs. Pure: a completion depends on its request's seed alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Draft(msgspec.Struct, frozen=True, eq=False):
 
 
 class Vocabulary(Protocol):
-    """What sentences are made of: a part of ``prompts.tokenizer.Tokenizer``."""
+    """Words for sentences: a part of ``pretrained.tokenizer.Tokenizer``."""
 
     eos_token_ids: tuple[int, ...]
     vocabulary_size: int
@@ -67,7 +67,7 @@ class SampledText(Protocol):
     """Draws whole completions."""
 
     def draft(self, request: Generate, room: int) -> Draft:
-        """What ``request``, of which nothing is kept, samples in the ``room`` tokens that the context leaves it."""
+        """Sample ``request``, of which nothing is kept, in the ``room`` tokens that the context leaves it."""
         ...
 
 
@@ -82,7 +82,7 @@ class UniformText:
         self._logprob = -math.log(vocabulary)
 
     def draft(self, request: Generate, room: int) -> Draft:
-        """See ``SampledText``."""
+        """Implements ``SampledText.draft``."""
         source = random.Random(request.seed)
         length = self._lengths.sample(source)
         # A resumed completion is longer than what it already has; draw again a few times, as conditioning would.
@@ -113,13 +113,13 @@ class Sentences:
         self._end_token = end_token
 
     def chances(self, previous: int | None) -> tuple[float, float]:
-        """Of a full stop and of the end after ``previous`` (None: at the start of the completion)."""
+        """Probabilities of a full stop and of the end after ``previous`` (None: at the start of the completion)."""
         if previous is None:
             return FIRST_STOP, 0.0
         return (0.0, END) if previous == self._full_stop else (STOP, 0.0)
 
     def draft(self, request: Generate, room: int) -> Draft:
-        """See ``SampledText``."""
+        """Implements ``SampledText.draft``."""
         source = random.Random(request.seed)
         limit = min(remaining_tokens(request), room)
         previous = request.token_ids[-1] if request.prefix_length else None

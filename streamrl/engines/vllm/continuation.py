@@ -1,4 +1,4 @@
-"""What vLLM's CPU worker chooses for tokens of the prompt, and requests that begin in the middle of their noise.
+"""Choices of vLLM's CPU worker for tokens of the prompt, and requests that begin in the middle of their noise.
 
 Two seams of vLLM 0.32, patched by our plugin in each worker process. Both act only on requests that carry our arguments
 (``SamplingParams.extra_args``).
@@ -72,7 +72,7 @@ def _argument(params: Any, name: str) -> int:
 
 
 def _draw(generator: Any, count: int) -> Any:
-    """What ``forward_cpu`` draws for the next ``count`` tokens: [count]."""
+    """Random numbers that ``forward_cpu`` draws for the next ``count`` tokens: [count]."""
     import torch
 
     return torch.randint(0, _SEEDS, (count,), generator=generator, dtype=torch.long)

@@ -79,7 +79,7 @@ class VllmEngine(PlainVllmEngine):
         self._paused = False
 
     def load(self) -> EngineLoad:
-        """What vLLM's scheduler said last, at most one decode step ago; while paused all requests wait."""
+        """Load that vLLM's scheduler reported last, at most one decode step ago; while paused all requests wait."""
         return self._statistics.load(open_requests=self._open_requests, paused=self._paused)
 
     async def aclose(self) -> None:
@@ -108,8 +108,9 @@ class VllmEngine(PlainVllmEngine):
         return self._processes.first_death() if self._processes else None
 
     async def _answer(self, request: Generate) -> Completion:
-        """With kept tokens, first one prefill that says which of them hold; from there the engine samples on, with the
-        random numbers of that place. What is aborted before the first is over has sampled nothing."""
+        """Sample ``request``. With kept tokens, one prefill first finds which of them hold; the engine samples on from
+        there, with the random numbers of that place. A request that is aborted before this prefill ends has sampled
+        nothing."""
         from streamrl.engines.vllm import continuation
 
         whole = without_kept(request)
@@ -180,7 +181,7 @@ def engine_config(options: EngineOptions) -> Any:
 
 
 def _why_refused(options: EngineOptions, said: str) -> str:
-    """In one sentence, with what to set where that is known."""
+    """Explain a refusal in one sentence, with the key to set where that is known."""
     if found := re.search(r"derived max_model_len \(\w+=(\d+)", said):
         key = "engines.max_model_len" if options.pushed else "judge.advanced.max_model_len"
         return f"the model has {found[1]} positions, and {options.max_model_len} are asked for: set {key} = {found[1]}"

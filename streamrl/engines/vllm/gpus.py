@@ -21,9 +21,9 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Those that ``CUDA_VISIBLE_DEVICES`` leaves, in its order. As in CUDA, what follows an unknown name is ignored;
-    unlike in CUDA, an abbreviated GPU UUID is such a name: write it whole. None where the installed packages compute on
-    the CPU, or no driver answers."""
+    """List the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order. As in CUDA, names after an unknown one are
+    ignored; unlike in CUDA, an abbreviated GPU UUID is unknown: write it whole. Empty where the installed packages
+    compute on the CPU, or no driver answers."""
     if installed_device() == "cpu":
         return ()
     try:

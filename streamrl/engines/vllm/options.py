@@ -1,4 +1,4 @@
-"""What one engine host needs to know, from the recipe: sizes, environment, cores. No torch and no vllm here."""
+"""Options of one engine host, from the recipe: sizes, environment, cores. No torch and no vllm here."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def core_numbers(cores: str) -> list[int]:
 
 
 def device_problems(recipe: Recipe, config: dict[str, Any], *, device: str) -> Iterator[str]:
-    """Why a set of engines of ``recipe`` cannot run on this machine; ``config``: the model's."""
+    """Yield why a set of engines of ``recipe`` cannot run on this machine; ``config``: the model's."""
     if recipe.transport.engines is not Launch.LOCAL:
         return
     cores = len(os.sched_getaffinity(0))

@@ -35,7 +35,8 @@ def fork_engine_core(*, spawn_workers: bool) -> None:
 
 
 def _begin_core(spawn_workers: bool) -> None:
-    """In the core. One that is spawned runs our plugin, which ties it to its host; this one ran it as the host."""
+    """Set up the core process. One that is spawned runs our plugin, which ties it to its host; a forked one ran it as
+    the host."""
     if os.environ.get(ENGINE_VARIABLE) != "1":
         return
     # The host's event loop hears of signals through a socket that the core has too: a SIGTERM to the core, which is how

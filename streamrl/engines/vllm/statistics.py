@@ -1,4 +1,4 @@
-"""What a vLLM engine does, counted from its own statistics: one call of ``StatLoggerBase.record`` each iteration.
+"""Counters of a vLLM engine from its own statistics: one call of ``StatLoggerBase.record`` each iteration.
 
 vLLM offers no other way to see KV use, preemptions or the time of a decode step. A custom stat logger turns its
 statistics on; the Prometheus logger that comes with them would cost more than all else together, so ours stands in for
@@ -54,11 +54,8 @@ class EngineStatistics:
             self._cleared += self._running
 
     def load(self, *, open_requests: int, paused: bool) -> EngineLoad:
-        """What it is doing now.
-
-        ``open_requests``: those that were given to vLLM and have no answer yet. One that was aborted has its answer and
-        still runs until vLLM dropped it: ``running`` is what the engine itself says.
-        """
+        """Load of the engine now. ``open_requests``: those that were given to vLLM and have no answer yet. One that was
+        aborted has its answer and still runs until vLLM dropped it: ``running`` is what the engine itself says."""
         running = 0 if paused else self._running
         return EngineLoad(
             running=running,

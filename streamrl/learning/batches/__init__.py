@@ -1,1 +1,1 @@
-"""From groups to rows of packed tokens, their gradients, and passes without gradient."""
+"""Batches: groups become rows of packed tokens, gradients, and passes without gradient."""

@@ -56,11 +56,9 @@ class TokenSums:
 
 @dataclass
 class BatchSums:
-    """What one rank counted and added up over the open batch.
-
-    ``loss_tokens``, ``samples``: what the loss is divided by; groups without signal count, as their gradient is
-    exactly 0, and so are not computed. Tokens of truncated samples that are left out do not count; the samples do.
-    """
+    """Counts and sums of one rank over the open batch. ``loss_tokens``, ``samples``: divisors of the loss; groups
+    without signal count, as their gradient is exactly 0, and so are not computed. Tokens of truncated samples that are
+    left out do not count; the samples do."""
 
     groups: int = 0
     samples: int = 0

@@ -1,9 +1,9 @@
-"""From training samples to rows of packed tokens, in an order that does not depend on arrival.
+"""Packing of training samples into rows of tokens, in an order that does not depend on arrival.
 
-Only what a trained token is predicted from is packed: tokens from the last trained one on are left out. Siblings that
-follow each other in a row share their longest common beginning without trained tokens: it becomes a sequence of its own
-(the prefix), whose last token predicts the first token of each sibling. Exact: every token sees the same tokens at the
-same positions as in a sequence alone.
+Only tokens that a trained token is predicted from are packed: tokens from the last trained one on are left out.
+Siblings that follow each other in a row share their longest common beginning without trained tokens: it becomes a
+sequence of its own (the prefix), whose last token predicts the first token of each sibling. Exact: every token sees the
+same tokens at the same positions as in a sequence alone.
 """
 
 from __future__ import annotations
@@ -208,7 +208,8 @@ class LaidRow(NamedTuple):
 
 
 def trained_indices(sample: TrainingSample) -> Tokens:
-    """Where the loss mask is set. Raises ``StreamRLError`` where nothing is, or where the first token is."""
+    """Return the indices at which the loss mask is set. Raises ``StreamRLError`` where none is, or the first token
+    is."""
     indices = np.flatnonzero(np.frombuffer(sample.loss_mask, dtype=np.uint8))
     lengths = len(sample.token_ids), len(sample.loss_mask), len(sample.behavior_logprobs)
     if len(set(lengths)) > 1 or not len(indices) or indices[0] == 0:

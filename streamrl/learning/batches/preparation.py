@@ -1,4 +1,4 @@
-"""From scored groups to samples with advantages, and the batch that a rank has open. No model is called here."""
+"""Preparation of scored groups: samples with advantages, and a rank's open batch. No model is called here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from streamrl.recipe.objective import AdvantageKind, KlPlace
 
 
 class SampleScores(msgspec.Struct, frozen=True, kw_only=True):
-    """What models say about the trained tokens of a sample before it is trained. Float32, one entry each."""
+    """Models' scores of the trained tokens of a sample before it is trained. Float32, one entry each."""
 
     proximal: FloatVector | None = None
     reference: FloatVector | None = None
@@ -177,7 +177,7 @@ def worth_training(item: PreparedSample, options: TrainerOptions) -> bool:
 
 
 def split_for_updates(samples: Sequence[PreparedSample], options: TrainerOptions) -> list[list[PreparedSample]]:
-    """This rank's samples of each of ``updates_per_batch`` updates. Each update trains the same whole groups whatever
+    """Split this rank's samples into ``updates_per_batch`` updates. Each update trains the same whole groups whatever
     the number of ranks: in turn, or ``shortest_first`` by mean length, as many in each. Collective."""
     lengths: dict[int, list[int]] = {}
     for item in samples:
@@ -194,10 +194,8 @@ def split_for_updates(samples: Sequence[PreparedSample], options: TrainerOptions
 
 
 class OpenBatch:
-    """From the first group to the close. ``batch_id`` is None until the first group came.
-
-    ``waiting_tokens``: of the samples in ``waiting`` that the loss counts. ``sample_ids``: of all of those so far.
-    """
+    """A rank's batch from its first group to the close. ``batch_id`` is None until the first group came.
+    ``waiting_tokens``: of the samples in ``waiting`` that the loss counts. ``sample_ids``: of all samples until now."""
 
     def __init__(self, options: TrainerOptions) -> None:
         self._options = options

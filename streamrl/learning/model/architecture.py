@@ -1,4 +1,4 @@
-"""What differs between causal language models outside of their layers: logits, layer lists, names in the checkpoint."""
+"""Differences between causal language models outside of their layers: logits, layer lists, names in the checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamrl.learning.model.hugging_face import PreTrainedModel, revert_weight_
 
 
 class LogitScaling(NamedTuple):
-    """What a model does to the output of its head: times ``factor``, then ``softcap * tanh(logits / softcap)``."""
+    """Transformation of a head's output into logits: times ``factor``, then ``softcap * tanh(logits / softcap)``."""
 
     factor: float = 1.0
     softcap: float | None = None
@@ -26,8 +26,8 @@ class LogitScaling(NamedTuple):
 
 
 def logit_scaling(config: Any) -> LogitScaling:
-    """By the names that transformers' configs use: Cohere multiplies, Granite divides, HyperCLOVA X multiplies under
-    Granite's name, Gemma caps."""
+    """Read the scaling by the names of transformers' configs: Cohere multiplies, Granite divides, HyperCLOVA X
+    multiplies under Granite's name, Gemma caps."""
     text = config.get_text_config()
     factor, scaling = (float(getattr(text, name, None) or 1.0) for name in ("logit_scale", "logits_scaling"))
     factor = factor * scaling if text.model_type == "hyperclovax" else factor / scaling
@@ -76,7 +76,7 @@ class _WithoutCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def checkpoint_pieces(model: PreTrainedModel) -> list[CheckpointPiece]:
-    """Where each tensor of the checkpoint lies in the parameters, tied ones once, by parameter and position.
+    """Locate each tensor of the checkpoint in the parameters, tied ones once, by parameter and position.
 
     transformers renames and fuses weights at load (experts of one layer become one parameter); engines know the names
     and shapes of the file. Its own conversion is run backwards over meta tensors; every result must be one contiguous

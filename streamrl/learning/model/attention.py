@@ -46,7 +46,8 @@ class PackedSequence(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """So many sequences of ``queries`` tokens, which are the last ones of the ``keys`` tokens that they attend to."""
+    """A number of sequences with equal sizes: ``queries`` tokens, the last ones of the ``keys`` tokens that they attend
+    to."""
 
     sequences: int
     queries: int
@@ -67,7 +68,8 @@ class Spread(msgspec.Struct, frozen=True, eq=False):
 
 
 class FlashBoundaries(msgspec.Struct, frozen=True, eq=False):
-    """For the variable-length kernel: int32 [sequences + 1] cumulative lengths. ``keys_K`` None: the row as it is."""
+    """Arguments of the variable-length kernel: int32 [sequences + 1] cumulative lengths. ``keys_K`` None: the row as it
+    is."""
 
     queries: Tensor
     keys: Tensor
@@ -76,10 +78,8 @@ class FlashBoundaries(msgspec.Struct, frozen=True, eq=False):
 
 
 class PackedLayout(msgspec.Struct, frozen=True, eq=False):
-    """Where the sequences of one row lie. An object, not a tuple: a compiled layer must not specialise on its numbers.
-
-    ``longest``: tokens that a token attends to at most.
-    """
+    """Layout of the sequences of one row. An object, not a tuple: a compiled layer must not specialise on its numbers.
+    ``longest``: tokens that a token attends to at most."""
 
     buckets: tuple[Bucket, ...]
     queries: Spread
@@ -117,7 +117,8 @@ def packed_layout(sequences: Sequence[PackedSequence], device: torch.device) -> 
 
 
 def _attended(sequences: Sequence[PackedSequence], places: list[Places], keys: list[Places]) -> list[_Attended]:
-    """What to attend from where. Tokens of a short prefix are queries in each of its continuations, and not alone."""
+    """Pair queries with their keys. Tokens of a short prefix are queries in each of its continuations, and not
+    alone."""
     longest_after: dict[int, int] = {}
     for sequence in sequences:
         longest_after[sequence.prefix] = max(longest_after.get(sequence.prefix, 0), sequence.length)

@@ -1,4 +1,4 @@
-"""What training uses of transformers and accelerate, without the compiler: 25 MiB of a rank and a second of its start.
+"""Imports from transformers and accelerate without the compiler: 25 MiB of a rank and a second of its start.
 
 transformers and the initialisation of a model on the meta device import ``torch._dynamo`` only to mark functions for
 ``torch.compile``. While ``without_compiler`` lasts, a stand-in takes those marks and drops them; whatever else is asked

@@ -91,7 +91,7 @@ def shard(policy: PackedPolicy, over: DeviceMesh, gathered: Gathered, *, sixteen
 
 
 def gather_once(policy: PackedPolicy) -> None:
-    """After loading: gather unit by unit, so that tied parameters are one again and gradients of gathered bfloat16
+    """Gather a loaded policy unit by unit, so that tied parameters are one again and gradients of gathered bfloat16
     parameters add up in float32, as those of float32 parameters do under autocast. Collective."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -116,7 +116,7 @@ def set_gradient_sync(policy: PackedPolicy, synced: bool) -> None:
 
 
 def drop_unreduced_gradients(policy: PackedPolicy) -> None:
-    """Of a batch that was not closed: what this rank added up and never reduced. Parameters are gathered."""
+    """Drop the gradients of a batch that was not closed, which this rank never reduced. Parameters are gathered."""
     if isinstance(policy, FSDPModule):
         policy.zero_grad()
 
@@ -128,7 +128,7 @@ def computes_in_sixteen_bits(options: TrainerOptions, device: torch.device) -> b
 
 
 def compute_context(options: TrainerOptions, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """What forwards run in: bfloat16 autocast, or nothing."""
+    """Context of a forward pass: bfloat16 autocast, or nothing."""
     if computes_in_sixteen_bits(options, device):
         return torch.autocast(device.type, torch.bfloat16)
     return contextlib.nullcontext()

@@ -93,8 +93,8 @@ def _packed_logprobs(policy: PackedPolicy, tokens_T: Tensor, sequences: Sequence
 
 
 def _check_windows(policy: PackedPolicy, tokens_T: Tensor) -> None:
-    """What a far token may see by the mask of a layer must be what its attention function gets: a few tokens cannot
-    show a window of 4096. The mask is replaced by a tensor that says how far it reaches."""
+    """Check that each attention function gets the window of its layer's mask: a few tokens cannot show a window of
+    4096. The mask is replaced by a tensor that holds how far it reaches."""
     wrong: dict[str, str] = {}
 
     def mask(*_: Any, mask_function: MaskFunction, **__: Any) -> Tensor:
@@ -124,7 +124,7 @@ def _check_windows(policy: PackedPolicy, tokens_T: Tensor) -> None:
 
 
 def _reach(function: MaskFunction) -> int:
-    """How many tokens a far token sees, itself included; -1: all; -2: it depends on where it is."""
+    """Count the tokens that a far token sees, itself included; -1: all; -2: it depends on the position."""
     positions_Q = torch.tensor([_FAR, _FAR + 12_345])
     back_K = torch.arange(_WIDEST)
     zero = torch.zeros((), dtype=torch.int64)

@@ -1,1 +1,1 @@
-"""What is minimised: advantages, surrogates, off-policy corrections, the critic. Pure functions with their papers."""
+"""Loss functions: advantages, surrogates, off-policy corrections, the critic. Pure functions with their papers."""

@@ -84,7 +84,7 @@ def separate_advantages(rewards_S: Sequence[Mapping[str, tuple[float, float]]], 
 
 
 def token_returns(reward: float, penalties_N: FloatVector) -> FloatVector:
-    """What each token is credited with: the reward minus the penalties (KL to the reference) of it and later tokens."""
+    """Return of each token: the reward minus the penalties (KL to the reference) of it and later tokens."""
     later_N = np.cumsum(penalties_N[::-1], dtype=np.float64)[::-1]
     return (reward - later_N).astype(np.float32)
 

@@ -74,7 +74,7 @@ class Critic:
         self.clear_gradient()
 
     def clear_gradient(self) -> None:
-        """Before the next batch."""
+        """Set gradients to 0 for the next batch."""
         self._optimizer.zero_grad(set_to_none=False)
 
     def tensors(self) -> dict[str, Tensor]:

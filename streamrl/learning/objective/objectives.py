@@ -23,12 +23,12 @@ LARGEST_LOG_K3 = 10.0
 
 
 class TokenInputs(NamedTuple):
-    """What is known of ``N`` trained tokens before the model runs. Float32 [N] unless said.
+    """Inputs of the loss for ``N`` trained tokens, known before the model runs. Float32 [N] unless said.
 
     ``weights_N``: of each token in the un-normalised sum. ``staleness_N``: int64, versions between the one that sampled
-    the token and the one that is differentiated. ``sequence_N``: int64, ascending, index of its sample
-    among the ``sequences`` of the row. ``proximal_N`` None: the policy that is differentiated, before this step.
-    ``reference_N``: logprobs of the reference model. ``old_values_N``, ``returns_N``: of the critic.
+    the token and the one that is differentiated. ``sequence_N``: int64, ascending, index of its sample among the
+    ``sequences`` of the row. ``proximal_N`` None: the policy that is differentiated, before this step. ``reference_N``:
+    logprobs of the reference model. ``old_values_N``, ``returns_N``: of the critic.
     """
 
     behavior_N: Tensor
@@ -174,8 +174,8 @@ def token_weight(normalization: LossNormalization, trained_tokens: int) -> float
 def loss_denominator(
     normalization: LossNormalization, *, samples: float, trained_tokens: float, max_tokens: int
 ) -> float:
-    """What the un-normalised sum of a whole batch (all ranks, groups without signal included) is divided by. Of one of
-    several updates on a batch: its share of the counts, which need not be whole."""
+    """Divisor of the un-normalised sum of a whole batch (all ranks, groups without signal included). For one of several
+    updates on a batch: its share of the counts, which need not be whole."""
     if normalization is LossNormalization.TOKEN_MEAN:
         return trained_tokens or 1.0
     if normalization in {LossNormalization.SEQUENCE_MEAN, LossNormalization.SEQUENCE_SUM}:

@@ -1,1 +1,1 @@
-"""What a rank holds between batches: masters, optimizer, published bits; and writing it to a checkpoint."""
+"""State of a rank between batches: masters, optimizer, published bits; and its checkpoints."""

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer goes on from besides tensors. ``cohort``: moments (count, total, square) of past batches."""
+    """State that a trainer resumes from besides tensors. ``cohort``: moments (count, total, square) of past batches."""
 
     policy_version: int
     cohort: tuple[tuple[float, float, float], ...] = ()
@@ -257,8 +257,8 @@ def _my_share(directory: Path) -> list[str]:
 
 
 def _on_every_rank(work: Callable[[], T]) -> list[T]:
-    """What ``work`` returned on each rank (of other ranks as msgpack's own types). Raises ``StreamRLError`` on all of
-    them when it failed on one."""
+    """Run ``work`` and return its results on all ranks (of other ranks as msgpack's own types). Raises
+    ``StreamRLError`` on all of them when it failed on one."""
     mine: tuple[T | None, str]
     cause: Exception | None = None
     try:

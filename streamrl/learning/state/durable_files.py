@@ -124,8 +124,8 @@ def _aside(directory: Path) -> Path:
 
 
 def _settle(checkpoints: Path) -> None:
-    """Of all that was moved aside, also by a process that was killed then: what has no name any more gets it back, and
-    the rest goes."""
+    """Repair what a killed process left: a directory that was moved aside gets its name back where that is free, and is
+    deleted otherwise."""
     for aside in checkpoints.glob(f".*{_REPLACED}"):
         directory = aside.with_name(aside.name.removeprefix(".").removesuffix(_REPLACED))
         if directory.exists():

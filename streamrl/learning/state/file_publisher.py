@@ -70,4 +70,4 @@ class FilePublisher:
                 path.unlink()
 
     def close(self) -> None:
-        """Nothing to close: files stay."""
+        """Do nothing: files stay."""

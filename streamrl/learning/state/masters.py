@@ -1,10 +1,10 @@
-"""Where the float32 masters of one rank are, and how a step reads and writes them.
+"""Float32 masters of one rank: where they are, and how a step reads and writes them.
 
 Split masters take 2 bytes an element beside what the forward runs on. The forward has the float32 values of the
 published bfloat16 bits (``P``, the low half of each is 0); a master is ``P``'s bit pattern plus a signed 16-bit
 remainder, as integers. Rounding to bfloat16 moves a pattern by at most half of 2**16, so the remainder fits, but for
-one case: a master in the very middle of two bfloat16 values that rounds down has the remainder +2**15, which int16
-does not have. It is written with 2**15 - 1: the next float32 towards zero, which rounds to the same ``P``. That is one
+one case: a master in the very middle of two bfloat16 values that rounds down has the remainder +2**15, which int16 does
+not have. It is written with 2**15 - 1: the next float32 towards zero, which rounds to the same ``P``. That is one
 element in 131,072, moved by less than one part in 8 million, the same way on every number of ranks; what is once
 written is read back exactly. (Splitting a float32 into a bfloat16 and 16 more bits: Split-SGD-BF16 of Kalamkar et al.,
 "Optimizing Deep Learning Recommender Systems Training On CPU Cluster Architectures" (2020), which truncates; published

@@ -34,7 +34,7 @@ NORM_ELEMENTS = 1 << 20
 
 
 class LocalShard(NamedTuple):
-    """This rank's rows of one tensor: ``[start, stop)`` of the flat vectors, ``offset`` in the full tensor."""
+    """Rows of one tensor that this rank holds: ``[start, stop)`` of the flat vectors, ``offset`` in the full tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,17 +45,17 @@ class LocalShard(NamedTuple):
 
     @property
     def place(self) -> slice:
-        """Its place in the flat vectors."""
+        """Slice of the shard in the flat vectors."""
         return slice(self.start, self.stop)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be distributed."""
+    """Return the part of a tensor that this rank holds; the tensor itself unless it is distributed."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_shards(tensors: Mapping[str, Tensor]) -> list[LocalShard]:
-    """Where this rank's part of each tensor lies in a flat vector, one after the other."""
+    """Lay this rank's part of each tensor in a flat vector, one after the other."""
     shards, start = [], 0
     for name, tensor in tensors.items():
         shape, offset = tuple(tensor.shape), 0
@@ -72,7 +72,8 @@ def local_shards(tensors: Mapping[str, Tensor]) -> list[LocalShard]:
 
 
 def published_shards(shards: Sequence[LocalShard], pieces: Sequence[CheckpointPiece]) -> list[LocalShard]:
-    """This rank's part of each tensor of the checkpoint, given its part of each parameter: a range of elements."""
+    """Return this rank's part of each tensor of the checkpoint, given its part of each parameter: a range of
+    elements."""
     by_name = {shard.name: shard for shard in shards}
     published = []
     for name, parameter, shape, first in pieces:
@@ -126,22 +127,22 @@ class PublishedWeights(ABC):
 
     @abstractmethod
     def refresh_forward(self) -> None:
-        """After masters changed: every parameter becomes the float32 value of its published bits. Collective."""
+        """Set every parameter to the float32 value of its published bits after masters changed. Collective."""
 
     @abstractmethod
     def collect_gradient(self) -> Tensor:
-        """This rank's part of the gradient of the masters: ``gradient_L``. Collective; once, before ``step``."""
+        """Return this rank's part of the gradient of the masters: ``gradient_L``. Collective; once, before ``step``."""
 
     @abstractmethod
     def clear_gradient(self) -> None:
-        """Before the next batch."""
+        """Set gradients to 0 for the next batch."""
 
     def bits(self) -> dict[str, np.ndarray]:
         """Published bits of this rank as flat uint16 arrays, by name. Views where they can be: valid until a step."""
         return {name: bit_array(values) for name, values in self.values().items()}
 
     def values(self) -> dict[str, Tensor]:
-        """What ``bits`` is made of, where it lies: flat float32 views, by name. Valid until a step."""
+        """Values that ``bits`` is made of, where they lie: flat float32 views, by name. Valid until a step."""
         flat = {name: local_part(parameter.detach()).reshape(-1) for name, parameter in self._parameters.items()}
         starts = {shard.name: shard.start for shard in self._parameter_shards}
         return {

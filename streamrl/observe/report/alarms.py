@@ -68,7 +68,7 @@ class Alarms:
         return [message for rule in self._rules if (message := self._check_rule(rule, step, metrics))]
 
     def reward_failed(self, step: int, message: str) -> str:
-        """What to report of failed rewards: the first one, and others as seldom as an alarm."""
+        """Report failed rewards: the first one, and others as seldom as an alarm; empty: nothing to report."""
         self._failures += 1
         if step - self._failure_told < REPEAT_STEPS:
             return ""

@@ -1,7 +1,5 @@
-"""What a run tells its observers: progress inside a step, one record a step, evaluations, the trace.
-
-Measures; decides nothing. The two events that tell control what the engines and a step took come from here.
-"""
+"""Report of a run to its observers: progress inside a step, one record a step, evaluations, the trace. Measures;
+decides nothing. The two events that tell control what the engines and a step took come from here."""
 
 from __future__ import annotations
 
@@ -154,10 +152,8 @@ class RunReport:
     # ---- engines ---------------------------------------------------------------------------------
 
     def engines_measured(self, load: EngineLoad) -> EnginesMeasured:
-        """What the engines did since this was asked before, for control and the trace. ``load``: of all together.
-
-        Ask a few times a second. ``EngineLoad`` is at most 0.2 s old.
-        """
+        """Measure the engines since the last call, for control and the trace. ``load``: of all together. Call a few
+        times a second. ``EngineLoad`` is at most 0.2 s old."""
         self.waits.look()
         before, self._last_load = self._last_load, load
         if load.generated_tokens < before.generated_tokens:
@@ -241,7 +237,8 @@ class RunReport:
         return metrics
 
     def round_timed(self, policy_version: int) -> RoundTimed | None:
-        """What the step that made ``policy_version`` took; once, after ``step_finished``. None: it is not known."""
+        """Take the times of the step that made ``policy_version``, once, after ``step_finished``. None: they are not
+        known."""
         return self._timed.pop(policy_version, None)
 
     async def evaluation_finished(self, policy_version: int, figures: dict[str, float]) -> None:
@@ -258,7 +255,8 @@ class RunReport:
         await self._emit(RunDecided(step=step, subject=subject, reason=decision.reason, figures=figures))
 
     async def progress(self, state: RunState, evaluation: Evaluation | None) -> None:
-        """How far the open round is, or the evaluation when all else waits for it; at most a few times a second."""
+        """Emit the progress of the open round, or of the evaluation when all else waits for it; at most a few times a
+        second."""
         now = self._clock()
         self.waits.look(state)
         if now - self._progressed_at < PROGRESS_INTERVAL_S:

@@ -1,4 +1,4 @@
-"""What is measured between two moments of a run: the times of a step, and the load of the engines."""
+"""Measurements between two moments of a run: the times of a step, and the load of the engines."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def time_metrics(times: StepTimes, push: PushReport, trainer: Mapping[str, float
 
 
 def load_between(before: EngineLoad, after: EngineLoad, engines: int) -> EnginesMeasured:
-    """What ``engines`` engines, all together, did between two of their loads."""
+    """Return what ``engines`` engines, all together, did between two of their loads."""
     steps = after.decode_steps - before.decode_steps
     decoded = after.decode_tokens - before.decode_tokens
     return EnginesMeasured(

@@ -111,7 +111,7 @@ class TrajectoryStats:
         return metrics
 
     def take_window(self) -> StepWindow:
-        """What ended since the last call."""
+        """Return what ended since the last call."""
         self._end_failed()
         window, self._window = self._window, StepWindow()
         return window
@@ -124,7 +124,7 @@ class TrajectoryStats:
         self._open.clear()
 
     def _end_failed(self) -> None:
-        """What has no reward ends with its own reason, unless control dropped it before it got to know of it."""
+        """End trajectories without a reward with their own reason, unless control dropped them before it was told."""
         for trajectory, one in list(self._open.items()):
             if isinstance(one.outcome, TrajectoryLost):
                 reason = DropReason.CANCELLED if one.outcome.cancelled else DropReason.ENGINE_FAILED
@@ -216,7 +216,7 @@ class RewardCalls:
 
 
 def work_metrics(trajectories: TrajectoryStats, rounds: Mapping[str, int], trained_tokens: int) -> dict[str, float]:
-    """What was sampled, kept and discarded since the last step. ``rounds``: trained so far, by kind."""
+    """Metrics of what was sampled, kept and discarded since the last step. ``rounds``: trained until now, by kind."""
     window, several = trajectories.take_window(), len(rounds) > 1
     ended = sum(length.tokens for length in window.sampled)
     return {

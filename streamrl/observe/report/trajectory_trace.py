@@ -1,8 +1,9 @@
-"""What a run measured, for the simulator and the calibration: ``trace.jsonl``, one JSON object a line.
+"""Trace of a run for the simulator and the calibration: ``trace.jsonl``, one JSON object a line.
 
 The first line is a ``TraceHeader``; every other is a ``TrajectoryLine``, a ``StepLine`` or an ``EnginesLine``, told
-apart by ``type``. Times (``..._s`` that name a moment) are seconds since the run began, those of lines ascend nearly.
-Of a run of days the last part is there, and the one before as ``older-trace.jsonl``. Nothing is decided from this file.
+apart by ``type``. Times (``..._s`` that name a moment) are seconds since the run began, those of lines ascend
+nearly. Of a run of days the last part is there, and the one before as ``older-trace.jsonl``. Nothing is decided from
+this file.
 """
 
 from __future__ import annotations

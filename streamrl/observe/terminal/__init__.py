@@ -1,1 +1,1 @@
-"""What a person sees: step lines, curves, ``streamrl watch``."""
+"""Terminal output: step lines, curves, ``streamrl watch``."""

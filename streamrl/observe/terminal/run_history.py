@@ -1,4 +1,4 @@
-"""What the parent process remembers of a run: how far it is, its curves, and whether it learns."""
+"""History of a run in the parent process: its progress, its curves, and whether it learns."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RunHistory:
         self._began = self._last = self._clock()
 
     def resumed(self, event: RunResumed) -> None:
-        """It goes on with that step done."""
+        """Continue with the resumed step as the last one."""
         self._go_on_from(event.policy_version)
 
     def _go_on_from(self, version: int) -> None:
@@ -165,7 +165,7 @@ class RunHistory:
         return lines + (terminal_plot(self.curves()) if self._counted >= FEWEST_PLOTTED else [])
 
     def _what_next(self, reason: str) -> list[str]:
-        """Where the model is, and how to go on."""
+        """Say where the model is, and how to resume."""
         if self.directory is None:
             return []
         model = self.directory / "checkpoints" / "latest" / "hf"

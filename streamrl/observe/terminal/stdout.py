@@ -54,7 +54,7 @@ SHOWN_WAITS = 8
 
 
 class PlainScreen:
-    """For files, pipes and CI: whole lines, no control characters."""
+    """Screen for files, pipes and CI: whole lines, no control characters."""
 
     is_table = False
 
@@ -84,7 +84,7 @@ class PlainScreen:
 
 
 class TerminalScreen:
-    """For a terminal: rich shows the progress line and prints above it."""
+    """Screen of a terminal: rich shows the progress line and prints above it."""
 
     is_table = True
 

@@ -194,7 +194,7 @@ def sample_block(title: str, sample: CompletionSampled) -> list[str]:
 
 
 def resumed_lines(event: RunResumed) -> list[str]:
-    """What a run that goes on from its journal has, and what it did to be where it was."""
+    """Describe the state of a run that resumes from its journal, and what it did to get there."""
     has = {name: f"{count:,}" for name, count in event.restored.items()}
     step = f"step {event.policy_version}"
     events = f"{has['events']} events, {has['replayed']} of them replayed"

@@ -9,7 +9,7 @@ from streamrl.rewards.declared import BadOption, BuiltinReward, Options, RewardC
 
 
 class LengthUnit(StrEnum):
-    """What is counted."""
+    """Unit of a length."""
 
     TOKENS = "tokens"
     WORDS = "words"

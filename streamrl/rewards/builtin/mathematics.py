@@ -99,7 +99,8 @@ def boxed_answer(text: str) -> str:
 
 
 def _boxes(text: str) -> Iterator[range]:
-    """Where each content begins and ends, those inside of others left out. One that is not closed is none."""
+    """Yield the range of each box's content, boxes inside of others left out. A box that is not closed does not
+    count."""
     at = 0
     while found := _BOX.search(text, at):
         depth, at = 1, found.end()

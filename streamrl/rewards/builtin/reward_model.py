@@ -24,7 +24,7 @@ class _Waiting(msgspec.Struct, eq=False):
 
 
 def _look(score: asyncio.Future[float]) -> None:
-    """Nobody waits for the score of a call that was cancelled; its error is then no news."""
+    """Retrieve the exception of a score whose call was cancelled, which nobody awaits."""
     if not score.cancelled():
         score.exception()
 

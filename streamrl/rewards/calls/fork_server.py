@@ -58,7 +58,7 @@ class ForkServer:
         self._imported: set[int] = set()  # pids of what user modules started when they were imported
 
     def serve(self) -> None:
-        """Until the worker closes the socket, or is gone."""
+        """Serve until the worker closes the socket, or is gone."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -65,7 +65,7 @@ READY = CallAnswer(0, 0.0, [])
 
 
 class LoadRewards(msgspec.Struct, frozen=True, tag=True):
-    """To the fork server, once: import these. ``preload`` False: in each process after it was forked."""
+    """Order to the fork server, once: import these. ``preload`` False: in each process after it was forked."""
 
     rewards: list[Reward]
     preload: bool = True
@@ -198,7 +198,7 @@ class CallPage:
         self._words[0] = sequence
 
     def end(self) -> None:
-        """None runs."""
+        """Note that no call runs."""
         self._words[0] = 0
 
     def running(self) -> tuple[int, float]:

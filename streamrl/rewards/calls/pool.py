@@ -496,7 +496,7 @@ class CallPool:
 
     @property
     def idle_s(self) -> float | None:
-        """How long a process may be without a call. None: for ever, since there are no more slots than usual."""
+        """Seconds that a process may be without a call. None: for ever, since there are no more slots than usual."""
         return _IDLE_S if self._slots > self._warm else None
 
     def remove_slot(self) -> bool:
@@ -534,8 +534,8 @@ class _PlainProcess:
         return bool(self._child.pending)
 
     async def serve(self, calls: list[Call]) -> list[Call]:
-        """Until the process ends, or is to end; calls that are pending then have to run in another. ``calls``: that it
-        gets first. Returns the call that has to run once more in a new process, if any."""
+        """Serve until the process ends, or is to end; calls that are pending then have to run in another. ``calls``:
+        the first ones. Returns the call that has to run once more in a new process, if any."""
         again: list[Call] = []
         with self._scope:
             async with anyio.create_task_group() as serving:
@@ -579,7 +579,7 @@ class _PlainProcess:
         self._scope.cancel()
 
     async def _take_answers(self) -> list[Call]:
-        """Until the process ends, or is to end. Returns the call that has to run once more, if any."""
+        """Take answers until the process ends, or is to end. Returns the call that has to run once more, if any."""
         child = self._child
         while not child.retired or child.pending:
             try:
@@ -628,7 +628,7 @@ class _LoopProcess:
         self._pool = pool
 
     async def serve(self) -> None:
-        """Until the process ends, or is to end; calls that are pending then have to run in another."""
+        """Serve until the process ends, or is to end; calls that are pending then have to run in another."""
         async with anyio.create_task_group() as serving:
             serving.start_soon(self._give)
             serving.start_soon(self._watch, serving.cancel_scope)
@@ -644,7 +644,7 @@ class _LoopProcess:
                 await self._child.send(calls)
 
     async def _take_answers(self) -> None:
-        """Until the process ends, or is to end."""
+        """Take answers until the process ends, or is to end."""
         while not self._child.retired or self._child.pending:
             try:
                 answer = await self._child.receive()
@@ -708,7 +708,7 @@ async def _log_output(descriptor: int, process: str) -> None:
     printed = 0
 
     def read() -> bool:
-        """What is there; False: the pipe has ended."""
+        """Log what the pipe has; False: it has ended."""
         nonlocal printed
         with contextlib.suppress(BlockingIOError):
             for _ in range(16):  # the loop has other work: what is left is read next time

@@ -42,7 +42,7 @@ _RECEIVE_BYTES = 1 << 16
 
 
 def limit_process(memory_bytes: int) -> None:
-    """No core dumps, and at most ``memory_bytes`` more address space than now."""
+    """Forbid core dumps, and more than ``memory_bytes`` of address space beyond that of now."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limit = _usage()[0] + memory_bytes
     _, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -103,7 +103,7 @@ def _is_exhausted(error: BaseException) -> bool:
 
 
 def count_of(order: CallOrder) -> int:
-    """How many completions the call is about."""
+    """Count the completions of a call."""
     return len(order.completion) if isinstance(order.completion, list) else 1
 
 
@@ -123,7 +123,7 @@ class SyncServer:
         self._cpu_limit_s = 0
 
     def serve(self) -> None:
-        """Until the worker closes the connection."""
+        """Serve until the worker closes the connection."""
         frames: FrameReader[CallOrder] = FrameReader(CallOrder)
         self._connection.sendall(to_frame(READY))
         while received := self._connection.recv(_RECEIVE_BYTES):
@@ -234,7 +234,7 @@ class LoopServer:
         self._written.set()
 
     async def serve(self) -> None:
-        """Until the worker closes the connection."""
+        """Serve until the worker closes the connection."""
         frames: FrameReader[CallOrder] = FrameReader(CallOrder)
         loop = asyncio.get_running_loop()
         self._connection.setblocking(False)
@@ -314,7 +314,7 @@ def run_call_process(
     loop: bool,
     memory_bytes: int,
 ) -> NoReturn:
-    """What a forked child does until its connection ends. Never returns."""
+    """Run a forked child until its connection ends. Never returns."""
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

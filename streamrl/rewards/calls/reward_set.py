@@ -79,7 +79,7 @@ class RewardSet:
 
     @property
     def longest_s(self) -> float:
-        """What the slowest function may take."""
+        """Time limit of the slowest function, in seconds."""
         return max(reward.timeout_s for reward in self._all)
 
     @property

@@ -157,7 +157,7 @@ class _Serving:
             self._timer.rearm(longest_s + _STALL_GRACE_S + _HEARTBEAT_S)
 
     async def run(self, worker: int) -> None:
-        """Until orders end; every order is answered before it returns, and no call process is left."""
+        """Serve until orders end; every order is answered before it returns, and no call process is left."""
         try:
             await send_hello(self._results, self._orders, RewardWorkerReady(worker=worker))
             async with asyncio.TaskGroup() as serving:

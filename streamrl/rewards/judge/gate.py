@@ -1,8 +1,6 @@
-"""When a judge beside the actor is awake: questions wait at a gate, are let in as a batch, and it rests after them.
-
-``lets_in`` decides and has no clock; ``JudgeGate`` holds the callers and carries it out. The controller sends
-``ActorLoad``, and gets ``JudgeReady`` and ``JudgeReport``.
-"""
+"""Sharing of devices between the actor and a judge beside it: questions wait at a gate and are admitted as a batch,
+after which the judge rests. ``lets_in`` decides and has no clock; ``JudgeGate`` holds the callers and carries it out.
+The controller sends ``ActorLoad``, and gets ``JudgeReady`` and ``JudgeReport``."""
 
 from __future__ import annotations
 
@@ -31,9 +29,9 @@ class JudgeReady(Message, frozen=True):
 
 
 class JudgeReport(Message, frozen=True):
-    """What a judge did since it said that it is ready, and what it does now. ``batches``: times it was woken, or began
-    again with nobody inside. ``waited_s``: seconds that questions waited to be let in, together; ``awake_s``: that it
-    was not at rest. ``waiting``, ``inside``: questions that wait, and that it is answering."""
+    """Counters of a judge since it was ready. ``batches``: times it was woken, or began again with no question inside.
+    ``waited_s``: seconds that questions waited to be admitted, together; ``awake_s``: seconds that it was not at rest.
+    ``waiting``, ``inside``: questions that wait, and that it is answering."""
 
     questions: int = 0
     batches: int = 0
@@ -103,13 +101,13 @@ class JudgeGate:
             self._changed.notify()
 
     def actor_runs(self, share: float) -> None:
-        """What share of its capacity the actor uses from now on."""
+        """Set the share of its capacity that the actor uses from now on."""
         if share != self._actor:
             self._actor = share
             self._changed.notify()
 
     def report(self) -> JudgeReport:
-        """What happened so far."""
+        """Report the counters since the start."""
         awake_s = self._awake_s
         if self._awake_since is not None:
             awake_s += time.monotonic() - self._awake_since
@@ -123,7 +121,7 @@ class JudgeGate:
         )
 
     async def run(self) -> None:
-        """Until cancelled. The judge rests at first. What ``wake`` and ``rest`` raise comes out of here."""
+        """Run until cancelled. The judge rests at first. Exceptions of ``wake`` and ``rest`` are raised here."""
         await self._rest()
         while True:
             oldest_s = time.monotonic() - self._waiting[0][0] if self._waiting else 0.0

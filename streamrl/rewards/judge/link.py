@@ -45,7 +45,7 @@ class JudgeLink:
         self._past = self._now = JudgeReport()
 
     async def run(self) -> None:
-        """Until retired and the judge has ended; a judge that died has a successor, or ends the run."""
+        """Serve until retired and the judge has ended; a judge that died has a successor, or ends the run."""
         while self._there:
             try:
                 with anyio.CancelScope() as self._serving:
@@ -71,7 +71,7 @@ class JudgeLink:
             await self._ready.wait()
 
     def retire(self) -> None:
-        """Nobody asks any more."""
+        """Retire the judge: no question comes any more."""
         self._retired = True
         self._telling.cancel()
 

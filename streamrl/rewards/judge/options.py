@@ -1,4 +1,4 @@
-"""What the engine of the run's own judge needs to know, computed from the recipe. No torch and no vllm here."""
+"""Options of the engine of the run's own judge, computed from the recipe. No torch and no vllm here."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def judge_options(recipe: Recipe, socket_directory: str | Path, *, device: str =
 
 
 def judge_problems(recipe: Recipe, *, device: str = "") -> Iterator[str]:
-    """Why the judge of ``recipe`` could not be started, or would answer nothing; each with its remedy."""
+    """Yield why the judge of ``recipe`` could not be started, or would answer nothing; each with its remedy."""
     directory = Path(recipe.judge.model)
     if not recipe.judge.model:
         return

@@ -50,7 +50,7 @@ _LONGEST_QUOTE = 120
 
 
 class JudgeOptions(Options, frozen=True):
-    """What the judge says of a completion: a score, scaled from ``lowest``..``highest`` to 0..1, or a choice.
+    """Options of a judged reward: a score, scaled from ``lowest``..``highest`` to 0..1, or a choice.
 
     ``endpoint``: such as ``http://host:8000/v1``; ``model``: its name there; both empty: the run's own judge.
     ``question``: what the judge is asked; ``{completion}``, ``{prompt}`` and ``{any_column}`` stand for what they name.
@@ -60,8 +60,8 @@ class JudgeOptions(Options, frozen=True):
     ``temperature``: of the judge's answer; ``request``: further fields of the request. ``api_key_variable``: the
     environment variable that holds the key. ``concurrency``: requests at once, of each reward worker; ``retries``:
     after a busy or broken server, with a growing wait; ``timeout_s``: of one request (the run's own judge has as long
-    as the reward has, also to be started again). ``cache``: a file of answers that lasts (empty: this worker's
-    memory); ``cache_entries``: how many of the newest stay in it.
+    as the reward has, also to be started again). ``cache``: a file of answers that lasts (empty: this worker's memory);
+    ``cache_entries``: how many of the newest stay in it.
     """
 
     endpoint: str = ""
@@ -152,7 +152,7 @@ def _judge(options: JudgeOptions) -> RewardCallable:
 
 
 def _fields(question: str) -> list[str]:
-    """What the question names besides the completion. Raises ``BadOption``."""
+    """Return the columns that the question names besides the completion. Raises ``BadOption``."""
     try:
         names = {name for _, name, _, _ in string.Formatter().parse(question) if name is not None}
     except ValueError as error:

@@ -62,7 +62,7 @@ class _JudgeServer:
         self._gate = JudgeGate(judge, *_moves(engine, judge, sleeps=sleeps))
 
     async def serve(self, orders: ReceiveStream[JudgeOrder], reports: SendStream[JudgeEvent]) -> None:
-        """Until orders end. Raises ``StreamEnded`` where there never was one."""
+        """Serve until orders end. Raises ``StreamEnded`` where there never was one."""
         self._gate.actor_runs((await orders.receive()).share)
         await send_hello(reports, orders, await self._start())
         try:
@@ -96,7 +96,8 @@ class _JudgeServer:
 
 
 def _moves(engine: VllmEngine, judge: Judge, *, sleeps: bool) -> tuple[Move, Move]:
-    """How it wakes and how it rests. Nobody is inside while it rests, so nothing is aborted."""
+    """Return the functions that wake the judge and put it to rest. No question is inside then, so nothing is
+    aborted."""
 
     async def pause() -> None:
         await engine.pause(PauseMode.KEEP, clear_cache=False)

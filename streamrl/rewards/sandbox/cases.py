@@ -149,7 +149,7 @@ def _near(given: str, expected: str, tolerance: float | None) -> bool:
 
 
 def _unpacked(text: str) -> Any:
-    """What the string is JSON of, when that is a list or a mapping; else the string."""
+    """Decode a string that is JSON of a list or a mapping; return any other string as it is."""
     if text.lstrip()[:1] not in ("[", "{"):
         return text
     try:

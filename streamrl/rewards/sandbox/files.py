@@ -130,10 +130,8 @@ def _make_read_only(path: str) -> None:
 
 
 def restrict(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str]) -> None:
-    """Only what lies beneath ``readable`` can be read, and only what lies beneath ``writable`` be changed, from now on.
-
-    Paths that do not exist are left out. Raises ``OSError`` where the kernel has no Landlock.
-    """
+    """Restrict this process from now on to reading beneath ``readable`` and to changing beneath ``writable``. Paths
+    that do not exist are left out. Raises ``OSError`` where the kernel has no Landlock."""
     version = sc.landlock_version()
     files = (1 << 13) - 1
     files |= _REFER if version >= 2 else 0

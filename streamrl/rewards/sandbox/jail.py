@@ -28,7 +28,7 @@ _MOST_ERROR_CHARACTERS = 500
 
 
 class Limits(NamedTuple):
-    """What one run may use. ``seconds``: wall time; ``processes``: 1 means that none can be started."""
+    """Limits of one run. ``seconds``: wall time; ``processes``: 1 means that none can be started."""
 
     seconds: float
     memory_bytes: int
@@ -42,7 +42,7 @@ class Limits(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """What holds the code. ``seccomp``: index of the machine in pairs of call numbers, None without a filter;
+    """Layers that confine the code. ``seccomp``: index of the machine in pairs of call numbers, None without a filter;
     ``filters``: filters that were assembled before, by whether processes can be started."""
 
     namespaces: bool
@@ -54,10 +54,9 @@ class Layers(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What runs, with file descriptors 0, 1, 2 from ``stdio``, and those of ``open_fds`` open as they are.
-
-    ``prepare`` is ours and is called confined; the function that it gives runs the code, and gives the exit code.
-    """
+    """Work of a jailed process, with file descriptors 0, 1, 2 from ``stdio``, and those of ``open_fds`` open as they
+    are. ``prepare`` is ours and is called confined; the function that it gives runs the code, and gives the exit
+    code."""
 
     prepare: Callable[[], Callable[[], int]]
     stdio: tuple[int, int, int]
@@ -177,7 +176,7 @@ def _set_limits(layers: Layers, limits: Limits) -> None:
 
 
 def _wait(pid: int, seconds: float, *, alone: bool) -> dict[str, Any]:
-    """Until ``pid`` ended, at most ``seconds``; then it is killed. ``alone``: the kernel ends what else is left."""
+    """Wait at most ``seconds`` for the end of ``pid``, then kill it. ``alone``: the kernel ends all other processes."""
     started = time.monotonic()
     unwanted = timed_out = False
     while True:

@@ -1,4 +1,4 @@
-"""What the jailed process does: run the code, or load it and answer questions. Only the standard library."""
+"""Code of the jailed process: run a program, or load a module and answer questions. Only the standard library."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _FILE = "solution.py"
 
 
 def as_program(source_fd: int) -> Callable[[], int]:
-    """What runs the code as ``python solution.py`` would, and gives its exit code."""
+    """Return a function that runs the code as ``python solution.py`` would, and gives its exit code."""
     source = _prepare(source_fd)
     return lambda: _run_to_the_end(lambda: _execute(source, "__main__"))
 
 
 def as_module(source_fd: int, order_fd: int, answer_fd: int) -> Callable[[], int]:
-    """What loads the code as a module, carries out the order and writes the answer, both JSON.
+    """Return a function that loads the code as a module, carries out the order and writes the answer, both JSON.
 
-    The order: ``{"setup": Python}`` and one of ``{"questions": [expression, ...]}``, ``{"function": name,
-    "arguments": [...]}`` and ``{"test": Python, "nonce": text}``. The answer: ``{"values": [...]}`` (of a test that
-    passed: the nonce), or ``{"raised": text}``.
+    The order: ``{"setup": Python}`` and one of ``{"questions": [expression, ...]}``, ``{"function": name, "arguments":
+    [...]}`` and ``{"test": Python, "nonce": text}``. The answer: ``{"values": [...]}`` (of a test that passed: the
+    nonce), or ``{"raised": text}``.
     """
     source = _prepare(source_fd)
     order = json.loads(_read(order_fd))

@@ -80,7 +80,7 @@ class CodeOptions(Options, frozen=True):
 
 
 class CaseEnd(enum.StrEnum):
-    """How one case ended."""
+    """Outcome of one case."""
 
     PASSED = "passed"
     WRONG = "wrong"
@@ -252,14 +252,15 @@ class CodeReward:
 
 
 def _wrong_result(values: Sequence[Any], case: CallCase) -> str:
-    """What is wrong with the result of a call; empty: nothing."""
+    """Describe what is wrong with the result of a call; empty: nothing."""
     # APPS wraps what a function returns in a list, in some of its tasks.
     expected = [case.expected, *(case.expected if isinstance(case.expected, list) and len(case.expected) == 1 else ())]
     return _problem(lambda: len(values) == 1 and any(same_result(values[0], one, case.tolerance) for one in expected))
 
 
 def _wrong_answers(values: Sequence[Any], test: SimpleTest | None, nonce: str) -> str:
-    """What is wrong with the answers to a simple test, or with what the process says where it ran another."""
+    """Describe what is wrong with the answers to a simple test, or with the process's own report of another; empty:
+    nothing."""
     if test is None:
         return _problem(lambda: values == [nonce])
     return _problem(lambda: len(values) == len(test.questions) and passes(test, values))

@@ -48,8 +48,8 @@ class SandboxError(StreamRLError):
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How the code's process ended. ``status``: exit code, or minus the number of the signal that ended it;
-    ``seconds`` of wall time and ``cpu_seconds`` until then; ``last_error``: last line on its stderr."""
+    """End of the code's process. ``status``: exit code, or minus the number of the signal that ended it; ``seconds`` of
+    wall time and ``cpu_seconds`` until then; ``last_error``: last line on its stderr."""
 
     status: int
     seconds: float
@@ -59,8 +59,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the code's process wrote about its module, none of which is trusted. ``values``: None where it wrote none;
-    ``raised``: what it says that was raised."""
+    """Answer of the code's process about its module, none of which is trusted. ``values``: None where it wrote none;
+    ``raised``: the exception that it reports."""
 
     values: list[Any] | None = None
     raised: str = ""
@@ -78,7 +78,7 @@ def read_answer(content: bytes) -> Answer:
 
 
 class LayersFound(msgspec.Struct, frozen=True, tag=True):
-    """What a zygote says first. ``held``: layers that were built and tried; ``missing``: why others could not be."""
+    """First message of a zygote. ``held``: layers that were built and tried; ``missing``: why others could not be."""
 
     held: tuple[str, ...]
     missing: dict[str, str]
@@ -90,7 +90,7 @@ class LayersFound(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag=True):
-    """How ``run`` ended, or the ``error`` for which it could not begin."""
+    """End of ``run``, or the ``error`` for which it could not begin."""
 
     run: int
     report: RunReport | None = None
@@ -101,7 +101,7 @@ _messages: msgspec.json.Decoder[LayersFound | RunEnded] = msgspec.json.Decoder(L
 
 
 def read_zygote_message(content: bytes) -> LayersFound | RunEnded:
-    """Its hello, or how a run ended. Raises ``SandboxError`` for anything else."""
+    """Decode a zygote's hello, or the end of a run. Raises ``SandboxError`` for anything else."""
     try:
         return _messages.decode(content)
     except UNDECODABLE as error:
@@ -303,7 +303,7 @@ def _last_line(stderr: int) -> str:
 
 @cache
 def available_layers() -> LayersFound:
-    """What this machine has, by starting a sandbox once (about a tenth of a second). Raises nothing."""
+    """List the layers of this machine by starting a sandbox once (about a tenth of a second). Raises nothing."""
     if sys.platform != "linux":
         return LayersFound((), dict.fromkeys(ALL_LAYERS, f"{sys.platform} has none of them: Linux only"))
     return probe_layers(ALL_LAYERS)

@@ -129,7 +129,7 @@ def _intervals(allowed: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _search(intervals: Sequence[tuple[int, int]]) -> list[_Instruction]:
-    """Which interval the number is in, by halves: the kernel walks it for every number when it is installed."""
+    """Find the interval of the number by halves: the kernel walks it for every number when it is installed."""
     if len(intervals) == 1:
         return [_return(intervals[0][1])]
     middle = len(intervals) // 2
@@ -138,7 +138,7 @@ def _search(intervals: Sequence[tuple[int, int]]) -> list[_Instruction]:
 
 
 def _clone_rule(processes: bool) -> list[_Instruction]:
-    """No new namespaces; without ``processes`` only threads."""
+    """Forbid new namespaces; without ``processes`` everything but threads."""
     rule = [_load(_ARGUMENTS), (_JSET, 0, 1, _CLONE_REFUSED), _return(_ERRNO | _EPERM)]
     if not processes:
         rule += [(_JSET, 1, 0, _CLONE_THREAD), _return(_ERRNO | _EPERM)]

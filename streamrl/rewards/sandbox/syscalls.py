@@ -122,7 +122,7 @@ def adopt_orphans() -> None:
 
 
 def set_no_new_privileges() -> None:
-    """Nothing that this process executes can give it privileges; what seccomp and Landlock ask for."""
+    """Forbid new privileges by way of executed programs, as seccomp and Landlock require."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 

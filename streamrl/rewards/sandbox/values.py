@@ -123,5 +123,5 @@ def _both_near(given: Any, expected: Any, tolerance: float | None) -> bool:
 
 
 def _key(key: Any) -> Any:
-    """What a key of a mapping is in JSON."""
+    """Return the form of a mapping's key in JSON."""
     return json.dumps(key) if key is None or isinstance(key, int | float) else key

@@ -228,7 +228,7 @@ class _Serving:
             raise OSError(1, f"a jail cannot be built: {report}")
 
     def run(self) -> None:
-        """Until the control socket ends."""
+        """Serve until the control socket ends."""
         while True:
             for key, _ in self._selector.select(self._patience()):
                 if key.data is None:

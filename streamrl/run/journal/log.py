@@ -71,7 +71,7 @@ _SEARCH_BYTES = 1 << 20
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What a journal holds. ``segments``: paths, oldest first, without a gap; ``last_frame``, ``end``: offsets in the
+    """Content of a journal. ``segments``: paths, oldest first, without a gap; ``last_frame``, ``end``: offsets in the
     last of them; what follows ``end`` there is torn."""
 
     segments: tuple[Path, ...] = ()

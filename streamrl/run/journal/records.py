@@ -1,4 +1,4 @@
-"""What the journal of a run holds, as records: control's events, and what they are about. Pure.
+"""Records of a run's journal: control's events, and what they are about. Pure.
 
 A record of a trajectory or of prompts comes before the event that tells control of them, so that whatever control knows
 has its content behind it. Nothing of an evaluation is kept: it is done again from its start, or, where engines hold a
@@ -31,7 +31,7 @@ JOURNAL_SCHEMA = 3
 
 
 class JournalBase(Record, frozen=True, tag=True):
-    """Where a segment begins: control as it was after ``events`` events, ``elapsed_s`` after the start of the run."""
+    """Begin of a segment: control as it was after ``events`` events, ``elapsed_s`` after the start of the run."""
 
     control: Snapshot
     events: int
@@ -47,7 +47,7 @@ class JournalEvent(Record, frozen=True, tag=True):
 
 
 class JournalDecision(Record, frozen=True, tag=True):
-    """Why engines were freed or changed: for people, control does not know of it."""
+    """Reason for which engines were freed or changed: for people, control does not know of it."""
 
     decision: Decision
     time_s: float
@@ -88,7 +88,7 @@ class JournalScored(Record, frozen=True, tag=True):
 
 
 class JournalPublished(Record, frozen=True, tag=True):
-    """What ranks published as ``policy_version`` has this state hash."""
+    """State hash of what ranks published as ``policy_version``."""
 
     policy_version: int
     state_hash: int
@@ -140,7 +140,7 @@ def sampled_record(trajectory: Trajectory) -> JournalSampled:
 
 
 def scored_record(scored: ScoredTrajectory) -> JournalScored:
-    """What its reward adds to a trajectory."""
+    """Return what its reward adds to a trajectory."""
     fields = {name: getattr(scored, name) for name in JournalScored.__struct_fields__ if name != "id"}
     return JournalScored(id=scored.trajectory.id, **fields)
 

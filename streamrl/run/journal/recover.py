@@ -1,4 +1,4 @@
-"""From the journal back to a running run: control is rebuilt by replay, and ranks train again what they lack."""
+"""Recovery of a run from its journal: control is rebuilt by replay, and ranks train again what they lack."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class RecoveredRun:
 
     @property
     def state(self) -> RunState:
-        """Of control."""
+        """State of control."""
         return self.control.state
 
     @property
     def version(self) -> int:
-        """What the trainer had made; control may not have counted it yet (a deterministic run)."""
+        """Version that the trainer had made; control may not have counted it yet (a deterministic run)."""
         return self.trained[-1].policy_version if self.trained else self.state.trainer_version
 
     def take(self, record: JournalRecord) -> None:
@@ -121,7 +121,7 @@ class RecoveredRun:
         return batches == list(range(self._held + 1, self.version + 1))
 
     def batch_of(self, policy_version: int) -> list[ScoredTrajectory]:
-        """What was trained into ``policy_version``, since the last checkpoint."""
+        """Return what was trained into ``policy_version``, since the last checkpoint."""
         batches = [b for b in self.trained if b.policy_version == policy_version]
         return self.store.scored(trajectory for b in batches for group in b.groups for trajectory in group.ids)
 

@@ -1,8 +1,8 @@
-"""What the controller writes into the journal: control's events, and the tokens and rewards that they are about.
+"""Writer of the controller's journal: control's events, and the tokens and rewards that they are about.
 
-Appending never waits. Before a step of the optimizer, which cannot be undone, ``settled`` waits until everything so far
-is on the disk. When a checkpoint is durable a new segment begins with the state of control. The segment before it stays
-until the next checkpoint: if the newer one turns out to be damaged, the run goes on from the older.
+Appending never waits. Before a step of the optimizer, which cannot be undone, ``settled`` waits until everything before
+it is on the disk. When a checkpoint is durable a new segment begins with the state of control. The segment before it
+stays until the next checkpoint: if the newer one turns out to be damaged, the run resumes from the older.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RunJournal(parts.Journal):
         self._published = recovered.published if recovered else None
 
     def drawn(self, prompts: Sequence[Prompt]) -> None:
-        """Before control gets to know of them."""
+        """Append prompts before control is told of them."""
         for prompt in prompts:
             self._append(JournalPrompt(prompt=prompt))
 
@@ -65,7 +65,7 @@ class RunJournal(parts.Journal):
             self._append(JournalHeld(id=outcome.id, done=outcome.done))
 
     def scored(self, scored: ScoredTrajectory) -> None:
-        """Before control gets to know of it."""
+        """Append a reward before control is told of it."""
         self._append(scored_record(scored))
 
     def published(self, policy_version: int, state_hash: int) -> None:
@@ -74,7 +74,7 @@ class RunJournal(parts.Journal):
         self._append(self._published)
 
     def decided(self, decision: Decision) -> None:
-        """For people: something beside control decided this."""
+        """Append a decision that was made outside of control, for people."""
         self._append(JournalDecision(decision=decision, time_s=round(self.elapsed(), 4)))
 
     async def begin(self, control: Control) -> None:
@@ -128,15 +128,15 @@ class JournalledOutcomes:
         self._outcomes = outcomes
 
     async def send(self, item: RolloutOutcome) -> None:
-        """See ``SendStream``. Waits while the disk is behind."""
+        """Append and send an outcome. Waits while the disk is behind."""
         await self._journal.room()
         self._journal.on_outcome(item)
         await self._outcomes.send(item)
 
     async def aclose(self) -> None:
-        """See ``SendStream``."""
+        """End the stream of outcomes."""
         await self._outcomes.aclose()
 
     async def watch(self) -> None:
-        """See ``SendStream``."""
+        """Watch the stream of outcomes."""
         await self._outcomes.watch()

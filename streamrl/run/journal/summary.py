@@ -1,4 +1,4 @@
-"""What happened in a run, from its journal: its last steps, and control as it was after the last event. Pure."""
+"""Summary of a run from its journal: its last steps, and control as it was after the last event. Pure."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class _Replay:
 
     @property
     def state(self) -> RunState:
-        """Of control."""
+        """State of control."""
         return self.control.state
 
     def take(self, event: on.ControlEvent, time_s: float) -> None:

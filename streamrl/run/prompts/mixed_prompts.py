@@ -30,8 +30,9 @@ class MixedPrompts:
         self._exhausted = False
 
     async def draw(self, count: int) -> list[Prompt]:
-        """See ``PromptSource``. Once the source is exhausted, what is left is given whatever its domain. Raises
-        ``RecipeError`` for a prompt of no domain of the recipe, ``StreamRLError`` where a domain does not turn up."""
+        """Draw prompts in the shares of their domains. Once the source is exhausted, what is left is given whatever its
+        domain. Raises ``RecipeError`` for a prompt of no domain of the recipe, ``StreamRLError`` where a domain does
+        not turn up."""
         while self._skip and await self._next() is not None:
             self._skip -= 1
         prompts: list[Prompt] = []
@@ -40,7 +41,7 @@ class MixedPrompts:
         return prompts
 
     async def aclose(self) -> None:
-        """See ``PromptSource``."""
+        """Close the source."""
         await self._source.aclose()
 
     async def _next(self) -> Prompt | None:

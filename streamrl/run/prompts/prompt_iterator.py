@@ -127,7 +127,7 @@ class IteratorPrompts:
         self._thread.start()
 
     async def draw(self, count: int) -> list[Prompt]:
-        """See ``PromptSource``."""
+        """Draw up to ``count`` prompts from the iterator."""
         if self._closed:
             raise StreamRLError(f"prompts {self._spec} were drawn after they were closed")
         filling = asyncio.run_coroutine_threadsafe(self._fill(count), self._loop)
@@ -136,7 +136,7 @@ class IteratorPrompts:
         return [self._drawn.popleft() for _ in range(min(count, len(self._drawn)))]
 
     async def aclose(self) -> None:
-        """See ``PromptSource``. An iterator that does not return within 2 s is left to its daemon thread."""
+        """Close the iterator. One that does not return within 2 s is left to its daemon thread."""
         if self._closed:
             return
         self._closed = True

@@ -70,7 +70,7 @@ class LineRows(RowStore):
             raise RecipeError([f"prompts {path} is empty: add rows"])
 
     def number(self, index: int) -> int:
-        """Of the line, from 1, blank ones counted."""
+        """Number of the line, from 1, blank ones counted."""
         return self._numbers[index]
 
     def place(self, index: int) -> str:
@@ -236,7 +236,7 @@ def _chat_token_ids(messages: object, columns: Mapping[str, Any], tokenizer: Tok
 
 
 def _wrong_message(message: object) -> str:
-    """Why ``message`` is none; empty: it is one."""
+    """Describe why ``message`` is not a message; empty: it is one."""
     if not isinstance(message, dict):
         return f"it is a {type(message).__name__}, not an object"
     if not isinstance(message.get("role"), str):

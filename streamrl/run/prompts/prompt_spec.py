@@ -1,4 +1,4 @@
-"""What ``prompts.train`` and ``evaluation.prompts`` may say, taken apart: ``SOURCE`` or ``SOURCE?key=value&key=value``.
+"""Parser of ``prompts.train`` and ``evaluation.prompts``: ``SOURCE`` or ``SOURCE?key=value&key=value``.
 
 =====================================  ==============================================================
 ``rows.jsonl``                         JSON objects, one a line
@@ -29,7 +29,7 @@ _TASKS = "reasoning_gym:"
 
 
 class SourceKind(Enum):
-    """How rows are read."""
+    """Kinds of readers of rows."""
 
     LINES = "lines"
     TABLE = "table"
@@ -38,9 +38,8 @@ class SourceKind(Enum):
 
 
 class RowForm(msgspec.Struct, frozen=True, kw_only=True):
-    """How the columns of a row become its prompt. ``prompt``: the column that holds the text, where that is not
-    ``prompt`` (or ``messages``); ``chat``: the text is what the user says in a chat; ``system``: its system message.
-    """
+    """Columns of a row that make its prompt. ``prompt``: the column that holds the text, where that is not ``prompt``
+    (or ``messages``); ``chat``: the text is what the user says in a chat; ``system``: its system message."""
 
     prompt: str = ""
     chat: bool = False

@@ -105,7 +105,7 @@ class TableRows(RowStore):
 
 
 def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Its buffers are as long as its rows need. Their content is checked row by row."""
+    """Check that the buffers are as long as their rows need. Their content is checked row by row."""
     batch.validate()
     return batch
 

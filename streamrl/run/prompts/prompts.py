@@ -1,4 +1,5 @@
-"""Where prompts come from: files of rows, Hugging Face datasets, tasks of reasoning-gym, or the user's own iterator.
+"""Opening and checking of prompt sources: files of rows, Hugging Face datasets, tasks of reasoning-gym, or the user's
+own iterator.
 
 ``open_prompts`` gives a ``PromptSource``; ``check_prompts`` finds what is wrong with a source before anything starts.
 Stored rows are read one by one, never loaded as a whole; they have epochs, each in its own order. An iterator runs on a
@@ -80,7 +81,7 @@ def open_rows(spec: PromptSpec) -> RowStore:
 
 
 def missing_source(spec: str) -> list[str]:
-    """What can be said of a source without reading it: whether it names something, and whether that is there."""
+    """Find faults of a source without reading it: whether it names something, and whether that is there."""
     try:
         named = read_spec(spec)
     except RecipeError as error:
@@ -113,7 +114,7 @@ class StoredPrompts:
         self._lock = anyio.Lock()
 
     async def draw(self, count: int) -> list[Prompt]:
-        """See ``PromptSource``."""
+        """Read the next ``count`` rows in a thread."""
         async with self._lock:
             # A thread: disks may be slow, and tokenizing 1,000 prompts takes longer than the control loop may stop.
             prompts = await anyio.to_thread.run_sync(self._read, self._drawn, count)
@@ -121,7 +122,7 @@ class StoredPrompts:
             return prompts
 
     async def aclose(self) -> None:
-        """See ``PromptSource``."""
+        """Close the store."""
         self._store.close()
 
     def _read(self, start: int, count: int) -> list[Prompt]:
@@ -256,7 +257,7 @@ def _check_iterator(
 
 
 def missing_columns(prompt: Prompt, needed_columns: Mapping[str, Sequence[str]]) -> list[str]:
-    """What rewards need and ``prompt`` has not, a line each."""
+    """List the columns that rewards need and ``prompt`` has not, a line each."""
     return [
         f'has no column "{column}", which the reward {reward} needs: add it'
         for reward, columns in needed_columns.items()

@@ -1,1 +1,1 @@
-"""How changed bits are coded: integers only, by exponent of the base. No socket, no torch."""
+"""Codec of changed bits: integers only, by exponent of the base. No socket, no torch."""

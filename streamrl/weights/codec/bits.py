@@ -28,7 +28,7 @@ _MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
 
 
 def exponent_field(dtype: str) -> tuple[int, int]:
-    """Where the exponent of a published dtype lies in a pattern: its lowest bit, and how many values it can have."""
+    """Place of the exponent of a published dtype in a pattern: its lowest bit, and how many values it can have."""
     lowest = _MANTISSA_BITS[dtype]
     return lowest, 1 << (8 * _BIT_TYPES[dtype].itemsize - 1 - lowest)
 
@@ -75,10 +75,8 @@ def from_ordered(ordered: BitArray) -> BitArray:
 
 
 def step_symbols(base: BitArray, new: BitArray) -> BitArray:
-    """How many steps lie between patterns that differ, as 0 (one down), 1 (one up), 2 (two down), ...
-
-    The difference of the ordered integers modulo 2**width, zigzag-coded, less one (it is never zero).
-    """
+    """Code the steps between patterns that differ as 0 (one down), 1 (one up), 2 (two down), ... The difference of the
+    ordered integers modulo 2**width, zigzag-coded, less one (it is never zero)."""
     signed = (to_ordered(new) - to_ordered(base)).view(f"i{base.dtype.itemsize}")
     zigzag = (signed << 1) ^ (signed >> (8 * base.dtype.itemsize - 1))
     return cast("BitArray", zigzag.view(base.dtype)) - base.dtype.type(1)

@@ -54,11 +54,8 @@ GapArray = npt.NDArray[np.uint32]
 
 
 class WeightPatch(msgspec.Struct, frozen=True, eq=False):
-    """What changed in one tensor shard, decoded: absolute values, positions relative to the shard.
-
-    ``positions``: int64 [n], strictly increasing, or None when every element is given.
-    ``values``: uint16 or uint32 [n].
-    """
+    """Changes of one tensor shard, decoded: absolute values, positions relative to the shard. ``positions``: int64 [n],
+    strictly increasing, or None when every element is given. ``values``: uint16 or uint32 [n]."""
 
     positions: PositionArray | None
     values: BitArray
@@ -99,7 +96,7 @@ class ClassChanges(msgspec.Struct, frozen=True, eq=False):
 
 
 class Changes(msgspec.Struct, frozen=True, eq=False):
-    """What differs from a base: ``positions`` int64 [n] increasing, their new ``values``, and the same by class."""
+    """Differences from a base: ``positions`` int64 [n] increasing, their new ``values``, and the same by class."""
 
     positions: PositionArray
     values: BitArray

@@ -40,7 +40,7 @@ def count_exponents(bits, lowest, counts):
 
 @_compiled
 def gaps_between(bits, lowest, class_at, classes, positions, gaps):
-    """For each of ``positions`` (increasing) the members of its class since the one before it of that class."""
+    """Count, for each of ``positions`` (increasing), the members of its class since the one before it of that class."""
     last = class_at.size - 1
     since = np.zeros(classes, np.int64)
     start = np.int64(0)

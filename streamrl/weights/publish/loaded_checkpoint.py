@@ -116,7 +116,7 @@ class CheckpointBase:
         return sum(hash_range(shard.name, shard.offset, self.bits_of(shard)) for shard in shards) % HASH_MODULUS
 
     def of(self, shards: Sequence[ShardSpec]) -> CheckpointReplica:
-        """What an engine holds that has loaded the checkpoint: the whole tensors that ``shards`` (of all ranks) are
+        """Replica of an engine that has loaded the checkpoint: the whole tensors that ``shards`` (of all ranks) are
         parts of, read only, and their state hash."""
         whole = {s.name: ShardSpec(s.name, s.dtype, s.shape, 0, math.prod(s.shape)) for s in shards}
         specs = {name: TensorSpec(name, shard.dtype, shard.shape) for name, shard in whole.items()}

@@ -101,7 +101,7 @@ class WeightPublisher:
 
     @property
     def endpoint(self) -> str:
-        """Where engines pull from (known after ``start``)."""
+        """Endpoint from which engines pull (known after ``start``)."""
         return self._server.endpoint
 
     def start(self) -> None:
@@ -168,7 +168,7 @@ class WeightPublisher:
         self._server.serve(self._chain)
 
     def _take_checkpoint(self) -> None:
-        """What the engines load becomes the baseline, where it is known and is what is published."""
+        """Take the checkpoint that the engines load as the baseline, where it is known and is what is published."""
         if self._checkpoint is None:
             return
         try:
@@ -256,7 +256,7 @@ def _hash_change(unit: WorkUnit, delta: EncodedPatch | None, old: BitArray) -> i
 
 
 def _hash_of(unit: WorkUnit, patch: WeightPatch) -> int:
-    """What these elements have in the state hash."""
+    """Share of these elements in the state hash."""
     total = 0
     for shard, part in zip(unit.shards, unit.cut(patch), strict=True):
         if part.positions is None:

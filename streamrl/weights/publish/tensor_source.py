@@ -1,4 +1,4 @@
-"""How a publisher reads what it is given: bits in host memory, or values that lie where only others can read them."""
+"""Sources of a publisher's tensors: bits in host memory, or values in memory that only others can read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class TensorSource(Protocol):
     slices. Called from several threads, each with another unit."""
 
     def checked(self, given: Any, shard: ShardSpec) -> Any:
-        """What can be cut into ``parts``. Raises ``WeightError`` for what is not the shard: its size or type."""
+        """Return ``given`` in a form that can be cut into ``parts``. Raises ``WeightError`` where its size or type is
+        not the shard's."""
         ...
 
     def complete(self, parts: Sequence[Any], dtype: str) -> BitArray:
@@ -25,7 +26,8 @@ class TensorSource(Protocol):
         ...
 
     def changes(self, unit: int, parts: Sequence[Any], baseline: BitArray, dtype: str) -> EncodedPatch | None:
-        """How unit number ``unit`` differs from its baseline; None where it does not. As ``codec.encode_patch``."""
+        """Encode how unit number ``unit`` differs from its baseline, as ``codec.encode_patch``; None where it does
+        not."""
         ...
 
     def advance(self, patches: Mapping[int, WeightPatch]) -> None:
@@ -46,4 +48,4 @@ class HostTensors:
         return encode_patch(self.complete(parts, dtype), baseline, dtype)
 
     def advance(self, patches: Mapping[int, WeightPatch]) -> None:
-        """There is no other baseline."""
+        """Do nothing: there is no other baseline."""

@@ -50,7 +50,7 @@ def start_publisher(options: TrainerOptions, shards: Sequence[LocalShard], devic
 
 
 def shard_specs(shards: Sequence[LocalShard]) -> list[ShardSpec]:
-    """What is published of a rank's shards."""
+    """Specs of the shards that a rank publishes."""
     return [ShardSpec(s.name, "bfloat16", s.shape, s.offset, s.stop - s.start) for s in shards]
 
 
@@ -83,7 +83,7 @@ class DeviceTensors:
         return _to_host(_together(parts), bit_type(dtype, "on the device"))
 
     def changes(self, unit: int, parts: Sequence[Any], baseline: BitArray, dtype: str) -> EncodedPatch | None:
-        """See ``encode_on_device``. The first time, the baseline comes from the host."""
+        """Encode on the device (``encode_on_device``). The first time, the baseline comes from the host."""
         new, base = _together(parts), self._baseline.get(unit)
         if base is None:
             base = self._baseline[unit] = _from_host(baseline, new.device).clone()
@@ -91,7 +91,7 @@ class DeviceTensors:
 
     @torch.no_grad()
     def advance(self, patches: Mapping[int, WeightPatch]) -> None:
-        """In proportion to what changed."""
+        """Write the patches into the baseline, in time proportional to what changed."""
         for unit, patch in patches.items():
             baseline = self._baseline.get(unit)
             if baseline is not None and patch.positions is not None:
@@ -101,8 +101,9 @@ class DeviceTensors:
 
 @torch.no_grad()
 def encode_on_device(new: Tensor, base: Tensor, dtype: str) -> EncodedPatch | None:
-    """As ``codec.encode_patch``, and the same bytes. ``new``, ``base``: bits as int16 or int32 [n] on one device, of
-    the published dtype ``dtype``, which is what ``tensor.view(torch.int16)`` gives. None when nothing differs."""
+    """Encode a patch to the same bytes as ``codec.encode_patch``. ``new``, ``base``: bits as int16 or int32 [n] on one
+    device, of the published dtype ``dtype``, which is what ``tensor.view(torch.int16)`` gives. None when nothing
+    differs."""
     bits = bit_type(dtype, "on the device")
     positions = torch.nonzero(base != new).flatten()
     if not positions.numel():

@@ -56,12 +56,12 @@ class Decoding:
         return [patch for future in futures for patch in future.result()]
 
     def cancel(self) -> None:
-        """What has not begun never will."""
+        """Cancel all work that has not begun."""
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     def decode(self, encoded: Sequence[_EncodedPatch]) -> list[ShardPatch]:
-        """What patches of one unit, each of a later version than the one before, make of each shard that it is of; of
-        a delta, those that change."""
+        """Decode patches of one unit, each of a later version than the one before, into one patch for each of its
+        shards; for a delta, for those that change."""
         unit = encoded[0][0]
         bits = None if self._base is None else unit.join(self._base_of)
         patch = _decoded(*encoded[0], bits) if len(encoded) == 1 else _decoded_in_turn(encoded, bits)
@@ -103,7 +103,7 @@ def _decoded(unit: WorkUnit, encoded: memoryview, base: BitArray | None) -> Weig
 
 
 def _rise_within(positions: PositionArray, count: int) -> bool:
-    """No codec here decodes to anything else; a wrong one must not write elsewhere, or twice."""
+    """Return whether positions rise and lie below ``count``. A wrong codec must not write elsewhere, or twice."""
     return not positions.size or bool(
         positions[0] >= 0 and positions[-1] < count and (positions[1:] > positions[:-1]).all()
     )

@@ -40,7 +40,7 @@ _REPLIES_AT_ONCE = 8  # then what they freed is asked for, so that the source al
 
 
 class KeptParts:
-    """What transfers that were cut off had verified: another fetch goes on from there."""
+    """Verified parts of transfers that were cut off: another fetch continues with them."""
 
     def __init__(self) -> None:
         self._parts: dict[str, ReceivedPart] = {}
@@ -138,10 +138,8 @@ def _find_base(
     held: CheckpointReplica | None,
     checkpoint: CheckpointBase | None,
 ) -> CheckpointReplica | None:
-    """What the version is decoded against, with every chain going back to it; None where it is complete.
-
-    Raises ``WeightError`` where the versions between that and what the receiver holds are not served.
-    """
+    """Return the replica that the version is decoded against, with every chain going back to it; None where it is
+    complete. Raises ``WeightError`` where the versions between that and what the receiver holds are not served."""
     holds = None if held is None else held.policy_version
     while True:
         refusals = [chain.refusal for chain in chains if chain.refusal]

@@ -1,8 +1,6 @@
-"""What has arrived of one rank's part of one link: what to ask for, what to keep, what can be decoded.
-
-Pure: no socket, no clock, no thread. Whatever frames come, in whatever order and however often, each ends as a verified
-chunk, as another request, or as a ``WeightError``. What is verified stays, so that a transfer goes on where it stopped.
-"""
+"""Receiver's state of one rank's part of one link: what to request, what to keep, what can be decoded. Pure: no socket,
+no clock, no thread. Frames may come in any order and any number of times; each ends as a verified chunk, as another
+request, or as a ``WeightError``. Verified chunks stay, so that a transfer continues where it stopped."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ class ReceivedPart:
         return sum(map(self._size, self._asked))
 
     def lost(self) -> None:
-        """Nothing that was asked for will come: ask again. Should it come nevertheless, it is a duplicate."""
+        """Mark all open requests as lost, to be sent again. A reply that comes nevertheless is a duplicate."""
         self._asked.clear()
 
     def begin_again(self) -> None:
@@ -65,7 +63,7 @@ class ReceivedPart:
         self.lost()
 
     def requests(self, free_bytes: int, *, one_at_least: bool) -> Iterator[GetPiece]:
-        """For the manifest; then for chunks of at most ``free_bytes`` together."""
+        """Yield requests for the manifest, then for chunks of at most ``free_bytes`` together."""
         for piece in self._missing:
             if piece in self._asked:
                 continue
@@ -77,7 +75,7 @@ class ReceivedPart:
             yield GetPiece(self.digest, piece)
 
     def whole_patches(self) -> int:
-        """How many patches, in the order of the manifest, are here from their first to their last byte."""
+        """Count the patches, in the order of the manifest, that have arrived from their first to their last byte."""
         leading = next(iter(self._missing), len(self._starts) - 1)
         return 0 if self.manifest is None else bisect_right(self._ends, self._starts[leading])
 
@@ -89,7 +87,7 @@ class ReceivedPart:
             yield entry.unit, view[end - entry.payload_bytes : end]
 
     def describe(self) -> str:
-        """What is missing, for an error message."""
+        """Describe what is missing, for an error message."""
         missing = "its manifest is missing"
         if self.manifest is not None:
             missing = f"{len(self._missing)} of {len(self.manifest.chunks)} chunks are missing"
@@ -127,7 +125,7 @@ class ReceivedPart:
         self.manifest = manifest
 
     def _size(self, piece: int) -> int:
-        """In the credit, of which a manifest takes nothing."""
+        """Bytes of credit that a piece takes; a manifest takes none."""
         return 0 if self.manifest is None else self.manifest.chunks[piece].payload_bytes
 
     def _failed(self, piece: int, name: str, came: str, wanted: str) -> None:
@@ -141,9 +139,9 @@ class ReceivedPart:
 
 
 class ReceivedChain:
-    """What one rank serves for an announced version: the announced part, and those of earlier versions that it is made
-    on, as far back as the receiver asked. ``parts``: the announced one first. ``kept``: parts of earlier transfers, by
-    digest; what is begun here is put there."""
+    """Receiver's state of one rank's announced version: the announced part, and those of earlier versions that it is
+    made on, as far back as the receiver asked. ``parts``: the announced one first. ``kept``: parts of earlier
+    transfers, by digest; parts that are begun here are put there."""
 
     def __init__(self, source: WeightSource, announced: WeightAnnouncement, kept: dict[str, ReceivedPart]) -> None:
         self.source = source
@@ -181,16 +179,16 @@ class ReceivedChain:
             self._add(manifests[-1].base_digest)
 
     def fetch(self) -> None:
-        """From now on chunks are asked for."""
+        """Begin to request chunks."""
         self._fetching = True
 
     def lost(self) -> None:
-        """Nothing that was asked for will come: ask again."""
+        """Mark all open requests as lost, to be sent again."""
         for part in self.parts:
             part.lost()
 
     def requests(self, credit_bytes: int) -> Iterator[GetPiece]:
-        """What to ask for now, so that no more than ``credit_bytes`` (but one chunk at least) are under way."""
+        """Yield the next requests, so that no more than ``credit_bytes`` (but one chunk at least) are under way."""
         for part in reversed(self.parts):
             wanted = self._fetching if part.manifest is not None else not self.refusal
             if wanted:
@@ -217,7 +215,7 @@ class ReceivedChain:
         return part.take(reply.piece, memoryview(frames[1]), self._refuse)
 
     def describe(self) -> str:
-        """What is missing, for an error message."""
+        """Describe what is missing, for an error message."""
         part = next((part for part in reversed(self.parts) if not part.complete), self.oldest)
         described = part.describe()
         return f"{described}; {self._problem}" if self._problem else described
@@ -278,7 +276,7 @@ class ReceivedChain:
         self._refuse_impossible(manifest)
 
     def _refuse_impossible(self, manifest: Manifest) -> None:
-        """Before anything is allocated: what a patch may decode to is bounded by what was announced."""
+        """Refuse, before anything is allocated, a manifest whose patches decode to more than was announced."""
         digest = self.oldest.digest
         if any(not 0 < chunk.payload_bytes <= CHUNK_BYTES for chunk in manifest.chunks):
             raise WeightError(f"manifest {digest} has a chunk that is empty or over {CHUNK_BYTES} bytes")

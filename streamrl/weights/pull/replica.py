@@ -1,8 +1,6 @@
-"""What an engine holds, as checkpoint bits: the base of every delta, and what a failed commit is undone from.
-
-Pure numpy. A staged version is complete and checked before anything live changes; applying it is then only
-a matter of copying absolute values.
-"""
+"""Weights of an engine as checkpoint bits: the base of every delta, and what a failed commit is undone from. Pure
+numpy. A staged version is complete and checked before anything live changes; applying it is then only a matter of
+copying absolute values."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class StagedPatch(msgspec.Struct, frozen=True, eq=False):
-    """What one tensor becomes. ``positions``: int64 [n] flat in the full tensor, strictly increasing, or None
-    for all elements; ``new_bits``: uint16 or uint32 [n]."""
+    """New bits of one tensor. ``positions``: int64 [n] flat in the full tensor, strictly increasing, or None for all
+    elements; ``new_bits``: uint16 or uint32 [n]."""
 
     positions: PositionArray | None
     new_bits: BitArray
@@ -123,7 +121,7 @@ class CheckpointReplica:
         return self.stage(fetched)
 
     def close(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: no memory is shared."""
 
     def show(self, whole: StagedVersion) -> None:
         """Hold a complete version whose arrays are kept elsewhere: they are not copied."""
@@ -149,7 +147,7 @@ class CheckpointReplica:
             self._behind = {}
 
     def whole(self) -> StagedVersion:
-        """What is held, complete in itself."""
+        """Return the held version as a complete one."""
         assert self.policy_version is not None
         patches = {name: StagedPatch(None, self.bits(name)) for name in self.tensors}
         return StagedVersion(self.policy_version, None, self.state_hash, self.tensors, patches, 0, self.run_id)

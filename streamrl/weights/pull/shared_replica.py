@@ -31,10 +31,8 @@ _LONGEST_WAIT_S = 60.0  # for a lock that is taken outside of staging: the engin
 
 
 class SharedReplica(CheckpointReplica):
-    """What one worker holds, with the bits of it shared. Made with the same ``directory``, workers share.
-
-    ``policy_version`` and ``state_hash`` are the worker's own. Raises ``OSError`` where memory cannot be shared.
-    """
+    """Replica of one worker whose bits are shared with the workers that use the same ``directory``. ``policy_version``
+    and ``state_hash`` are the worker's own. Raises ``OSError`` where memory cannot be shared."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -64,7 +62,7 @@ class SharedReplica(CheckpointReplica):
         self.policy_version, self.state_hash, self.run_id = staged.policy_version, staged.state_hash, staged.run_id
 
     def clear(self) -> None:
-        """This worker holds nothing (any more); what is shared stays."""
+        """Forget the version that this worker holds; what is shared stays."""
         self.policy_version, self.state_hash, self.run_id = None, 0, ""
 
     @contextmanager
@@ -82,7 +80,7 @@ class SharedReplica(CheckpointReplica):
         *,
         on_checkpoint: bool,
     ) -> StagedVersion:
-        """See ``CheckpointReplica``. Fetches only what nobody here has."""
+        """Implements ``CheckpointReplica.stage_announced``. Fetches only what no worker here has."""
         wanted = (announced.policy_version, announced.state_hash)
         bits, staged = self._versions.state.bits, self._versions.state.staged
         if (staged is None or staged.identity != wanted) and (bits is None or bits.identity != wanted):
@@ -170,7 +168,7 @@ class SharedReplica(CheckpointReplica):
 
 
 def node_directory(parent: Path, key: str) -> Path:
-    """Where the workers with the same ``key`` meet."""
+    """Directory in which the workers with the same ``key`` meet."""
     return parent / f"streamrl-replica-{key}"
 
 

@@ -1,4 +1,4 @@
-"""What workers of one machine share: versions of the weights in memory without a name, and a directory with two small
+"""Versions of the weights that workers of one machine share, in memory without a name, and a directory with two small
 files: a lock, which the kernel gives back when its owner dies, and the state, which says what the memory holds.
 
 A memory file descriptor leaves nothing behind once the last process that has it open ends, however that ended. The
@@ -79,7 +79,7 @@ class SharedMemory:
         return None
 
     def held_with(self, others: Iterable[Holder] = ()) -> Segment:
-        """As a segment of this process and those of ``others`` that live."""
+        """Return the segment that this process and the living ones of ``others`` share."""
         own = Holder(os.getpid(), self.descriptor)
         living = (holder for holder in others if holder.pid != own.pid and os.path.exists(f"/proc/{holder.pid}"))
         return Segment(self.inode, self.size, (own, *living))
@@ -114,7 +114,7 @@ class _Piece(msgspec.Struct, frozen=True):
 
 
 class SharedVersion(msgspec.Struct, frozen=True):
-    """What a segment of memory holds: a version complete, or how it differs from another one."""
+    """Content of a segment of memory: a version complete, or its difference from another one."""
 
     run_id: str
     policy_version: int
@@ -256,7 +256,7 @@ class SharedVersions:
         return True
 
     def _read_state(self) -> None:
-        """What is shared now, mapped. What nobody alive holds any more is gone."""
+        """Read and map what is shared now. Versions that no living process holds are gone."""
         try:
             state = decode_state((self._directory / "state").read_bytes(), str(self._directory))
         except FileNotFoundError:
@@ -302,7 +302,7 @@ class SharedVersions:
 
 
 def decode_state(content: bytes, directory: str) -> SharedState:
-    """What a worker wrote down for the others. Raises ``WeightError`` for anything else."""
+    """Decode the state that a worker wrote for the others. Raises ``WeightError`` for anything else."""
     try:
         return _decoder.decode(content)
     except UNDECODABLE as error:

@@ -37,7 +37,7 @@ _SMALL_STORAGE = 2**32  # elements; below it they are counted in 4 bytes, which 
 
 
 class RouteWrite(msgspec.Struct, frozen=True, eq=False):
-    """What one route writes: its whole rectangle, or the elements listed.
+    """Write through one route: its whole rectangle, or the elements listed.
 
     ``positions``: int64 [n] flat in the checkpoint tensor, ``elements``: uint32 or int64 [n] in the runtime storage,
     both None for the whole rectangle, in its order. ``old_bits`` is None when nothing is known of what is there.
@@ -77,7 +77,7 @@ class LiveWeights:
         self._compile()
 
     def prepare(self, staged: StagedVersion, replica: CheckpointReplica) -> list[RouteWrite | LayerWrite]:
-        """Where every staged element goes. Reads the replica; touches nothing live."""
+        """Locate every staged element. Reads the replica; touches nothing live."""
         writes: list[RouteWrite | LayerWrite] = [
             write
             for name, patch in staged.patches.items()
@@ -143,7 +143,7 @@ class LiveWeights:
     def _write_of(
         self, spec: TensorSpec, patch: StagedPatch, index: int, route: Route, replica: CheckpointReplica
     ) -> RouteWrite | None:
-        """What a patch writes through one route; None when none of its elements lie there."""
+        """Return the write of a patch through one route; None when none of its elements lie there."""
         counted = (spec.name, index) in self._counted
         if patch.positions is None:
             bits = inside(route.checkpoint, patch.new_bits)
@@ -212,11 +212,9 @@ def _indices(elements: npt.NDArray[Any], storage: torch.Tensor) -> torch.Tensor:
 def count_routes(
     plans: Sequence[Mapping[str, Sequence[Rectangle]]], worker: int, tensors: Mapping[str, TensorSpec]
 ) -> frozenset[tuple[str, int]]:
-    """Which routes ``worker`` counts: each checkpoint element is counted once over all workers.
-
-    ``plans``: for every worker, by tensor, the checkpoint rectangles of its routes. Equal rectangles (replicated
-    parameters) are counted by the first. Raises ``WeightError`` when a tensor is not covered exactly once.
-    """
+    """Choose the routes that ``worker`` counts: each checkpoint element is counted once over all workers. ``plans``:
+    for every worker, by tensor, the checkpoint rectangles of its routes. Equal rectangles (replicated parameters) are
+    counted by the first. Raises ``WeightError`` when a tensor is not covered exactly once."""
     taken: set[tuple[str, Rectangle]] = set()
     elements = dict.fromkeys(tensors, 0)
     mine: set[tuple[str, int]] = set()

@@ -100,9 +100,9 @@ class LiveLayers:
                 write.layer.rebuild(self._write_of(write.layer, {}, replica).loaded)
 
     def audit(self, replica: CheckpointReplica) -> int:
-        """This worker's part of the state hash by way of the layers. Each must be as its last rebuild left it; one that
-        was never rebuilt must be what a rebuild gives (only then are layers rebuilt, which must not be while the engine
-        samples). Raises ``WeightError`` naming the layer."""
+        """Return this worker's part of the state hash by way of the layers. Each must be as its last rebuild left it;
+        one that was never rebuilt must be what a rebuild gives (only then are layers rebuilt, which must not be while
+        the engine samples). Raises ``WeightError`` naming the layer."""
         total = 0
         for layer in self._layers.values():
             layer.check_untouched("in an audit")
@@ -175,7 +175,7 @@ def _hash_change(tensor: str, route: Route, patch: StagedPatch | None, replica: 
 def _check_arrived(
     spec: TensorSpec, layer: ReloadedLayer, route: Route, patch: StagedPatch | None, storage: torch.Tensor
 ) -> None:
-    """What changed must be where the route locates it, one element at a time."""
+    """Check that changed elements are where the route locates them, one element at a time."""
     if patch is None or patch.positions is None:
         return
     chosen, elements = route.locate(patch.positions)
@@ -199,7 +199,7 @@ def inside(rectangle: Rectangle, bits: BitArray) -> BitArray:
 
 
 def hash_rectangle(name: str, rectangle: Rectangle, bits: BitArray) -> int:
-    """What ``bits`` [n], at the places of ``rectangle`` in tensor ``name``, add to the state hash."""
+    """Return what ``bits`` [n], at the places of ``rectangle`` in tensor ``name``, add to the state hash."""
     if rectangle.strides == (1,):
         return hash_range(name, rectangle.offset, bits)
     return hash_elements(name, rectangle.positions(), bits)

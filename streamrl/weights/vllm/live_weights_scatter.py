@@ -64,11 +64,11 @@ def _wrong(live: Any, elements: Any, wanted: Any, shift: Any) -> int:
 def scatter_checked(
     live: npt.NDArray[Any], elements: npt.NDArray[Any], old: npt.NDArray[Any], new: npt.NDArray[Any]
 ) -> tuple[int, int]:
-    """Where ``live[elements]`` equals ``old``, make it ``new``, and read it back.
+    """Write ``new`` where ``live[elements]`` equals ``old``, and read it back.
 
     ``live``: uint16 or uint32, flat. ``elements``: uint32 or int64 [n], ``old`` and ``new``: bit patterns [n], of
-    ``live``'s width, or uint16 that ``live`` (uint32) holds in its upper half.
-    Returns how many elements were not ``old``, then all of them are made ``old``; and how many are not ``new``: (0, 0).
+    ``live``'s width, or uint16 that ``live`` (uint32) holds in its upper half. Returns how many elements were not
+    ``old``, then all of them are made ``old``; and how many are not ``new``: (0, 0).
     """
     shift = np.uint32(8 * (live.dtype.itemsize - new.dtype.itemsize))
     before = int(_scatter(live, elements, old, new, shift))

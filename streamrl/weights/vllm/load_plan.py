@@ -1,11 +1,10 @@
-"""Where every element of a checkpoint tensor lives in the runtime parameters of a loaded model.
+"""Map of every element of a checkpoint tensor to the runtime parameters of a loaded model.
 
-The model's own ``load_weights`` is run once over meta tensors under a dispatch mode that records the
-source view and the destination view of each copy and suppresses the write. Each pair is an affine map from
-flat checkpoint positions to runtime elements: fused projections, tensor-parallel shards, experts and tied
-embeddings need no code of their own. Where the engine packed, rearranged or quantised a layer after loading it, the map
-leads to what that was loaded as, and the layer is rebuilt from there (``load_plan_reload``). What is no such copy is
-refused by name.
+The model's own ``load_weights`` is run once over meta tensors under a dispatch mode that records the source view and
+the destination view of each copy and suppresses the write. Each pair is an affine map from flat checkpoint positions to
+runtime elements: fused projections, tensor-parallel shards, experts and tied embeddings need no code of their own.
+Where the engine packed, rearranged or quantised a layer after loading it, the map leads to what that was loaded as, and
+the layer is rebuilt from there (``load_plan_reload``). What is no such copy is refused by name.
 """
 
 from __future__ import annotations
@@ -75,10 +74,8 @@ class Route(msgspec.Struct, frozen=True):
     runtime: Rectangle
 
     def locate(self, positions: PositionArray) -> tuple[npt.NDArray[np.int64], PositionArray]:
-        """Which of ``positions`` (flat in the checkpoint tensor) this route holds, and where.
-
-        Returns indices into ``positions`` and the runtime elements they map to, both int64 [m].
-        """
+        """Find which of ``positions`` (flat in the checkpoint tensor) this route holds, and their runtime elements.
+        Returns indices into ``positions`` and the runtime elements they map to, both int64 [m]."""
         source = self.checkpoint
         order = sorted(range(len(source.sizes)), key=lambda d: source.strides[d], reverse=True)
         rest = positions - source.offset
@@ -221,7 +218,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.routes.append((name, _fit(name, parameter, self._positions(value), _rectangle(written).positions())))
 
     def _forget(self, written: torch.Tensor) -> None:
-        """What a loader changes is no published value any more."""
+        """Forget the source of a tensor that a loader changes: it is no published value any more."""
         storage = written.untyped_storage()._cdata
         self._empty.pop(storage, None)
         self._sources.pop(storage, None)
@@ -235,7 +232,8 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._sources.get(storage) if moved is None else moved.tensor
 
     def _positions(self, value: torch.Tensor) -> PositionArray:
-        """Where the elements of ``value``, in the order of its dimensions, are in their published tensor: int64 [n]."""
+        """Positions of the elements of ``value``, in the order of its dimensions, in their published tensor: int64
+        [n]."""
         places = _rectangle(value).positions()
         moved = self._moved.get(value.untyped_storage()._cdata)
         return places if moved is None else moved.positions[places]

@@ -1,15 +1,14 @@
-"""What vLLM does to a model after loading it, and the layers that are made again for that reason.
+"""Changes that vLLM makes to a model after loading it, and the layers that are rebuilt for that reason.
 
 A load plan is recorded on the layout that the model's loader writes. What vLLM does to a parameter after that (packing,
 transposing, quantising, tensors derived from it) is invisible there: a delta would be written to wrong places, and read
 back without a fault. So the plugin compares every parameter before and after that step.
 
-Layers that vLLM packs or quantises after loading them: rebuilt as they were loaded, into the memory they have.
-
-The load plan of such a layer leads to its parameters *as its loader sees them* (bfloat16 weights, say), which the
-engine keeps no longer. They are made again from checkpoint bits, the layer's own ``process_weights_after_loading`` is
-run on them, and what comes of it is copied into the tensors that the layer serves with, so that nothing that points to
-those (a captured graph) is lost. It is what vLLM's layerwise reload does to all layers at once, for those that changed.
+The load plan of a layer that vLLM packs or quantises leads to its parameters *as its loader sees them* (bfloat16
+weights, say), which the engine keeps no longer. They are made again from checkpoint bits, the layer's own
+``process_weights_after_loading`` is run on them, and what comes of it is copied into the tensors that the layer serves
+with, so that nothing that points to those (a captured graph) is lost. It is what vLLM's layerwise reload does to all
+layers at once, for those that changed.
 
 vLLM notes, when it makes a model, what each parameter was like before loading. That note is all that is used of it.
 """
@@ -38,11 +37,9 @@ _KEPT = frozenset({"bias"})
 
 
 class AfterLoading(msgspec.Struct, frozen=True):
-    """What the engine did to a model between loading its weights and serving them.
-
-    ``rearranged``: runtime parameters whose bits changed. ``derived``: tensors that were made or changed and are no
-    parameters (they would keep the old weights), as ``module.attribute``.
-    """
+    """Changes that the engine made to a model between loading its weights and serving them. ``rearranged``: runtime
+    parameters whose bits changed. ``derived``: tensors that were made or changed and are no parameters (they would keep
+    the old weights), as ``module.attribute``."""
 
     rearranged: frozenset[str]
     derived: frozenset[str]
@@ -117,8 +114,8 @@ class ReloadedLayer:
                 )
 
     def _built(self, loaded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """By attribute: what the layer's quantisation method makes of ``loaded``. Whatever else it sets, a packed
-        kernel without tensors, say, is in service from now on."""
+        """Return, by attribute, what the layer's quantisation method makes of ``loaded``. Whatever else it sets, a
+        packed kernel without tensors, say, is in service from now on."""
         derived = dict(_plain_tensors(self._module))
         with torch.no_grad(), self.as_loaded({n: _as_parameter(self.loading[n], t) for n, t in loaded.items()}):
             self._module.__dict__.pop(_FINISHED, None)
@@ -131,7 +128,7 @@ class ReloadedLayer:
         return built
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the module serves with, by attribute, without the parameters that plain copies reach."""
+        """Tensors that the module serves with, by attribute, without the parameters that plain copies reach."""
         module = self._module
         registered = [*module._parameters.items(), *module._buffers.items()]
         yield from ((name, t) for name, t in registered if t is not None and name not in _KEPT)
@@ -164,11 +161,8 @@ def observe_after_loading(model: torch.nn.Module, finish_loading: Callable[[], N
 
 
 def after_loading(model: torch.nn.Module) -> AfterLoading:
-    """What was noted when the model was loaded.
-
-    A model without vLLM's layers needs no note: nothing rearranges it. Raises ``WeightError`` for one that has them
-    and was loaded without streamrl's plugin.
-    """
+    """Return what was noted when the model was loaded. A model without vLLM's layers needs no note: nothing rearranges
+    it. Raises ``WeightError`` for one that has them and was loaded without streamrl's plugin."""
     noted: AfterLoading | None = getattr(model, _ATTRIBUTE, None)
     if noted is not None:
         return noted
@@ -202,7 +196,7 @@ def refuse_unreachable(model: torch.nn.Module, reloaded: Container[str]) -> None
 
 
 def reloaded_layers(model: torch.nn.Module) -> dict[str, ReloadedLayer]:
-    """By module, the layers that plain copies do not reach. Those of which no note is there are left out."""
+    """Return, by module, the layers that plain copies do not reach and that vLLM noted."""
     noted = after_loading(model)
     found = {}
     for name, module in model.named_modules():
@@ -214,10 +208,8 @@ def reloaded_layers(model: torch.nn.Module) -> dict[str, ReloadedLayer]:
 
 
 def loading_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What vLLM noted of the parameters of ``module`` before they were loaded, as meta tensors with their loaders.
-
-    Empty where it noted nothing: another kind of module, or an older vLLM.
-    """
+    """Return vLLM's note of the parameters of ``module`` before they were loaded, as meta tensors with their loaders.
+    Empty where there is none: another kind of module, or an older vLLM."""
     layerwise = sys.modules.get(_NOTES)  # who made the model has imported it
     notes = getattr(layerwise, "LAYERWISE_INFO", None)
     note = notes.get(module) if notes is not None else None
@@ -309,7 +301,7 @@ def _other_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """By name: shape, strides, type and a 64-bit sum over places and values, on the tensor's device."""
+    """Yield by name: shape, strides, type and a 64-bit sum over places and values, on the tensor's device."""
     for name, tensor in tensors:
         total = 0 if tensor.is_meta else place_sum(tensor.detach().contiguous().view(-1).view(torch.uint8))
         yield name, (*tensor.shape, *tensor.stride(), hash(str(tensor.dtype)), total)

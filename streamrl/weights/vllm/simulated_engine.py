@@ -27,10 +27,8 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.05
 
 
 class SimulatedWeights:
-    """What one simulated engine holds. It has loaded the checkpoint in ``model_path``, as a real one does.
-
-    ``replica``: shared with the other engines of this machine, or its own.
-    """
+    """Weights of one simulated engine. It has loaded the checkpoint in ``model_path``, as a real one does. ``replica``:
+    shared with the other engines of this machine, or its own."""
 
     def __init__(self, model_path: Path, replica: CheckpointReplica) -> None:
         self._checkpoint = CheckpointBase(model_path)
@@ -86,7 +84,7 @@ class _LiveBits:
         self._bits = {name: _loaded(spec, checkpoint) for name, spec in tensors.items()}
 
     def prepare(self, staged: StagedVersion, _: CheckpointReplica) -> list[_Write]:
-        """Nothing is known of it before the engine pauses."""
+        """List the staged patches: their places need no preparation."""
         return list(staged.patches.items())
 
     def apply(self, writes: Sequence[_Write], *, anchor: bool) -> int:
@@ -105,7 +103,7 @@ class _LiveBits:
         return total % HASH_MODULUS
 
     def undo(self, writes: Sequence[_Write], replica: CheckpointReplica) -> None:
-        """From the replica, which still holds the version before."""
+        """Copy the bits back from the replica, which still holds the version before."""
         for name, _ in writes:
             self._bits[name][:] = replica.bits(name)
 
@@ -121,7 +119,7 @@ class _LiveBits:
         return sum(hash_range(name, 0, self._bits[name]) for name in replica.tensors) % HASH_MODULUS
 
     def checksums(self) -> dict[str, str]:
-        """By tensor."""
+        """SHA-256 by tensor."""
         return {name: hashlib.sha256(bits.tobytes()).hexdigest() for name, bits in self._bits.items()}
 
 

@@ -45,7 +45,7 @@ Gathered = dict[str, list[Rectangle]] | str
 
 @dataclass
 class NoInit(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is untyped
-    """Nothing has to be said before the first announcement."""
+    """Empty message: the first announcement needs no preparation."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
         _add_worker_methods()
 
     def record_live(self, tensors: Mapping[str, TensorSpec]) -> LiveWeights:
-        """Where ``tensors`` go in the loaded model; a collective of all workers. Raises ``WeightError``."""
+        """Locate ``tensors`` in the loaded model; a collective of all workers. Raises ``WeightError``."""
         plan: LoadPlan | None = None
         own: Gathered
         try:
@@ -91,7 +91,7 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
 
     @contextmanager
     def _as_when_loading(self) -> Iterator[None]:
-        """What ``BaseModelLoader.load_model`` sets up around ``process_weights_after_loading``."""
+        """Set the context that ``BaseModelLoader.load_model`` has around ``process_weights_after_loading``."""
         from vllm.config import set_current_vllm_config
         from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -102,10 +102,10 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
     # ---- commit: between two steps of a paused engine ----------------------------------------------
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Nothing to do: sources come with each announcement."""
+        """Do nothing: sources come with each announcement."""
 
     def start_weight_update(self) -> None:
-        """Nothing to do: the version is staged already."""
+        """Do nothing: the version is staged already."""
 
     def receive_weights(self, update_info: CommitStaged) -> None:
         """Apply the staged version to the live parameters and verify it there; undone when it does not hold."""
@@ -150,7 +150,8 @@ def _worker_index() -> int:
 
 
 def _gather_from_workers(own: Gathered) -> list[Gathered]:
-    """What every worker of this engine has, by rank. Tensors travel, never objects: torch would pickle those."""
+    """Gather the bytes of every worker of this engine, by rank. Tensors travel, never objects: torch would pickle
+    those."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return [own]
     from vllm.distributed.parallel_state import get_world_group

@@ -44,7 +44,7 @@ class LiveModel(Protocol):
 
 
 class StageReport(msgspec.Struct, frozen=True):
-    """How far staging is on one worker. ``error`` is empty when nothing is wrong."""
+    """Progress of staging on one worker. ``error`` is empty when nothing is wrong."""
 
     fetched: bool
     error: str = ""
@@ -52,11 +52,9 @@ class StageReport(msgspec.Struct, frozen=True):
 
 
 class LiveReport(msgspec.Struct, frozen=True):
-    """What one worker holds live: version (None before the first commit) and its part of the state hash.
-
+    """State of one worker's live weights: version (None before the first commit) and its part of the state hash.
     Between ``apply`` and ``finish`` that is the applied version. ``expected_hash`` is what the parts of all workers
-    must add up to. ``error`` is why the last commit failed.
-    """
+    must add up to. ``error`` is why the last commit failed."""
 
     policy_version: int | None
     state_hash: int
@@ -140,7 +138,7 @@ class WeightTransaction:
             return _Staged(staged, [] if live is None else live.prepare(staged, self.replica))
 
     def stage_report(self) -> StageReport:
-        """How far the thread is."""
+        """Report the progress of the staging thread."""
         if self._staging is None:
             return self._without_thread()
         if not self._staging.done():
@@ -196,14 +194,16 @@ class WeightTransaction:
             )
 
     def _begin_anew(self) -> CheckpointBase | None:
-        """Before the first commit, whatever was staged: hold nothing, and say what a first delta may be made on."""
+        """Forget what was staged before the first commit, and return the checkpoint on which a first delta may be
+        made."""
         if self.replica.policy_version not in (None, CHECKPOINT_VERSION):
             return None
         self.replica.clear()
         return None if self.tainted else self._checkpoint
 
     def _verify_checkpoint(self, live: LiveModel) -> None:
-        """Nothing was committed yet: the first delta is made on files, and the live weights must be what they hold."""
+        """Check before the first commit that the live weights are those of the files on which the first delta is
+        made."""
         try:
             live.state_hash = live.audit(self.replica)
         except WeightError as error:
@@ -214,7 +214,7 @@ class WeightTransaction:
             ) from error
 
     def _audit_when_due(self, live: LiveModel | None) -> None:
-        """In the thread, while the engine samples: live weights only change in a commit, which waits for it."""
+        """Audit in the thread, while the engine samples: live weights only change in a commit, which waits for it."""
         if (
             live is None
             or not self.replica.at_hand
@@ -273,7 +273,7 @@ class WeightTransaction:
             self.tainted = ""
 
     def live_report(self) -> LiveReport:
-        """What this worker holds."""
+        """Report the version that this worker holds."""
         error = self._error or self.tainted
         if self._applied is not None:
             version, part = self._applied
