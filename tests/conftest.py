@@ -26,7 +26,7 @@ settings.register_profile("repeatable", derandomize=True, database=None, deadlin
 settings.register_profile("exploring", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-_PATIENCE_S = 5.0
+_PATIENCE_S = 60.0
 # Started once and shared by what comes after; torch, numba and multiprocessing end them with the interpreter.
 _SHARED = ("resource_tracker", "forkserver")
 

@@ -40,7 +40,7 @@ async def test_a_process_that_waits_to_say_hello_hears_that_its_orders_are_broke
             await send_hello(reports, orders, "here I am")
         raised.append(str(broken.value))
 
-    with anyio.fail_after(30):
+    with anyio.fail_after(300):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
             await anyio.wait_all_tasks_blocked()
@@ -52,11 +52,11 @@ async def test_a_process_that_waits_to_say_hello_hears_that_its_orders_are_broke
 async def test_the_successor_of_a_worker_that_died_while_it_connected_hears_the_end_of_orders(tmp_path: Path) -> None:
     orders_at, results_at = f"ipc://{tmp_path}/orders", f"ipc://{tmp_path}/results"
     topology = Topology(processes=(), endpoints={"reward-0.orders": orders_at, "reward-0.results": results_at})
-    settings = RewardSettings(functions="length", per_group=False, timeout_s=5.0, concurrency=4)
+    settings = RewardSettings(functions="length", per_group=False, timeout_s=300.0, concurrency=4)
     stage = RewardStage(settings, [partial(open_worker, topology, 0)])
     give, trajectories = memory_stream(1)
     scored, outcomes = memory_stream(1)
-    with anyio.fail_after(30):
+    with anyio.fail_after(300):
         async with anyio.create_task_group() as group:
             group.start_soon(stage.run, trajectories, scored)
             async with zmq_receiver(RewardOrder, orders_at, bind=False) as dying:

@@ -51,7 +51,7 @@ class Rounds:
     def __init__(self, *, pace: float = 1.0, fatal_deaths: int | None = None) -> None:
         self.engines = {f"engine-{index}": PacedEngine(index, pace=pace) for index in range(4)}
         self.pool = EnginePool(self.engines, fatal_deaths=fatal_deaths)
-        self.sync = WeightSync(self.engines, anchor, in_flight=InFlight.KEEP, timeout_s=5)
+        self.sync = WeightSync(self.engines, anchor, in_flight=InFlight.KEEP, timeout_s=300)
         self.cores: list[int] = []
         freeing = Freeing(300, settings=FreeingSettings(least_lengths=4))
         for number, tokens in enumerate(range(20, 120, 2)):  # of long rounds before the first one
@@ -98,7 +98,7 @@ class Rounds:
         stage = RolloutStage(self.pool, max_tokens=300, temperature=1.0, top_p=1.0)
         self.finished, self.looks = [], []
         ids = [TrajectoryId(prompt_id="p", group_id=n // 4, sample=n % 4, attempt=self.version) for n in range(32)]
-        with anyio.fail_after(20):
+        with anyio.fail_after(300):
             async with anyio.create_task_group() as group:
                 group.start_soon(stage.run, orders, outcomes)
                 group.start_soon(self.elastic.run)

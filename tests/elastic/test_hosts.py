@@ -65,7 +65,7 @@ class Started:
         self.group.start_soon(self.host, "engine-0", "serves")
         self.pool, _ = await self.hosts.start(["engine-0"])
         self.sync = WeightSync(
-            self.pool.attached, anchor, in_flight=InFlight.KEEP, timeout_s=10, on_failure=self.hosts.on_failure
+            self.pool.attached, anchor, in_flight=InFlight.KEEP, timeout_s=300, on_failure=self.hosts.on_failure
         )
         self.hosts.attend(self.sync)
         await self.sync.push(await anchor(0))
@@ -117,10 +117,10 @@ class Started:
 
 @asynccontextmanager
 async def started(
-    *, first_port: int | None = None, sleeps: bool = False, restarts: int = 3, start_timeout_s: float = 5.0
+    *, first_port: int | None = None, sleeps: bool = False, restarts: int = 3, start_timeout_s: float = 300.0
 ) -> AsyncIterator[Started]:
     settings = Engines(restarts=restarts, start_timeout_s=start_timeout_s)
-    with tempfile.TemporaryDirectory(prefix="srl") as directory, anyio.fail_after(30):
+    with tempfile.TemporaryDirectory(prefix="srl") as directory, anyio.fail_after(300):
         async with anyio.create_task_group() as group:
             one = Started(directory, group, settings, first_port=first_port, sleeps=sleeps)
             await one.open()
@@ -204,7 +204,7 @@ async def test_an_engine_that_dies_while_its_set_is_started_serves_when_it_is_ba
 @pytest.mark.parametrize("lives", ["loads", "dies"])
 async def test_a_start_has_its_whole_time_after_one_that_failed(lives: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.engines.elastic.hosts.LONGEST_PAUSE_S", 0.0)
-    async with started(start_timeout_s=2.0) as one:
+    async with started(start_timeout_s=5.0) as one:
         if lives == "loads":  # the first start of another set: too long
             one.host_lives, name = "loads", "engine-1"
             one.group.start_soon(one.hosts.use, [name])
@@ -213,11 +213,11 @@ async def test_a_start_has_its_whole_time_after_one_that_failed(lives: str, monk
         else:  # the only engine in use is started again, which fails
             name = "engine-0"
             one.scopes[name].cancel()
-            await anyio.sleep(1.4)
+            await anyio.sleep(3.5)
             await one.host(name, "dies")
         if name in one.running:
             one.scopes[name].cancel()
-        await anyio.sleep(1.4)
+        await anyio.sleep(3.5)
         one.group.start_soon(one.host, name, "serves")
         while not one.pool.serving:
             await anyio.sleep(0.01)

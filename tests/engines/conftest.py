@@ -162,11 +162,11 @@ async def _hosted(options: EngineOptions, directory: Path) -> AsyncIterator[tupl
                     return
 
             group.start_soon(pump)
-            with anyio.fail_after(120):
+            with anyio.fail_after(300):
                 await remote.start()
             yield remote, process
             await remote.aclose()
-        with anyio.fail_after(30):
+        with anyio.fail_after(300):
             await process.wait()
     finally:
         with anyio.CancelScope(shield=True):

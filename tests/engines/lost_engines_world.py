@@ -89,7 +89,7 @@ class Controller:
         await group.start(self.hosts.run)
         self.pool, self.ready = await self.hosts.start(self.names)
         self.sync = WeightSync(
-            self.pool.attached, self.anchor, in_flight=InFlight.KEEP, timeout_s=20, on_failure=self.hosts.on_failure
+            self.pool.attached, self.anchor, in_flight=InFlight.KEEP, timeout_s=300, on_failure=self.hosts.on_failure
         )
         self.hosts.attend(self.sync)
         self.live = 0
@@ -118,7 +118,7 @@ class Controller:
         self.live += 1
         await self.sync.push(announced(self.live, self.live - 1))
 
-    async def until(self, condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], bool], within_s: float = 300) -> None:
         with anyio.fail_after(within_s):
             while not condition():
                 await self.changed.wait()
@@ -171,7 +171,7 @@ async def world(
     count: int = 2, *, restarts: int = 5, behaviour: dict[str, str] | None = None, **settings: float
 ) -> AsyncIterator[tuple[Topology, Supervisor, Engines]]:
     """A supervisor that starts ``count`` engine hosts again, each ``restarts`` times."""
-    with tempfile.TemporaryDirectory(prefix="srl") as root, anyio.fail_after(50):
+    with tempfile.TemporaryDirectory(prefix="srl") as root, anyio.fail_after(300):
         directory, sockets = Path(root) / "run", Path(root) / "s"
         (directory / "behaviour").mkdir(parents=True)
         for name, word in (behaviour or {}).items():

@@ -48,7 +48,7 @@ async def opened(kind: str, request: pytest.FixtureRequest, directory: Path) -> 
             yield remote
 
 
-REAL = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.torch, pytest.mark.timeout(240)])
+REAL = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.torch])
 
 
 @pytest_asyncio.fixture(params=["simulated", "served", REAL], scope="module", loop_scope="module")

@@ -150,7 +150,7 @@ class Roll:
         outcomes, take = memory_stream(64)
         await self.pool.start()
         stage = RolloutStage(self.pool, max_tokens=300, temperature=1.0, top_p=1.0)
-        with anyio.fail_after(30):
+        with anyio.fail_after(300):
             async with anyio.create_task_group() as group:
                 group.start_soon(stage.run, orders, outcomes)
                 for sample in range(self.launched):
@@ -180,7 +180,7 @@ class Roll:
 
     async def push(self) -> None:
         self.version += 1
-        sync = WeightSync(self.pool.attached, anchor, in_flight=InFlight.KEEP, timeout_s=30)
+        sync = WeightSync(self.pool.attached, anchor, in_flight=InFlight.KEEP, timeout_s=300)
         await sync.push(announcement(self.version, self.version - 1))
 
     def running(self) -> list[int]:

@@ -21,8 +21,6 @@ from streamrl.base.stage_messages import FinishedTrajectory
 from streamrl.base.types import FinishReason, token_array
 from streamrl.comm import socket_options
 
-pytestmark = pytest.mark.timeout(60)
-
 
 async def tokens_made(one: Controller, name: str) -> None:
     """Until ``name`` samples something of what was launched."""
@@ -109,7 +107,7 @@ async def keep_busy(one: Controller, source: random.Random, ended: anyio.Event) 
 
 
 async def test_an_engine_that_stalls_is_ended_and_replaced() -> None:
-    async with controlled(2, silence_timeout_s=1.5) as one:
+    async with controlled(2, silence_timeout_s=5.0) as one:
         await one.launch(30)
         await tokens_made(one, "engine-1")
         pid = one.pid("engine-1")
@@ -127,7 +125,7 @@ async def test_an_engine_whose_streams_break_first_because_it_stalls_is_ended_to
 ) -> None:
     monkeypatch.setattr(socket_options, "HEARTBEAT_INTERVAL_MS", 300)
     monkeypatch.setattr(socket_options, "HEARTBEAT_TIMEOUT_MS", 1500)
-    async with controlled(1, silence_timeout_s=5.0) as one:
+    async with controlled(1, silence_timeout_s=8.0) as one:
         await one.launch(30)
         await tokens_made(one, "engine-0")
         pid = one.pid("engine-0")
@@ -136,13 +134,13 @@ async def test_an_engine_whose_streams_break_first_because_it_stalls_is_ended_to
         assert not one.ordered, "it may come back"
         await one.until_serving(["engine-0"])
         [order] = one.ordered
-        assert isinstance(order, KillEngine) and order.pid == pid and "did not come back within 5 s" in order.reason
+        assert isinstance(order, KillEngine) and order.pid == pid and "did not come back within 8 s" in order.reason
     one.assert_whole()
 
 
 async def test_an_engine_that_says_it_is_well_and_samples_nothing_is_ended() -> None:
     """What counts is whether requests get on, not what a host says of itself."""
-    async with controlled(2, behaviour={"engine-1": "deaf"}, progress_timeout_s=1.5) as one:
+    async with controlled(2, behaviour={"engine-1": "deaf"}, progress_timeout_s=5.0) as one:
         await one.launch(30)
         (one.supervisor.run_directory / "behaviour" / "engine-1").unlink()
         await one.until(lambda: one.lost("engine-1") == 1)

@@ -13,7 +13,6 @@ pytest.importorskip("vllm")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.torch,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("default"),
 ]
 

@@ -20,7 +20,7 @@ from streamrl.base.run_events import EngineBack, EngineLost, RunFinished, StepFi
 from streamrl.launch.pipeline import Pipeline
 from streamrl.recipe.sections import EngineKind
 
-pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.filterwarnings("default")]
 STEPS = 10
 
 

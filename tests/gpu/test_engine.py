@@ -37,7 +37,6 @@ from streamrl.learning.objective.logprobs import token_logprobs  # noqa: E402
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.torch,
-    pytest.mark.timeout(400),
     pytest.mark.filterwarnings("default"),
 ]
 SIZES = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}

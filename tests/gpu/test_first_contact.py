@@ -53,7 +53,7 @@ def test_each_check_has_an_outcome_and_figures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("planted", "minutes", "reason"),
-    [("import os; os.abort()", 1, "exit code -6: "), ("import time; time.sleep(60)", 0.03, "not done in 0.03 minutes")],
+    [("import os; os.abort()", 5, "exit code -6: "), ("import time; time.sleep(60)", 0.03, "not done in 0.03 minutes")],
 )
 def test_a_crash_and_a_hang_cost_one_line(tmp_path: Path, planted: str, minutes: float, reason: str) -> None:
     (tmp_path / "test_planted.py").write_text(planted)

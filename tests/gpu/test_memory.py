@@ -17,7 +17,7 @@ from streamrl.launch.plan.memory import device_bytes  # noqa: E402
 from streamrl.pretrained.model_facts import read_model_facts  # noqa: E402
 from streamrl.recipe.sections import Lora, Model, OptimizerKind, Prompts, Recipe, Reward, Training  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.torch
 VARIANTS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "offloaded": {"optimizer": OptimizerKind.ADAMW_OFFLOADED},

@@ -19,7 +19,7 @@ from streamrl.learning.batches.packing import pack  # noqa: E402
 from streamrl.learning.model.loading import load_policy  # noqa: E402
 from streamrl.learning.objective.logprobs import token_logprobs  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.torch
 LAYERS = 4
 SIZES = {
     "cpu": {"num_hidden_layers": LAYERS},

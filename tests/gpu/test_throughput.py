@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from gpu_cases import HALF_B, ON_BOTH, TINY, samples_of, shared_model  # noqa: E402
 from training_steps import train_steps  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]
 PEAK_FLOPS = 989e12  # of an H100 or H200 in bfloat16, without sparsity
 STEPS = 3  # the last is the figure
 

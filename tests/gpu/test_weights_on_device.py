@@ -32,7 +32,7 @@ from streamrl.weights.pull.replica import (  # noqa: E402
 from streamrl.weights.vllm.live_weights import LiveWeights, count_routes  # noqa: E402
 from streamrl.weights.vllm.load_plan import record_load_plan  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.torch
 ELEMENTS = {"cpu": 100_001, "cuda": (1 << 24) + 1}
 ROWS = {"cpu": 64, "cuda": 4096}
 Bits = dict[str, np.ndarray]

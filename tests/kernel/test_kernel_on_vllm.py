@@ -16,7 +16,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 from tests.weights.real_engines import runtime_checksums  # noqa: E402
 
-pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.torch]
 
 KEEPING_EVERY_VERSION = """
 import sys

@@ -366,7 +366,9 @@ class SimulatedRun:
                     kind = "live" if isinstance(event, StepFinished) else "evaluated"
                     self.happened(kind, event.policy_version)
 
-            sync = self.sync = WeightSync(pool.attached, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=5)
+            sync = self.sync = WeightSync(
+                pool.attached, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=300
+            )
             report = RunReport(emit, rollout.statistics, 64, clock=self.clock.now)
             control = make_control(self.settings) if recovered is None else recovered.control
             journal.elapsed = report.elapsed
@@ -414,7 +416,7 @@ class SimulatedRun:
             outcomes: tuple[SendStream[RolloutOutcome], ReceiveStream[RolloutOutcome]] = memory_stream(256)
             scored: tuple[SendStream[RewardOutcome], ReceiveStream[RewardOutcome]] = memory_stream(256)
             reward = RewardStage(
-                RewardSettings(functions="parity", per_group=False, timeout_s=5, concurrency=8),
+                RewardSettings(functions="parity", per_group=False, timeout_s=300, concurrency=8),
                 [scorer_streams(self.scorer, parts)],
             )
             parts.start_soon(rollout.run, orders[1], MortalOutcomes(journal, outcomes[0], self.outcomes_to_live))

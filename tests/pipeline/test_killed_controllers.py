@@ -43,7 +43,7 @@ async def one_life(run: SimulatedRun, events: int) -> str:
     """Run until it has handled ``events`` events; the result is empty if it was killed then."""
     run.events_to_live = events
     try:
-        with anyio.fail_after(20):
+        with anyio.fail_after(300):
             return await run.run()
     except BaseExceptionGroup as group:
         if group.subgroup(Killed) is None:

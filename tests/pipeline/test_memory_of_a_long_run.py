@@ -72,7 +72,7 @@ async def test_a_longer_run_holds_no_more(
             sizes[number] = held([run.controller])
 
     run.happened = look  # type: ignore[method-assign]
-    with anyio.fail_after(60):
+    with anyio.fail_after(300):
         assert await run.run() == "finished"
     # What is in flight moves up and down: all of a few steps are compared.
     early, late = (

@@ -237,7 +237,7 @@ async def test_a_drain_that_finds_no_controller_is_meant_for_its_successor(trial
 
         supervisor.before_resume.append(drain)
         os.kill(one.pid("controller"), signal.SIGKILL)
-        with anyio.fail_after(20):
+        with anyio.fail_after(300):
             await supervisor.watch()
     one.assert_nothing_left()
 
@@ -318,9 +318,9 @@ async def test_the_death_of_an_engine_before_it_should_stop_or_after_it_was_star
 async def test_a_stopped_engine_has_time_to_end_by_itself(trial: Callable[..., Trial]) -> None:
     one = trial(engine_0="leave")
     async with surviving(one) as supervisor:
-        with anyio.fail_after(20):
+        with anyio.fail_after(300):
             async with anyio.create_task_group() as group:
-                group.start_soon(partial(supervisor.stop_engine, "engine-0", patience_s=20))
+                group.start_soon(partial(supervisor.stop_engine, "engine-0", patience_s=300))
                 await anyio.lowlevel.checkpoint()
                 one.go("leave")
         assert not lives(one.pid("engine-0")) and not (one.directory / "was-terminated").exists()
@@ -360,7 +360,7 @@ async def test_orders_to_kill_mean_one_host_and_its_death_is_one_like_another(tr
 
 
 async def test_orders_of_a_controller_that_died_mean_nothing_to_the_next_life(trial: Callable[..., Trial]) -> None:
-    one, patience_s = trial(), 60.0
+    one, patience_s = trial(), 550.0
     async with surviving(one, RESTING, resumes=1) as supervisor, anyio.create_task_group() as tasks:
         orders = EngineOrders(supervisor)
         tasks.start_soon(supervisor.watch)

@@ -79,13 +79,13 @@ def lives(pid: int) -> bool:
         return False
 
 
-async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 300) -> None:
     with anyio.fail_after(within_s):
         while not condition():
             await anyio.sleep(0.01)
 
 
-async def drain(supervisor: Supervisor, deadline_s: float = 20.0) -> None:
+async def drain(supervisor: Supervisor, deadline_s: float = 300) -> None:
     """Drain, then end everything; ``deadline_s`` later kill."""
     supervisor.request_drain()
     with anyio.move_on_after(deadline_s):

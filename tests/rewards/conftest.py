@@ -67,7 +67,9 @@ def make_trajectory() -> Callable[..., Trajectory]:
 
 @pytest.fixture
 def make_recipe(model_directory: Path) -> Callable[..., Recipe]:
-    def make(*functions: str, timeout_s: float = 5.0, weights: tuple[float, ...] = (), trusted: bool = False) -> Recipe:
+    def make(
+        *functions: str, timeout_s: float = 300.0, weights: tuple[float, ...] = (), trusted: bool = False
+    ) -> Recipe:
         rewards = tuple(
             Reward(
                 function=name if ":" in name else f"{KILLERS}:{name}",

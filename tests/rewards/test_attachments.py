@@ -118,7 +118,7 @@ async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
                     await reached[sample].wait()
 
         reached = {sample: anyio.Event() for sample in (60, 120, 180, 240)}
-        settings = RewardSettings(functions="length", per_group=False, timeout_s=5.0, concurrency=4)
+        settings = RewardSettings(functions="length", per_group=False, timeout_s=300.0, concurrency=4)
         stage = RewardStage(settings, [open_worker])
         attached = AttachedRewards(recipe, stage, fresh_rewards(recipe), reply, accept)
         group.start_soon(stage.run, incoming, scored)

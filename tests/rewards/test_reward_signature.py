@@ -150,7 +150,7 @@ def test_subprocess_survives_what_a_module_does(tmp_path: Path) -> None:
     for name, body in bodies.items():
         (tmp_path / f"{name}.py").write_text(body)
         specs.append(f"{tmp_path / name}.py:f")
-    found = inspect_in_subprocess([Reward(function=specs[i]) for i in (0, 1, 3, 2)], timeout_s=4.0)
+    found = inspect_in_subprocess([Reward(function=specs[i]) for i in (0, 1, 3, 2)], timeout_s=10.0)
     prints, exits, after, hangs = found
     assert prints.signature is not None
     assert prints.signature.columns == ("answer",)
@@ -193,7 +193,7 @@ def test_process_that_inspects_ends_with_the_one_that_asked(tmp_path: Path) -> N
             time.sleep(0.01)
         asking.kill()
     try:
-        inspecting.wait(5)
+        inspecting.wait(300)
     finally:
         if inspecting.is_running():
             inspecting.kill()

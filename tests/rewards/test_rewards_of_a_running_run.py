@@ -201,7 +201,7 @@ async def test_rewards_are_changed_from_the_command_line(
 ADAPTIVE = Reward(
     function=f"{KILLERS}:takes",
     name="takes",
-    timeout_s=9.0,
+    timeout_s=90.0,
     adaptive_timeout=AdaptiveTimeout(factor=10.0, min_s=1.0, correct_from=1.0),
 )
 
@@ -217,7 +217,7 @@ async def test_what_is_attached_and_learnt_outlives_the_worker_and_the_run(
     async with live_run((ADAPTIVE,)).going_on() as run:
         await run.attachments.attach(f"{KILLERS}:half", name="shade", shadow=True)
         first = call(await run.score(make_trajectory("ab", group=0, seconds=0.2)))
-        assert (first.limit_s, first.adapted) == (9.0, False)
+        assert (first.limit_s, first.adapted) == (90.0, False)
         run.worker.kill()
         run.worker.wait()
         run.start_worker()
@@ -241,7 +241,7 @@ async def test_what_is_attached_and_learnt_outlives_the_worker_and_the_run(
         assert [(r.name, r.since) for r in listed.rewards] == [("takes", 0), ("shade", 1)]
         # A function that replaces another starts without its state, whatever its name.
         assert await again.attachments.replace("takes", ADAPTIVE) == 2
-        assert call(await again.score(make_trajectory("ab", group=0, seconds=0.0))).limit_s == 9.0
+        assert call(await again.score(make_trajectory("ab", group=0, seconds=0.0))).limit_s == 90.0
     assert again.log[0] == (1, ("takes", "shade"), "resume")
 
 
@@ -268,7 +268,7 @@ async def test_a_new_worker_has_the_functions_that_began_with_a_group(
         run.worker.kill()
         run.worker.wait()
         run.start_worker()
-        with anyio.fail_after(20):
+        with anyio.fail_after(300):
             (other,) = await run.score(make_trajectory("ab", group=0, sample=1), group_size=2)
     assert (one.reward_version, other.reward_version) == (0, 0)
     assert one.reward == other.reward
@@ -356,7 +356,7 @@ async def test_built_in_rewards_give_back_what_they_hold_when_they_are_detached(
         assert len(sandbox) >= 2
         assert not left.is_set()
         await run.attachments.detach("judge")
-        await asyncio.wait_for(left.wait(), 10)
+        await asyncio.wait_for(left.wait(), 300)
         left.clear()
         await run.attachments.detach("code")
         gone, alive = await anyio.to_thread.run_sync(psutil.wait_procs, sandbox, 10)
@@ -366,4 +366,4 @@ async def test_built_in_rewards_give_back_what_they_hold_when_they_are_detached(
         await run.attachments.attach(judge)
         await run.score(make_trajectory("ab", group=1))
         assert not left.is_set()
-    await asyncio.wait_for(left.wait(), 10)
+    await asyncio.wait_for(left.wait(), 300)

@@ -20,7 +20,7 @@ from streamrl.rewards.sandbox.syscalls import drop_capabilities, set_no_new_priv
 
 MIB = 1 << 20
 LIMITS = Limits(
-    seconds=10.0, memory_bytes=256 * MIB, file_bytes=2 * MIB, scratch_bytes=4 * MIB, scratch_files=64, processes=1,
+    seconds=100.0, memory_bytes=256 * MIB, file_bytes=2 * MIB, scratch_bytes=4 * MIB, scratch_files=64, processes=1,
     threads=16, open_files=64, stack_bytes=16 * MIB,
 )  # fmt: skip
 
@@ -44,7 +44,7 @@ async def no_sandbox() -> AsyncIterator[Sandbox]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def reward(sandbox: Sandbox) -> CodeReward:
     """Of completions that are code and nothing else."""
-    return CodeReward(CodeOptions(whole=True, timeout_s=3.0), sandbox)
+    return CodeReward(CodeOptions(whole=True, timeout_s=100.0), sandbox)
 
 
 def _unprivileged() -> None:

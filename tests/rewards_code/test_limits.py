@@ -71,7 +71,7 @@ TAKERS = [
     ),
     Taker(
         "many processes",
-        "import os, time\nfor _ in range(20):\n    if os.fork() == 0: time.sleep(1); os._exit(0)\nprint('TOOK')",
+        "import os, time\nfor _ in range(20):\n    if os.fork() == 0: time.sleep(60); os._exit(0)\nprint('TOOK')",
         {"processes": 40, "threads": 1},
         {"processes": 4, "threads": 1},
     ),

@@ -21,7 +21,7 @@ def nothing_left(
         return abandoned_memory() | {n for n in os.listdir(socket_directory) if n.startswith("streamrl-")}
 
     yield
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while left() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left(), f"left behind: {left()}"

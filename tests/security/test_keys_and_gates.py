@@ -56,7 +56,7 @@ def listening(kind: int, admits: KeyRole, at: str = LOOPBACK) -> Iterator[str]:
 
 
 def knock(
-    kind: int, endpoint: str, configure: Callable[[zmq.Socket[bytes]], Any] = lambda _: None, patience_ms: int = 3_000
+    kind: int, endpoint: str, configure: Callable[[zmq.Socket[bytes]], Any] = lambda _: None, patience_ms: int = 300_000
 ) -> str:
     """The first event of a connection by name, or "silence"."""
     with zmq.Context() as context, context.socket(kind) as socket:
@@ -121,7 +121,7 @@ async def test_streams_run_between_processes_with_keys(act_as: ActAs) -> None:
     async with zmq_receiver(EngineOrder, LOOPBACK, bind=True, guard=KeyGuard(KeyRole.ENGINE)) as receives:
         act_as(KeyRole.ENGINE)
         async with zmq_sender(EngineOrder, receives.endpoint, bind=False, guard=KeyGuard(KeyRole.CONTROLLER)) as sends:
-            with anyio.fail_after(10):
+            with anyio.fail_after(300):
                 await sends.send(Resume(order_id=1))
                 assert await receives.receive() == Resume(order_id=1)
 
@@ -294,7 +294,7 @@ async def test_the_death_of_the_gate_ends_the_streams_and_lets_nobody_in(
             break_gate(GuardedContext.instance().gate, monkeypatch)
             outcome = knock(zmq.DEALER, receives.endpoint, with_keys(keys, KeyRole.ENGINE, KeyRole.CONTROLLER), 200)
             assert outcome != "HANDSHAKE_SUCCEEDED"
-            with anyio.fail_after(10):
+            with anyio.fail_after(300):
                 await receives.receive()
     context.term()
     (leaf,) = leaves(raised.value)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -104,7 +103,7 @@ def module(tmp_path: Path) -> Path:
                     return agenerate()
             def gated():
                 yield rows[0]
-                gate.wait(20)
+                gate.wait()
                 yield rows[1]
                 yield rows[2]
             async def agated():
@@ -405,9 +404,8 @@ async def test_iterator_that_never_returns_does_not_keep_anybody(tokenizer: Toke
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await source.draw(1)
-    started = time.monotonic()
-    await source.aclose()
-    assert time.monotonic() - started < 5
+    async with asyncio.timeout(300):  # half of what it waits
+        await source.aclose()
 
 
 @pytest.mark.parametrize(
@@ -441,12 +439,13 @@ async def test_user_code_that_fails_is_named(tokenizer: Tokenizer, module: Path,
 def test_check_draws_the_first_row_in_another_process(
     tokenizer: Tokenizer, module: Path, name: str, words: str
 ) -> None:
-    problems = check_prompts(f"{module}:{name}", tokenizer, {"exact": ("answer",)}, timeout_s=3.0)
+    limit_s = 3.0 if name == "blocks" else 300.0
+    problems = check_prompts(f"{module}:{name}", tokenizer, {"exact": ("answer",)}, timeout_s=limit_s)
     assert [words in problem for problem in problems] == ([True] if words else []), problems
     if name == "generate":
-        (problem,) = check_prompts(f"{module}:{name}", tokenizer, {"exact": ("level",)}, 2, timeout_s=3.0)
+        (problem,) = check_prompts(f"{module}:{name}", tokenizer, {"exact": ("level",)}, 2)
         assert "row 1 has a prompt of 3 tokens, at most 2 fit" in problem
-        (problem,) = check_prompts(f"{module}:{name}", tokenizer, {"exact": ("level",)}, timeout_s=3.0)
+        (problem,) = check_prompts(f"{module}:{name}", tokenizer, {"exact": ("level",)})
         assert 'row 1 has no column "level", which the reward exact needs' in problem
 
 

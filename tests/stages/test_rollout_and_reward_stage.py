@@ -97,7 +97,7 @@ def scored_as(order: Any, reward: Callable[[CompletionToScore], float]) -> Group
     )
 
 
-def settings(*, per_group: bool = False, timeout_s: float = 5.0, concurrency: int = 2) -> RewardSettings:
+def settings(*, per_group: bool = False, timeout_s: float = 300.0, concurrency: int = 2) -> RewardSettings:
     return RewardSettings(functions="f", per_group=per_group, timeout_s=timeout_s, concurrency=concurrency)
 
 
@@ -196,7 +196,7 @@ async def test_what_was_scored_is_passed_on_although_its_worker_breaks_meanwhile
         await give.send(FinishedTrajectory(trajectory=trajectory(4, group=1), group_size=1))
         await anyio.wait_all_tasks_blocked()  # it was refused: the conversation is over
         await give.aclose()
-        with anyio.fail_after(30):
+        with anyio.fail_after(300):
             outcomes = [outcome async for outcome in take]
     assert [o.outcome.trajectory.id.sample for o in outcomes] == [0, 1, 2, 3, 4]
 
@@ -414,7 +414,7 @@ async def test_functions_that_end_each_process_that_loads_them_are_refused_after
         scored, take = memory_stream(8)
         stage = RewardStage(settings(), [opener(group, repeat(die_of_loading))])
         group.start_soon(stage.run, trajectories, scored)
-        with anyio.fail_after(30):
+        with anyio.fail_after(300):
             if deadly_loads == 1:
                 await stage.load(1, (Reward(function="other:function"),), lambda: None)
             else:

@@ -70,7 +70,7 @@ class Pushing:
             {f"engine-{index}": engine for index, engine in enumerate(engines)},
             self.trainer.publish_anchor,
             in_flight=InFlight.KEEP,
-            timeout_s=5.0,
+            timeout_s=300.0,
             canary=self.canary,
         )
 

@@ -91,7 +91,7 @@ class Run:
         self,
         *engines: SimulatedEngine,
         tolerates: bool = True,
-        timeout_s: float = 5.0,
+        timeout_s: float = 300.0,
         in_flight: InFlight = InFlight.KEEP,
     ) -> None:
         self.trainer = Trainer()
@@ -233,7 +233,7 @@ async def test_a_paused_engine_that_refuses_the_delta_is_reanchored_and_only_the
 async def test_an_engine_that_fails_at_any_step_is_left_out_and_another_takes_its_place(step: str, late: bool) -> None:
     failing = Recorded(4, waits=step) if late else Recorded(4, dies=step)
     sound = Recorded(4)
-    run = Run(sound, failing, timeout_s=0.1 if late else 5.0)
+    run = Run(sound, failing, timeout_s=0.1 if late else 300.0)
     await run.sync.pause()
     report = await run.sync.push(announced(5, 4))
     assert report.reanchored == 0 and list(run.failed) == [failing]

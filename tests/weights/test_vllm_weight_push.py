@@ -43,7 +43,6 @@ from real_engines import (  # noqa: E402
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.torch,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -185,7 +184,6 @@ async def test_packed_and_quantised_layers(tmp_path: Path, engine_variables: Cal
         assert list((await sample(fresh, 40)).token_ids) == outputs[-1]
 
 
-@pytest.mark.timeout(480)
 async def test_experts_on_two_workers_after_many_deltas(tmp_path: Path, engine_variables: Callable[..., None]) -> None:
     """Experts that vLLM packs after loading, cut between two tensor-parallel workers, against an engine that loads the
     result afresh. ``all_architectures.py`` does this for every kind of model."""

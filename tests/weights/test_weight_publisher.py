@@ -303,7 +303,7 @@ def test_rubbish_does_not_stop_the_publisher(make_ranks: Callable[[int], Ranks])
     try:
         for frames in ([b"\xff\xff"], [b"", b"a", b"b"], [b""]):
             peer.send_multipart(frames)
-            assert peer.poll(5000)
+            assert peer.poll(300_000)
             peer.recv_multipart()
     finally:
         context.destroy(linger=0)
@@ -332,7 +332,7 @@ from test_weight_publisher import Ranks, random_bits
 run = Ranks(lambda: sys.argv[1], 1)
 threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 run.commit(run.publish(0, random_bits(0)))
-deadline = time.monotonic() + 5  # one that was joined is listed a moment longer
+deadline = time.monotonic() + 250  # one that was joined is listed a moment longer
 while len(os.listdir("/proc/self/task")) > threads and time.monotonic() < deadline:
     time.sleep(0.01)
 assert len(os.listdir("/proc/self/task")) == threads, "a thread more since a large part was served"
@@ -343,4 +343,4 @@ assert len(os.listdir("/proc/self/fd")) == files, "a file more since a large par
 def test_a_process_does_not_grow_with_the_first_large_part_that_it_serves(tmp_path: Path) -> None:
     """In a process of its own: pyzmq's thread for frames that are not copied is made once."""
     script = [sys.executable, "-c", SERVES, f"ipc://{tmp_path}/weights"]
-    subprocess.run(script, check=True, cwd=Path(__file__).parent, timeout=60)
+    subprocess.run(script, check=True, cwd=Path(__file__).parent, timeout=300)
