@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
-from streamrl.base.errors import UNDECODABLE
 from streamrl.pretrained.model_folder import unsafe_content
-
-LARGEST_SAFETENSORS_HEADER = 100_000_000
-MOST_TENSORS = 100_000
-_LARGEST_SIZE = 1 << 40
-
+from streamrl.pretrained.weight_files import LARGEST_SIZE, ModelDirectoryError, stored_tensors
 
 # By the name that most configurations use: other names of the same size, by transformers' attribute maps and vLLM.
 _OTHER_NAMES = {
@@ -38,29 +32,6 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     key_value_bytes: int
 
 
-Side = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST_SIZE)]
-
-
-class _TensorEntry(msgspec.Struct, frozen=True):
-    """A safetensors header's entry for one tensor."""
-
-    dtype: str
-    shape: Annotated[tuple[Side, ...], msgspec.Meta(max_length=16)]
-    data_offsets: tuple[Side, Side]
-
-    @property
-    def end(self) -> int:
-        """Raises ``ValueError`` where it lies before the beginning."""
-        start, end = self.data_offsets
-        if end < start:
-            raise ValueError(f"a tensor from byte {start} to {end}")
-        return end
-
-
-class ModelDirectoryError(ValueError):
-    """The directory is not a model that can be read; the message says what is missing."""
-
-
 def read_model_facts(directory: Path) -> ModelFacts:
     """Sizes from ``config.json`` and the headers of ``*.safetensors``. Raises ``ModelDirectoryError``."""
     if not directory.is_dir():
@@ -71,7 +42,9 @@ def read_model_facts(directory: Path) -> ModelFacts:
     if unsafe := unsafe_content(directory):
         raise ModelDirectoryError(unsafe)
     config = read_model_config(directory)
-    parameters = _count_parameters(directory)
+    parameters = sum(math.prod(tensor.shape) for tensor in stored_tensors(directory).values())
+    if parameters == 0:
+        raise ModelDirectoryError("has safetensors files without a single parameter")
     hidden = _size(config, "hidden_size")
     heads = max(1, _size(config, "num_attention_heads"))
     head_size = _size(config, "head_dim") or hidden // heads
@@ -90,7 +63,7 @@ def read_model_facts(directory: Path) -> ModelFacts:
 def _size(config: dict[str, Any], key: str) -> int:
     """A size that the configuration names; 0 where it does not."""
     value = config.get(key) or 0
-    if not isinstance(value, int) or not 0 <= value <= _LARGEST_SIZE:
+    if not isinstance(value, int) or not 0 <= value <= LARGEST_SIZE:
         raise ModelDirectoryError(f"has a config.json with {key} = {value!r:.40}: it must be an integer")
     return int(value)
 
@@ -113,37 +86,3 @@ def read_model_config(directory: Path) -> dict[str, Any]:
         known = [config[key] for key in (name, *others.split()) if config.get(key) is not None]
         config[name] = next(iter(known), None)
     return config
-
-
-def _count_parameters(directory: Path) -> int:
-    """Count the parameters in all safetensors files of ``directory``."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ModelDirectoryError("has no *.safetensors weights")
-    parameters: int = sum(math.prod(one["shape"]) for file in files for one in read_safetensors_header(file).values())
-    if parameters == 0:
-        raise ModelDirectoryError("has safetensors files without a single parameter")
-    return parameters
-
-
-def read_safetensors_header(file: Path) -> dict[str, Any]:
-    """The tensor table of one safetensors file: name to dtype, shape and offsets. The tensors are not read.
-
-    Raises ``ModelDirectoryError``, also for a file that ends before its tensors do.
-    """
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(LARGEST_SAFETENSORS_HEADER, size - 8):
-                raise ValueError(f"its header claims {length} bytes of {size}")
-            header = msgspec.json.decode(stream.read(length), type=dict[str, Any])
-        header.pop("__metadata__", None)
-        if len(header) > MOST_TENSORS:
-            raise ValueError(f"{len(header)} tensors, at most {MOST_TENSORS}")
-        end = max((msgspec.convert(entry, _TensorEntry).end for entry in header.values()), default=0)
-        if size < 8 + length + end:
-            raise ValueError(f"it is cut: {size} bytes of {8 + length + end}")
-    except (OSError, struct.error, *UNDECODABLE) as error:
-        raise ModelDirectoryError(f"has a broken {file.name}: {error}") from error
-    return header

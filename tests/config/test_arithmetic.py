@@ -19,7 +19,8 @@ from streamrl.launch.plan.summary import (
     streaming_notice,
     streaming_sentence,
 )
-from streamrl.pretrained.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
+from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
+from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.objective import Algorithm, Objective, OffPolicy, Proximal, RatioLevel, ValueModel
 from streamrl.recipe.scheduling import (
     GroupSizing,

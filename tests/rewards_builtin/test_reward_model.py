@@ -127,7 +127,7 @@ def test_what_is_no_reward_model_is_refused_before_it_is_loaded(make: Callable, 
         return str(caught.value)
 
     assert "has the architecture Qwen2ForCausalLM" in refused(lambda c: c.update(architectures=["Qwen2ForCausalLM"]))
-    assert "has no .safetensors file" in refused(lambda c: None, weights=False)
+    assert "has no *.safetensors weights" in refused(lambda c: None, weights=False)
     several = {"id2label": {"0": "bad", "1": "good"}}
     assert "the model has 2: choose one" in refused(lambda c: c.update(several))
     assert '"label" = 2: the model has 2, counted from 0' in refused(lambda c: c.update(several), label=2)

@@ -14,9 +14,10 @@ import pytest
 from streamrl.base.errors import RecipeError
 from streamrl.engines.plain_vllm.options import shared_environment
 from streamrl.engines.vllm.options import model_config
-from streamrl.pretrained import model_facts
-from streamrl.pretrained.model_facts import ModelDirectoryError, read_model_facts
+from streamrl.pretrained import weight_files
+from streamrl.pretrained.model_facts import read_model_facts
 from streamrl.pretrained.model_folder import unsafe_content
+from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.rewards.builtin import sequence_classifier
 from streamrl.rewards.declared import BadOption
 
@@ -150,8 +151,8 @@ def test_weights_that_lie_are_refused_before_memory_is_taken_for_them(folder: Pa
 
 
 def test_too_many_tensors_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert model_facts.MOST_TENSORS == 100_000
-    monkeypatch.setattr(model_facts, "MOST_TENSORS", 3)
+    assert weight_files.MOST_TENSORS == 100_000
+    monkeypatch.setattr(weight_files, "MOST_TENSORS", 3)
     entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     (folder / "model.safetensors").write_bytes(weights({str(n): entry for n in range(4)}))
     with pytest.raises(ModelDirectoryError, match="4 tensors, at most 3"):

@@ -113,7 +113,7 @@ def test_input_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--density", "0.99"], "give at most 0.95"),
         (["--threads", "0"], "--threads 0 --seed 0: at least 1 and 0"),
         (["--model", str(tmp_path / "none")], "none does not exist: give a directory with *.safetensors"),
-        (["--model", str(tmp_path / "empty")], "empty has no *.safetensors: give a model's directory"),
+        (["--model", str(tmp_path / "empty")], "empty has no *.safetensors weights"),
         (["--model", str(tmp_path / "pickled")], "save the model with safe_serialization=True"),
         (["--model", str(cut)], "broken model.safetensors: it is cut"),
         (["--model", str(packed)], "'w' as F8_E4M3; published weights are BF16, F16 or F32"),
@@ -129,9 +129,9 @@ def test_input_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
-    for name in ("model-1.safetensors", "model-2.safetensors"):
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
         write_safetensors(tmp_path / name, {"w": drawn(10)})
-    with pytest.raises(WeightError, match=r"'w' in two files \(model-2.safetensors is one\)"):
+    with pytest.raises(WeightError, match=r"'w' in two files \(model-00001-of-00002.safetensors and model-00002-"):
         map_checkpoint(tmp_path)
 
 

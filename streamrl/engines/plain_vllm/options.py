@@ -88,6 +88,7 @@ def vllm_config(options: PlainOptions, **more: Any) -> Any:
         }
     return AsyncEngineArgs(
         model=options.model_path,
+        load_format="safetensors",  # vLLM's "auto" takes consolidated*.safetensors, of other names, where they are
         dtype=options.dtype,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,

@@ -18,8 +18,9 @@ from streamrl.engines.plain_vllm.options import (
     shared_environment,
 )
 from streamrl.learning.threads import engine_threads
-from streamrl.pretrained.model_facts import ModelDirectoryError, read_model_config, read_model_facts
+from streamrl.pretrained.model_facts import read_model_config, read_model_facts
 from streamrl.pretrained.model_folder import unsafe_content
+from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.sections import Launch, Recipe
 from streamrl.recipe.topology import PreparedSet, expected_kv_tokens, prepared_sets, set_of_engine
 

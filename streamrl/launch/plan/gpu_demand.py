@@ -10,7 +10,8 @@ from streamrl.engines.vllm.gpus import Gpu, visible_gpus
 from streamrl.engines.vllm.options import max_model_len, model_config
 from streamrl.launch.plan.memory import device_bytes
 from streamrl.launch.plan.placement import Demand, Placement, place
-from streamrl.pretrained.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
+from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
+from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.sections import Recipe
 
 CONTEXT_BYTES = 1 << 30

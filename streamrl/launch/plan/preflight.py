@@ -32,8 +32,9 @@ from streamrl.launch.plan.machine_check import (
 from streamrl.launch.plan.memory import estimate_memory, gib
 from streamrl.launch.plan.probe import problems_of_object
 from streamrl.learning.state.durable_files import read_digests, surviving
-from streamrl.pretrained.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
+from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
+from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import EngineKind, Launch, OptimizerKind, Recipe, TransportKind
 from streamrl.recipe.topology import RENDEZVOUS, Role, plan_topology, prepared_sets

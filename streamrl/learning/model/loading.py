@@ -45,6 +45,7 @@ from streamrl.learning.options import TrainerOptions
 from streamrl.learning.rank_memory import MOMENT_BYTES, TrainingSizes, activation_bytes, choose_gathered
 from streamrl.learning.state.published_weights import local_part, local_shards, published_shards
 from streamrl.pretrained.model_folder import unsafe_content
+from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors
 from streamrl.recipe.sections import Gathered, OptimizerKind
 
 log = logging.getLogger(__name__)
@@ -131,8 +132,6 @@ def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: to
         starts[part.name] = part.start
     for piece, part in zip(policy.pieces, published_shards(local_shards(parameters), policy.pieces), strict=True):
         stored = opened[files[piece.name]].get_slice(piece.name)
-        if tuple(stored.get_shape()) != piece.shape:
-            raise ValueError(f"{piece.name} has shape {stored.get_shape()}, the model wants {list(piece.shape)}")
         width = torch.Size(piece.shape[1:]).numel()
         stop = part.offset + part.stop - part.start
         rows = (stored[part.offset // width : -(-stop // width)] if piece.shape else stored[...]).flatten()
@@ -194,10 +193,10 @@ def _refuse_quantised(directory: Path) -> None:
 def _check_names(policy: PackedPolicy, directory: Path) -> dict[str, Path]:
     """Engines load the same directory: what is published must have the names of its files, and nothing may be lost.
     Returns the file of each tensor."""
-    stored: dict[str, Path] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            stored |= dict.fromkeys(tensors.keys(), file)
+    try:
+        stored = stored_tensors(directory)
+    except ModelDirectoryError as error:
+        raise StreamRLError(f"it {error}") from error
     model = policy.hugging_face
     unknown = sorted(piece.name for piece in policy.pieces if piece.name not in stored)
     if unknown:
@@ -211,7 +210,13 @@ def _check_names(policy: PackedPolicy, directory: Path) -> dict[str, Path]:
             f"model type {model.config.model_type!r} has stored tensors that are no parameters "
             f"({', '.join(buffers[:3])}): they are neither trained nor published"
         )
-    return stored
+    for piece in policy.pieces:
+        if (shape := stored[piece.name].shape) != piece.shape:
+            raise StreamRLError(
+                f"{piece.name} is {list(shape)} in {stored[piece.name].file.name} and {list(piece.shape)} by "
+                "config.json: they are not of one model; copy or save it again"
+            )
+    return {name: tensor.file for name, tensor in stored.items()}
 
 
 def load_models(

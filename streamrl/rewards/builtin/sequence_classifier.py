@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.pretrained.model_folder import unsafe_content
+from streamrl.pretrained.weight_files import ModelDirectoryError, weight_files
 from streamrl.rewards.builtin.reward_model_options import RewardModelOptions
 from streamrl.rewards.declared import BadOption, BuiltinReward, RewardCallable, declare
 
@@ -52,8 +53,10 @@ def _labels(directory: Path) -> int:
     if not any(name.endswith("ForSequenceClassification") for name in architectures):
         found = ", ".join(architectures) or "none"
         raise BadOption(f"{place} has the architecture {found}: a reward model is a ...ForSequenceClassification")
-    if not any(directory.glob("*.safetensors")):
-        raise BadOption(f"{place} has no .safetensors file: save the model again with save_pretrained()")
+    try:
+        weight_files(directory)
+    except ModelDirectoryError as error:
+        raise BadOption(f"{place} {error}") from error
     return labels
 
 

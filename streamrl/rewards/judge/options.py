@@ -19,7 +19,8 @@ from streamrl.engines.vllm.options import (
     openmp_places,
 )
 from streamrl.learning.threads import judge_threads
-from streamrl.pretrained.model_facts import ModelDirectoryError, read_model_facts
+from streamrl.pretrained.model_facts import read_model_facts
+from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.judge import JUDGE_CONTEXT, YieldKind, asks_own_judge
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import JUDGE

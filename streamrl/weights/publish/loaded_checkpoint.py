@@ -14,7 +14,7 @@ import numpy as np
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
-from streamrl.pretrained.model_facts import ModelDirectoryError, read_safetensors_header
+from streamrl.pretrained.weight_files import ModelDirectoryError, read_safetensors_header, stored_tensors
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.manifest import CHECKPOINT_VERSION, ShardSpec
@@ -33,27 +33,18 @@ class CheckpointTensor(msgspec.Struct, frozen=True, eq=False):
 
 
 def map_checkpoint(path: Path) -> dict[str, CheckpointTensor]:
-    """The floating-point tensors, by name, of one safetensors file or of all of a directory's.
+    """The floating-point tensors, by name, of one safetensors file or of the model in a directory.
 
     Integer tensors (tables, counters) are left out: they are not published. Raises ``WeightError`` naming the path and
     the remedy: nothing there, no safetensors, a broken file, a name in two files, quantised weights.
     """
     if not path.exists():
         raise WeightError(f"{path} does not exist: give a directory with *.safetensors, or one such file")
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        remedy = (
-            "save the model with safe_serialization=True" if any(path.glob("*.bin")) else "give a model's directory"
-        )
-        raise WeightError(f"{path} has no *.safetensors: {remedy}")
-    tensors: dict[str, CheckpointTensor] = {}
-    for file in files:
-        for tensor in _map_file(file):
-            if tensor.name in tensors:
-                raise WeightError(
-                    f"{path} holds {tensor.name!r} in two files ({file.name} is one): remove the stale one"
-                )
-            tensors[tensor.name] = tensor
+    try:
+        files = sorted({tensor.file for tensor in stored_tensors(path).values()}) if path.is_dir() else [path]
+    except ModelDirectoryError as error:
+        raise WeightError(f"{path} {error}") from error
+    tensors = {tensor.name: tensor for file in files for tensor in _map_file(file)}
     if not sum(tensor.bits.size for tensor in tensors.values()):
         raise WeightError(f"{path} holds no floating-point element: give a directory with a model's weights")
     return tensors
@@ -65,7 +56,7 @@ def _map_file(file: Path) -> list[CheckpointTensor]:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
     except ModelDirectoryError as error:
-        raise WeightError(f"{file.parent} {error}: download or save it again") from error
+        raise WeightError(f"{file.parent} {error}") from error
     tensors = []
     for name, entry in header.items():
         code, shape = str(entry["dtype"]), tuple(int(side) for side in entry["shape"])

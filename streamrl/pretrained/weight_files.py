@@ -1,0 +1,165 @@
+"""The weight files of a model folder and the tensors in their headers, read without torch.
+
+transformers takes ``model.safetensors`` where it is there, and the files of the index otherwise; vLLM takes the files
+of the index, and every ``*.safetensors`` where there is no index. A folder is a model here where both load the same.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from streamrl.base.errors import UNDECODABLE
+
+LARGEST_SAFETENSORS_HEADER = 100_000_000
+MOST_TENSORS = 100_000
+LARGEST_SIZE = 1 << 40
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+_BITS = {"F4": 4, "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16} | {
+    "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64}  # fmt: skip
+"""Bits of an element by its code; the codes of eight bits begin with F8."""
+
+Side = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_SIZE)]
+
+
+class ModelDirectoryError(ValueError):
+    """The directory is not a model that can be read; the message says what is wrong, without naming the directory."""
+
+
+class _TensorEntry(msgspec.Struct, frozen=True):
+    """The entry of one tensor in a safetensors header."""
+
+    dtype: str
+    shape: Annotated[tuple[Side, ...], msgspec.Meta(max_length=16)]
+    data_offsets: tuple[Side, Side]
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """One tensor of a model: its file and its shape."""
+
+    file: Path
+    shape: tuple[int, ...]
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that are the model, by name. Raises ``ModelDirectoryError`` with the names of the files and the remedy
+    where a file is missing, or where transformers and vLLM would not load the same ones."""
+    there = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
+    if (directory / INDEX_FILE).is_file():
+        named = sorted(set(_weight_map(directory).values()))
+        if missing := [name for name in named if name not in there]:
+            whole = f"remove {INDEX_FILE} if {SINGLE_FILE} is the whole model, or " if SINGLE_FILE in there else ""
+            raise ModelDirectoryError(
+                f"has no {_listed(missing)}, which {INDEX_FILE} names: {whole}copy or save the model again"
+            )
+        if SINGLE_FILE in there and SINGLE_FILE not in named:
+            raise ModelDirectoryError(
+                f"has {SINGLE_FILE}, which transformers loads, and {INDEX_FILE}, which vLLM follows and which names "
+                f"{_listed(named)}: remove the files of one of the two saves"
+            )
+        return [there[name] for name in named]
+    if not there:
+        raise ModelDirectoryError(
+            "has no *.safetensors weights: copy the whole folder, or save the model with safe_serialization=True"
+        )
+    _refuse_several_saves(list(there))
+    return list(there.values())
+
+
+def _refuse_several_saves(names: list[str]) -> None:
+    """Raises ``ModelDirectoryError`` unless ``names`` are one file or the shards of one save."""
+    parts = [_SHARD.fullmatch(name) for name in names]
+    saves = {(part[1], part[3]) if part else name for name, part in zip(names, parts, strict=True)}
+    if len(saves) > 1:
+        raise ModelDirectoryError(
+            f"has weight files of more than one save ({_listed(names)}) and no {INDEX_FILE} that says which are the "
+            "model: remove the others"
+        )
+    if parts[0] is None:
+        return
+    prefix, count = parts[0][1], parts[0][3]
+    wanted = [f"{prefix}-{number:05}-of-{count}.safetensors" for number in range(1, int(count) + 1)]
+    if missing := [name for name in wanted if name not in names]:
+        raise ModelDirectoryError(f"has no {_listed(missing)}, a part of the same save: copy or save the model again")
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the model by name, from the headers of ``weight_files``; the tensors are not read. Raises
+    ``ModelDirectoryError``, also for a tensor in two files and for an index that does not fit its files."""
+    tensors: dict[str, StoredTensor] = {}
+    for file in weight_files(directory):
+        for name, entry in read_safetensors_header(file).items():
+            if name in tensors:
+                raise ModelDirectoryError(
+                    f"has {name!r} in two files ({tensors[name].file.name} and {file.name}): remove the stale one"
+                )
+            tensors[name] = StoredTensor(file, tuple(entry["shape"]))
+    index = _weight_map(directory) if (directory / INDEX_FILE).is_file() else {}
+    for name, of in index.items():
+        if name not in tensors or tensors[name].file.name != of:
+            raise ModelDirectoryError(
+                f"has no {name!r} in {of}, where {INDEX_FILE} says it is: the index is of another save; copy or save "
+                "the model again"
+            )
+    return tensors
+
+
+def _weight_map(directory: Path) -> Mapping[str, str]:
+    """The file of each tensor by the index. Raises ``ModelDirectoryError``."""
+    path = directory / INDEX_FILE
+    try:
+        index = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        found = msgspec.convert(index.get("weight_map"), dict[str, str])
+    except (OSError, *UNDECODABLE) as error:
+        raise ModelDirectoryError(f"has a broken {INDEX_FILE} ({error}): save the model again") from error
+    if not found:
+        raise ModelDirectoryError(f"has a broken {INDEX_FILE} (it names no tensor): save the model again")
+    return found
+
+
+def read_safetensors_header(file: Path) -> dict[str, Any]:
+    """The tensor table of one safetensors file: name to dtype, shape and offsets. The tensors are not read.
+
+    Raises ``ModelDirectoryError``, also for a file that the library would refuse to open: one that ends before or after
+    its tensors do, that has a gap between two of them, or a tensor whose bytes do not fit its shape.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > min(LARGEST_SAFETENSORS_HEADER, size - 8):
+                raise ValueError(f"its header claims {length} bytes of {size}")
+            header = msgspec.json.decode(stream.read(length), type=dict[str, Any])
+        header.pop("__metadata__", None)
+        if len(header) > MOST_TENSORS:
+            raise ValueError(f"{len(header)} tensors, at most {MOST_TENSORS}")
+        entries = {name: msgspec.convert(entry, _TensorEntry) for name, entry in header.items()}
+        end = 8 + length + max((entry.data_offsets[1] for entry in entries.values()), default=0)
+        if size != end:
+            raise ValueError(f"it is {'cut' if size < end else 'too long'}: {size} bytes of {end}")
+        _refuse_gaps(entries)
+    except (OSError, struct.error, *UNDECODABLE) as error:
+        raise ModelDirectoryError(f"has a broken {file.name}: {error}; copy or save it again") from error
+    return header
+
+
+def _refuse_gaps(entries: Mapping[str, _TensorEntry]) -> None:
+    """Raises ``ValueError`` unless the tensors lie one after the other, each with the bytes of its shape."""
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, stop = entry.data_offsets
+        bits = _BITS.get(entry.dtype, 8 if entry.dtype.startswith("F8") else 0)
+        if start != end or stop < start or (bits and stop - start != math.prod(entry.shape) * bits // 8):
+            raise ValueError(f"{name!r} ({entry.dtype}, {list(entry.shape)}) cannot lie in bytes {start} to {stop}")
+        end = stop
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
