@@ -155,7 +155,9 @@ def buffer_costs(options: argparse.Namespace) -> list[str]:
 
     def admit(group: int) -> int:
         ticket = PromptRef(prompt_id=f"p{group}")
-        buffer.admit(ticket, group, GROUP_SIZE, keep=GROUP_SIZE, policy_version=group // 1000, round_kind="")
+        buffer.admit(
+            ticket, group, GROUP_SIZE, keep=GROUP_SIZE, weight=GROUP_SIZE, policy_version=group // 1000, round_kind=""
+        )
         return GROUP_SIZE
 
     for group in range(BATCH_GROUPS):

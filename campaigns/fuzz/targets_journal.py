@@ -20,7 +20,7 @@ from streamrl.run.journal.log import _HEADER, _MAGIC, _frame, read_journal
 from streamrl.run.journal.records import (
     JournalCodec,
     JournalEvent,
-    JournalHeld,
+    JournalPaused,
     JournalPrompt,
     JournalPublished,
     JournalRecord,
@@ -90,7 +90,7 @@ def records() -> Target:
         JournalEvent(event=BatchTrained(batch_id=1, policy_version=2), time_s=1.5),
         JournalEvent(event=scored, time_s=2.5),
         JournalPrompt(prompt=PROMPT),
-        JournalHeld(id=one, done=SampledSoFar(completion=COMPLETION, parts=1, seconds=0.5)),
+        JournalPaused(id=one, done=SampledSoFar(completion=COMPLETION, parts=1, seconds=0.5)),
         JournalSampled(id=one, segments=(segment,), finish_reason=FinishReason.STOP, rollout_seconds=0.5),
         JournalScored(id=one, reward=0.5, reward_parts={"a": 1.0}, separate_rewards={"a": (1.0, 0.5)}),
         JournalPublished(policy_version=2, state_hash=2**63),

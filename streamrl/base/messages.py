@@ -116,7 +116,7 @@ class Abort(Message, frozen=True):
     request_ids: tuple[str, ...]
 
 
-class Pause(Message, frozen=True):
+class PauseEngine(Message, frozen=True):
     """Stop sampling. ``clear_cache``: drop KV and prefix blocks made by the old weights."""
 
     order_id: int
@@ -124,7 +124,7 @@ class Pause(Message, frozen=True):
     clear_cache: bool
 
 
-class Resume(Message, frozen=True):
+class ResumeEngine(Message, frozen=True):
     """Go on sampling after a pause."""
 
     order_id: int
@@ -162,7 +162,9 @@ class ComputeChecksums(Message, frozen=True):
     order_id: int
 
 
-EngineOrder = Generate | Abort | Pause | Resume | Sleep | Wake | StageWeights | CommitWeights | ComputeChecksums
+EngineOrder = (
+    Generate | Abort | PauseEngine | ResumeEngine | Sleep | Wake | StageWeights | CommitWeights | ComputeChecksums
+)
 
 
 # ---- engine -> controller ------------------------------------------------------------------------

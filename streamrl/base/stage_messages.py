@@ -44,20 +44,20 @@ class CancelTrajectories(Message, frozen=True):
     ids: tuple[TrajectoryId, ...]
 
 
-class HoldTrajectories(Message, frozen=True):
+class PauseTrajectories(Message, frozen=True):
     """Stop these trajectories and keep their tokens until they are resumed or cancelled; each that was still running
-    answers with ``TrajectoryHeld``."""
+    answers with ``TrajectoryPaused``. Control orders it, and the rollout stage gets the same message."""
 
     ids: tuple[TrajectoryId, ...]
 
 
-class ContinueTrajectories(Message, frozen=True):
-    """Go on with held trajectories, from their tokens. Ids that are not held are ignored."""
+class ResumeTrajectories(Message, frozen=True):
+    """Go on with paused trajectories, from their tokens, under the live version. Other ids are ignored."""
 
     ids: tuple[TrajectoryId, ...]
 
 
-RolloutOrder = LaunchTrajectory | CancelTrajectories | HoldTrajectories | ContinueTrajectories
+RolloutOrder = LaunchTrajectory | CancelTrajectories | PauseTrajectories | ResumeTrajectories
 
 
 class FinishedTrajectory(Message, frozen=True):
@@ -78,8 +78,8 @@ class TrajectoryLost(Message, frozen=True):
     evaluation: bool = False
 
 
-class TrajectoryHeld(Message, frozen=True):
-    """A trajectory that was stopped with ``tokens`` sampled so far, which are in ``done`` (None: nothing). It comes
+class TrajectoryPaused(Message, frozen=True):
+    """A trajectory that was paused with ``tokens`` sampled so far, which are in ``done`` (None: nothing). It comes
     back once more: finished or lost."""
 
     id: TrajectoryId
@@ -87,7 +87,7 @@ class TrajectoryHeld(Message, frozen=True):
     done: SampledSoFar | None = None
 
 
-RolloutOutcome = FinishedTrajectory | TrajectoryLost | TrajectoryHeld
+RolloutOutcome = FinishedTrajectory | TrajectoryLost | TrajectoryPaused
 
 
 class Scored(Message, frozen=True):
@@ -97,9 +97,9 @@ class Scored(Message, frozen=True):
     reward_s: float = 0.0
 
 
-RewardOutcome = Scored | TrajectoryLost | TrajectoryHeld
+RewardOutcome = Scored | TrajectoryLost | TrajectoryPaused
 EndedOutcome = Scored | TrajectoryLost
-"""What a trajectory comes back as in the end. Held-out ones are never held."""
+"""What a trajectory comes back as in the end. Held-out ones are never paused."""
 
 
 class RolloutStatistics(Record, frozen=True):

@@ -65,7 +65,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The live trajectories of one prompt, by sample number.
 
     ``size``: trajectories launched, which is the slots that it uses until it ends; ``keep``: how many of them a batch
-    takes; ``one_seat``: it takes one seat of a batch, whatever its size; ``open``: members without a reward;
+    takes; ``weight``: what it counts in a batch, as ``ControlSettings.weight_of``; ``open``: members without a reward;
     ``oldest_version``: oldest policy version that one of its tokens may have; ``paused``: its open members are stopped
     and keep their tokens; ``queued``: its prompt waited in the queue, not among the fresh ones.
     """
@@ -76,17 +76,12 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     oldest_version: int
     size: int
     keep: int
+    weight: int
     round_kind: str
     members: dict[int, Member]
     open: int
     paused: bool = False
     queued: bool = False
-    one_seat: bool = False
-
-    @property
-    def seats(self) -> int:
-        """Places that the group takes in a batch."""
-        return 1 if self.one_seat else self.keep
 
     @property
     def seed_base(self) -> int:
@@ -139,7 +134,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
     """Groups that have not ended, and counters of those that have.
 
     ``untrained``: groups that are in no batch, oldest launch first; ``batched``: those of the open or closed batch, in
-    the order in which they joined. ``ready``, ``paused`` (ids) and ``by_version`` (seats that they take, by oldest
+    the order in which they joined. ``ready``, ``paused`` (ids) and ``by_version`` (their weight, by oldest
     version) are indexes of ``untrained``. ``wasted_tokens``: of what was dropped. Read the fields; change them
     through the methods.
     """
@@ -177,10 +172,10 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         size: int,
         *,
         keep: int,
+        weight: int,
         policy_version: int,
         round_kind: str,
         queued: bool = False,
-        one_seat: bool = False,
     ) -> Group:
         """Launch a group of ``size`` trajectories that ``policy_version`` will sample."""
         if self.find(group_id) is not None:
@@ -192,11 +187,11 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
             oldest_version=policy_version,
             size=size,
             keep=keep,
+            weight=weight,
             round_kind=round_kind,
             members={sample: Member(oldest_version=policy_version) for sample in range(size)},
             open=size,
             queued=queued,
-            one_seat=one_seat,
         )
         self.untrained[group_id] = group
         self._count_version(group, 1)
@@ -281,7 +276,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         return slots
 
     def versions(self) -> list[tuple[int, int]]:
-        """(oldest version, seats) of the untrained groups, ascending."""
+        """(oldest version, weight) of the untrained groups, ascending."""
         return sorted(self.by_version.items())
 
     def older_than(self, version: int) -> list[Group]:
@@ -315,7 +310,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
 
     def _count_version(self, group: Group, sign: int) -> None:
         version = group.oldest_version
-        self.by_version[version] = self.by_version.get(version, 0) + sign * group.seats
+        self.by_version[version] = self.by_version.get(version, 0) + sign * group.weight
         if not self.by_version[version]:
             del self.by_version[version]
 

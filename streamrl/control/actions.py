@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from streamrl.base.stage_messages import PauseTrajectories as PauseTrajectories
+from streamrl.base.stage_messages import ResumeTrajectories as ResumeTrajectories
 from streamrl.base.types import DropReason, Record, TrajectoryId
 
 
@@ -38,18 +40,10 @@ class Drop(Action, frozen=True):
     abort: bool = False
 
 
-class Pause(Action, frozen=True):
-    """Stop ``ids``, which keep their tokens until they are resumed. Without ids: pause all engines until
-    ``policy_version`` is live, so that what is launched now is sampled by it."""
+class PauseEngines(Action, frozen=True):
+    """Pause all engines until ``policy_version`` is live, so that everything launched meanwhile is sampled by it."""
 
-    ids: tuple[TrajectoryId, ...] = ()
-    policy_version: int = -1
-
-
-class Resume(Action, frozen=True):
-    """Go on with trajectories that were paused, from their tokens, under the live version."""
-
-    ids: tuple[TrajectoryId, ...]
+    policy_version: int
 
 
 class Decision(Action, frozen=True):
@@ -123,8 +117,9 @@ ControlAction = (
     DrawPrompts
     | LaunchGroup
     | Drop
-    | Pause
-    | Resume
+    | PauseTrajectories
+    | PauseEngines
+    | ResumeTrajectories
     | Decision
     | TrainGroupNow
     | StepOptimizer

@@ -69,7 +69,7 @@ def _began(state: RunState, event: on.RunBegan, settings: ControlSettings, out: 
     state.trainer_version = state.live_version = version
     state.steps = event.steps or state.steps
     # A resumed run goes on counting where the checkpoint was written.
-    state.batch = Batch(batch_id=version, target=settings.batch_seats)
+    state.batch = Batch(batch_id=version, target=settings.batch_weight)
     state.next_group_id = max(state.next_group_id, version * settings.batch_groups)
     if version >= state.steps:
         reason = f"nothing to train: the weights are of step {version} already; raise run.steps to go on"
@@ -278,7 +278,7 @@ def _trained(state: RunState, event: on.BatchTrained, rules: Rules, out: Actions
 
 def batch_after(state: RunState, settings: ControlSettings) -> Batch:
     """An empty batch that follows the one that takes groups now."""
-    return Batch(batch_id=state.batch.batch_id + 1, target=settings.batch_seats)
+    return Batch(batch_id=state.batch.batch_id + 1, target=settings.batch_weight)
 
 
 def _live(state: RunState, event: on.WeightsLive, settings: ControlSettings, out: Actions) -> bool:

@@ -59,20 +59,20 @@ def drop_stale(state: RunState, rules: Rules, out: Actions) -> None:
 
 
 def fill(state: RunState, rules: Rules, out: Actions) -> None:
-    """Hand ready groups to training while the batch has seats."""
+    """Hand ready groups to training while the batch takes more."""
     while _fill_once(state, rules, out):
-        pass  # of mixed sizes one may be refused that has room when the seats of others are taken
+        pass  # of mixed sizes one may be refused that fits once others have joined
 
 
 def _fill_once(state: RunState, rules: Rules, out: Actions) -> bool:
     """Whether a group joined."""
     batch, buffer = state.batch, state.buffer
-    if state.batch_closed or batch.seats <= 0 or not buffer.ready:
+    if state.batch_closed or batch.missing <= 0 or not buffer.ready:
         return False
     joined = False
     seen = view(state, rules)
     for group in sorted((buffer.untrained[group_id] for group_id in buffer.ready), key=oldest_first):
-        if batch.seats <= 0:
+        if batch.missing <= 0:
             break
         candidate = Candidate(
             group_id=group.group_id,
@@ -100,7 +100,7 @@ def close(state: RunState, rules: Rules, out: Actions) -> None:
     batch = state.batch
     # An exhausted source ends with one smaller batch rather than losing what was sampled.
     nothing_comes = state.prompts.empty and not state.pending.draw and not state.buffer.untrained
-    if state.batch_closed or not batch.groups or (batch.seats > 0 and not nothing_comes):
+    if state.batch_closed or not batch.groups or (batch.missing > 0 and not nothing_comes):
         return
     _settle(state, rules, out)
     # Engines take one version at a time: the next step waits until the last one is live.
@@ -114,7 +114,7 @@ def close(state: RunState, rules: Rules, out: Actions) -> None:
         groups=len(batch.groups),
         samples=batch.samples,
         trained_tokens=batch.tokens,
-        batches=max(1, round(batch.filled / rules.settings.batch_seats)),
+        batches=max(1, round(batch.filled / rules.settings.batch_weight)),
         engines_idle=state.pending.evaluation is None and nothing_runs,
         round_kind=state.round_kind,
         last=state.trainer_version + 1 >= state.steps,
@@ -136,7 +136,7 @@ def _settle(state: RunState, rules: Rules, out: Actions) -> None:
                 stopped.extend(group.open_ids)
                 state.buffer.pause(group)
         if stopped:
-            out.append(do.Pause(ids=tuple(stopped)))
+            out.append(do.PauseTrajectories(ids=tuple(stopped)))
     elif remainder is Remainder.REQUEUE:
         longest = max((g.longest for g in state.buffer.groups()), default=0)
         for group in others:
@@ -162,7 +162,7 @@ def wind_down(state: RunState, rules: Rules, out: Actions) -> None:
         drop_group(state, group, reason, out)
         requeue_interrupted(state, group)  # for a run that goes on from the last checkpoint
     if not state.batch_closed:
-        state.batch = Batch(batch_id=state.batch.batch_id, target=rules.settings.batch_seats)
+        state.batch = Batch(batch_id=state.batch.batch_id, target=rules.settings.batch_weight)
     publish(state, out)
     if state.batch_closed or state.live_version < state.trainer_version or state.busy:
         return
@@ -190,7 +190,7 @@ def _starved(state: RunState) -> bool:
 
 
 def _dropped_too_many(state: RunState, rules: Rules) -> str:
-    groups = state.batch.target // rules.settings.seats_of(state.batch.group_size or rules.settings.group_size)
+    groups = state.batch.target // rules.settings.weight_of(state.batch.group_size or rules.settings.group_size)
     if state.dropped_in_a_row <= MAX_DROPPED_BATCHES * max(groups, rules.settings.batch_groups):
         return ""
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(state.buffer.dropped.items()))

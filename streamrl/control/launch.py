@@ -23,17 +23,17 @@ def view(state: RunState, rules: Rules) -> RoundView:
     ahead = _launches_ahead(state, rules)
     batch = _launch_batch(state, rules)
     paused = len(buffer.paused)
-    # One size a round: a refill of another size would not fit the seats.
+    # One size a round: a refill of another size would not fill the batch exactly.
     size = batch.group_size or rules.sizer.size
-    each = size // settings.seats_of(size)
-    due = tuple((last_version(version, settings.max_staleness), each * seats) for version, seats in buffer.versions())
+    unit = _trajectories_of_a_unit(size, rules)
+    due = tuple((last_version(version, settings.max_staleness), unit * weight) for version, weight in buffer.versions())
     return RoundView(
         trainer_version=state.trainer_version + ahead,
         live_version=state.live_version + ahead,
-        batch_trajectories=each * settings.batch_seats,
+        batch_trajectories=unit * settings.batch_weight,
         group_size=size,
-        target=each * batch.target,
-        missing=each * batch.seats,
+        target=unit * batch.target,
+        missing=unit * batch.missing,
         keeps_prompts=settings.group_sizing.keeps_prompts,
         joined=len(batch.groups),
         batch_closed=state.batch_closed and not ahead,
@@ -91,7 +91,7 @@ def _resume(state: RunState, plan: Launch, rules: Rules, size: int, out: Actions
     for group in chosen:
         state.buffer.resume(group)
         ids.extend(group.open_ids)
-    out.append(do.Resume(ids=tuple(ids)))
+    out.append(do.ResumeTrajectories(ids=tuple(ids)))
     return True
 
 
@@ -127,15 +127,16 @@ def _take(state: RunState, plan: Launch, rules: Rules) -> PromptRef | None:
 
 def _launch_group(state: RunState, plan: Launch, ref: PromptRef, rules: Rules, out: Actions) -> None:
     version = state.live_version + _launches_ahead(state, rules)
+    keep = plan.keep or plan.size
     group = state.buffer.admit(
         ref,
         state.next_group_id,
         plan.size,
-        keep=plan.keep or plan.size,
+        keep=keep,
+        weight=rules.settings.weight_of(keep),
         policy_version=version,
         round_kind=plan.round_kind,
         queued=plan.source is Source.QUEUE,
-        one_seat=rules.settings.group_sizing.keeps_prompts,
     )
     state.next_group_id += 1
     state.slots.charge(group.size)
@@ -157,11 +158,16 @@ def _open_round(state: RunState, plan: Launch, rules: Rules, size: int, out: Act
         state.next_batch = batch
         if state.pending.paused_for is None:
             state.pending.paused_for = state.trainer_version + 1
-            out.append(do.Pause(policy_version=state.trainer_version + 1))
+            out.append(do.PauseEngines(policy_version=state.trainer_version + 1))
     if not batch.round_kind:
         batch.round_kind = plan.round_kind
-        batch.target = plan.target * rules.settings.seats_of(size) // size or batch.target
+        batch.target = plan.target // _trajectories_of_a_unit(size, rules) or batch.target
         batch.group_size = plan.group_size or size
+
+
+def _trajectories_of_a_unit(size: int, rules: Rules) -> int:
+    """Trajectories that a policy sees for each unit of weight, in a round of groups of ``size``."""
+    return size // rules.settings.weight_of(size)
 
 
 def _draw(state: RunState, count: int, out: Actions) -> None:

@@ -28,7 +28,7 @@ class Control:
         """Raises ``StreamRLError`` for a snapshot of another schema, ``ValueError`` where more slots were in use than
         there are by ``settings``."""
         self.rules = Rules(settings, policy, sizer)
-        self.state = RunState(steps=settings.steps, batch=Batch(batch_id=0, target=settings.batch_seats))
+        self.state = RunState(steps=settings.steps, batch=Batch(batch_id=0, target=settings.batch_weight))
         if snapshot is not None:
             snapshot.check()
             self.state = snapshot.state
@@ -76,7 +76,7 @@ def fork(snapshot: Snapshot, settings: ControlSettings) -> Snapshot:
     what was deferred still waits, what policies learnt stays."""
     snapshot.check()
     before = snapshot.state
-    state = RunState(steps=settings.steps, batch=Batch(batch_id=0, target=settings.batch_seats))
+    state = RunState(steps=settings.steps, batch=Batch(batch_id=0, target=settings.batch_weight))
     state.next_group_id = before.next_group_id
     state.prompts.drawn = before.prompts.drawn
     for group in before.buffer.groups():

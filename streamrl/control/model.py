@@ -16,13 +16,13 @@ from streamrl.buffers.rollout_buffer import Accounting, Group, PromptRef, Rollou
 from streamrl.buffers.slots import Slots
 from streamrl.control.actions import End, Evaluate, StepOptimizer
 
-SNAPSHOT_SCHEMA = 3
+SNAPSHOT_SCHEMA = 4
 
 
 class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The batch that takes groups now. ``target``: seats that fill it (``ControlSettings.batch_seats``); ``groups``:
-    those in it, in the order in which they joined; ``filled``: seats that they took (a group whose members failed takes
-    those of a whole one). ``round_kind``, ``group_size``: of its round; empty and 0 before the round's first launch.
+    """The batch that takes groups now. ``target``: weight that fills it (``ControlSettings.batch_weight``);
+    ``groups``: those in it, in the order in which they joined; ``filled``: their weight (a group whose members failed
+    counts as a whole one). ``round_kind``, ``group_size``: of its round; empty and 0 before the round's first launch.
     """
 
     batch_id: int
@@ -35,14 +35,14 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
     tokens: int = 0
 
     @property
-    def seats(self) -> int:
-        """Seats that are free."""
+    def missing(self) -> int:
+        """Weight that it still takes: 0 or less when it is full."""
         return self.target - self.filled
 
     def take(self, group: Group) -> None:
         """``group`` joins."""
         self.groups.append(group.group_id)
-        self.filled += group.seats
+        self.filled += group.weight
         self.samples += len(group.members)
         self.tokens += group.tokens
 

@@ -39,7 +39,7 @@ def orders_again(
         if pending.step is not None:
             actions.append(pending.step)
     if pending.paused_for is not None:
-        actions.append(do.Pause(policy_version=pending.paused_for))
+        actions.append(do.PauseEngines(policy_version=pending.paused_for))
     actions.extend(_launches(state, ended))
     if pending.push is not None and on.WeightsLive not in answered:
         actions.append(do.PublishWeights(policy_version=pending.push, last=state.ending))
@@ -83,4 +83,4 @@ def _launches(state: RunState, ended: Collection[TrajectoryId]) -> list[ControlA
         )
         if group.paused:
             stopped.extend(ids)
-    return [*launches, do.Pause(ids=tuple(stopped))] if stopped else launches
+    return [*launches, do.PauseTrajectories(ids=tuple(stopped))] if stopped else launches

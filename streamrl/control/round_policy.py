@@ -130,7 +130,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
             candidate.deadline,
             self.due,
             now=self.trainer_version,
-            seats=self.missing,
+            missing=self.missing,
             batch=self.batch_trajectories,
         )
 

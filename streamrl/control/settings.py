@@ -50,12 +50,13 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
         return largest_batch(self.batches)
 
     @property
-    def batch_seats(self) -> int:
-        """Seats that fill a batch: its trajectories, or its groups where batches keep their prompts."""
+    def batch_weight(self) -> int:
+        """Weight that fills a batch: its trajectories, or its groups where batches keep their prompts."""
         return self.batch_groups if self.group_sizing.keeps_prompts else self.batch_trajectories
 
-    def seats_of(self, size: int) -> int:
-        """Seats of a batch that a group of ``size`` takes."""
+    def weight_of(self, size: int) -> int:
+        """Weight in a batch of a group that keeps ``size`` trajectories: so many, or 1 where batches keep their
+        prompts. Control counts batches in this unit; policies see trajectories (``launch.view``)."""
         return 1 if self.group_sizing.keeps_prompts else size
 
     @property

@@ -23,8 +23,8 @@ from streamrl.base.messages import (
     GenerationFailed,
     OrderDone,
     OrderFailed,
-    Pause,
-    Resume,
+    PauseEngine,
+    ResumeEngine,
     Sleep,
     StageWeights,
     Wake,
@@ -145,9 +145,9 @@ async def _act(engine: WatchedEngine, order: EngineOrder) -> OrderDone:
             done = await engine.stage(order.announcement)
         case CommitWeights():
             done = await engine.commit(order.policy_version)
-        case Pause():
+        case PauseEngine():
             await engine.pause(order.mode, clear_cache=order.clear_cache)
-        case Resume():
+        case ResumeEngine():
             await engine.resume()
         case Sleep():
             await engine.sleep()

@@ -24,9 +24,9 @@ from streamrl.base.messages import (
     GenerationFailed,
     OrderDone,
     OrderFailed,
-    Pause,
+    PauseEngine,
     PauseMode,
-    Resume,
+    ResumeEngine,
     Sleep,
     StageWeights,
     Wake,
@@ -137,11 +137,11 @@ class RemoteEngine:
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stop sampling; returns when the engine said that it did."""
         self._paused = True
-        await self._order(lambda i: Pause(order_id=i, mode=mode, clear_cache=clear_cache), EngineError)
+        await self._order(lambda i: PauseEngine(order_id=i, mode=mode, clear_cache=clear_cache), EngineError)
 
     async def resume(self) -> None:
         """Go on sampling."""
-        await self._order(lambda i: Resume(order_id=i), EngineError)
+        await self._order(lambda i: ResumeEngine(order_id=i), EngineError)
         self._paused = False
 
     async def sleep(self) -> None:

@@ -8,7 +8,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from streamrl.base.messages import EngineLoad, WeightAnnouncement
-from streamrl.base.stage_messages import RewardOutcome, TrajectoryHeld
+from streamrl.base.stage_messages import RewardOutcome, TrajectoryPaused
 from streamrl.base.types import DropReason, ScoredTrajectory
 from streamrl.base.waits import Waits
 from streamrl.buffers.trajectory_store import TrajectoryStore
@@ -174,7 +174,7 @@ class EnginesObserver(Observer):
 
     def on_outcome(self, outcome: RewardOutcome) -> None:
         """See ``Observer``."""
-        if not isinstance(outcome, TrajectoryHeld):
+        if not isinstance(outcome, TrajectoryPaused):
             self._elastic.ended(outcome)
 
     async def on_weights_live(self, push: PushReport, *, last: bool) -> None:  # type: ignore[override]

@@ -19,15 +19,13 @@ from streamrl.base.messages import StepReport, WeightAnnouncement
 from streamrl.base.seeds import derive_seed
 from streamrl.base.stage_messages import (
     CancelTrajectories,
-    ContinueTrajectories,
     EndedOutcome,
-    HoldTrajectories,
     LaunchTrajectory,
     RewardOutcome,
     RolloutOrder,
     Scored,
-    TrajectoryHeld,
     TrajectoryLost,
+    TrajectoryPaused,
 )
 from streamrl.base.types import ScoredTrajectory
 from streamrl.base.waits import Waits
@@ -165,13 +163,10 @@ class Controller:
                 self._store.forget(action.ids)
                 if action.abort:
                     await orders.send(CancelTrajectories(ids=action.ids))
-            case do.Pause():
-                if action.ids:
-                    await orders.send(HoldTrajectories(ids=action.ids))
-                else:  # before anything is submitted: what a running engine takes would be sampled by the old weights
-                    await self._sync.pause()
-            case do.Resume():
-                await orders.send(ContinueTrajectories(ids=action.ids))
+            case do.PauseTrajectories() | do.ResumeTrajectories():
+                await orders.send(action)
+            case do.PauseEngines():  # before anything is submitted: a running engine would sample it by the old weights
+                await self._sync.pause()
             case do.TrainGroupNow():
                 group = self._store.training_group(action.group_id, action.batch_id, action.ids)
                 await self._trainer.train_group(group)
@@ -198,13 +193,13 @@ class Controller:
 
     async def _receive_outcomes(self, scored: ReceiveStream[RewardOutcome]) -> None:
         async for item in scored:
-            if not isinstance(item, TrajectoryHeld) and _is_held_out(item):
+            if not isinstance(item, TrajectoryPaused) and _is_held_out(item):
                 self._evaluations.take(item)
                 await self._progress()
                 continue
             for observer in self._observers:
                 observer.on_outcome(item)
-            if isinstance(item, TrajectoryHeld):
+            if isinstance(item, TrajectoryPaused):
                 continue
             if isinstance(item, Scored) and isinstance(item.outcome, ScoredTrajectory):
                 identity = item.outcome.trajectory.id

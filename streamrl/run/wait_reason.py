@@ -60,7 +60,7 @@ def wait_reason(state: RunState, shell: ShellView) -> WaitReason:
         return WaitReason.TRAINING
     if state.finished or state.ending:
         return _gate(state) or WaitReason.SHUTDOWN
-    if state.batch.seats <= 0:
+    if state.batch.missing <= 0:
         return _gate(state) or WaitReason.CONTROL
     if _can_be_sampled(state):
         return _rollout(state, shell)

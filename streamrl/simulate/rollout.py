@@ -204,7 +204,7 @@ class SimulatedRollout:
                 if self.deferred is not None:
                     self.deferred.add(request)
 
-    def cut(self, action: do.Pause) -> None:
+    def pause_trajectories(self, action: do.PauseTrajectories) -> None:
         """Stop those that have not ended, and keep their tokens."""
         for identity in action.ids:
             request = self.requests.get(identity)
@@ -227,8 +227,8 @@ class SimulatedRollout:
         self._router.closed(request.request_id)
         request.engine = -1
 
-    def go_on(self, action: do.Resume, live_version: int) -> None:
-        """Submit what was cut again, with its tokens. Trajectories that ended meanwhile are left alone."""
+    def resume_trajectories(self, action: do.ResumeTrajectories, live_version: int) -> None:
+        """Submit what was paused again, with its tokens. Trajectories that ended meanwhile are left alone."""
         for identity in action.ids:
             old = self.requests.get(identity)
             if old is None or not old.stopped:
@@ -238,13 +238,13 @@ class SimulatedRollout:
             self.requests[identity] = request
             self._submit(request)
 
-    def pause(self) -> None:
+    def pause_engines(self) -> None:
         """Pause all engines; requests that are submitted meanwhile wait in them."""
         for index, engine in enumerate(self.engines):
             engine.pause(self._agenda.now)
             self._dirty.add(index)
 
-    def resume(self, *, recompute: bool) -> None:
+    def resume_engines(self, *, recompute: bool) -> None:
         """All engines go on, after what a new round costs."""
         for index, engine in enumerate(self.engines):
             engine.resume(self._agenda.now, recompute=recompute)

@@ -167,8 +167,11 @@ class Simulation:
             do.DrawPrompts: self._draw,
             do.LaunchGroup: self._launch,
             do.Drop: self._drop,
-            do.Pause: lambda action: self.rollout.cut(action) if action.ids else self.rollout.pause(),
-            do.Resume: lambda action: self.rollout.go_on(action, self.core.state.live_version),
+            do.PauseTrajectories: self.rollout.pause_trajectories,
+            do.PauseEngines: lambda action: self.rollout.pause_engines(),
+            do.ResumeTrajectories: lambda action: self.rollout.resume_trajectories(
+                action, self.core.state.live_version
+            ),
             do.Decision: lambda action: self.ledger.explained(action.subject),
             do.TrainGroupNow: self._train,
             do.StepOptimizer: self._step,
@@ -334,14 +337,14 @@ class Simulation:
         self.rollout.aborted = False
         seconds = push.seconds + push.kind_s.get(self._round_kind, 0.0) + barrier
         self.ledger.publishing_s = now
-        self.agenda.add(now + seconds - min(push.pause_s + barrier, seconds), self.rollout.pause)
+        self.agenda.add(now + seconds - min(push.pause_s + barrier, seconds), self.rollout.pause_engines)
         self.agenda.call_after(seconds, lambda: self._live(action.policy_version))
 
     def _live(self, version: int) -> None:
         now = self.agenda.now
         if self._release is not None:
             self._release.begin_round()
-        self.rollout.resume(recompute=self._recompute)
+        self.rollout.resume_engines(recompute=self._recompute)
         self._trainer.advance(now)
         row = self.ledger.live(now, version)
         if version == self._warm_up:

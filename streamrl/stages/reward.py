@@ -20,7 +20,7 @@ import anyio
 import msgspec
 
 from streamrl.base.errors import RecipeError, StreamBroken, StreamEnded
-from streamrl.base.stage_messages import RewardOutcome, RolloutOutcome, Scored, TrajectoryHeld, TrajectoryLost
+from streamrl.base.stage_messages import RewardOutcome, RolloutOutcome, Scored, TrajectoryLost, TrajectoryPaused
 from streamrl.base.types import RewardFailureKind, Trajectory
 from streamrl.base.wakeup import Wakeup
 from streamrl.comm.stream import ReceiveStream, SendStream, converse, exchange_hello
@@ -166,7 +166,7 @@ class RewardStage:
 
     async def _arrived(self, outcome: RolloutOutcome, scored: SendStream[RewardOutcome]) -> None:
         """Make the order that ``outcome`` completes, if any. A paused one comes again: its group waits for it."""
-        if isinstance(outcome, TrajectoryHeld):
+        if isinstance(outcome, TrajectoryPaused):
             await scored.send(outcome)
             return
         group_id = outcome.id.group_id if isinstance(outcome, TrajectoryLost) else outcome.trajectory.id.group_id

@@ -1,7 +1,7 @@
 """The rollout stage: orders in, one outcome out for every trajectory that was launched.
 
 A request that the engine cut (a pause that aborts, a drained engine) goes on from its tokens with a seed of its own. A
-trajectory that control held waits, outside of the engine, until it is continued; only one that was cancelled, or that
+trajectory that control paused waits, outside of the engine, until it is resumed; only one that was cancelled, or that
 the engine refused, ends as ``TrajectoryLost``. Where deferred completions are verified, the tokens of what was
 cancelled are kept until the same draw is launched again (``engines/resumption.py``).
 """
@@ -19,16 +19,16 @@ from streamrl.base.messages import Generate
 from streamrl.base.seeds import derive_seed
 from streamrl.base.stage_messages import (
     CancelTrajectories,
-    ContinueTrajectories,
     FinishedTrajectory,
-    HoldTrajectories,
     LaunchTrajectory,
+    PauseTrajectories,
+    ResumeTrajectories,
     RolloutOrder,
     RolloutOutcome,
     RolloutStatistics,
     SampledSoFar,
-    TrajectoryHeld,
     TrajectoryLost,
+    TrajectoryPaused,
 )
 from streamrl.base.types import Completion, FinishReason, Segment, TokenArray, Trajectory, TrajectoryId, token_array
 from streamrl.comm.stream import ReceiveStream, SendStream
@@ -46,8 +46,8 @@ from streamrl.engines.resumption import (
 class _Attempt:
     """One launched trajectory: what it has, what it asks the engine for, and what control wants of it.
 
-    ``owed``: holds that it has not answered yet. ``waits``: it is held and has left the engine. ``kept``: tokens of an
-    earlier attempt that are verified; ``own_noise``: how many of what it has were sampled with its own seed.
+    ``unanswered``: pauses that it has not answered yet. ``waits``: it is paused and has left the engine. ``kept``:
+    tokens of an earlier attempt that are verified; ``own_noise``: tokens that were sampled with its own seed.
     """
 
     def __init__(self, order: LaunchTrajectory, request: Generate, kept: TokenArray) -> None:
@@ -58,10 +58,10 @@ class _Attempt:
         self.done: Completion | None = None
         self.parts = 0
         self.cancelled = ""
-        self.held = False
-        self.owed = 0
+        self.paused = False
+        self.unanswered = 0
         self.waits = False
-        self.may_go_on = anyio.Event()
+        self.resumed = anyio.Event()
         self.seconds = 0.0
         if order.done is not None:
             self.seconds = order.done.seconds
@@ -79,19 +79,19 @@ class _Attempt:
     def sampled(self) -> SampledSoFar | None:
         return None if self.done is None else SampledSoFar(completion=self.done, parts=self.parts, seconds=self.seconds)
 
-    def hold(self) -> None:
-        if not self.held:
-            self.held = True
-            self.owed += 1
-            self.may_go_on = anyio.Event()
+    def pause(self) -> None:
+        if not self.paused:
+            self.paused = True
+            self.unanswered += 1
+            self.resumed = anyio.Event()
 
-    def go_on(self) -> None:
-        self.held = False
-        self.may_go_on.set()
+    def resume(self) -> None:
+        self.paused = False
+        self.resumed.set()
 
     def cancel(self, reason: str) -> None:
         self.cancelled = self.cancelled or reason
-        self.may_go_on.set()
+        self.resumed.set()
 
     def add(self, piece: Completion) -> None:
         """Take what the engine returned, and ask for the rest of it under an id and a seed of its own. What was moved
@@ -135,7 +135,7 @@ class RolloutStage:
         self._top_p = top_p
         self._open: dict[TrajectoryId, _Attempt] = {}
         self._waiting = 0
-        self._paused = False
+        self._engines_paused = False
         self._launched = self._finished = self._generated_tokens = 0
         self._verified_tokens = self._accepted_tokens = 0
         self._busy_seconds = 0.0
@@ -143,18 +143,18 @@ class RolloutStage:
 
     async def run(self, orders: ReceiveStream[RolloutOrder], outcomes: SendStream[RolloutOutcome]) -> None:
         """Launch until ``orders`` ends and every launched trajectory had its outcome; then end ``outcomes``. What is
-        held then is lost: nobody is left to continue it."""
+        paused then is lost: nobody is left to resume it."""
         self._counted_at = anyio.current_time()
         async with anyio.create_task_group() as trajectories:
             async for order in orders:
                 await self._obey(order, trajectories, outcomes)
             for attempt in self._open.values():
-                if attempt.held:
-                    attempt.cancel("held when the orders ended")
+                if attempt.paused:
+                    attempt.cancel("paused when the orders ended")
         await outcomes.aclose()
 
     def statistics(self) -> RolloutStatistics:
-        """Counters since the start. Held trajectories do not run."""
+        """Counters since the start. Paused trajectories do not run."""
         self._count()
         return RolloutStatistics(
             launched=self._launched,
@@ -169,7 +169,7 @@ class RolloutStage:
     def engines_paused(self, paused: bool) -> None:
         """Note that all engines were paused, or that it has ended: what is submitted meanwhile keeps no engine busy."""
         self._count()
-        self._paused = paused
+        self._engines_paused = paused
 
     async def _obey(self, order: RolloutOrder, trajectories: TaskGroup, outcomes: SendStream[RolloutOutcome]) -> None:
         if isinstance(order, LaunchTrajectory):
@@ -179,13 +179,13 @@ class RolloutStage:
             trajectories.start_soon(self._sample, attempt, outcomes)
             return
         attempts = [self._open[i] for i in order.ids if i in self._open]
-        if isinstance(order, ContinueTrajectories):
+        if isinstance(order, ResumeTrajectories):
             for attempt in attempts:
-                attempt.go_on()
+                attempt.resume()
             return
         for attempt in attempts:
-            if isinstance(order, HoldTrajectories):
-                attempt.hold()
+            if isinstance(order, PauseTrajectories):
+                attempt.pause()
             else:
                 attempt.cancel("cancelled")
         if self._kept is not None and isinstance(order, CancelTrajectories):
@@ -222,9 +222,9 @@ class RolloutStage:
     async def _complete(self, attempt: _Attempt, outcomes: SendStream[RolloutOutcome]) -> None:
         """Sample until the completion ends by itself or was cancelled, going on after every other cut."""
         while not attempt.cancelled and not attempt.whole:
-            if not attempt.held:  # control may have held it before it ever started
+            if not attempt.paused:  # control may have paused it before it ever started
                 async with self._turn:
-                    if attempt.cancelled or attempt.held:  # while it waited for its turn
+                    if attempt.cancelled or attempt.paused:  # while it waited for its turn
                         continue
                     started = anyio.current_time()
                     piece = await self._engine.generate(attempt.request)
@@ -232,19 +232,19 @@ class RolloutStage:
                 self._generated_tokens += len(piece.token_ids) - self._accepted(attempt, piece)
                 attempt.add(piece)
             if not attempt.cancelled and not attempt.whole:
-                await self._answer_holds(attempt, outcomes)
+                await self._answer_pauses(attempt, outcomes)
 
-    async def _answer_holds(self, attempt: _Attempt, outcomes: SendStream[RolloutOutcome]) -> None:
-        """Say that it is held and wait until it is not any more. A hold that was taken back is answered too."""
-        while attempt.owed:
-            attempt.owed -= 1
-            await outcomes.send(TrajectoryHeld(id=attempt.order.id, tokens=attempt.tokens, done=attempt.sampled))
-        if not attempt.held or attempt.cancelled:
+    async def _answer_pauses(self, attempt: _Attempt, outcomes: SendStream[RolloutOutcome]) -> None:
+        """Say that it is paused and wait until it is resumed. A pause that was taken back is answered too."""
+        while attempt.unanswered:
+            attempt.unanswered -= 1
+            await outcomes.send(TrajectoryPaused(id=attempt.order.id, tokens=attempt.tokens, done=attempt.sampled))
+        if not attempt.paused or attempt.cancelled:
             return
         self._count()
         attempt.waits = True
         self._waiting += 1
-        await attempt.may_go_on.wait()
+        await attempt.resumed.wait()
         self._count()
         attempt.waits = False
         self._waiting -= 1
@@ -292,7 +292,7 @@ class RolloutStage:
 
     def _count(self) -> None:
         now = anyio.current_time()
-        if not self._paused:
+        if not self._engines_paused:
             running = min(len(self._open) - self._waiting, self._capacity)
             self._busy_seconds += running * (now - self._counted_at)
         self._counted_at = now

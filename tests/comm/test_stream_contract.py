@@ -278,8 +278,8 @@ async def test_union_items_keep_their_type(open_ends: Any) -> None:
     orders: list[messages.EngineOrder] = [
         messages.Generate(request_id="r", token_ids=token_array([1, 2]), max_tokens=4, seed=2**62, temperature=1.0),
         messages.Abort(request_ids=("r",)),
-        messages.Pause(order_id=1, mode=messages.PauseMode.KEEP, clear_cache=True),
-        messages.Resume(order_id=2),
+        messages.PauseEngine(order_id=1, mode=messages.PauseMode.KEEP, clear_cache=True),
+        messages.ResumeEngine(order_id=2),
         messages.StageWeights(
             order_id=3,
             announcement=messages.WeightAnnouncement(

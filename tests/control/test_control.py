@@ -162,7 +162,7 @@ def test_a_straggler_is_waited_for_before_it_would_be_too_old() -> None:
     world.answer_draw()
     quick = next(t for t in world.running if t != straggler)
     world.score(quick, 1.0, 1)
-    assert world.to_step is None, "the last seat that the straggler can still take was given away"
+    assert world.to_step is None, "the last place that the straggler can still take was given away"
     world.score(straggler, 1.0, 1)
     assert world.to_step is not None
     world.step()

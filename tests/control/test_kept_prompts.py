@@ -59,25 +59,25 @@ def test_a_step_trains_as_many_prompts_at_every_group_size(composition: str) -> 
     others=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 8)), max_size=12),
     size=st.integers(1, 8),
     deadline=st.integers(0, 4),
-    seats=st.integers(1, 8),
+    missing=st.integers(1, 8),
     more=st.integers(0, 8),
     ones=st.booleans(),
 )
 def test_what_is_taken_leaves_the_others_trained_in_time_whatever_their_sizes(
-    others: list[tuple[int, int]], size: int, deadline: int, seats: int, more: int, ones: bool
+    others: list[tuple[int, int]], size: int, deadline: int, missing: int, more: int, ones: bool
 ) -> None:
-    """Each batch takes what is due first until it has no seat left; the last one to join may take more than is left."""
-    batch = seats + more
+    """Each batch takes what is due first until it is full; the last one to join may take more than is missing."""
+    batch = missing + more
     if ones:
         size, others = 1, [(last, 1) for last, _ in others]
     earlier = sorted((last, count) for last, count in others if last < deadline)
-    now, left, in_time = 0, seats - size, True
+    now, left, in_time = 0, missing - size, True
     for last, count in earlier:
         while left <= 0:
             now, left = now + 1, batch
         in_time = in_time and now <= last
         left -= count
     due = [(last, sum(count for other, count in earlier if other == last)) for last in sorted({d for d, _ in earlier})]
-    taken = may_take(size, deadline, [*due, (deadline, size)], now=0, seats=seats, batch=batch)
+    taken = may_take(size, deadline, [*due, (deadline, size)], now=0, missing=missing, batch=batch)
     assert in_time or not taken
     assert taken or not (in_time and ones), "of groups of one it is exact: nothing waits in vain"

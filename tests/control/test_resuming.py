@@ -196,10 +196,10 @@ def test_a_late_result_of_a_deferred_sibling_takes_no_group_out_of_the_batch() -
 def test_engines_are_paused_again_before_what_waits_for_the_next_version_is_launched() -> None:
     settings = control_settings(presubmit=True, batch_groups=1)
     control = driven(settings, PROMPTS, scored("a", 0, 0), scored("a", 0, 1))
-    assert names(control.orders_again()) == ["TrainGroupNow", "StepOptimizer", "Pause", "LaunchGroup"]
+    assert names(control.orders_again()) == ["TrainGroupNow", "StepOptimizer", "PauseEngines", "LaunchGroup"]
     control.handle(on.BatchTrained(batch_id=0, policy_version=1))
     again = control.orders_again()
-    assert names(again) == ["Pause", "LaunchGroup", "PublishWeights"]
+    assert names(again) == ["PauseEngines", "LaunchGroup", "PublishWeights"]
     assert {getattr(action, "policy_version", None) for action in again} == {1}
 
 

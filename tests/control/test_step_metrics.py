@@ -17,7 +17,7 @@ from oracle.trace_header import trace_header
 
 from streamrl.base.messages import EngineLoad
 from streamrl.base.run_events import RunEvent, StepFinished
-from streamrl.base.stage_messages import RolloutStatistics, Scored, TrajectoryHeld, TrajectoryLost
+from streamrl.base.stage_messages import RolloutStatistics, Scored, TrajectoryLost, TrajectoryPaused
 from streamrl.base.types import (
     DropReason,
     FinishReason,
@@ -137,7 +137,7 @@ def test_each_ends_once_whatever_comes_first(tmp_path: Path) -> None:
     work = TrajectoryStats(trace)
     ids = [identity(0, sample) for sample in range(9)]
     work.launched(launch(ids, 4, "short"), 3, 1.0)
-    work.came_back(TrajectoryHeld(id=ids[0], tokens=5), 1.5)
+    work.came_back(TrajectoryPaused(id=ids[0], tokens=5), 1.5)
     work.came_back(Scored(outcome=scored(ids[0], 10)), 2.0)
     work.trained([scored(ids[0], 10)], 2.5)
     work.dropped([ids[1]], DropReason.LOST_RACE, 2.6)  # it still runs: its tokens are not known yet

@@ -48,7 +48,7 @@ class Course:
     def fill(self) -> None:
         """Trajectories end until the batch is full."""
         batch = self.core.batch
-        while batch.seats > 0:
+        while batch.missing > 0:
             if self.core.pending.draw:
                 self.draw()
             ended = self.running.pop(0)
@@ -183,7 +183,7 @@ def assert_fits(state: RunState, found: WaitReason) -> None:
         case WaitReason.PROMPTS:
             assert state.pending.draw
         case WaitReason.SAMPLING | WaitReason.TAIL | WaitReason.REWARD:
-            assert open_members and not state.batch_closed and state.batch.seats > 0
+            assert open_members and not state.batch_closed and state.batch.missing > 0
         case WaitReason.SHUTDOWN:
             assert state.finished
         case WaitReason.ENGINE_START:

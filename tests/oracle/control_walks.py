@@ -304,7 +304,7 @@ class CrashWorld(World):
                 assert action.seed_base == self.of_group[action.group_id].seed_base, "other seeds than before"
                 assert action.policy_version <= self.live_version or action.policy_version == self.paused_for
                 self.running |= dict.fromkeys(action.ids, action.policy_version)
-            case do.Pause(ids=()):
+            case do.PauseEngines():
                 assert not self.running and self.to_publish is None and self.to_evaluate is None
                 self.paused_for = action.policy_version
             case do.Evaluate():
@@ -315,7 +315,13 @@ class CrashWorld(World):
             case do.WriteCheckpoint():
                 self.written = self.take_checkpoint()
                 World.obey(self, action)
-            case do.TrainGroupNow() | do.StepOptimizer() | do.PublishWeights() | do.DrawPrompts() | do.Pause():
+            case (
+                do.TrainGroupNow()
+                | do.StepOptimizer()
+                | do.PublishWeights()
+                | do.DrawPrompts()
+                | do.PauseTrajectories()
+            ):
                 World.obey(self, action)
             case do.End():
                 assert self.over_now

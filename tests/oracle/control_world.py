@@ -189,12 +189,12 @@ class World:
                 self._launch(action)
             case do.Drop():
                 self._drop(action)
-            case do.Pause(ids=()):
+            case do.PauseEngines():
                 self._pause_engines(action.policy_version)
-            case do.Pause():
+            case do.PauseTrajectories():
                 for trajectory in action.ids:
                     self.paused[trajectory] = self.running.pop(trajectory)
-            case do.Resume():
+            case do.ResumeTrajectories():
                 for trajectory in action.ids:
                     self.running[trajectory] = self.paused.pop(trajectory)
             case do.Decision():
@@ -473,7 +473,7 @@ class World:
         settings, on_policy = self.settings, self.core.rules.policy.on_policy
         assert len(groups) == order.groups and sum(map(len, groups)) == order.samples
         batches = settings.tail_batching.long_round_batches if settings.rounds is TAIL else 1
-        # Off-policy rounds may have groups of several sizes: the last one to join may take more than the seats left.
+        # Off-policy rounds may have groups of several sizes: the last one to join may take more than is missing.
         by_prompts = settings.group_sizing.keeps is Keeps.PROMPTS
         mixes = not on_policy and settings.group_sizing.kind is not SizingKind.FIXED and not by_prompts
         excess = max(settings.group_sizing.sizes) - 1 if mixes else 0

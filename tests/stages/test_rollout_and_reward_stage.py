@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from streamrl.base.errors import RecipeError, StreamEnded
-from streamrl.base.stage_messages import FinishedTrajectory, Scored, TrajectoryHeld, TrajectoryLost
+from streamrl.base.stage_messages import FinishedTrajectory, Scored, TrajectoryLost, TrajectoryPaused
 from streamrl.base.types import (
     FinishReason,
     Prompt,
@@ -162,7 +162,7 @@ async def test_a_function_that_scores_groups_gets_whole_groups_even_when_a_sibli
 
 
 async def test_a_held_trajectory_is_reported_at_once_and_its_group_waits_for_it() -> None:
-    held = TrajectoryHeld(id=TrajectoryId(prompt_id="p", group_id=0, sample=1), tokens=5)
+    held = TrajectoryPaused(id=TrajectoryId(prompt_id="p", group_id=0, sample=1), tokens=5)
     incoming = [
         FinishedTrajectory(trajectory=trajectory(0), group_size=2),
         held,

@@ -55,15 +55,15 @@ class LengthSorted(StatelessRounds):
         if view.queued:
             varies = len(self._sizes) > 1
             queued = sum(ref.group_size == size for ref in view.queue) if varies else view.queued
-            each = 1 if self._options.single else size
+            kept = 1 if self._options.single else size
             limit = round((self._options.oversubscription or self._options.cohort_batches) * view.batch_trajectories)
-            groups = min(queued, (limit - view.untrained_trajectories) // view.trajectories_of(each))
+            groups = min(queued, (limit - view.untrained_trajectories) // view.trajectories_of(kept))
             if groups <= 0:
                 return None
             return Launch(
                 groups=groups,
                 source=Source.QUEUE,
-                size=each,
+                size=kept,
                 group_size=size,
                 queued_at=size if varies else 0,
                 round_kind=SORTED,

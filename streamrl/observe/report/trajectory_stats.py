@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from streamrl.base.stage_messages import EndedOutcome, RewardOutcome, Scored, TrajectoryHeld, TrajectoryLost
+from streamrl.base.stage_messages import EndedOutcome, RewardOutcome, Scored, TrajectoryLost, TrajectoryPaused
 from streamrl.base.types import (
     DropReason,
     FinishReason,
@@ -61,7 +61,7 @@ class TrajectoryStats:
 
     def came_back(self, item: RewardOutcome, now: float) -> None:
         """An outcome arrived."""
-        if isinstance(item, TrajectoryHeld):
+        if isinstance(item, TrajectoryPaused):
             return  # it comes back once more
         trajectory = item.id if isinstance(item, TrajectoryLost) else item.outcome.trajectory.id
         if (one := self._open.get(trajectory)) is None:

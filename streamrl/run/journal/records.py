@@ -27,7 +27,7 @@ from streamrl.control.actions import Decision
 from streamrl.control.events import ControlEvent
 from streamrl.control.model import Snapshot
 
-JOURNAL_SCHEMA = 3
+JOURNAL_SCHEMA = 4
 
 
 class JournalBase(Record, frozen=True, tag=True):
@@ -59,7 +59,7 @@ class JournalPrompt(Record, frozen=True, tag=True):
     prompt: Prompt
 
 
-class JournalHeld(Record, frozen=True, tag=True):
+class JournalPaused(Record, frozen=True, tag=True):
     """A trajectory was cut and keeps what it has."""
 
     id: TrajectoryId
@@ -99,7 +99,7 @@ JournalRecord = (
     | JournalEvent
     | JournalDecision
     | JournalPrompt
-    | JournalHeld
+    | JournalPaused
     | JournalSampled
     | JournalScored
     | JournalPublished
@@ -148,7 +148,7 @@ def scored_record(scored: ScoredTrajectory) -> JournalScored:
 def content_records(identity: TrajectoryId, content: Content) -> list[JournalRecord]:
     """All that brings ``content`` of a trajectory back."""
     if isinstance(content, SampledSoFar):
-        return [JournalHeld(id=identity, done=content)]
+        return [JournalPaused(id=identity, done=content)]
     if isinstance(content, ScoredTrajectory):
         return [sampled_record(content.trajectory), scored_record(content)]
     return [sampled_record(content)]

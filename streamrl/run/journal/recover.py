@@ -22,7 +22,7 @@ from streamrl.run.journal.records import (
     JournalBase,
     JournalCodec,
     JournalEvent,
-    JournalHeld,
+    JournalPaused,
     JournalPrompt,
     JournalPublished,
     JournalRecord,
@@ -92,7 +92,7 @@ class RecoveredRun:
             case JournalScored():
                 if isinstance(trajectory := self.store.trajectories.get(record.id), Trajectory):
                     self.store.add(scored_trajectory(trajectory, record))
-            case JournalHeld():
+            case JournalPaused():
                 self.store.add_part(record.id, record.done)
             case JournalPublished():
                 self.published = record

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from streamrl.base.stage_messages import FinishedTrajectory, RolloutOutcome, TrajectoryHeld
+from streamrl.base.stage_messages import FinishedTrajectory, RolloutOutcome, TrajectoryPaused
 from streamrl.base.types import Prompt, ScoredTrajectory
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.stream import SendStream
@@ -24,7 +24,7 @@ from streamrl.run.journal.records import (
     JournalCodec,
     JournalDecision,
     JournalEvent,
-    JournalHeld,
+    JournalPaused,
     JournalPrompt,
     JournalPublished,
     JournalRecord,
@@ -60,9 +60,9 @@ class RunJournal(parts.Journal):
         if isinstance(outcome, FinishedTrajectory) and not outcome.trajectory.evaluation:
             self._store.add(outcome.trajectory)
             self._append(sampled_record(outcome.trajectory))
-        elif isinstance(outcome, TrajectoryHeld) and outcome.done is not None:
+        elif isinstance(outcome, TrajectoryPaused) and outcome.done is not None:
             self._store.add_part(outcome.id, outcome.done)
-            self._append(JournalHeld(id=outcome.id, done=outcome.done))
+            self._append(JournalPaused(id=outcome.id, done=outcome.done))
 
     def scored(self, scored: ScoredTrajectory) -> None:
         """Append a reward before control is told of it."""

@@ -16,13 +16,13 @@ from streamrl.base.errors import RequestRefused
 from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
 from streamrl.base.stage_messages import (
     CancelTrajectories,
-    ContinueTrajectories,
     FinishedTrajectory,
-    HoldTrajectories,
     LaunchTrajectory,
+    PauseTrajectories,
+    ResumeTrajectories,
     RolloutOrder,
-    TrajectoryHeld,
     TrajectoryLost,
+    TrajectoryPaused,
 )
 from streamrl.base.types import Completion, FinishReason, Prompt, TrajectoryId, VersionSpan, token_array
 from streamrl.comm.memory_stream import memory_stream
@@ -41,12 +41,12 @@ def launch(sample: int) -> LaunchTrajectory:
     return LaunchTrajectory(id=identity(sample), prompt=prompt, group_size=2, seed=7 + sample)
 
 
-def hold(*samples: int) -> HoldTrajectories:
-    return HoldTrajectories(ids=tuple(identity(sample) for sample in samples))
+def hold(*samples: int) -> PauseTrajectories:
+    return PauseTrajectories(ids=tuple(identity(sample) for sample in samples))
 
 
-def go_on(*samples: int) -> ContinueTrajectories:
-    return ContinueTrajectories(ids=tuple(identity(sample) for sample in samples))
+def go_on(*samples: int) -> ResumeTrajectories:
+    return ResumeTrajectories(ids=tuple(identity(sample) for sample in samples))
 
 
 def cancel(*samples: int) -> CancelTrajectories:
@@ -112,7 +112,7 @@ class Bench:
 
     @property
     def held(self) -> dict[int, int]:
-        return {outcome.id.sample: outcome.tokens for outcome in self.of(TrajectoryHeld)}
+        return {outcome.id.sample: outcome.tokens for outcome in self.of(TrajectoryPaused)}
 
 
 async def roll(
@@ -136,7 +136,7 @@ async def roll(
     ends = Counter(
         outcome.trajectory.id if isinstance(outcome, FinishedTrajectory) else outcome.id
         for outcome in bench.seen
-        if not isinstance(outcome, TrajectoryHeld)
+        if not isinstance(outcome, TrajectoryPaused)
     )
     assert ends == {identity(sample): 1 for sample in range(launched)}, "each ends exactly once"
     assert bench.stage.statistics().running == 0
@@ -230,8 +230,8 @@ async def test_a_continue_that_overtakes_the_abort_of_its_hold_loses_nothing() -
         await bench.order(hold(0), go_on(0), hold(0), go_on(0), hold(1))
         await bench.until(lambda: len(engine.late) == 3)
         await engine.let_through()
-        await bench.until(lambda: len(bench.of(TrajectoryHeld)) == 3)
-        assert [o.id.sample for o in bench.of(TrajectoryHeld)].count(0) == 2, "each hold is answered"
+        await bench.until(lambda: len(bench.of(TrajectoryPaused)) == 3)
+        assert [o.id.sample for o in bench.of(TrajectoryPaused)].count(0) == 2, "each hold is answered"
         await bench.until(lambda: bool(bench.of(FinishedTrajectory)))
         await bench.order(go_on(1))
 
@@ -384,7 +384,7 @@ async def test_whatever_is_ordered_each_trajectory_ends_once_and_whole(script: l
     assert all(o.cancelled for o in bench.of(TrajectoryLost))
     for sample in set(range(4)) - cancelled:
         assert assert_joined(bench, sample).trajectory.finish_reason is not FinishReason.ABORT
-    answers = Counter(o.id.sample for o in bench.of(TrajectoryHeld))
+    answers = Counter(o.id.sample for o in bench.of(TrajectoryPaused))
     assert all(answers[sample] <= held_orders[sample] for sample in range(4))
 
 

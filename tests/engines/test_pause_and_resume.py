@@ -16,11 +16,11 @@ import pytest_asyncio
 
 from streamrl.base.messages import Generate, WeightAnnouncement
 from streamrl.base.stage_messages import (
-    ContinueTrajectories,
     FinishedTrajectory,
-    HoldTrajectories,
     LaunchTrajectory,
-    TrajectoryHeld,
+    PauseTrajectories,
+    ResumeTrajectories,
+    TrajectoryPaused,
 )
 from streamrl.base.types import Completion, FinishReason, Prompt, TokenArray, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
@@ -171,7 +171,7 @@ class Roll:
 
     async def _collect(self) -> None:
         async for outcome in self.take:
-            if isinstance(outcome, TrajectoryHeld):
+            if isinstance(outcome, TrajectoryPaused):
                 assert outcome.id.group_id not in self.held
                 self.held[outcome.id.group_id] = outcome.tokens
             else:
@@ -194,14 +194,14 @@ async def test_held_trajectories_leave_the_engine_and_go_on_from_their_tokens(be
         roll.start(group)
         await roll.launch()
         await until(lambda: bench.engine.load().running == 12)
-        await roll.give.send(HoldTrajectories(ids=tuple(roll.ids[:8])))
+        await roll.give.send(PauseTrajectories(ids=tuple(roll.ids[:8])))
         await until(lambda: len(roll.held) == 8)
         await until(lambda: bench.engine.load().running == 4 or len(roll.finished) == 4)
         assert roll.stage.statistics().running <= 4
         await until(lambda: len(roll.finished) == 4)
         await until(lambda: bench.engine.load().running == 0)
         await bench.push()
-        await roll.give.send(ContinueTrajectories(ids=tuple(roll.ids)))
+        await roll.give.send(ResumeTrajectories(ids=tuple(roll.ids)))
         await roll.give.aclose()
     assert len(roll.finished) == 12
     cut = [i for i in range(8) if roll.held[i]]
