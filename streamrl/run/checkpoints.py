@@ -53,7 +53,9 @@ def read_fork_point(checkpoint: Path) -> ForkPoint | None:
     try:
         return _fork_codec().decode(path.read_bytes())
     except WireError as error:
-        raise StreamRLError(f"{path} cannot be read: {error}; resume from another checkpoint") from error
+        raise StreamRLError(
+            f"{path} cannot be read: {error}; use the streamrl that wrote it, or resume from another checkpoint"
+        ) from error
 
 
 def to_forget(

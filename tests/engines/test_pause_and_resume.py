@@ -1,4 +1,4 @@
-"""Real engines: trajectories that are held, requests submitted ahead of a push, an engine that joins and stops."""
+"""Real engines: trajectories that are paused, requests submitted ahead of a push, an engine that joins and stops."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Weights:
             for name, tensor in tensors.items()
         ]
         self.bits = {n: t.flatten().view(torch.int16).numpy().view(np.uint16).copy() for n, t in tensors.items()}
-        self.rank = RankPublisher(endpoint, run_id="hold", rank=0, shards=shards)
+        self.rank = RankPublisher(endpoint, run_id="pause", rank=0, shards=shards)
         self.version = -1
 
     def next_version(self) -> WeightAnnouncement:
@@ -158,7 +158,7 @@ class Roll:
         self.ids = [TrajectoryId(prompt_id=p.prompt_id, group_id=i, sample=0) for i, p in enumerate(self.prompts)]
         self.give, self.orders = memory_stream(64)
         self.outcomes, self.take = memory_stream(64)
-        self.held: dict[int, int] = {}
+        self.paused: dict[int, int] = {}
         self.finished: dict[int, FinishedTrajectory] = {}
 
     def start(self, group: anyio.abc.TaskGroup) -> None:
@@ -172,8 +172,8 @@ class Roll:
     async def _collect(self) -> None:
         async for outcome in self.take:
             if isinstance(outcome, TrajectoryPaused):
-                assert outcome.id.group_id not in self.held
-                self.held[outcome.id.group_id] = outcome.tokens
+                assert outcome.id.group_id not in self.paused
+                self.paused[outcome.id.group_id] = outcome.tokens
             else:
                 assert isinstance(outcome, FinishedTrajectory) and outcome.trajectory.id.group_id not in self.finished
                 self.finished[outcome.trajectory.id.group_id] = outcome
@@ -186,8 +186,8 @@ class Roll:
         return self.finished[index].trajectory.segments[0].token_ids
 
 
-async def test_held_trajectories_leave_the_engine_and_go_on_from_their_tokens(bench: Bench) -> None:
-    prompts, whole = await unending(bench, 12, "hold")
+async def test_paused_trajectories_leave_the_engine_and_go_on_from_their_tokens(bench: Bench) -> None:
+    prompts, whole = await unending(bench, 12, "pause")
     roll = Roll(bench.engine, prompts)
     old = bench.weights.version
     async with anyio.create_task_group() as group:
@@ -195,7 +195,7 @@ async def test_held_trajectories_leave_the_engine_and_go_on_from_their_tokens(be
         await roll.launch()
         await until(lambda: bench.engine.load().running == 12)
         await roll.give.send(PauseTrajectories(ids=tuple(roll.ids[:8])))
-        await until(lambda: len(roll.held) == 8)
+        await until(lambda: len(roll.paused) == 8)
         await until(lambda: bench.engine.load().running == 4 or len(roll.finished) == 4)
         assert roll.stage.statistics().running <= 4
         await until(lambda: len(roll.finished) == 4)
@@ -204,20 +204,20 @@ async def test_held_trajectories_leave_the_engine_and_go_on_from_their_tokens(be
         await roll.give.send(ResumeTrajectories(ids=tuple(roll.ids)))
         await roll.give.aclose()
     assert len(roll.finished) == 12
-    cut = [i for i in range(8) if roll.held[i]]
-    assert len(cut) == 8, "the hold came before their first token"
+    cut = [i for i in range(8) if roll.paused[i]]
+    assert len(cut) == 8, "the pause came before their first token"
     new = bench.weights.version
-    rests = await bench.greedy([prompts[i] + whole[i].token_ids[: roll.held[i]] for i in cut], "rest", tokens=LONGEST)
+    rests = await bench.greedy([prompts[i] + whole[i].token_ids[: roll.paused[i]] for i in cut], "rest", tokens=LONGEST)
     for i, rest in zip(cut, rests, strict=True):
-        held = roll.held[i]
-        assert roll.tokens(i)[:held] == whole[i].token_ids[:held], "the prefix is what was sampled before"
-        assert roll.tokens(i)[held:] == rest.token_ids[: LONGEST - held]
-        assert roll.spans(i) == [(0, held, old), (held, len(roll.tokens(i)), new)]
+        paused = roll.paused[i]
+        assert roll.tokens(i)[:paused] == whole[i].token_ids[:paused], "the prefix is what was sampled before"
+        assert roll.tokens(i)[paused:] == rest.token_ids[: LONGEST - paused]
+        assert roll.spans(i) == [(0, paused, old), (paused, len(roll.tokens(i)), new)]
     for i in range(8, 12):
         assert roll.tokens(i) == whole[i].token_ids and roll.spans(i) == [(0, LONGEST, old)]
 
 
-async def test_what_is_submitted_while_held_is_computed_by_the_next_version_alone(bench: Bench) -> None:
+async def test_what_is_submitted_while_paused_is_computed_by_the_next_version_alone(bench: Bench) -> None:
     prompts = prompts_of(8, length=300)  # two full blocks of the prefix cache, and more
     old = await bench.greedy(prompts, "old", tokens=40)
     done: dict[str, Completion] = {}

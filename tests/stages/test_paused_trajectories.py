@@ -1,4 +1,4 @@
-"""Trajectories that control stops and goes on with: nothing lost, nothing twice, tokens and version spans kept."""
+"""Trajectories that control pauses and resumes: nothing lost, nothing twice, tokens and version spans kept."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def launch(sample: int) -> LaunchTrajectory:
     return LaunchTrajectory(id=identity(sample), prompt=prompt, group_size=2, seed=7 + sample)
 
 
-def hold(*samples: int) -> PauseTrajectories:
+def pause(*samples: int) -> PauseTrajectories:
     return PauseTrajectories(ids=tuple(identity(sample) for sample in samples))
 
 
-def go_on(*samples: int) -> ResumeTrajectories:
+def resume(*samples: int) -> ResumeTrajectories:
     return ResumeTrajectories(ids=tuple(identity(sample) for sample in samples))
 
 
@@ -111,7 +111,7 @@ class Bench:
         return [outcome for outcome in self.seen if isinstance(outcome, kind)]
 
     @property
-    def held(self) -> dict[int, int]:
+    def paused(self) -> dict[int, int]:
         return {outcome.id.sample: outcome.tokens for outcome in self.of(TrajectoryPaused)}
 
 
@@ -165,46 +165,46 @@ def assert_joined(bench: Bench, sample: int) -> FinishedTrajectory:
     return finished
 
 
-async def test_what_is_held_leaves_the_engine_and_goes_on_from_its_tokens_under_the_next_version() -> None:
-    at_hold: list[float] = []
+async def test_what_is_paused_leaves_the_engine_and_goes_on_from_its_tokens_under_the_next_version() -> None:
+    at_pause: list[float] = []
 
     async def during(bench: Bench) -> None:
         await bench.steps(40)
-        await bench.order(hold(0))
-        await bench.until(lambda: bool(bench.held))
+        await bench.order(pause(0))
+        await bench.until(lambda: bool(bench.paused))
         assert bench.engine.load().running == 1
         assert bench.stage.statistics().running == 1
         await bench.engine.push(1)
         await bench.until(lambda: bool(bench.of(FinishedTrajectory)))
-        assert bench.engine.load().running == 0, "the held one is not in the engine"
-        at_hold.append(bench.stage.statistics().busy_seconds)
+        assert bench.engine.load().running == 0, "the paused one is not in the engine"
+        at_pause.append(bench.stage.statistics().busy_seconds)
         await bench.engine.push(2)
-        await bench.order(go_on(0))
+        await bench.order(resume(0))
         await bench.until(lambda: len(bench.of(FinishedTrajectory)) == 2)
 
     bench = await roll(during)
     finished = assert_joined(bench, 0)
     prefix = bench.engine.pieces["0.0.0/0"]
-    assert bench.held == {0: len(prefix.token_ids)} and 15 <= len(prefix.token_ids) <= 25
+    assert bench.paused == {0: len(prefix.token_ids)} and 15 <= len(prefix.token_ids) <= 25
     [segment] = finished.trajectory.segments
     assert segment.version_spans == (
-        VersionSpan(start=0, end=bench.held[0], policy_version=0),
-        VersionSpan(start=bench.held[0], end=len(segment.token_ids), policy_version=2),
+        VersionSpan(start=0, end=bench.paused[0], policy_version=0),
+        VersionSpan(start=bench.paused[0], end=len(segment.token_ids), policy_version=2),
     )
     assert [span.policy_version for span in assert_joined(bench, 1).trajectory.segments[0].version_spans] == [0, 1]
 
 
-async def test_a_held_trajectory_that_is_cancelled_is_lost_with_its_tokens() -> None:
+async def test_a_paused_trajectory_that_is_cancelled_is_lost_with_its_tokens() -> None:
     async def during(bench: Bench) -> None:
         await bench.steps(20)
-        await bench.order(hold(0))
-        await bench.until(lambda: bool(bench.held))
+        await bench.order(pause(0))
+        await bench.until(lambda: bool(bench.paused))
         await bench.order(cancel(0))
         await bench.until(lambda: bool(bench.of(TrajectoryLost)))
 
     bench = await roll(during)
     [lost] = bench.of(TrajectoryLost)
-    assert (lost.id.sample, lost.cancelled, lost.tokens) == (0, True, bench.held[0]) and lost.tokens > 0
+    assert (lost.id.sample, lost.cancelled, lost.tokens) == (0, True, bench.paused[0]) and lost.tokens > 0
     assert_joined(bench, 1)
 
 
@@ -222,71 +222,71 @@ class LateEngine(RecordingEngine):
         await super().abort(self.late)
 
 
-async def test_a_continue_that_overtakes_the_abort_of_its_hold_loses_nothing() -> None:
+async def test_a_resume_that_overtakes_the_abort_of_its_pause_loses_nothing() -> None:
     engine = LateEngine()
 
     async def during(bench: Bench) -> None:
         await bench.steps(20)
-        await bench.order(hold(0), go_on(0), hold(0), go_on(0), hold(1))
+        await bench.order(pause(0), resume(0), pause(0), resume(0), pause(1))
         await bench.until(lambda: len(engine.late) == 3)
         await engine.let_through()
         await bench.until(lambda: len(bench.of(TrajectoryPaused)) == 3)
-        assert [o.id.sample for o in bench.of(TrajectoryPaused)].count(0) == 2, "each hold is answered"
+        assert [o.id.sample for o in bench.of(TrajectoryPaused)].count(0) == 2, "each pause is answered"
         await bench.until(lambda: bool(bench.of(FinishedTrajectory)))
-        await bench.order(go_on(1))
+        await bench.order(resume(1))
 
     bench = await roll(during, engine=engine)
     for sample in (0, 1):
         assert_joined(bench, sample)
 
 
-async def test_a_push_that_aborts_keeps_held_what_is_held() -> None:
+async def test_a_push_that_aborts_keeps_paused_what_is_paused() -> None:
     async def during(bench: Bench) -> None:
         await bench.steps(20)
-        await bench.order(hold(0))
-        await bench.engine.pause(PauseMode.ABORT, clear_cache=True)  # races with the hold
+        await bench.order(pause(0))
+        await bench.engine.pause(PauseMode.ABORT, clear_cache=True)  # races with the pause
         await bench.engine.resume()
-        await bench.until(lambda: bool(bench.held))
+        await bench.until(lambda: bool(bench.paused))
         parts = [request for request in bench.engine.asked if request.startswith("0.0.0/")]
         await bench.engine.pause(PauseMode.ABORT, clear_cache=True)
         await bench.engine.resume()
         await bench.until(lambda: bool(bench.of(FinishedTrajectory)))
         assert parts == [request for request in bench.engine.asked if request.startswith("0.0.0/")]
-        await bench.order(go_on(0))
+        await bench.order(resume(0))
 
     bench = await roll(during)
     for sample in (0, 1):
         assert_joined(bench, sample)
 
 
-async def test_what_is_held_at_the_end_of_the_orders_is_lost_and_the_stage_ends() -> None:
+async def test_what_is_paused_at_the_end_of_the_orders_is_lost_and_the_stage_ends() -> None:
     async def during(bench: Bench) -> None:
         await bench.steps(20)
-        await bench.order(hold(0))
-        await bench.until(lambda: bool(bench.held))
-        await bench.order(hold(1))  # this one ends while its abort is under way
+        await bench.order(pause(0))
+        await bench.until(lambda: bool(bench.paused))
+        await bench.order(pause(1))  # this one ends while its abort is under way
 
     bench = await roll(during)
     assert {(o.id.sample, o.cancelled, o.reason) for o in bench.of(TrajectoryLost)} == {
-        (sample, True, "held when the orders ended") for sample in (0, 1)
+        (sample, True, "paused when the orders ended") for sample in (0, 1)
     }
 
 
-async def test_a_trajectory_may_be_held_or_cancelled_as_soon_as_it_is_launched() -> None:
+async def test_a_trajectory_may_be_paused_or_cancelled_as_soon_as_it_is_launched() -> None:
     bench = Bench(RecordingEngine())
     await bench.engine.start()
     async with anyio.create_task_group() as group:
-        await bench.order(launch(0), hold(0), launch(1), cancel(1))
+        await bench.order(launch(0), pause(0), launch(1), cancel(1))
         group.start_soon(bench.stage.run, bench.orders, bench.outcomes)
         group.start_soon(bench.collect)
-        await bench.until(lambda: bool(bench.held) and bool(bench.of(TrajectoryLost)))
+        await bench.until(lambda: bool(bench.paused) and bool(bench.of(TrajectoryLost)))
         assert bench.engine.load().running == 0
-        await bench.order(go_on(0))
+        await bench.order(resume(0))
         await bench.give.aclose()
     assert_joined(bench, 0)
 
 
-async def test_what_is_submitted_to_held_engines_keeps_none_busy() -> None:
+async def test_what_is_submitted_to_paused_engines_keeps_none_busy() -> None:
     async def during(bench: Bench) -> None:
         await bench.engine.pause(PauseMode.KEEP, clear_cache=False)
         bench.stage.engines_paused(True)
@@ -318,10 +318,10 @@ async def test_a_part_that_is_refused_tells_the_tokens_that_it_had() -> None:
         group.start_soon(bench.collect)
         await bench.order(launch(0))
         await bench.steps(20)
-        await bench.order(hold(0), go_on(0))
+        await bench.order(pause(0), resume(0))
         await bench.give.aclose()
     [lost] = bench.of(TrajectoryLost)
-    assert (lost.cancelled, lost.reason, lost.tokens) == (False, "planted", bench.held[0])
+    assert (lost.cancelled, lost.reason, lost.tokens) == (False, "planted", bench.paused[0])
 
 
 @pytest.mark.parametrize("between", range(4))
@@ -350,23 +350,23 @@ Step = tuple[str, int]
 @settings(max_examples=60, deadline=None)
 @given(
     script=st.lists(
-        st.tuples(st.sampled_from(["hold", "go_on", "cancel", "abort", "push", "sample"]), st.integers(0, 3)),
+        st.tuples(st.sampled_from(["pause", "resume", "cancel", "abort", "push", "sample"]), st.integers(0, 3)),
         max_size=25,
     ),
     seed=st.integers(0, 3),
 )
 async def test_whatever_is_ordered_each_trajectory_ends_once_and_whole(script: list[Step], seed: int) -> None:
-    held_orders: Counter[int] = Counter()
+    pauses: Counter[int] = Counter()
 
     async def during(bench: Bench) -> None:
         version = 0
         for word, sample in script:
             match word:
-                case "hold":
-                    held_orders[sample] += 1
-                    await bench.order(hold(sample))
-                case "go_on":
-                    await bench.order(go_on(sample))
+                case "pause":
+                    pauses[sample] += 1
+                    await bench.order(pause(sample))
+                case "resume":
+                    await bench.order(resume(sample))
                 case "cancel":
                     await bench.order(cancel(sample))
                 case "abort":
@@ -385,7 +385,7 @@ async def test_whatever_is_ordered_each_trajectory_ends_once_and_whole(script: l
     for sample in set(range(4)) - cancelled:
         assert assert_joined(bench, sample).trajectory.finish_reason is not FinishReason.ABORT
     answers = Counter(o.id.sample for o in bench.of(TrajectoryPaused))
-    assert all(answers[sample] <= held_orders[sample] for sample in range(4))
+    assert all(answers[sample] <= pauses[sample] for sample in range(4))
 
 
 async def test_what_runs_beyond_the_capacity_does_not_count_as_busy() -> None:
