@@ -33,7 +33,7 @@ PLANTS = {
         1,
     ),
     "an opening": ("base/a.py", '"""How it is."""\n', "streamrl/base/a.py:1: How it is.", 1),
-    "a word": ("base/a.py", '"""Aftermath of a kill."""\n', "'Aftermath': leftovers, postmortem", 1),
+    "a word": ("base/a.py", "# The s" + "helf of a run.\n", "prompt store", 1),
     "a word in a name": ("base/a.py", "def begin_anew(): ...\n", "begin_anew: 'anew': restart", 1),
     "a long class": ("base/a.py", "class A:\n" + "    x = 1\n" * 250, "A has 251 lines", 1),
     "nothing": ("base/a.py", "class A:\n    pass\n", "imports against the order: 0", 0),
