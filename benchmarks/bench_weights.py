@@ -36,7 +36,7 @@ from weight_measurement import DeltaMeter, Measurement, UpdatedTensor, slices_of
 
 from streamrl.base.errors import RecipeError, WeightError
 from streamrl.weights.codec.bits import BitArray
-from streamrl.weights.publish.loaded_checkpoint import CheckpointTensor, map_checkpoint
+from streamrl.weights.pull.loaded_checkpoint import CheckpointTensor, map_checkpoint
 
 DEFAULT_PARAMETERS = 50_000_000
 DEFAULT_DENSITY = 0.01

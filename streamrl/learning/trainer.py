@@ -33,8 +33,8 @@ from streamrl.base.types import TrainingGroup
 from streamrl.learning import process_group
 from streamrl.learning.batches.preparation import OpenBatch
 from streamrl.learning.batches.scoring import probe_logprobs
+from streamrl.learning.model.local_shards import LocalShard
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.state.published_weights import LocalShard
 from streamrl.learning.step_metrics import check_totals, policy_metrics, publishing_metrics
 from streamrl.learning.updates import Updates
 

@@ -16,7 +16,7 @@ from streamrl.base.messages import CloseBatch, SaveCheckpoint
 from streamrl.base.types import TrainingGroup
 from streamrl.learning import process_group
 from streamrl.learning.batches.gradients import BatchSums, accumulate
-from streamrl.learning.batches.packing import PreparedSample, empty_micro_batch, packed_rows
+from streamrl.learning.batches.packing import PreparedSample, packed_rows
 from streamrl.learning.batches.preparation import (
     OpenBatch,
     prepare_group,
@@ -27,6 +27,7 @@ from streamrl.learning.batches.preparation import (
 )
 from streamrl.learning.batches.scoring import score_samples
 from streamrl.learning.model.loading import load_models
+from streamrl.learning.model.micro_batch import empty_micro_batch
 from streamrl.learning.model.policy import drop_unreduced_gradients, set_gradient_sync, set_sharded
 from streamrl.learning.objective.advantages import Moments
 from streamrl.learning.objective.objectives import loss_denominator

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, decode_patch, encode_complete, encode_patch
     from streamrl.weights.engine_push import commit, push, stage
     from streamrl.weights.manifest import ShardSpec
-    from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
     from streamrl.weights.publish.publisher import Published, WeightPublisher
     from streamrl.weights.pull.fetch import KeptParts, fetch_version
+    from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
     from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, StagedVersion
     from streamrl.weights.vllm_server import VllmServer
 
@@ -74,7 +74,7 @@ SERVER_OPTIONS = ("--weight-transfer-config", json.dumps({"backend": WEIGHT_BACK
 """What ``vllm serve MODEL`` needs on its command line."""
 
 _HOMES = {
-    "streamrl.weights.publish.loaded_checkpoint": ("CheckpointBase",),
+    "streamrl.weights.pull.loaded_checkpoint": ("CheckpointBase",),
     "streamrl.weights.codec.codec": ("EncodedPatch", "WeightPatch", "decode_patch", "encode_complete", "encode_patch"),
     "streamrl.weights.engine_push": ("commit", "push", "stage"),
     "streamrl.weights.pull.fetch": ("KeptParts", "fetch_version"),

@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 from sample_groups import make_groups, master_values, train_batch  # noqa: E402
 
 from streamrl.base.messages import SaveCheckpoint  # noqa: E402
-from streamrl.learning.batches.packing import empty_micro_batch  # noqa: E402
-from streamrl.learning.objective.critic import Critic  # noqa: E402
+from streamrl.learning.model.critic import Critic  # noqa: E402
+from streamrl.learning.model.micro_batch import empty_micro_batch  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.recipe.algorithms import objective_settings  # noqa: E402
 from streamrl.recipe.objective import Algorithm, Objective, ValueModel  # noqa: E402

@@ -25,7 +25,7 @@ from sample_groups import make_groups, train_batch  # noqa: E402
 from torch.func import functional_call  # noqa: E402
 
 from streamrl.base.types import TrainingGroup, TrainingSample, VersionSpan, float_array  # noqa: E402
-from streamrl.learning.batches import gradients  # noqa: E402
+from streamrl.learning.model import policy  # noqa: E402
 from streamrl.recipe.algorithms import ObjectiveSettings, objective_settings, why_not_streaming  # noqa: E402
 from streamrl.recipe.objective import (  # noqa: E402
     AdvantageKind,
@@ -461,7 +461,7 @@ def test_sequences_in_chunks_of_logits_give_the_same(
     start_trainer: StartTrainer, tiny_model: str, groups: list[TrainingGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With so few logits at once every sequence is cut; GSPO needs whole ones all the same."""
-    monkeypatch.setattr(gradients, "LOGITS_IN_A_CHUNK", 32 * 5)
+    monkeypatch.setattr(policy, "LOGITS_IN_A_CHUNK", 32 * 5)
     check(start_trainer, tiny_model, groups, CASES["k2 in gspo, entropy, three updates"])
 
 
@@ -470,8 +470,8 @@ def test_a_large_card_makes_more_logits_at_a_time(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(
             "torch.cuda.get_device_properties", lambda _, t=total_memory: SimpleNamespace(total_memory=t)
         )
-        assert gradients.logits_at_once(torch.device("cuda", 0)) == expected
-    assert gradients.logits_at_once(torch.device("cpu")) == 1 << 24
+        assert policy.logits_at_once(torch.device("cuda", 0)) == expected
+    assert policy.logits_at_once(torch.device("cpu")) == 1 << 24
 
 
 def test_the_cohort_compares_with_earlier_batches(

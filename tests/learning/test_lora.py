@@ -20,9 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from streamrl.base.errors import StreamRLError
-from streamrl.learning.model.lora import AdapterWeights
 from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
+from streamrl.learning.state.lora import AdapterWeights
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.trained_weights import make_weights
 from streamrl.recipe.sections import Gathered, Lora, OptimizerKind

@@ -27,7 +27,7 @@ from weight_measurement import DeltaMeter, UpdatedTensor
 
 from streamrl.base.errors import WeightError
 from streamrl.weights.codec.codec import WeightPatch, decode_patch, encode_patch
-from streamrl.weights.publish.loaded_checkpoint import map_checkpoint
+from streamrl.weights.pull.loaded_checkpoint import map_checkpoint
 
 CODES = {"<u2": "BF16", "<u4": "F32", "<i8": "I64", "|u1": "F8_E4M3"}
 

@@ -15,8 +15,8 @@ import pytest
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.manifest import CHECKPOINT_VERSION, decode_manifest, digest_of, encode_manifest
-from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.fetch import KeptParts, fetch_version
+from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.received_part import ReceivedChain
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion
 from streamrl.weights.requests import MANIFEST, GetPiece, Piece, decode_request, encoder

@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 
 from streamrl.base.errors import StreamRLError
-from streamrl.learning.batches.packing import MicroBatch
-from streamrl.learning.model.policy import PackedPolicy, compute_context
-from streamrl.learning.objective.critic import Critic
+from streamrl.learning.model.critic import Critic
+from streamrl.learning.model.micro_batch import MicroBatch
+from streamrl.learning.model.policy import PackedPolicy, chunks, compute_context
 from streamrl.learning.objective.logprobs import token_logprobs
 from streamrl.learning.objective.objectives import TokenInputs, TokenLoss, needs_whole_sequences, token_loss, value_loss
 from streamrl.learning.options import TrainerOptions
 
-LOGITS_IN_A_CHUNK = 1 << 24
-"""Logits that exist at once (64 MiB of float32): the head runs over so many trained positions at a time. On CUDA as
-many as a 64th of the card holds: each chunk reads the head again, and adds to its gradient."""
-CARD_SHARE = 64
 NAMED_SAMPLES = 8
 
 
@@ -101,20 +97,6 @@ def accumulate(
             f"({len(row.sample_ids)} in the row); lower training.learning_rate if optim/grad_norm grew before"
         )
     torch.autograd.backward(hidden_ND, leaf_ND.grad)
-
-
-def chunks(policy: PackedPolicy, tokens: int) -> list[slice]:
-    """Ranges of predicting positions whose logits may exist at once; one at least."""
-    vocabulary = policy.hugging_face.config.get_text_config().vocab_size
-    size = max(1, logits_at_once(policy.hugging_face.device) // vocabulary)
-    return [slice(start, start + size) for start in range(0, max(1, tokens), size)]
-
-
-def logits_at_once(device: torch.device) -> int:
-    """Float32 logits that the head makes at a time on this device."""
-    if device.type != "cuda":
-        return LOGITS_IN_A_CHUNK
-    return max(LOGITS_IN_A_CHUNK, torch.cuda.get_device_properties(device).total_memory // CARD_SHARE // 4)
 
 
 def _through_critic(critic: Critic | None, leaf_ND: Tensor | None, row: MicroBatch, options: TrainerOptions) -> Tensor:

@@ -23,7 +23,8 @@ from torch import Tensor
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import FloatArray, TokenArray, TrainingSample
 from streamrl.learning import process_group
-from streamrl.learning.model.attention import PackedLayout, PackedSequence, packed_layout
+from streamrl.learning.model.attention import PackedSequence, packed_layout
+from streamrl.learning.model.micro_batch import MicroBatch, empty_micro_batch
 from streamrl.learning.objective.advantages import FloatVector
 from streamrl.learning.objective.objectives import TokenInputs
 
@@ -46,23 +47,6 @@ class PreparedSample(msgspec.Struct, frozen=True):
     reference: FloatVector | None = None
     old_values: FloatVector | None = None
     returns: FloatVector | None = None
-
-
-class MicroBatch(NamedTuple):
-    """One row of ``T`` tokens with ``N`` trained ones among them.
-
-    ``tokens_T``, ``positions_T``: int64. ``predictors_N``: index in the row of the token whose output predicts
-    the target ``targets_N`` (the one before it; siblings that share a prompt share it). ``sample_ids``: of the row's
-    sequences, in the order of ``inputs.sequence_N``.
-    """
-
-    tokens_T: Tensor
-    positions_T: Tensor
-    layout: PackedLayout
-    predictors_N: Tensor
-    targets_N: Tensor
-    inputs: TokenInputs
-    sample_ids: tuple[str, ...]
 
 
 def plan_micro_batches(samples: Sequence[PreparedSample], budget: int) -> list[list[PreparedSample]]:
@@ -178,21 +162,6 @@ def token_versions(sample: TrainingSample) -> NDArray[np.int64]:
     for span in sample.version_spans:
         versions[span.start : span.end] = span.policy_version
     return versions
-
-
-def empty_micro_batch(device: torch.device) -> MicroBatch:
-    """Two tokens, none trained: keeps a rank in step with collectives when it has nothing to train."""
-    nothing = torch.zeros(0, device=device)
-    index = torch.zeros(0, dtype=torch.int64, device=device)
-    return MicroBatch(
-        tokens_T=torch.zeros(2, dtype=torch.int64, device=device),
-        positions_T=torch.arange(2, device=device),
-        layout=packed_layout([PackedSequence(0, 2)], device),
-        predictors_N=index,
-        targets_N=index,
-        inputs=TokenInputs(nothing, nothing, nothing, index, index, 0),
-        sample_ids=(),
-    )
 
 
 Tokens = NDArray[np.int64]

@@ -28,9 +28,9 @@ from torch.utils.checkpoint import checkpoint
 
 from streamrl.base.errors import StreamRLError
 from streamrl.learning import process_group
-from streamrl.learning.batches.gradients import logits_at_once
 from streamrl.learning.model.architecture import decoder_layers, persistent_buffers
 from streamrl.learning.model.attention import register_packed_attention, register_uncompiled_attention
+from streamrl.learning.model.critic import Critic
 from streamrl.learning.model.hugging_face import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -38,12 +38,18 @@ from streamrl.learning.model.hugging_face import (
     init_empty_weights,
     without_compiler,
 )
-from streamrl.learning.model.policy import PackedPolicy, computes_in_sixteen_bits, gather_once, set_sharded, shard
+from streamrl.learning.model.local_shards import local_part, local_shards, published_shards
+from streamrl.learning.model.policy import (
+    PackedPolicy,
+    computes_in_sixteen_bits,
+    gather_once,
+    logits_at_once,
+    set_sharded,
+    shard,
+)
 from streamrl.learning.model.probe import check_packing
-from streamrl.learning.objective.critic import Critic
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.rank_memory import MOMENT_BYTES, TrainingSizes, activation_bytes, choose_gathered
-from streamrl.learning.state.published_weights import local_part, local_shards, published_shards
 from streamrl.pretrained.model_folder import unsafe_content
 from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors
 from streamrl.recipe.sections import Gathered, OptimizerKind

@@ -12,15 +12,20 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from streamrl.base.errors import StreamRLError
-from streamrl.learning.batches.packing import MicroBatch
 from streamrl.learning.model.architecture import (
     checkpoint_pieces,
     decoder_layers,
     logit_scaling,
     longest_exact_sequence,
 )
+from streamrl.learning.model.micro_batch import MicroBatch
 from streamrl.learning.options import TrainerOptions
 from streamrl.recipe.sections import ComputeDtype, Gathered
+
+LOGITS_IN_A_CHUNK = 1 << 24
+"""Logits that exist at once (64 MiB of float32): the head runs over so many trained positions at a time. On CUDA as
+many as a 64th of the card holds: each chunk reads the head again, and adds to its gradient."""
+CARD_SHARE = 64
 
 
 class PackedPolicy(nn.Module):
@@ -132,3 +137,17 @@ def compute_context(options: TrainerOptions, device: torch.device) -> contextlib
     if computes_in_sixteen_bits(options, device):
         return torch.autocast(device.type, torch.bfloat16)
     return contextlib.nullcontext()
+
+
+def chunks(policy: PackedPolicy, tokens: int) -> list[slice]:
+    """Ranges of predicting positions whose logits may exist at once; one at least."""
+    vocabulary = policy.hugging_face.config.get_text_config().vocab_size
+    size = max(1, logits_at_once(policy.hugging_face.device) // vocabulary)
+    return [slice(start, start + size) for start in range(0, max(1, tokens), size)]
+
+
+def logits_at_once(device: torch.device) -> int:
+    """Float32 logits that the head makes at a time on this device."""
+    if device.type != "cuda":
+        return LOGITS_IN_A_CHUNK
+    return max(LOGITS_IN_A_CHUNK, torch.cuda.get_device_properties(device).total_memory // CARD_SHARE // 4)

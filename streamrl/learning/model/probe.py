@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from streamrl.base.errors import StreamRLError
-from streamrl.learning.batches.packing import empty_micro_batch
 from streamrl.learning.model.attention import (
     ATTENTION_NAME,
     PackedSequence,
@@ -19,8 +18,9 @@ from streamrl.learning.model.attention import (
     register_packed_attention,
 )
 from streamrl.learning.model.hugging_face import AttentionInterface, AttentionMaskInterface
+from streamrl.learning.model.local_shards import local_part
+from streamrl.learning.model.micro_batch import empty_micro_batch
 from streamrl.learning.model.policy import PackedPolicy
-from streamrl.learning.state.published_weights import local_part
 
 TOLERANCE = 1e-3
 """Largest difference of logprobs, in nats. Rounding of deep float32 models stays below; a missing cap does not."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import Published, WeightSource
 from streamrl.base.whole_files import write_durable
+from streamrl.learning.model.local_shards import LocalShard
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.state.published_weights import LocalShard
 
 
 class FilePublisher:

@@ -15,76 +15,22 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from streamrl.learning.model.architecture import CheckpointPiece
+from streamrl.learning.model.local_shards import LocalShard, local_part, local_shards, published_shards
 from streamrl.learning.state.masters import Masters, SplitMasters, WholeMasters
 
 PUBLISHED_DTYPE = torch.bfloat16
 UPPER_HALF = 1 if sys.byteorder == "little" else 0
 NORM_ELEMENTS = 1 << 20
 """Elements that a norm takes at once: in float64, all of them would take twice the memory of the gradient."""
-
-
-class LocalShard(NamedTuple):
-    """Rows of one tensor that this rank holds: ``[start, stop)`` of the flat vectors, ``offset`` in the full tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    offset: int
-    start: int
-    stop: int
-
-    @property
-    def place(self) -> slice:
-        """Slice of the shard in the flat vectors."""
-        return slice(self.start, self.stop)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds; the tensor itself unless it is distributed."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_shards(tensors: Mapping[str, Tensor]) -> list[LocalShard]:
-    """Lay this rank's part of each tensor in a flat vector, one after the other."""
-    shards, start = [], 0
-    for name, tensor in tensors.items():
-        shape, offset = tuple(tensor.shape), 0
-        local_shape = shape
-        if isinstance(tensor, DTensor):
-            # Private in torch, and the only place that knows it is this line: a shard is a range of rows.
-            local, first = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
-            local_shape = tuple(local)
-            offset = first[0] * (tensor.numel() // max(1, shape[0])) if shape else 0
-        count = int(np.prod(local_shape, dtype=np.int64))
-        shards.append(LocalShard(name, shape, local_shape, offset, start, start + count))
-        start += count
-    return shards
-
-
-def published_shards(shards: Sequence[LocalShard], pieces: Sequence[CheckpointPiece]) -> list[LocalShard]:
-    """Return this rank's part of each tensor of the checkpoint, given its part of each parameter: a range of
-    elements."""
-    by_name = {shard.name: shard for shard in shards}
-    published = []
-    for name, parameter, shape, first in pieces:
-        shard = by_name[parameter]
-        here = range(shard.offset, shard.offset + shard.stop - shard.start)
-        start = min(max(first, here.start), here.stop)
-        stop = min(max(first + int(np.prod(shape, dtype=np.int64)), start), here.stop)
-        moved = shard.start - shard.offset
-        offset = start - first if stop > start else 0
-        published.append(LocalShard(name, shape, (stop - start,), offset, start + moved, stop + moved))
-    return published
 
 
 class PublishedWeights(ABC):

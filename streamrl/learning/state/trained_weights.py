@@ -23,7 +23,7 @@ def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeig
                 'of adapters are small and stay on the device; set it to "adamw"'
             )
         # Only here: peft takes more than a second to import.
-        from streamrl.learning.model.lora import AdapterWeights
+        from streamrl.learning.state.lora import AdapterWeights
 
         return AdapterWeights(options, policy)
     return FullWeights(policy.trained_parameters(), policy.pieces, masters_on_host=on_host)

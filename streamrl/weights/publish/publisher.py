@@ -36,9 +36,9 @@ from streamrl.weights.manifest import (
     work_units,
 )
 from streamrl.weights.publish.chain import Chain
-from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.publish.tensor_source import HostTensors, TensorSource
+from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
 
 _Made = TypeVar("_Made")
 _ELEMENTS_WORTH_THREADS = 1 << 22

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from streamrl.base.errors import WeightError
+from streamrl.learning.model.local_shards import LocalShard
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.state.published_weights import LocalShard, bit_array, upper_halves
+from streamrl.learning.state.published_weights import bit_array, upper_halves
 from streamrl.weights.codec.bits import BitArray, BitType, bit_type, exponent_field, step_symbols
 from streamrl.weights.codec.codec import (
     Changes,

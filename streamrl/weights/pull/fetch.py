@@ -22,8 +22,8 @@ from streamrl.comm.guarded_sockets import connect
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_sockets import ConnectionMonitor
 from streamrl.weights.manifest import CHECKPOINT_VERSION, MANIFEST_LIMIT, Manifest, ShardSpec
-from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.decoding import Decoding
+from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.received_part import ReceivedChain, ReceivedPart
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion
 from streamrl.weights.requests import WeightContext, encoder, pull_socket

@@ -18,7 +18,7 @@ from streamrl.base.messages import HASH_MODULUS, OrderDone, WeightAnnouncement
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.manifest import ShardSpec
-from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
+from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
 from streamrl.weights.vllm.weight_transaction import StageReport, WeightTransaction
 

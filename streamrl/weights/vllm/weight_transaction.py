@@ -21,8 +21,8 @@ import msgspec
 from streamrl.base.errors import StreamRLError, WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.manifest import CHECKPOINT_VERSION
-from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.fetch import KeptParts, fetch_version
+from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, StagedVersion, TensorSpec
 
 AUDIT_INTERVAL = 50

@@ -29,10 +29,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.seeds import derive_seed
+from streamrl.learning.model.local_shards import local_part, local_shards
 from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.masters import Masters, WholeMasters
-from streamrl.learning.state.published_weights import PUBLISHED_DTYPE, PublishedWeights, local_part, local_shards
+from streamrl.learning.state.published_weights import PUBLISHED_DTYPE, PublishedWeights
 
 WHOLE_NETWORK = ("all-linear",)
 """peft's name for every linear module except the output head."""
