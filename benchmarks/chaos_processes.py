@@ -11,38 +11,15 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
-from process_tree import describe
 
-OWN_PROCESS = re.compile(r"streamrl\.app[. ](?P<role>\w+)(?:.*--index[ =](?P<index>\d+))?")
-HERE = Path(__file__).parent
+OWN_PROCESS = re.compile(r"streamrl\.launch[. ](?P<role>\w+)(?:.*--index[ =](?P<index>\d+))?")
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-def start_tapped(arguments: Sequence[str], folder: Path, tap: Path, temporary: Path) -> subprocess.Popen[bytes]:
-    """``streamrl ARGUMENTS`` in ``folder``, whose processes write what they do to ``tap``; what it prints is appended
-    to ``output.txt`` there."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE / "chaos_tap"), str(HERE.parent)]),
-        "STREAMRL_CHAOS_TAP": str(tap),
-        "TMPDIR": str(temporary),
-    }
-    with (folder / "output.txt").open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "streamrl", *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            cwd=folder,
-            start_new_session=True,
-        )
 
 
 def become_subreaper() -> None:
@@ -105,6 +82,14 @@ def _label(process: psutil.Process, supervisor_pid: int) -> str:
     if "EngineCore" in command:
         return f"{above}/EngineCore"
     return f"{above}/{Path(command.split()[0]).name if command else process.name()}"
+
+
+def describe(process: psutil.Process) -> str:
+    """Pid and command line, for messages."""
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:120] or process.name()}"
+    except psutil.Error:
+        return f"{process.pid} (gone)"
 
 
 def log_name(pid: int) -> str:

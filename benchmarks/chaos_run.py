@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import psutil
 from chaos_oracle import Verdict, judge
 from chaos_plan import MUST_RESUME, SEEN_BY, TREE, Cell, Method, Phase, Shot
 from chaos_processes import (
+    describe,
     directories_for_clean,
     labelled,
     living,
@@ -24,11 +24,10 @@ from chaos_processes import (
     residue,
     send,
     shared_memory,
-    start_tapped,
     wait_until_none,
 )
 from chaos_records import Record, Witness
-from process_tree import describe
+from training_run import StreamrlCommand
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "sort"
@@ -64,16 +63,16 @@ class CellResult(msgspec.Struct, kw_only=True):
     accuracy: float | None = None
 
 
-class ChaosRun:
+class ChaosRun(StreamrlCommand):
     """A run and its witnesses. ``steps`` 0: it goes on until it is stopped."""
 
     def __init__(self, cell: Cell, folder: Path, temporary: Path, *, steps: int) -> None:
-        self.cell, self.folder, self.temporary, self.steps = cell, folder, temporary, steps
-        self.tap, self.ledger = folder / "tap.jsonl", folder / "ledger.jsonl"
-        self.witness = Witness(self.tap, self.ledger)
+        tap, self.ledger = folder / "tap.jsonl", folder / "ledger.jsonl"
+        path = os.pathsep.join([str(HERE / "chaos_tap"), str(HERE.parent)])
+        super().__init__(folder, {"PYTHONPATH": path, "STREAMRL_CHAOS_TAP": str(tap), "TMPDIR": str(temporary)})
+        self.cell, self.temporary, self.steps = cell, temporary, steps
+        self.witness = Witness(tap, self.ledger)
         self.patience_s = PATIENCE_S[cell.engines]
-        self.process: subprocess.Popen[bytes] | None = None
-        self.output = folder / "output.txt"
         self.shared: set[str] = set()
 
     @property
@@ -81,16 +80,11 @@ class ChaosRun:
         """The run directory, once there is one that can be resumed."""
         return next((path.parent for path in sorted(self.folder.glob("runs/*/recipe.toml"))), None)
 
-    @property
-    def over(self) -> bool:
-        """Whether the command has ended."""
-        return self.process is None or self.process.poll() is not None
-
     def train(self) -> None:
         """Start it from nothing."""
         recipe = self.folder / "recipe.toml"
         recipe.write_text(_recipe(self.cell, self.folder, self.ledger, self.steps))
-        self._command("train", str(recipe))
+        self.start("train", str(recipe))
 
     def resume(self) -> float:
         """Go on with what there is, and return when that began; where nothing was begun yet, begin."""
@@ -98,39 +92,20 @@ class ChaosRun:
         if self.directory is None:
             self.train()
         else:
-            self._command("resume", str(self.directory))
+            self.start("resume", str(self.directory))
         return began
 
-    def _command(self, *arguments: str) -> None:
-        self.process = start_tapped(arguments, self.folder, self.tap, self.temporary)
-
-    def terminate(self) -> None:
-        """The first signal: finish what is open, save, end."""
-        if self.process is not None and not self.over:
-            self.process.terminate()
-
-    def wait(self, timeout_s: float) -> int | None:
-        """Its exit code; None when it did not end in time."""
-        assert self.process is not None
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def tail(self, lines: int = 6) -> str:
-        """The last lines that it printed."""
-        return " | ".join(self.output.read_text(errors="replace").splitlines()[-lines:])
+    def said(self) -> str:
+        """The last lines that it printed, in one."""
+        return self.tail(6, separator=" | ")
 
     def wait_for_step(self, after_s: float) -> Record | None:
         """The next optimizer step that ends later than ``after_s``."""
         return self.witness.wait_for(
             lambda record: record["kind"] == "close_batch done" and record["t"] > after_s,
             self.patience_s,
-            self._is_over,
+            lambda: self.over,
         )
-
-    def _is_over(self) -> bool:
-        return self.over
 
 
 def run_cell(cell: Cell, folder: Path, *, steps: int = 0) -> CellResult:
@@ -186,7 +161,7 @@ def _shoot_all(run: ChaosRun, faults: list[str]) -> list[ShotResult]:
 def shoot(run: ChaosRun, shot: Shot, faults: list[str]) -> ShotResult:
     """Aim, fire, and watch."""
     if missed := _aim(run, shot):
-        done = run.steps and run.over and run.wait(0) == 0  # it was quicker than the shots
+        done = run.steps and run.over and run.exit_code(0) == 0  # it was quicker than the shots
         return ShotResult(shot=shot, outcome="vacuous" if done else "ended" if run.over else "stuck", note=missed)
     assert run.process is not None
     known = labelled(run.process.pid)
@@ -194,7 +169,7 @@ def shoot(run: ChaosRun, shot: Shot, faults: list[str]) -> ShotResult:
     victims = list(known.values()) if TREE in shot.victims else [known[name] for name in shot.victims if name in known]
     if run.over or len(victims) < len(shot.victims):
         if shot.phase is Phase.SHUTDOWN:
-            run.wait(DRAIN_S)
+            run.exit_code(DRAIN_S)
             return _go_on(run, shot, time.monotonic(), "vacuous", faults)
         return ShotResult(shot=shot, outcome="vacuous", note=f"there were {', '.join(known) or 'none'}")
     fired = time.monotonic()
@@ -204,7 +179,7 @@ def shoot(run: ChaosRun, shot: Shot, faults: list[str]) -> ShotResult:
         fired = time.monotonic()
         send(victims, signal.SIGKILL if shot.method is Method.STOP_KILL else signal.SIGCONT)
     if shot.phase is Phase.SHUTDOWN:
-        run.wait(DRAIN_S)
+        run.exit_code(DRAIN_S)
     if shot.phase is Phase.SHUTDOWN or not MUST_RESUME.isdisjoint(shot.victims):
         return _go_on(run, shot, fired, "resumed", faults)
     return _watch(run, shot, fired, {name: known[name].pid for name in shot.victims}, faults)
@@ -214,12 +189,12 @@ def _aim(run: ChaosRun, shot: Shot) -> str:
     """Return when it is time to fire; or why it never was."""
     now = time.monotonic()
     if shot.phase not in (Phase.START, Phase.RECOVERY) and run.wait_for_step(now) is None:
-        return f"no step before the shot: {run.tail()}"
+        return f"no step before the shot: {run.said()}"
     kind = SEEN_BY.get(shot.phase)
     if kind is not None:
         seen = run.witness.wait_for(lambda record: record["kind"] == kind, run.patience_s, lambda: run.over)
         if seen is None:
-            return f"never saw {kind!r}: {run.tail()}"
+            return f"never saw {kind!r}: {run.said()}"
     if shot.phase is Phase.SHUTDOWN:
         run.terminate()
     time.sleep(shot.delay_s)
@@ -228,7 +203,7 @@ def _aim(run: ChaosRun, shot: Shot) -> str:
 
 def _go_on(run: ChaosRun, shot: Shot, fired: float, outcome: str, faults: list[str]) -> ShotResult:
     """The whole run is over, or about to be: nothing may be left but what resume needs. Resume it."""
-    run.wait(GONE_S)
+    run.exit_code(GONE_S)
     left = wait_until_none(GONE_S, [psutil.Process(os.getpid())])
     if left:
         faults.append(f"{GONE_S:.0f} s after {'+'.join(shot.victims)} there is still {'; '.join(map(describe, left))}")
@@ -238,7 +213,7 @@ def _go_on(run: ChaosRun, shot: Shot, fired: float, outcome: str, faults: list[s
     began = run.resume()
     step = run.wait_for_step(began)
     if step is None:
-        return ShotResult(shot=shot, outcome="ended" if run.over else "stuck", note=f"after resume: {run.tail()}")
+        return ShotResult(shot=shot, outcome="ended" if run.over else "stuck", note=f"after resume: {run.said()}")
     return ShotResult(
         shot=shot,
         outcome=outcome,
@@ -264,8 +239,8 @@ def _watch(run: ChaosRun, shot: Shot, fired: float, pids: dict[str, int], faults
         return ShotResult(shot=shot, outcome="recovered", recovery_s=recovery, step_s=round(step["t"] - fired, 3))
     if not run.over:
         missing = ", ".join(set(pids) - set(recovery)) or "a step"
-        return ShotResult(shot=shot, outcome="stuck", recovery_s=recovery, note=f"waited for {missing}: {run.tail()}")
-    note = f"exit code {run.wait(GONE_S)}: {run.tail()}"
+        return ShotResult(shot=shot, outcome="stuck", recovery_s=recovery, note=f"waited for {missing}: {run.said()}")
+    note = f"exit code {run.exit_code(GONE_S)}: {run.said()}"
     if left := wait_until_none(GONE_S):
         faults.append(f"{GONE_S:.0f} s after {'+'.join(shot.victims)} there is still {'; '.join(map(describe, left))}")
     return ShotResult(shot=shot, outcome="ended", note=note)
@@ -296,11 +271,11 @@ def end_run(run: ChaosRun, faults: list[str]) -> None:
         return
     if not run.steps:
         run.terminate()
-    code = run.wait(DRAIN_S if not run.steps else 10 * run.patience_s)
+    code = run.exit_code(DRAIN_S if not run.steps else 10 * run.patience_s)
     if code is None:
-        faults.append(f"the run did not end within {DRAIN_S:.0f} s: {run.tail()}")
+        faults.append(f"the run did not end within {DRAIN_S:.0f} s: {run.said()}")
     elif code != 0:
-        faults.append(f"the run ended with exit code {code}: {run.tail()}")
+        faults.append(f"the run ended with exit code {code}: {run.said()}")
 
 
 def drawn_prompts(cell: Cell, epochs: int = 1) -> list[str]:

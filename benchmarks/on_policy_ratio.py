@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from training_run import DEMO_RECIPE, timed_run
+from training_run import DEMO_RECIPE, training_run
 
 TOLERANCE = 1e-3
 SETTINGS: list[dict[str, object]] = [
@@ -32,7 +32,9 @@ def measure(recipe: Path, sampling: dict[str, object], steps: int, timeout_s: fl
         "evaluation.at_end": False,
         "checkpoint.at_end": False,
     }
-    return timed_run(recipe, overrides, timeout_s=timeout_s)[0]
+    with training_run(recipe, overrides) as run:
+        run.wait(timeout_s=timeout_s)
+        return run.steps()
 
 
 def main() -> int:

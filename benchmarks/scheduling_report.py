@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
-from repeated_runs import Interval, interval
+from confidence_interval import Interval, interval
 from scheduling_cells import AUTO, PREFIXES, ROUND_ARMS, SORTED_RL, SYNCHRONOUS, Cell, Regime, arm_order
 
 UNBIASED_ENOUGH = 0.9

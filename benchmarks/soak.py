@@ -202,7 +202,7 @@ def soak(options: argparse.Namespace, series: Series, faults: list[str]) -> int:
         try:
             run.train()
             if run.wait_for_step(0.0) is None:
-                faults.append(f"it never made a step: {run.tail()}")
+                faults.append(f"it never made a step: {run.said()}")
             ends = time.monotonic() + 60 * options.minutes
             due = time.monotonic() + _pause(source, options.faults_per_minute)
             while time.monotonic() < ends and not run.over:

@@ -1,38 +1,79 @@
-"""Start ``streamrl train`` as a user would, and read what it writes into its run directory."""
+"""Start ``streamrl`` as a user would, and read what it prints and writes: the driver of benchmarks of whole runs."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from process_tree import MARK, MemorySamples, marked_processes, sampled_memory
+import psutil
 
 DEMO_RECIPE = Path(__file__).parents[1] / "examples" / "sort" / "recipe.toml"
 STOP_SECONDS = 30.0
+MARK = "STREAMRL_BENCHMARK"
+"""Environment variable that every descendant of a benchmarked command inherits."""
 
 
 class RunFailed(Exception):
     """The run ended with another exit code than was expected; the message ends with its last lines."""
 
 
-class TrainingRun:
-    """A running ``streamrl train``. Its output goes to ``log``; its run directory is somewhere under ``folder``."""
+class StreamrlCommand:
+    """``streamrl ARGUMENTS``, once or again and again, in ``folder``. What it prints is appended to ``output.txt``
+    there."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path, log: Path, mark: str) -> None:
-        self.process = process
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder
-        self.log = log
-        self.mark = mark
+        self.log = folder / "output.txt"
+        self.environment = dict(environment or {})
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start it in a session of its own."""
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "streamrl", *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.environment},
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        return self.process
+
+    @property
+    def over(self) -> bool:
+        """Whether the command has ended, or was never started."""
+        return self.process is None or self.process.poll() is not None
+
+    def terminate(self) -> None:
+        """Send the first signal: finish what is open, save, end."""
+        if self.process is not None and not self.over:
+            self.process.terminate()
+
+    def exit_code(self, timeout_s: float) -> int | None:
+        """Wait for the end; None when it did not end in time."""
+        assert self.process is not None
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def tail(self, lines: int = 30, *, separator: str = "\n") -> str:
+        """The last lines that it printed."""
+        return separator.join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+class TrainingRun(StreamrlCommand):
+    """A running ``streamrl train``. Its run directory is somewhere under ``folder``."""
 
     @property
     def directory(self) -> Path | None:
@@ -60,85 +101,53 @@ class TrainingRun:
         """Return once ``step`` is reported. Raises ``RunFailed`` when the run ends or ``timeout_s`` passes first."""
         deadline = time.monotonic() + timeout_s
         while not any(line["step"] >= step for line in self.steps()):
-            if self.process.poll() is not None:
-                raise RunFailed(
-                    f"the run ended before step {step} with exit code {self.process.returncode}\n{self.tail()}"
-                )
+            if self.over:
+                raise RunFailed(f"the run ended before step {step} with exit code {self.exit_code(0)}\n{self.tail()}")
             if time.monotonic() > deadline:
                 raise RunFailed(f"step {step} was not reached within {timeout_s:.0f} s\n{self.tail()}")
             time.sleep(0.2)
 
     def wait(self, *, timeout_s: float) -> None:
         """Wait for a successful end. Raises ``RunFailed`` otherwise."""
-        try:
-            code = self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise RunFailed(f"the run did not end within {timeout_s:.0f} s\n{self.tail()}") from None
+        if (code := self.exit_code(timeout_s)) is None:
+            raise RunFailed(f"the run did not end within {timeout_s:.0f} s\n{self.tail()}")
         if code != 0:
             raise RunFailed(f"the run ended with exit code {code}\n{self.tail()}")
-
-    def tail(self, lines: int = 30) -> str:
-        """The last lines of its output."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
 @contextmanager
 def training_run(
-    recipe: Path,
-    overrides: Mapping[str, object],
-    *,
-    cores: Sequence[int] = (),
-    environment: Mapping[str, str] | None = None,
+    recipe: Path, overrides: Mapping[str, object], *, environment: Mapping[str, str] | None = None
 ) -> Iterator[TrainingRun]:
     """Start ``streamrl train recipe --set ...`` in a folder of its own; on leaving nothing of it is left running."""
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="streamrl-benchmark-") as name:
-        folder = Path(name)
-        settings = {"run.directory": str(folder / "runs"), **overrides}
-        command = [str(Path(sys.executable).with_name("streamrl")), "train", str(recipe)]
-        command += [part for key, value in settings.items() for part in ("--set", f"{key}={toml_value(value)}")]
-        log = folder / "output.txt"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                pinned(command, cores),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {}), MARK: mark},
-                start_new_session=True,
-            )
+        run = TrainingRun(Path(name), {**(environment or {}), MARK: mark})
+        settings = {"run.directory": f"{name}/runs", **overrides}
+        flags = [part for key, value in settings.items() for part in ("--set", f"{key}={toml_value(value)}")]
         try:
-            yield TrainingRun(process, folder, log, mark)
+            run.start("train", str(recipe.absolute()), *flags)
+            yield run
         finally:
-            end_marked(process, mark)
+            run.terminate()
+            if run.exit_code(STOP_SECONDS) is None and run.process is not None:
+                run.process.kill()
+            for left in marked_processes(mark):  # a benchmark must not disturb the next one
+                left.kill()
 
 
-def pinned(command: Sequence[str], cores: Sequence[int]) -> list[str]:
-    """``command`` bound to ``cores`` (empty: all)."""
-    return ["taskset", "-c", ",".join(map(str, cores)), *command] if cores else list(command)
-
-
-def end_marked(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Ask ``process`` to end, then kill whatever of its run is left: a benchmark must not disturb the next one."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """Every living process whose environment carries ``MARK=mark``, whichever parent it has by now."""
+    found = []
+    for process in psutil.process_iter():
         try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    for left in marked_processes(mark):
-        left.kill()
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                found.append(process)
+        except psutil.Error:  # ended meanwhile, or another user's
+            continue
+    return found
 
 
 def toml_value(value: object) -> str:
     """``value`` as ``--set`` reads it: JSON is TOML for strings, numbers, booleans and flat lists of them."""
     return json.dumps(value)
-
-
-def timed_run(
-    recipe: Path, overrides: Mapping[str, object], *, timeout_s: float, cores: Sequence[int] = ()
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], MemorySamples]:
-    """Run to the end; returns its steps, its evaluations and the memory samples."""
-    with training_run(recipe, overrides, cores=cores) as run, sampled_memory(run.process.pid) as memory:
-        run.wait(timeout_s=timeout_s)
-        return run.steps(), run.evaluations(), memory
