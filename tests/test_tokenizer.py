@@ -18,7 +18,8 @@ from streamrl.base.stage_messages import LaunchTrajectory
 from streamrl.base.types import Completion, ScoredTrajectory, TrajectoryId, to_training_sample, token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.pretrained.tokenizer import ChatError, Tokenizer, load_tokenizer, refuse_different_tokenizers
+from streamrl.pretrained.chat_template import ChatError
+from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.rewards.calls.loading import load_reward
 from streamrl.rewards.calls.reward_set import RewardSet
@@ -181,7 +182,7 @@ def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tool"}]
     assert rendered(chat_template=named) == "plain1 tool"
     (directory / "chat_template.jinja").write_text("file")
-    assert rendered(chat_template="one") == "filefile"
+    assert rendered(chat_template="one") == rendered(chat_template=named) == "filefile"
     with pytest.raises(ChatError, match=r"refuses the messages \(SecurityError: access to attribute '__class__'"):
         (directory / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
         load_tokenizer(directory).render_chat(ASKS)
@@ -207,7 +208,13 @@ def test_rows_with_messages(chat_tokenizer: Callable[[str], Tokenizer]) -> None:
         ({"messages": [{"role": "user"}]}, 'has a wrong message 1: its "content" must be text'),
         ({"messages": ASKS, "tools": "add"}, 'has wrong "tools" or "chat_template_kwargs"'),
         ({"messages": ASKS, "prompt": "b"}, 'has both "prompt" and "messages"'),
-        ({"prompt": ASKS}, r'has a list as "prompt": it must be text \(a chat belongs in "messages"\)'),
+        ({"prompt": [*ASKS, "b"]}, "has a wrong message 2: it is a str, not an object"),
+        ({"prompt": [3]}, "has a wrong message 1: it is a int"),
+        (
+            {"messages": [*ASKS, {"role": "assistant", "content": None, "tool_calls": [1]}]},
+            "has no text that it could go",
+        ),
+        ({"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": []}]}, "has no text that"),
         ({"messages": TALK[:2] * 2 + TALK[1:2]}, "Roles must alternate user/assistant"),
         ({"messages": [{"role": "system", "content": "b"}]}, "System role not supported"),
         ({"messages": ASKS * 9}, r"refuses the messages \(TemplateError: Roles must alternate"),
@@ -222,6 +229,66 @@ def test_messages_without_a_template_name_the_directory(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_model(tmp_path / "bare"))
     with pytest.raises(BadRow, match=r"bare has no chat template: put its chat_template\.jinja there, or give prompts"):
         read_prompt({"messages": ASKS}, 1, tokenizer, None)
+
+
+@pytest.mark.parametrize("content", ["Let me", "<think>\n", "ends in spaces  ", [{"type": "text", "text": "parts"}]])
+@pytest.mark.parametrize("template", ["[{{ m.content }}]", "[{{ m.content | trim }}]", "{{ m.content[0].text }}"])
+def test_what_the_assistant_has_begun_is_continued(template: str, content: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    turns = "{% for m in messages %}" + template + "{% endfor %}{% if add_generation_prompt %}<turn>{% endif %}"
+    directory = write_model(tmp_path, turns)
+    begun = [*ASKS, {"role": "assistant", "content": content}]
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    try:
+        expected = theirs.apply_chat_template(begun, continue_final_message=True, tokenize=False)
+    except ValueError:  # the template does not show the message
+        with pytest.raises(ChatError, match="does not show all of it"):
+            load_tokenizer(directory).render_chat(begun)
+    else:
+        assert load_tokenizer(directory).render_chat(begun) == expected
+
+
+def test_a_bos_that_a_text_begins_with_is_not_added_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = load_tokenizer(write_model(tmp_path))
+    assert tokenizer.encode("<bos>ab") == tokenizer.encode("ab")
+    assert tokenizer.encode("<bos>") == tokenizer.encode("")
+    assert tokenizer.encode("<bos><bos>a").tolist()[:3] == [1, 1, tokenizer.encode("a")[1]]
+    assert [record.getMessage() for record in caplog.records] == [
+        "prompts begin with <bos>, which the tokenizer adds as well: it is written once"
+    ]
+
+
+SPECIAL_TOKENS: dict[str, dict[str, Any]] = {
+    "in the map only": {"special_tokens_map": {"bos_token": "<turn>", "eos_token": {"content": "<eos>"}}},
+    "in both": {"tokenizer_config": {"bos_token": "<bos>"}, "special_tokens_map": {"bos_token": "<turn>"}},
+    "in the map, which is not read": {
+        "tokenizer_config": {"added_tokens_decoder": {"1": {"content": "<bos>", "special": True}}},
+        "special_tokens_map": {"bos_token": "<turn>"},
+    },
+    "with other names": {
+        "tokenizer_config": {"image_token": "<turn>", "extra_special_tokens": {"eot_token": "<|eot|>"}}
+    },
+    "of the model": {"tokenizer_config": {"model_specific_special_tokens": {"think_token": "<turn>"}}},
+    "that text may hold": {"tokenizer_config": {"bos_token": "ab", "extra_special_tokens": ["b<"]}},
+    "of the old name": {"tokenizer_config": {"additional_special_tokens": ["b<"]}},
+    "with spaces": {"tokenizer_config": {"added_tokens_decoder": {"7": {"content": "<turn>", "lstrip": True}}}},
+    "of another file": {"added_tokens": {"b<": 300, "<eos>b": 200}, "special_tokens_map": {"pad_token": "<eos>b"}},
+    "that are split": {"tokenizer_config": {"split_special_tokens": True}},
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL_TOKENS)
+def test_special_tokens_are_those_that_transformers_finds(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    names = ("bos_token", "eos_token", "pad_token", "image_token", "eot_token", "think_token")
+    directory = write_model(tmp_path, "".join(f"{{{{ {name} }}}}" for name in names) + "{{ messages[0].content }}")
+    for file, content in ({"tokenizer_config": {}} | SPECIAL_TOKENS[name]).items():
+        (directory / f"{file}.json").write_text(json.dumps(content))
+    ours, theirs = load_tokenizer(directory), transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    assert ours.encode_chat(ASKS).tolist() == theirs.apply_chat_template(ASKS, return_dict=False)
+    text = "ab<eos>b  <turn> <|eot|>"
+    assert ours.encode(text).tolist() == theirs(text)["input_ids"]
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
 
 
 # ---- one tokenizer everywhere --------------------------------------------------------------------

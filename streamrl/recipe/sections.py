@@ -86,16 +86,16 @@ class Model(Section, frozen=True):
 
 
 class Prompts(Section, frozen=True):
-    """Sources of prompts. Each row has ``prompt`` (text), ``messages`` (a chat, written with the model's own template)
-    or ``prompt_token_ids``, an optional ``prompt_id``, and the columns that the rewards name."""
+    """The source of prompts. Each row has ``prompt`` (text, or a list of messages), ``messages`` (a chat, written with
+    the model's own template) or ``prompt_token_ids``, perhaps a ``prompt_id``, and the columns of the rewards."""
 
     train: Annotated[
         str,
         doc(
             "a .jsonl, .parquet or .arrow file, the directory of a Hugging Face dataset (data/gsm8k?split=train), a "
             "task of reasoning-gym (reasoning_gym:chain_sum?size=1000&seed=0), or module:name / file.py:name of an "
-            "(async) iterator or a function that returns one; ?prompt=COLUMN takes the text from another column, and "
-            "?chat=true makes a chat of it"
+            "(async) iterator or a function that returns one; ?prompt=COLUMN takes it from another column, and "
+            "?chat=true makes a chat of a text"
         ),
     ]
     shuffle: Annotated[bool, doc("stored rows come in another order in each epoch")] = True
@@ -286,7 +286,7 @@ class Evaluation(Section, frozen=True):
     limit: Annotated[Natural, doc("prompts of those evaluations (0: all)")] = 0
     at_start: Annotated[bool, doc("on all prompts, before the first step")] = True
     at_end: Annotated[bool, doc("on all prompts, after the last step")] = True
-    temperature: Annotated[PositiveFloat | None, doc("not set: the sampling temperature")] = None
+    temperature: Annotated[NaturalFloat | None, doc("0: greedy; not set: the sampling temperature")] = None
     success_reward: Annotated[float, advanced("a score from which a completion is a success")] = 1.0
     reward: Annotated[str, advanced("the name of the reward that is the score (empty: the first that counts)")] = ""
 

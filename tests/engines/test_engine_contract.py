@@ -123,6 +123,17 @@ async def test_a_seed_gives_the_same_completion(engine: Engine, make_request: Ma
     assert first.token_ids != other.token_ids
 
 
+async def test_temperature_0_is_greedy(engine: Engine, make_request: MakeRequest) -> None:
+    """Whatever the seed, also beside requests that are sampled."""
+    requests = [make_request(request_id=f"0-{i}", seed=i, max_tokens=40, temperature=float(i % 3)) for i in range(9)]
+    burst = Burst(engine, [msgspec.structs.replace(request, token_ids=token_array([5, 6])) for request in requests])
+    async with anyio.create_task_group() as group:
+        burst.start(group)
+    greedy = [burst.completions[request.request_id] for request in requests if not request.temperature]
+    assert all(completion.token_ids == greedy[0].token_ids for completion in greedy)
+    assert_well_formed(greedy[0])
+
+
 async def test_a_refused_request_leaves_the_engine_alive(engine: Engine, make_request: MakeRequest) -> None:
     with pytest.raises(RequestRefused, match=str(CONTEXT)):
         await engine.generate(make_request(request_id="long", token_ids=token_array([4] * (CONTEXT + 1))))
@@ -282,7 +293,9 @@ async def test_joined_logprobs_are_those_of_one_forward_pass(
     torch = pytest.importorskip("torch")
     from transformers import Qwen2ForCausalLM
 
-    requests = [make_request(request_id=f"score-{i}", seed=i, max_tokens=300) for i in range(16)]
+    requests = [
+        make_request(request_id=f"score-{i}", seed=i, max_tokens=300, temperature=float(i % 4 > 0)) for i in range(16)
+    ]
     burst = Burst(engine, requests)
     async with anyio.create_task_group() as group:
         burst.start(group)

@@ -216,6 +216,48 @@ async def test_a_system_message_goes_before_a_chat(tokenizer: Tokenizer, tmp_pat
     await source.aclose()
 
 
+CHAT = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "2+2", "name": None}]
+OF_VERL = {"data_source": "gsm8k", "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 3}}
+
+
+@pytest.mark.parametrize("form", ["", "?chat=true", "?prompt=prompt", "?prompt=asked"])
+@pytest.mark.parametrize("write", [write_parquet, write_jsonl])
+@pytest.mark.parametrize("prompt", [CHAT, json.dumps(CHAT)])
+async def test_a_list_of_messages_is_a_chat(
+    prompt: Any, write: Callable[..., Path], form: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """As TRL and verl write rows; a table gives each message the fields of all."""
+    row = {"asked" if "asked" in form else "prompt": prompt, **OF_VERL}
+    path = write(tmp_path / ("rows.parquet" if write is write_parquet else "rows.jsonl"), [row])
+    assert check_prompts(f"{path}{form}", tokenizer, {"compute_score": tuple(OF_VERL)}) == []
+    (drawn,) = await draw(f"{path}{form}", tokenizer, 1)
+    shown = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "2+2"}]
+    assert drawn.token_ids == tokenizer.encode(json.dumps(shown))
+    assert {name: drawn.columns[name] for name in OF_VERL} == OF_VERL
+
+
+def test_what_the_model_shall_see_is_not_guessed(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": CHAT}, {"messages": CHAT}, {"prompt": "2+2"}])
+    problems = check_prompts(f"{path}?system=Be brief", tokenizer, {})
+    wrong = "has a system message, and ?system= gives another one: remove ?system=, or that message"
+    assert problems == [f"prompts {path}, line 1 {wrong} (so with 1 of the other 2 rows)"]
+    path = write_jsonl(tmp_path / "both.jsonl", [{"prompt": "2+2", "messages": CHAT}])
+    assert "name the one that the model shall see with ?prompt=" in check_prompts(str(path), tokenizer, {})[0]
+    for name in ("prompt", "messages"):
+        assert check_prompts(f"{path}?prompt={name}", tokenizer, {}) == []
+
+
+async def test_arrays_of_numpy_are_lists(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """As pandas gives lists of a parquet file."""
+    (tmp_path / "mine.py").write_text(
+        f"import numpy\nrows = [{{'prompt': numpy.array({CHAT!r}), 'n': numpy.int64(3), 'x': numpy.array([[0.5]])}}]\n"
+    )
+    spec = f"{tmp_path}/mine.py:rows"
+    assert check_prompts(spec, tokenizer, {}) == []
+    (drawn,) = await draw(spec, tokenizer, 1)
+    assert drawn.columns == {"prompt": CHAT, "n": 3, "x": [[0.5]]}
+
+
 def test_specs_are_taken_apart_and_made_absolute(tmp_path: Path) -> None:
     assert read_spec("reasoning_gym:chain_sum?size=3").kind is SourceKind.TASK
     assert read_spec("x/rows.arrow").kind is SourceKind.TABLE

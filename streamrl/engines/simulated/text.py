@@ -1,9 +1,11 @@
-"""Text of a simulated engine, and its logprobs. Pure: a completion depends on its request's seed alone."""
+"""Text of a simulated engine, and its logprobs. Pure: a completion depends on its request's seed alone,
+and at temperature 0, which is greedy, on the tokens before it."""
 
 from __future__ import annotations
 
 import math
 import random
+import zlib
 from itertools import islice
 from typing import Protocol
 
@@ -71,6 +73,10 @@ class SampledText(Protocol):
         ...
 
 
+def _chance(request: Generate) -> random.Random:
+    return random.Random(request.seed if request.temperature else zlib.crc32(request.token_ids.tobytes()))
+
+
 class UniformText:
     """Tokens uniform over ``[0, vocabulary)``, as many as ``lengths`` says; ``end_token`` is the last one of a
     completion that ends by itself. Logprobs are those of the uniform distribution."""
@@ -83,7 +89,7 @@ class UniformText:
 
     def draft(self, request: Generate, room: int) -> Draft:
         """Implements ``SampledText.draft``."""
-        source = random.Random(request.seed)
+        source = _chance(request)
         length = self._lengths.sample(source)
         # A resumed completion is longer than what it already has; draw again a few times, as conditioning would.
         for _ in range(64):
@@ -104,7 +110,7 @@ class UniformText:
 class Sentences:
     """An untrained policy as a table: tokens of ``words``, all equally likely, and full stops, after which a completion
     may end with ``end_token``. The chances depend on the token before only, so that logprobs are exact, also of a
-    completion that is resumed. Temperature and weights change nothing.
+    completion that is resumed. Temperatures above 0 and weights change nothing.
     """
 
     def __init__(self, words: tuple[int, ...], *, full_stop: int, end_token: int) -> None:
@@ -120,7 +126,7 @@ class Sentences:
 
     def draft(self, request: Generate, room: int) -> Draft:
         """Implements ``SampledText.draft``."""
-        source = random.Random(request.seed)
+        source = _chance(request)
         limit = min(remaining_tokens(request), room)
         previous = request.token_ids[-1] if request.prefix_length else None
         tokens, logprobs = token_array(), float_array()

@@ -78,8 +78,7 @@ def sampling_temperature(recipe: Recipe) -> Broken:
 
 @rule("engines.kind", "evaluation.temperature")
 def evaluation_temperature(recipe: Recipe) -> Broken:
-    """Evaluation temperatures that vLLM refuses. It may take 0.01 for less, since nothing is trained on these
-    completions."""
+    """Evaluation temperatures that vLLM refuses. 0 is greedy, and vLLM may take 0.01 for less than that."""
     value = recipe.evaluation.temperature
     if recipe.engines.kind is EngineKind.VLLM and value is not None and value > HOTTEST:
         yield Problem("evaluation.temperature", f"{shown(value)} is refused by vLLM: set it to {HOTTEST:g} or less")

@@ -12,6 +12,7 @@ import msgspec
 from streamrl.base.errors import UNENCODABLE, StreamRLError
 from streamrl.recipe.throwaway_process import answer_parent, run_throwaway
 from streamrl.run.prompts.prompt_iterator import UserRows
+from streamrl.run.prompts.prompt_rows import encode_row
 
 
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,10 +42,9 @@ async def _look(spec: str) -> _Found:
     if not there:
         return _Found(problem=f"prompts {spec} is empty: it must give at least one row")
     try:
-        msgspec.msgpack.encode(row)
+        return _Found(row=msgspec.msgpack.decode(encode_row(row)))
     except UNENCODABLE as error:
         return _Found(problem=f"prompts {spec}, row 1 has a value that cannot be sent ({error}): use plain values")
-    return _Found(row=row)
 
 
 def _answer(answers: BinaryIO, arguments: Sequence[str]) -> None:

@@ -16,7 +16,8 @@ from streamrl.base.errors import UNDECODABLE, UNENCODABLE, RecipeError, StreamRL
 from streamrl.base.types import Prompt, TokenArray, token_array
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
 from streamrl.comm.wire import WireLimits
-from streamrl.pretrained.tokenizer import ChatError, Tokenizer
+from streamrl.pretrained.chat_template import ChatError
+from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.run.prompts.prompt_spec import RowForm
 
 _TOKEN_COLUMN = "prompt_token_ids"
@@ -127,23 +128,55 @@ def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
     if form == RowForm():
         return row
     row = dict(row)
-    if form.prompt:
-        if form.prompt not in row:
-            raise BadRow(f'has no column "{form.prompt}", which ?prompt= names: correct it')
+    if form.prompt and form.prompt not in row:
+        raise BadRow(f'has no column "{form.prompt}", which ?prompt= names: correct it')
+    if form.prompt:  # which decides where there are both
         row["prompt"] = row[form.prompt]
+        row.pop("messages", None)
     if not form.chat and not form.system:
         return row
-    system = [{"role": "system", "content": form.system}] if form.system else []
-    if isinstance(row.get("messages"), list) and not form.prompt:
-        row["messages"] = [*system, *row["messages"]]
-        return row
-    text = row.pop("prompt", None)
-    if not isinstance(text, str):
-        raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text to become a chat')
-    # A verifier may want the text as well, and a row has either a prompt or messages.
-    row.setdefault("question", text)
-    row["messages"] = [*system, {"role": "user", "content": text}]
+    name = "prompt" if row.get("messages") is None else "messages"
+    chat = _as_chat(row.get(name))
+    if chat is None:
+        text = row.pop("prompt", None)
+        if not isinstance(text, str):
+            raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text to become a chat')
+        # A verifier may want the text as well, and a row has either a prompt or messages.
+        row.setdefault("question", text)
+        name, chat = "messages", [{"role": "user", "content": text}]
+    if form.system and any(isinstance(message, dict) and message.get("role") == "system" for message in chat):
+        raise BadRow("has a system message, and ?system= gives another one: remove ?system=, or that message")
+    row[name] = [{"role": "system", "content": form.system}, *chat] if form.system else chat
     return row
+
+
+def _as_chat(value: object) -> list[Any] | None:
+    """``value`` as messages, which it is as a list, or as the JSON text of a list of messages; None: it is other."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = msgspec.json.decode(value, type=list[dict[str, Any]])
+        except UNDECODABLE:
+            return None
+        return value if value and all("role" in message for message in value) else None
+    return value if isinstance(value, list) else None
+
+
+def without_nulls(value: Any) -> Any:
+    """``value`` without the nulls of its objects, but for ``content``: a table gives all its objects all fields."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None or key == "content"}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def encode_row(row: object) -> bytes:
+    """``row`` as MessagePack; arrays of NumPy are lists. Raises ``UNENCODABLE``."""
+    return msgspec.msgpack.encode(row, enc_hook=_plain_list)
+
+
+def _plain_list(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"values of type {type(value).__name__} are not supported")
 
 
 def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int | None = None) -> Prompt:
@@ -155,7 +188,7 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int 
     if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
         raise BadRow(f"is a {type(row).__name__}: a row is a mapping from column name to value")
     try:
-        content = msgspec.msgpack.encode(dict(row))
+        content = encode_row(dict(row))
     except UNENCODABLE as error:
         raise BadRow(
             f"has a value that cannot be sent ({error}): use plain text, numbers, lists and objects"
@@ -200,39 +233,44 @@ def _token_ids(columns: Mapping[str, Any], tokenizer: Tokenizer) -> TokenArray:
     given = columns.get(_TOKEN_COLUMN)
     text = columns.get("prompt")
     messages = columns.get("messages")
-    if given is None and text is None and messages is None:
-        raise BadRow('has no column "prompt" (text), "messages" or "prompt_token_ids": add one')
-    if given is None and text is not None and messages is not None:
-        raise BadRow('has both "prompt" and "messages": keep the one that the model shall see')
-    if given is None and messages is not None:
-        return _chat_token_ids(messages, columns, tokenizer)
-    if given is None:
-        if not isinstance(text, str):
-            raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text (a chat belongs in "messages")')
-        try:
-            return tokenizer.encode(text)
-        except ChatError as error:
-            raise BadRow(f'has a "prompt" that cannot be tokenised: {error}') from error
-    if not isinstance(given, list) or not all(type(t) is int and 0 <= t < tokenizer.vocabulary_size for t in given):
-        raise BadRow(f'has a wrong "prompt_token_ids": a list of integers from 0 to {tokenizer.vocabulary_size - 1}')
-    return token_array(given)
+    if given is not None:
+        if not isinstance(given, list) or not all(type(t) is int and 0 <= t < tokenizer.vocabulary_size for t in given):
+            known = f"a list of integers from 0 to {tokenizer.vocabulary_size - 1}"
+            raise BadRow(f'has a wrong "prompt_token_ids": {known}')
+        return token_array(given)
+    if text is None and messages is None:
+        raise BadRow('has no column "prompt" (text or a chat), "messages" or "prompt_token_ids": add one')
+    if text is not None and messages is not None:
+        raise BadRow('has both "prompt" and "messages": name the one that the model shall see with ?prompt=')
+    if messages is not None:
+        return _chat_token_ids(_as_chat(messages), "messages", columns, tokenizer)
+    if (chat := _as_chat(text)) is not None:
+        return _chat_token_ids(chat, "prompt", columns, tokenizer)
+    if not isinstance(text, str):
+        raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text, or a list of messages')
+    try:
+        return tokenizer.encode(text)
+    except ChatError as error:
+        raise BadRow(f'has a "prompt" that cannot be tokenised: {error}') from error
 
 
-def _chat_token_ids(messages: object, columns: Mapping[str, Any], tokenizer: Tokenizer) -> TokenArray:
-    """Ids of a chat, with the optional columns ``tools`` and ``chat_template_kwargs`` (variables of the template)."""
+def _chat_token_ids(messages: object, name: str, columns: Mapping[str, Any], tokenizer: Tokenizer) -> TokenArray:
+    """Ids of the chat in the column ``name``, with the optional columns ``tools`` and ``chat_template_kwargs``
+    (variables of the template)."""
     if not isinstance(messages, list) or not messages:
-        raise BadRow('has wrong "messages": a list of objects with "role" and "content", at least one')
+        raise BadRow(f'has wrong "{name}": a list of objects with "role" and "content", at least one')
     for place, message in enumerate(messages, start=1):
         wrong = _wrong_message(message)
         if wrong:
             raise BadRow(f"has a wrong message {place}: {wrong}")
+    shown = [{k: value for k, value in message.items() if value is not None or k == "content"} for message in messages]
     tools, arguments = columns.get("tools"), columns.get("chat_template_kwargs")
     if not isinstance(tools, list | None) or not isinstance(arguments, dict | None):
         raise BadRow('has wrong "tools" or "chat_template_kwargs": a list of JSON schemas, and an object of variables')
     try:
-        return tokenizer.encode_chat(messages, tools, arguments)
+        return tokenizer.encode_chat(shown, tools, arguments)
     except ChatError as error:
-        raise BadRow(f'has "messages" without a prompt: {error}') from error
+        raise BadRow(f'has "{name}" without a prompt: {error}') from error
 
 
 def _wrong_message(message: object) -> str:

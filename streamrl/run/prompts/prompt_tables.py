@@ -19,9 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
-from streamrl.run.prompts.prompt_rows import BadRow, RowStore
+from streamrl.run.prompts.prompt_rows import BadRow, RowStore, without_nulls
 
 _SHARD = re.compile(r"[-_.]?\d+[-_]of[-_]\d+(-[0-9a-f]+)?$")
+_CHAT_COLUMNS = ("prompt", "messages", "tools")
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 
@@ -73,9 +74,10 @@ class TableRows(RowStore):
         try:
             row = batch.slice(index - start, 1)
             row.validate(full=True)  # offsets of a broken file lead beyond its end
-            return dict(row.to_pylist()[0])
+            columns = dict(row.to_pylist()[0])
         except (pa.ArrowException, LookupError, *UNDECODABLE) as error:
             raise BadRow(f"has a value that Python cannot represent ({error}): convert the column") from error
+        return columns | {name: without_nulls(columns[name]) for name in _CHAT_COLUMNS if name in columns}
 
     def close(self) -> None:
         """Let the maps go; rows read so far stay valid."""
