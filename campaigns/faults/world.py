@@ -174,7 +174,7 @@ class World:
     def run(self) -> Outcome:
         """Until the run has ended or nothing more becomes of it."""
         memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        self.directory = Path(tempfile.mkdtemp(prefix="streamrl-sim-", dir=memory))
+        self.directory = Path(tempfile.mkdtemp(prefix="fault-world-", dir=memory))
         gc_was_on = gc.isenabled()
         gc.disable()
         try:
