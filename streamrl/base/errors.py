@@ -53,8 +53,8 @@ class EngineError(StreamRLError):
     """An engine cannot serve any more."""
 
 
-class ModelRefused(EngineError):
-    """The engines cannot serve this model as the recipe says: every engine that is started would end the same way."""
+class ModelRefused(StreamRLError):
+    """No engine or trainer rank can take this model as the recipe says: each one would end the same way."""
 
 
 class RequestRefused(StreamRLError):

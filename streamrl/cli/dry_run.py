@@ -56,7 +56,8 @@ def _try_model(recipe: Recipe) -> bool:
         print("\nthe model was not tried with vLLM: this host starts no engine of it")
         return True
     print("\nthe model is tried with the trainer and vLLM, without its weights (about 10 s): ", end="", flush=True)
-    problem = problem_of_model(engine_options(recipe, 0, tempfile.gettempdir()), PROBE_TIMEOUT_S)
+    targets = recipe.lora.named_targets if recipe.lora.rank else ()
+    problem = problem_of_model(engine_options(recipe, 0, tempfile.gettempdir()), PROBE_TIMEOUT_S, targets)
     print({None: "not found out", "": "works"}.get(problem, "refused"))
     if problem:
         raise RecipeError([f"model.path: {problem}"])

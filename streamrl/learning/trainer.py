@@ -13,13 +13,13 @@ is done at the close, in canonical order, and the same groups give the same bits
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import ModelRefused, StreamBroken, StreamRLError
 from streamrl.base.messages import (
     AnchorPublished,
     CheckpointSaved,
@@ -38,6 +38,8 @@ from streamrl.learning.options import TrainerOptions
 from streamrl.learning.step_metrics import check_totals, policy_metrics, publishing_metrics
 from streamrl.learning.updates import Updates
 
+_MAY_PASS = (StreamBroken, OSError, torch.OutOfMemoryError)
+_LASTING = (FileNotFoundError, NotADirectoryError, PermissionError)
 STREAMED_ROWS = 2
 """Rows that must be pending before they are trained while more groups are ready: sorted together they run faster."""
 
@@ -103,12 +105,18 @@ class TorchTrainer:
 
     @process_group.needs_peers("starting")
     def start(self) -> TrainerReady:
-        """Meet the other ranks, load the model, start to serve weights. Publishes nothing. Raises ``StreamRLError``."""
+        """Meet the other ranks, load the model, start to serve weights. Publishes nothing. Raises ``StreamRLError``:
+        ``ModelRefused`` where model, recipe and checkpoint do not fit each other."""
         options = self._options
         process_group.return_freed_memory()
         process_group.use_threads(options.threads)
         process_group.join(options, self._device)
-        self._updates = Updates(options, self._device)
+        try:
+            self._updates = Updates(options, self._device)
+        except StreamRLError as error:
+            if any(isinstance(one, _MAY_PASS) and not isinstance(one, _LASTING) for one in _causes(error)):
+                raise
+            raise ModelRefused(str(error)) from error
         weights = self._updates.weights
         self._publisher = self._start_publisher(options, weights.shards, self._device)
         self._open_batch()
@@ -243,3 +251,9 @@ class TorchTrainer:
             policy_version=self.policy_version,
             seconds=time.perf_counter() - started,
         )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__

@@ -178,6 +178,11 @@ class Lora(Section, frozen=True):
     alpha: Annotated[PositiveFloat, doc("adapters are scaled by alpha / rank")] = 16.0
     targets: Annotated[tuple[str, ...], doc("modules that are adapted; empty: peft's choice")] = ()
 
+    @property
+    def named_targets(self) -> tuple[str, ...]:
+        """``targets`` without ``all-linear``, peft's name for every linear module except the output head."""
+        return () if self.targets == ("all-linear",) else self.targets
+
 
 class ReleaseKind(StrEnum):
     """Release of engines whose requests fit on the others late in a round. ``drain``: they are idle until the next

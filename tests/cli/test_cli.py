@@ -150,6 +150,16 @@ ROW = '{"prompt": "1 2 3"}\n'
         ({"model/config.json": None}, "", "model.path: {here}/model has no config.json"),
         ({"model/model.safetensors": None}, "", "model.path: {here}/model has no *.safetensors weights"),
         ({"model/model.safetensors": "cut"}, "", "model.path: {here}/model has a broken model.safetensors: "),
+        (
+            {"model/config.json": json.dumps(CONFIG | {"architectures": ["Qwen2VLForConditionalGeneration"]})},
+            "",
+            "model.path: {here}/model is a Qwen2VLForConditionalGeneration: only causal language models of text can",
+        ),
+        (
+            {},
+            "lora.rank=4 lora.targets=['q_porj']",
+            'lora.targets: "q_porj" is no linear module of this model: name modu',
+        ),
         ({"model/tokenizer.json": None}, "", "model.path: model directory {here}/model has no tokenizer.json"),
         ({"train.jsonl": ""}, "", "prompts.train: prompts {here}/train.jsonl is empty"),
         (

@@ -34,6 +34,7 @@ from streamrl.learning.model.policy import PackedPolicy, shard  # noqa: E402
 from streamrl.learning.objective.logprobs import token_logprobs  # noqa: E402
 from streamrl.learning.state.checkpoint import save_hugging_face  # noqa: E402
 from streamrl.learning.state.published_weights import FullWeights  # noqa: E402
+from streamrl.pretrained.trainable_models import unknown_modules  # noqa: E402
 from streamrl.recipe.sections import Gathered  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -143,6 +144,12 @@ def one_row() -> list[PreparedSample]:
     return [PreparedSample(sample) for group in groups for sample in group.samples]
 
 
+def linear_names(policy: Any) -> list[str]:
+    own = {name.removesuffix(".weight") for name in policy.trained_parameters()}
+    modules = policy.hugging_face.named_modules()
+    return [name for name, module in modules if name in own and isinstance(module, torch.nn.Linear)]
+
+
 def packed_logprobs(policy: Any, row: list[PreparedSample]) -> Any:
     batch = pack(row, 0, CPU)
     return token_logprobs(policy.head(policy(batch)), batch.targets_N)[0]
@@ -170,6 +177,7 @@ def test_packed_rows_give_the_models_own_logprobs_gradients_and_export(family: s
     path = save_model(SUPPORTED[family](), tmp_path / "model")
     policy, model, row = load_policy(path, CPU), own_model(path), one_row()
     assert len(decoder_layers(policy.hugging_face)) == 2
+    assert unknown_modules(Path(path), linear_names(policy)) == {}, "each may be a target of an adapter"
     got, expected = packed_logprobs(policy, row), own_logprobs(model, row)
     assert (got - expected).abs().max() < TOLERANCE
     mix = torch.linspace(-1, 1, len(expected))
@@ -327,11 +335,11 @@ def test_what_is_no_whole_plain_model_is_refused(tmp_path: Path) -> None:
     save_file(tensors | {"model.norm.weight": torch.zeros(5)}, weights, metadata={"format": "pt"})
     refused(r"model\.norm\.weight is \[5\] in model\.safetensors and \[\d+\] by config\.json")
     weights.write_bytes(b"\0" * 20)
-    refused("cannot be trained: it has a broken model.safetensors")
+    refused("has a broken model.safetensors")
     weights.unlink()
-    refused(r"cannot be trained: it has no \*\.safetensors weights")
+    refused(r"has no \*\.safetensors weights")
     (directory / "config.json").unlink()
-    refused(r"config\.json cannot be read")
+    refused(r"has no config\.json")
 
 
 def test_sharded_files_and_dropout(tmp_path: Path) -> None:

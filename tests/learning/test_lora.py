@@ -25,6 +25,7 @@ from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.lora import AdapterWeights
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.trained_weights import make_weights
+from streamrl.pretrained.trainable_models import unknown_modules
 from streamrl.recipe.sections import Gathered, Lora, OptimizerKind
 
 pytestmark = pytest.mark.torch
@@ -167,6 +168,7 @@ def test_the_seed_decides_the_start(tiny_model: str) -> None:
     ("targets", "message"),
     [
         (("nothing_like_it",), "nothing_like_it.*name modules"),
+        (("q_proj", "v_porj"), "'v_porj' is no module of this model: name modules among down_proj, "),
         (("lm_head",), "shares its weight"),
         (("embed_tokens",), "only linear"),
     ],
@@ -174,6 +176,7 @@ def test_the_seed_decides_the_start(tiny_model: str) -> None:
 def test_wrong_targets_are_refused(tiny_model: str, targets: tuple[str, ...], message: str) -> None:
     with pytest.raises(StreamRLError, match=message):
         adapters_of(tiny_model, targets=targets)
+    assert unknown_modules(Path(tiny_model), targets).keys() == set(targets) - {"q_proj"}  # the dry run, without torch
 
 
 def test_adapters_are_not_offloaded(tiny_model: str) -> None:

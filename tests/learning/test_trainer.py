@@ -17,10 +17,11 @@ pytest.importorskip("transformers")
 from reference_policy import reference_logprobs, reference_model, relative_error, stepped_gradient  # noqa: E402
 from sample_groups import close_of, make_groups, master_values, published_bits, train_batch  # noqa: E402
 
-from streamrl.base.errors import StreamRLError  # noqa: E402
+from streamrl.base.errors import ModelRefused, StreamRLError  # noqa: E402
 from streamrl.base.messages import CloseBatch, SaveCheckpoint  # noqa: E402
 from streamrl.base.types import TrainingGroup, float_array  # noqa: E402
 from streamrl.recipe.objective import OffPolicy, Proximal, RatioLevel  # noqa: E402
+from streamrl.recipe.sections import Lora  # noqa: E402
 from streamrl.weights.codec.state_hash import hash_range  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -275,7 +276,7 @@ def test_hugging_face_directory(start_trainer: StartTrainer, tmp_path: Path, tin
 
 
 @pytest.mark.parametrize(
-    ("option", "refusal"), [("resume_from", "is not a checkpoint"), ("model_path", "cannot load the model")]
+    ("option", "refusal"), [("resume_from", "is not a checkpoint"), ("model_path", "has no config.json")]
 )
 def test_an_empty_directory_is_refused(start_trainer: StartTrainer, tmp_path: Path, option: str, refusal: str) -> None:
     with pytest.raises(StreamRLError, match=refusal):
@@ -286,3 +287,32 @@ def test_empty_close_is_a_version(start_trainer: StartTrainer) -> None:
     trainer = start_trainer()
     report = trainer.close_batch(CloseBatch(batch_id=0, policy_version=1, groups=0, samples=0, trained_tokens=0))
     assert report.policy_version == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora": Lora(rank=4, targets=("lm_head",))}, "'lm_head' shares its weight"),
+        ({"resume_from": "{folder}"}, "is not a checkpoint of this version"),
+        ({"model_path": "{folder}"}, "has no config.json"),
+    ],
+)
+def test_what_every_start_would_meet_again_is_a_refusal(
+    start_trainer: StartTrainer, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    """The supervisor does not start the run again for one."""
+    changes = {
+        key: value.format(folder=tmp_path) if isinstance(value, str) else value for key, value in changes.items()
+    }
+    with pytest.raises(ModelRefused, match=said):
+        start_trainer(**changes)
+
+
+def test_what_may_pass_is_no_refusal(start_trainer: StartTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*_: Any) -> None:
+        raise torch.OutOfMemoryError("another process holds the memory")
+
+    monkeypatch.setattr("streamrl.learning.model.loading._read_parameters", busy)
+    with pytest.raises(StreamRLError, match="another process holds") as refusal:
+        start_trainer()
+    assert not isinstance(refusal.value, ModelRefused)

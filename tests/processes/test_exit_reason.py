@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.base.errors import DiskFull, EngineError, ModelRefused, StreamBroken
+from streamrl.base.errors import DiskFull, EngineError, ModelRefused, RecipeError, StreamBroken
 from streamrl.launch.supervise.exit_reason import (
     DISK_FULL_EXIT_CODE,
     Death,
@@ -76,6 +76,10 @@ def test_a_traceback_is_shown_below_what_is_a_bug_alone(message: str, shown: boo
         (Role.TRAINER, StreamBroken("peer gone"), ExitKind.CONSEQUENCE),
         (Role.ENGINE, EngineError("EngineCore died"), ExitKind.CAUSE),
         (Role.ENGINE, ModelRefused("engine-0: heads of 16"), ExitKind.VERDICT),
+        (Role.TRAINER, ModelRefused("lora.targets"), ExitKind.VERDICT),
+        (Role.JUDGE, ModelRefused("judge: heads of 16"), ExitKind.VERDICT),
+        (Role.TRAINER, RecipeError(["no tokenizer.json"]), ExitKind.VERDICT),
+        (Role.REWARD, RecipeError(["a server that does not answer yet"]), ExitKind.CAUSE),
         (Role.CONTROLLER, EngineError("engine-0 is gone"), ExitKind.CONSEQUENCE),
         (Role.CONTROLLER, ValueError("bad"), ExitKind.VERDICT),
     ],

@@ -49,7 +49,7 @@ def test_who_lived_for_a_while_is_not_made_to_wait_for_its_successor() -> None:
 @pytest.mark.parametrize("error", [CannotContinue("too many"), RecipeError(["wrong"])])
 def test_a_controller_that_ends_the_run_on_purpose_says_so(error: Exception) -> None:
     assert reason_of(Role.CONTROLLER, error).kind is ExitKind.VERDICT
-    assert reason_of(Role.TRAINER, error).kind is ExitKind.CAUSE
+    assert reason_of(Role.REWARD, error).kind is ExitKind.CAUSE
 
 
 # ---- started again alone ---------------------------------------------------------------------------
@@ -96,13 +96,14 @@ async def test_only_reward_workers_may_ask(trial: Callable[..., Trial]) -> None:
     one.assert_nothing_left()
 
 
-async def test_an_engine_that_cannot_serve_the_model_is_not_started_again(trial: Callable[..., Trial]) -> None:
-    one = trial(engine_0="refuse")
-    async with surviving(one, ENGINE_1, alone=2) as supervisor:
+@pytest.mark.parametrize("name", ["engine-0", "trainer-0"])
+async def test_who_cannot_take_the_model_is_not_started_again(name: str, trial: Callable[..., Trial]) -> None:
+    one = trial(**{name.replace("-", "_"): "refuse"})
+    async with surviving(one, ENGINE_1, alone=2, resumes=2) as supervisor:
         one.go()
         text = await death_in(supervisor)
-    assert text.startswith("engine-0 ended with exit code 1: ModelRefused: the model's attention has heads of 16\n")
-    assert not one.started("engine-0", 1)
+    assert text.startswith(f"{name} ended with exit code 1: ModelRefused: the model's attention has heads of 16\n")
+    assert not one.started(name, 1)
     one.assert_nothing_left()
 
 

@@ -34,6 +34,7 @@ from streamrl.launch.plan.probe import problems_of_object
 from streamrl.learning.state.durable_files import read_digests, surviving
 from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
+from streamrl.pretrained.trainable_models import refuse_untrainable, unknown_modules
 from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import EngineKind, Launch, OptimizerKind, Recipe, TransportKind
@@ -113,12 +114,17 @@ def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None) -> None:
 
 
 def check_model(recipe: Recipe) -> CheckedModel:
-    """The model's sizes and its context. Raises ``RecipeError`` when the directory is not a whole model."""
+    """The model's sizes and its context. Raises ``RecipeError`` when the directory is not a whole model that can be
+    trained, or has no modules by the names of ``lora.targets``."""
     directory = Path(recipe.model.path)
     try:
         facts = read_model_facts(directory)
+        refuse_untrainable(directory)
+        unknown = unknown_modules(directory, recipe.lora.named_targets if recipe.lora.rank else ())
     except ModelDirectoryError as error:
         raise RecipeError([f"model.path: {directory} {error}"]) from error
+    if unknown:
+        raise RecipeError([f'lora.targets: "{name}" {problem}' for name, problem in unknown.items()])
     return CheckedModel(facts, max_model_len(recipe, model_config(recipe.model.path)))
 
 

@@ -33,10 +33,10 @@ def problems_of_object(spec: str, timeout_s: float) -> Sequence[str]:
     return [f"{spec} ended the process that imported it ({ran.failure or 'exit code 0'}): import it by hand"]
 
 
-def problem_of_model(options: EngineOptions, timeout_s: float) -> str | None:
+def problem_of_model(options: EngineOptions, timeout_s: float, targets: Sequence[str] = ()) -> str | None:
     """Why no run can train the model of ``options``; empty: one can; None: that was not found out. About ten seconds,
     most of which imports vLLM."""
-    found, _ = _look("model", msgspec.json.encode(options).decode(), timeout_s)
+    found, _ = _look("model", msgspec.json.encode((options, targets)).decode(), timeout_s)
     return None if found is None else "".join(found.problems)
 
 
@@ -54,7 +54,7 @@ def _look_at_object(spec: str) -> _Found:
     return _Found()
 
 
-def _look_at_model(options: str) -> _Found:
+def _look_at_model(argument: str) -> _Found:
     """Raises what says nothing about a real engine."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # vLLM warns of an engine that is none
     from streamrl.engines.vllm.load_plan_probe import probe_engine
@@ -62,9 +62,9 @@ def _look_at_model(options: str) -> _Found:
     from streamrl.learning.model.loading import published_shapes
     from streamrl.weights.pull.replica import TensorSpec
 
-    engine = msgspec.json.decode(options, type=EngineOptions)
+    engine, targets = msgspec.json.decode(argument, type=tuple[EngineOptions, tuple[str, ...]])
     try:
-        shapes = published_shapes(engine.model_path)
+        shapes = published_shapes(engine.model_path, targets)
         probe_engine(engine, {name: TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()})
     except StreamRLError as error:
         return _Found(problems=(str(error),))

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base import errors
-from streamrl.base.errors import UNDECODABLE, EngineError, ModelRefused, StreamBroken, leaves
+from streamrl.base.errors import UNDECODABLE, EngineError, ModelRefused, RecipeError, StreamBroken, leaves
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
 from streamrl.base.whole_files import write_whole
 from streamrl.recipe.topology import Role
@@ -22,6 +22,7 @@ DISK_FULL_EXIT_CODE = 74
 """No room on the disk, where no reason can be left either. EX_IOERR of sysexits.h."""
 TERMINATED_CODE = 128 + signal.SIGTERM
 _LONGEST_MESSAGE = 2000
+_LASTING = (ModelRefused, RecipeError)
 _MAY_PASS = (StreamBroken, EngineError, OSError, MemoryError)
 # Whatever else a controller fails with, wrong input, a damaged journal, a bug of ours, its successor would meet again.
 # Never a way in which a process answers the death of another one.
@@ -102,8 +103,8 @@ def reason_of(role: Role, error: BaseException) -> ExitReason:
     causes = [leaf for leaf in found if not _is_consequence(role, leaf)]
     reported = causes[0] if causes else found[0]
     kind = ExitKind.CAUSE if causes else ExitKind.CONSEQUENCE
-    lasts = isinstance(reported, ModelRefused) if role is Role.ENGINE else not isinstance(reported, _MAY_PASS)
-    if causes and lasts and role in (Role.CONTROLLER, Role.ENGINE):
+    lasts = not isinstance(reported, _MAY_PASS) if role is Role.CONTROLLER else isinstance(reported, _LASTING)
+    if causes and lasts and role is not Role.REWARD:
         kind = ExitKind.VERDICT
     text = f"{type(reported).__name__}: {reported}" if str(reported) else type(reported).__name__
     return ExitReason(kind=kind, message=text[:_LONGEST_MESSAGE], monotonic_s=time.monotonic())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -57,6 +58,24 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     if not outermost:
         raise StreamRLError(f"model type {model.config.model_type!r} has no list of layers: it cannot be sharded")
     return max((list(layers) for layers in outermost), key=len)
+
+
+def refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    """Raises ``StreamRLError`` unless each name of ``targets``, as peft reads names, is that of linear modules only,
+    which share their weights with no other module."""
+    own = {name.removesuffix(".weight") for name, _ in model.named_parameters()}
+    modules = dict(model.named_modules())
+    linear = {name.rpartition(".")[2] for name, one in modules.items() if name in own and isinstance(one, nn.Linear)}
+    for target in targets:
+        named = {name: one for name, one in modules.items() if name == target or name.endswith(f".{target}")}
+        other = [type(one).__name__ for one in named.values() if not isinstance(one, nn.Linear)]
+        problem = "is no module of this model" if not named else ""
+        problem = f"is a module of kind {other[0]}, and only linear ones can be adapted" if other else problem
+        if not problem and not named.keys() <= own:
+            problem = "shares its weight with another module, so it cannot have an adapter of its own"
+        if problem:
+            names = ", ".join(sorted(linear))
+            raise StreamRLError(f'lora.targets: {target!r} {problem}: name modules among {names}, or ["all-linear"]')
 
 
 class CheckpointPiece(NamedTuple):

@@ -8,9 +8,8 @@ with compiled layers.
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, cast
 import psutil
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -28,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamrl.base.errors import StreamRLError
 from streamrl.learning import process_group
-from streamrl.learning.model.architecture import decoder_layers, persistent_buffers
+from streamrl.learning.model.architecture import decoder_layers, persistent_buffers, refuse_targets
 from streamrl.learning.model.attention import register_packed_attention, register_uncompiled_attention
 from streamrl.learning.model.critic import Critic
 from streamrl.learning.model.hugging_face import (
@@ -51,6 +50,7 @@ from streamrl.learning.model.probe import check_packing
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.rank_memory import MOMENT_BYTES, TrainingSizes, activation_bytes, choose_gathered
 from streamrl.pretrained.model_folder import unsafe_content
+from streamrl.pretrained.trainable_models import refuse_untrainable
 from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors
 from streamrl.recipe.sections import Gathered, OptimizerKind
 
@@ -151,7 +151,10 @@ def _checked(model_path: str) -> Path:
     directory = Path(model_path)
     if unsafe := unsafe_content(directory):
         raise StreamRLError(f"model {model_path!r} {unsafe}")
-    _refuse_quantised(directory)
+    try:
+        refuse_untrainable(directory)
+    except ModelDirectoryError as error:
+        raise StreamRLError(f"model {model_path!r} {error}") from error
     disable_progress_bar()
     return directory
 
@@ -160,7 +163,9 @@ def _checked(model_path: str) -> Path:
 def _load_errors(model_path: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except StreamRLError:
+        raise
+    except Exception as error:  # transformers makes the model: a KeyError, an AssertionError, anything
         raise StreamRLError(f"cannot load the model of {model_path!r}: {error}") from error
 
 
@@ -172,37 +177,20 @@ def _training_errors(model_path: str) -> Iterator[None]:
         raise StreamRLError(f"model {model_path!r} cannot be trained: {error}") from error
 
 
-def published_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
+def published_shapes(model_path: str, targets: Sequence[str] = ()) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that engines would be given of the model in a directory, by name, without its weights.
     Raises ``StreamRLError`` as ``load_policy`` does, except errors only a forward can show."""
     policy = empty_policy(model_path)
     with _training_errors(model_path):
         _check_names(policy, Path(model_path))
+    refuse_targets(policy.hugging_face, targets)
     return {piece.name: piece.shape for piece in policy.pieces}
-
-
-def _refuse_quantised(directory: Path) -> None:
-    try:
-        config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StreamRLError(
-            f"cannot load the model of {str(directory)!r}: config.json cannot be read: {error}"
-        ) from error
-    for part in (config, config.get("text_config") or {}):
-        if part.get("quantization_config"):
-            kind = part["quantization_config"].get("quant_method", "unknown method")
-            raise StreamRLError(
-                f"model {str(directory)!r} is quantised ({kind}): training needs plain weights; give the original model"
-            )
 
 
 def _check_names(policy: PackedPolicy, directory: Path) -> dict[str, Path]:
     """Engines load the same directory: what is published must have the names of its files, and nothing may be lost.
     Returns the file of each tensor."""
-    try:
-        stored = stored_tensors(directory)
-    except ModelDirectoryError as error:
-        raise StreamRLError(f"it {error}") from error
+    stored = stored_tensors(directory)
     model = policy.hugging_face
     unknown = sorted(piece.name for piece in policy.pieces if piece.name not in stored)
     if unknown:

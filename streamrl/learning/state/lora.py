@@ -29,14 +29,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.seeds import derive_seed
+from streamrl.learning.model.architecture import refuse_targets
 from streamrl.learning.model.local_shards import local_part, local_shards
 from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.masters import Masters, WholeMasters
 from streamrl.learning.state.published_weights import PUBLISHED_DTYPE, PublishedWeights
-
-WHOLE_NETWORK = ("all-linear",)
-"""peft's name for every linear module except the output head."""
 
 
 class _Adapted(NamedTuple):
@@ -79,12 +77,7 @@ class AdapterWeights(PublishedWeights):
 
     def _adapt(self, module: str, lora_a: Tensor, lora_b: Tensor, scale: float) -> None:
         weight = f"{module}.weight"
-        parameter = self._parameters.get(weight)
-        if parameter is None:
-            raise StreamRLError(
-                f"lora.targets: {module!r} shares its weight with another module, so it cannot have an adapter "
-                "of its own: leave it out"
-            )
+        parameter = self._parameters[weight]
         parameter.requires_grad_(True)
         base = local_part(parameter.detach()).to(PUBLISHED_DTYPE)
         adapted = _Adapted(weight, parameter, base, scale, f"{module}.lora_A.weight", f"{module}.lora_B.weight")
@@ -162,7 +155,8 @@ def _chosen_by_peft(
     The values of A are those of the run's seed. Raises ``StreamRLError``.
     """
     lora, model = options.lora, policy.hugging_face
-    targets = None if not lora.targets else WHOLE_NETWORK[0] if lora.targets == WHOLE_NETWORK else list(lora.targets)
+    targets = list(lora.named_targets) or "".join(lora.targets) or None
+    refuse_targets(model, lora.named_targets)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
     device = next(model.parameters()).device
     layers: dict[str, tuple[Tensor, Tensor, float]] = {}
@@ -178,10 +172,8 @@ def _chosen_by_peft(
             ) from error
         found = {n: m for n, m in adapted.base_model.model.named_modules() if isinstance(m, LoraLayer)}
         adapted.unload()
+    refuse_targets(model, list(found))
     for name, layer in found.items():
-        if not isinstance(layer.get_base_layer(), nn.Linear):
-            kind = type(layer.get_base_layer()).__name__
-            raise StreamRLError(f"lora.targets: {name!r} is a module of kind {kind}; only linear ones can be adapted")
         a, b = layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach()
         layers[name] = (a.float(), b.float(), float(layer.scaling["default"]))
     return layers, config
