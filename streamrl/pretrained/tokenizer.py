@@ -31,8 +31,10 @@ class Tokenizer:
     ``digest``: SHA-256 of the canonical ``tokenizer.json`` (added tokens among it), of the ids that end a completion
     and of the chat templates with their tokens; equal on every process that may exchange token ids.
     ``eos_token_ids``: what ends a completion, from ``generation_config.json``, else ``config.json``.
-    ``vocabulary_size``: one more than the largest token id.
+    ``vocabulary_size``: one more than the largest token id. ``special_token_ids``: those that ``decode`` leaves out.
     """
+
+    special_token_ids: frozenset[int] = frozenset()
 
     def __init__(
         self, backend: tokenizers.Tokenizer, digest: str, eos_token_ids: tuple[int, ...], chat: ChatFormat
@@ -44,6 +46,8 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self._chat = chat
         self._said = False
+        added = backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocabulary_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str) -> TokenArray:

@@ -80,6 +80,10 @@ class Reward(Section, frozen=True):
     backoff_s: Annotated[PositiveFloat, advanced("the pause before a retry; twice that before the next")] = 0.5
     on_failure: Annotated[FailurePolicy, doc("")] = FailurePolicy.DROP_SAMPLE
     on_timeout: Annotated[FailurePolicy | None, advanced("of a call past its limit (not set: on_failure)")] = None
+    special_tokens: Annotated[
+        bool,
+        advanced("completions show special tokens, such as <think> of some models, all but the one that ends them"),
+    ] = False
     memory_mib: Annotated[Positive, doc("what a process of it may allocate")] = 1024
     environment: Annotated[tuple[str, ...], doc("variables that it may see, such as an API key")] = ()
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from streamrl.base.types import (
+    FinishReason,
     Prompt,
     RewardCall,
     RewardFailure,
@@ -27,7 +28,7 @@ from streamrl.base.types import (
 from streamrl.recipe.rewards import FailurePolicy, Reward
 from streamrl.rewards.reward_messages import CompletionToScore, SampleReward
 from streamrl.rewards.reward_queue import total_of
-from streamrl.rewards.signature import PROVIDED, RewardSignature
+from streamrl.rewards.signature import PROVIDED, PROVIDED_OF_GROUPS, RewardSignature, column_of, missing_column
 from streamrl.rewards.values import CallFailure, CallResult, CheckedValue, failed
 
 Outcome = ScoredTrajectory | RewardFailure
@@ -37,7 +38,9 @@ _PLAIN = (str, int, float, bool, type(None))
 class Tokenizer(Protocol):
     """Decoder of token ids: a part of ``pretrained.tokenizer.Tokenizer``."""
 
-    def decode(self, token_ids: TokenArray) -> str:
+    special_token_ids: frozenset[int]
+
+    def decode(self, token_ids: TokenArray, skip_special: bool = True) -> str:
         """Text of ``token_ids``."""
         ...
 
@@ -78,11 +81,34 @@ class SampleTexts:
         self.prompts = prompts
         self.token_ids = [_tokens_of(completion) for completion in completions]
         self.texts = [tokenizer.decode(ids) for ids in self.token_ids]
+        self._whole_texts: list[str] = []  # with special tokens, once they are asked for
         self._tokenizer = tokenizer
 
     def prompt_of(self, member: int) -> Prompt:
         """The prompt of one completion."""
         return self.prompts[self.completions[member].prompt]
+
+    def completion(self, signature: RewardSignature, members: Sequence[int]) -> Any:
+        """The text of one completion, or a list of those of a group: in a chat as TRL gives them, each a list of one
+        message."""
+        if signature.special_tokens and not self._whole_texts:
+            self._whole_texts = [self._tokenizer.decode(self._inner_tokens(i), False) for i in range(len(self.texts))]
+        all_texts = self._whole_texts if signature.special_tokens else self.texts
+        texts = [all_texts[member] for member in members]
+        if not signature.per_group:
+            return texts[0]
+        if signature.as_text or _chat_of(self.prompt_of(members[0])) is None:
+            return texts
+        return [[{"role": "assistant", "content": text}] for text in texts]
+
+    def special_tokens(self, member: int) -> frozenset[int]:
+        """The special tokens of a completion, without the one that ended it."""
+        return self._tokenizer.special_token_ids.intersection(self._inner_tokens(member))
+
+    def _inner_tokens(self, member: int) -> TokenArray:
+        token_ids = self.token_ids[member]
+        ended = self.completions[member].finish_reason is FinishReason.STOP and len(token_ids) > 0
+        return token_ids[:-1] if ended and token_ids[-1] in self._tokenizer.special_token_ids else token_ids
 
     def arguments(self, signature: RewardSignature, members: Sequence[int]) -> dict[str, Any] | CallFailure:
         """Keyword arguments of a call about ``members``, which share a prompt."""
@@ -92,12 +118,14 @@ class SampleTexts:
         if wanted:
             if "prompt_id" in wanted:
                 provided["prompt_id"] = prompt.prompt_id
-            if "prompt" in wanted:
+            if "prompt" in wanted or "prompts" in wanted:
                 text = prompt.columns.get("prompt")
-                provided["prompt"] = self._tokenizer.decode(prompt.token_ids) if text is None else text
-            if "token_ids" in wanted:
+                shown = text if isinstance(text, str) else self._tokenizer.decode(prompt.token_ids)
+                provided["prompt"] = shown
+                provided["prompts"] = shown if (chat := _chat_of(prompt)) is None else chat
+            if "token_ids" in wanted or "completion_ids" in wanted:
                 lists = [self.token_ids[member].tolist() for member in members]
-                provided["token_ids"] = lists if signature.per_group else lists[0]
+                provided["token_ids"] = provided["completion_ids"] = lists if signature.per_group else lists[0]
             if "finish_reason" in wanted:
                 reasons = [self.completions[member].finish_reason.value for member in members]
                 provided["finish_reason"] = reasons if signature.per_group else reasons[0]
@@ -111,6 +139,11 @@ class SampleTexts:
         return list(by_group.values())
 
 
+def _chat_of(prompt: Prompt) -> list[Any] | None:
+    """The messages of a prompt that is a chat."""
+    return next((m for name in ("messages", "prompt") if isinstance(m := prompt.columns.get(name), list)), None)
+
+
 def _tokens_of(completion: CompletionToScore) -> TokenArray:
     token_ids = token_array()
     token_ids.frombytes(completion.token_ids)
@@ -120,19 +153,20 @@ def _tokens_of(completion: CompletionToScore) -> TokenArray:
 def choose_arguments(
     signature: RewardSignature, columns: Mapping[str, Any], provided: Mapping[str, Any]
 ) -> dict[str, Any] | CallFailure:
-    """Keyword arguments of one call. A name of ``PROVIDED`` always means ours, whatever columns there are, and a column
-    with the name of the first parameter is not passed. Columns are copied: a function may change what it got."""
-    missing = [name for name in signature.columns if name not in columns]
+    """Keyword arguments of one call. A name that is provided always means ours, whatever columns there are, and a
+    column with the name of the first parameter is not passed. Columns are copied: a function may change what it got."""
+    missing = [name for name in signature.columns if not column_of(columns, name)]
     if missing:
-        return CallFailure(
-            RewardFailureKind.RAISED, f'the prompt has no column "{missing[0]}", which {signature.name} needs: add it'
-        )
+        return CallFailure(RewardFailureKind.RAISED, f"the prompt {missing_column(missing[0], signature.name)}")
+    asked = (*signature.columns, *signature.optional_columns)
     if signature.wants_all:
-        chosen = [name for name in columns if name not in PROVIDED or name == "prompt"]
-    else:
-        chosen = [name for name in (*signature.columns, *signature.optional_columns) if name in columns]
+        ours = (*PROVIDED_OF_GROUPS, "prompt", "completion") if signature.per_group else PROVIDED[1:]
+        asked = (*asked, *(name for name in columns if name not in ours))
     arguments = {
-        name: copied(columns[name]) for name in chosen if name != signature.first and name not in signature.bound
+        name: copied(value)
+        for name in asked
+        if name != signature.first and name not in signature.bound
+        for value in column_of(columns, name)
     }
     arguments.update({name: provided[name] for name in signature.provided})
     return arguments

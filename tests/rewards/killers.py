@@ -43,13 +43,47 @@ def everything(completion, *, prompt, prompt_id, token_ids, finish_reason, **col
     return 1
 
 
-def ranks(completions, *, answer, finish_reason, prompt):
+def ranks(prompts, completions, *, answer, finish_reason, **given):
+    count = len(completions)
     assert isinstance(completions, list)
-    assert finish_reason == ["stop"] * len(completions)
-    assert isinstance(answer, str)
-    assert prompt == "sort"
+    assert (finish_reason, answer, prompts) == (["stop"] * count, ["x"] * count, ["sort"] * count)
+    assert given == {"completion_ids": given["completion_ids"], "extra": [[1]] * count}, given
+    assert [len(ids) - 1 for ids in given["completion_ids"]] == [len(text) for text in completions]
+    given["extra"][0].append(2)  # must not reach its siblings
+    assert given["extra"][1:] == [[1]] * (count - 1)
     order = sorted(range(len(completions)), key=lambda i: len(completions[i]))
     return [float(order.index(i)) for i in range(len(completions))]
+
+
+def verl(data_source, solution_str, ground_truth, extra_info):
+    assert (data_source, extra_info) == ("gsm8k", {}), locals()
+    return {"score": float(solution_str == ground_truth), "acc": 1.0, "said": solution_str}
+
+
+async def verl_async(solution_str, ground_truth):
+    return {"score": float(solution_str == ground_truth), "acc": 1.0}
+
+
+def of_chat(completions, prompts, answer, **_):
+    assert all(prompt == [{"role": "user", "content": "sort"}] for prompt in prompts)
+    assert all(completion[0]["role"] == "assistant" for completion in completions)
+    return [float(completion[0]["content"] == a) for completion, a in zip(completions, answer, strict=True)]
+
+
+async def of_texts(prompts, completions: list[str], answer):
+    return [float(completion == a) for completion, a in zip(completions, answer, strict=True)]
+
+
+def of_ids(completion_ids, answer, **_):
+    return [float(len(ids) == len(a) + 1) for ids, a in zip(completion_ids, answer, strict=True)]
+
+
+def last(answer, completion):
+    return float(completion == answer)
+
+
+def only_named(*, completion, answer):
+    return float(completion == answer)
 
 
 async def group_none(completions):

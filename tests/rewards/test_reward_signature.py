@@ -40,6 +40,12 @@ def module(tmp_path: Path) -> Path:
             def anything(*args, **kwargs): ...
             def positional(completion, answer, /): ...
             def trl(prompts, completions, **kwargs): ...
+            def both_forms(completion, completions): ...
+            def prompt_first(prompt, answer): ...
+            def single_values(completions: list[str], answer: str): ...
+            def single_prompt(completions, prompt): ...
+            def messages(completion: "list[dict]", answer): ...
+            def verl(data_source, solution_str, ground_truth, extra_info): ...
             def generator(completion):
                 yield 1.0
             class Scorer:
@@ -61,6 +67,12 @@ def test_signatures(module: Path) -> None:
     assert (full.optional_columns, full.provided, full.first) == (("level",), ("prompt", "token_ids"), "completion")
     group = inspect_reward(f"{module}:group")
     assert (group.per_group, group.columns, group.name) == (True, ("answer",), "group")
+    trl = inspect_reward(f"{module}:trl")
+    assert (trl.per_group, trl.first, trl.provided) == (True, "completions", ("prompts", "completion_ids"))
+    verl = inspect_reward(f"{module}:verl")
+    assert (verl.per_group, verl.first) == (False, "solution_str")
+    assert (verl.columns, verl.optional_columns) == (("data_source", "ground_truth"), ("extra_info",))
+    assert inspect_reward(f"{module}:only_named").first == "completion"
     assert inspect_reward(f"{module}:anything").wants_all
     assert inspect_reward(f"{module}:scorer").columns == ("answer",)
     assert needed_columns([plain, full]) == {"plain": (), "full": ("answer",)}
@@ -83,10 +95,13 @@ def test_the_column_that_time_limits_follow_is_needed_too(module: Path) -> None:
     ("name", "words"),
     [
         ("nothing", "takes no completion"),
-        ("only_named", "takes no completion"),
         ("only_kwargs", "takes no completion"),
         ("positional", 'parameter "answer" is positional-only'),
-        ("trl", '"completions" must be the first parameter, before "prompts"'),
+        ("both_forms", 'takes "completion" and "completions": keep'),
+        ("prompt_first", '"prompt" gets something else, so name the one that gets it "completion"'),
+        ("single_values", '"answer" is annotated str, and would get a list with one value for each completion'),
+        ("single_prompt", 'asks for "prompt" beside "completions": a function of a group gets "prompts"'),
+        ("messages", '"completion" is annotated list[dict], and would get the text of one completion'),
         ("generator", "return the reward instead of yielding it"),
         ("Scorer", "is a class"),
         ("number", "is a int, not a function"),

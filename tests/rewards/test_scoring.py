@@ -212,13 +212,31 @@ async def test_arguments_are_columns_and_what_is_provided(
     assert extra == [1, 2]
 
 
-async def test_group_function_sees_one_group_at_a_time(trusted: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_group_function_sees_one_group_at_a_time_with_lists_as_trl_gives_them(
+    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, trusted: bool
+) -> None:
     texts = ["abc", "a", "ab", "abcd", "a"]
     groups = [0, 0, 0, 1, 1]
     order = [
-        make_trajectory(t, group=g, sample=i, answer="x") for i, (t, g) in enumerate(zip(texts, groups, strict=True))
+        make_trajectory(t, group=g, sample=i, answer="x", extra=[1])
+        for i, (t, g) in enumerate(zip(texts, groups, strict=True))
     ]
-    assert rewards_of(await score(trusted("ranks"), *order)) == [2.0, 0.0, 1.0, 1.0, 0.0]
+    assert rewards_of(await score(make_recipe("ranks", trusted=trusted), *order)) == [2.0, 0.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_functions_of_other_systems_get_what_these_give(
+    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, trusted: bool
+) -> None:
+    names = ("verl", "verl_async", "of_chat", "of_texts", "of_ids", "last", "only_named")
+    columns = {"answer": "abc", "reward_model": {"ground_truth": "abc"}, "data_source": "gsm8k"}
+    chat = [{"role": "user", "content": "sort"}]
+    order = [make_trajectory(text, sample=i, messages=chat, **columns) for i, text in enumerate(("abc", "abcd"))]
+    outcomes = await score(make_recipe(*names, trusted=trusted), *order)
+    assert [o.reward_parts for o in outcomes if isinstance(o, ScoredTrajectory)] == [
+        dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.0)
+    ], outcomes  # fmt: skip
 
 
 async def test_weights_and_none(trusted: MakeRecipe, make_trajectory: MakeTrajectory) -> None:

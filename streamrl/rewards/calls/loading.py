@@ -13,11 +13,17 @@ from streamrl.base.errors import RecipeError
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.user_code import load_user_object
 from streamrl.rewards.builtin.catalog import BUILTIN
-from streamrl.rewards.signature import PROVIDED, RewardFunction, RewardSignature
+from streamrl.rewards.calls.call_form import (
+    adapted,
+    completion_parameter,
+    example,
+    is_optional,
+    misread,
+    takes_group,
+    takes_texts,
+)
+from streamrl.rewards.signature import PROVIDED, PROVIDED_OF_GROUPS, RewardFunction, RewardSignature
 from streamrl.rewards.time_limits import TimeLimits
-
-_GROUP_PARAMETER = "completions"
-_COMPLETION_NAMES = ("completion", _GROUP_PARAMETER)
 
 
 def load_reward(reward: Reward, limits: TimeLimits | None = None) -> RewardFunction:
@@ -39,10 +45,11 @@ def load_reward(reward: Reward, limits: TimeLimits | None = None) -> RewardFunct
             raise RecipeError([f'reward "{reward.function}" is a {kind}, not a function: name a function'])
         if reward.options:
             function = _bind(reward, function)
-    signature = _read_signature(reward.function, reward.label, function)
-    if reward.adaptive_timeout is not None and reward.adaptive_timeout.key != "prompt_id":
-        signature = msgspec.structs.replace(signature, limit_key=reward.adaptive_timeout.key)
-    return RewardFunction(signature=signature, call=function)
+    read = _read_function(reward.function, reward.label, function)
+    adaptive = reward.adaptive_timeout
+    limit_key = adaptive.key if adaptive is not None and adaptive.key != "prompt_id" else ""
+    signature = msgspec.structs.replace(read.signature, limit_key=limit_key, special_tokens=reward.special_tokens)
+    return msgspec.structs.replace(read, signature=signature)
 
 
 def _build(reward: Reward) -> Callable[..., Any]:
@@ -68,7 +75,8 @@ def _build(reward: Reward) -> Callable[..., Any]:
 def _bind(reward: Reward, function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` with the options bound. A name that it does not take is a mistake, not a column."""
     parameters = _parameters(reward.function, function)
-    taken = [p.name for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    taker = completion_parameter(reward.function, parameters)
+    taken = [p.name for p in parameters if p is not taker and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else sorted(set(reward.options) - set(taken))
     if unknown:
         raise RecipeError(
@@ -91,7 +99,7 @@ def _parameters(spec: str, function: Callable[..., Any]) -> list[inspect.Paramet
         ) from error
 
 
-def _read_signature(spec: str, name: str, function: Callable[..., Any]) -> RewardSignature:
+def _read_function(spec: str, name: str, function: Callable[..., Any]) -> RewardFunction:
     if inspect.isclass(function):
         raise RecipeError([f'reward "{spec}" is a class: name a function, or an instance that can be called'])
     bound = tuple(function.keywords) if isinstance(function, functools.partial) else ()
@@ -100,48 +108,44 @@ def _read_signature(spec: str, name: str, function: Callable[..., Any]) -> Rewar
     if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
         raise RecipeError([f'reward "{spec}" is a generator: return the reward instead of yielding it'])
     parameters = [p for p in _parameters(spec, function) if p.name not in bound]
-    first = parameters[0] if parameters else None
-    if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
-        raise RecipeError(
-            [f'reward "{spec}" takes no completion: its first parameter must be positional, as in {_example(spec)}']
-        )
-    problems: list[str] = []
+    taker = completion_parameter(spec, parameters)
+    per_group = takes_group(taker)
+    wants_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    known = PROVIDED_OF_GROUPS if per_group else PROVIDED
+    problems = list(misread(spec, taker, parameters))
     columns: list[str] = []
     optional: list[str] = []
-    provided: list[str] = []
-    for parameter in parameters[1:]:
+    provided = [name for name in ("prompts", "completion_ids") if per_group and wants_all]
+    for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if parameter.name in _COMPLETION_NAMES:
-            problems.append(
-                f'reward "{spec}": "{parameter.name}" must be the first parameter, before "{first.name}", '
-                f"as in {_example(spec)}"
-            )
+        if parameter.name in known:
+            provided.append(parameter.name)
+        elif parameter is taker:
+            continue
         elif parameter.kind is parameter.POSITIONAL_ONLY:
             if parameter.default is parameter.empty:
                 problems.append(
                     f'reward "{spec}": parameter "{parameter.name}" is positional-only, but columns are passed '
-                    f"by name: move the / before it, as in {_example(spec)}"
+                    f"by name: move the / before it, as in {example(spec)}"
                 )
-        elif parameter.name in PROVIDED:
-            provided.append(parameter.name)
-        else:
-            (columns if parameter.default is parameter.empty else optional).append(parameter.name)
+        elif not per_group or parameter.name != "prompt":
+            (optional if is_optional(taker, parameter) else columns).append(parameter.name)
     if problems:
         raise RecipeError(problems)
-    return RewardSignature(
+    signature = RewardSignature(
         spec=spec,
         name=name,
-        first=first.name,
-        per_group=first.name == _GROUP_PARAMETER,
+        first=taker.name,
+        per_group=per_group,
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called),
         bound=bound,
-        wants_all=any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
+        wants_all=wants_all,
         columns=tuple(columns),
         optional_columns=tuple(optional),
-        provided=tuple(provided),
+        provided=tuple(dict.fromkeys(provided)),
+        as_text=takes_texts(taker),
     )
-
-
-def _example(spec: str) -> str:
-    return f"`async def {spec.rpartition(':')[2]}(completion, *, answer, **columns)`"
+    return RewardFunction(
+        signature=signature, call=adapted(function, signature, taker, is_first=taker is parameters[0])
+    )

@@ -196,7 +196,7 @@ class Scoring:
             if signature.limit_key:
                 # A source whose rows were not all looked at before the start may have one without the column.
                 key = str(prompt.columns.get(signature.limit_key, key))
-            completion = [texts.texts[m] for m in members] if signature.per_group else texts.texts[members[0]]
+            completion = texts.completion(signature, members)
             calls.append(_Asked(index, members, completion, arguments, key))
         return calls
 

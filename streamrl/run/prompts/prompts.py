@@ -18,6 +18,7 @@ import numpy as np
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
 from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.rewards.signature import column_of, missing_column
 from streamrl.run.prompts.first_row import first_row
 from streamrl.run.prompts.prompt_iterator import IteratorPrompts
 from streamrl.run.prompts.prompt_rows import BadRow, LineRows, RowStore, read_prompt, to_form
@@ -230,7 +231,7 @@ def _missing_from_all(spec: PromptSpec, store: RowStore, needed_columns: Mapping
         f'prompts {spec.source} has no column "{column}", which the reward {reward} needs ({there}): rename or add it'
         for reward, names in needed_columns.items()
         for column in names
-        if column not in columns | made
+        if column not in columns | made and not (column == "ground_truth" and "reward_model" in columns)
     ]
     if spec.form.prompt and spec.form.prompt not in columns:
         problems.append(f'prompts {spec.source} has no column "{spec.form.prompt}" ({there}): correct ?prompt=')
@@ -259,8 +260,8 @@ def _check_iterator(
 def missing_columns(prompt: Prompt, needed_columns: Mapping[str, Sequence[str]]) -> list[str]:
     """List the columns that rewards need and ``prompt`` has not, a line each."""
     return [
-        f'has no column "{column}", which the reward {reward} needs: add it'
+        missing_column(column, reward)
         for reward, columns in needed_columns.items()
         for column in columns
-        if column not in prompt.columns
+        if not column_of(prompt.columns, column)
     ]

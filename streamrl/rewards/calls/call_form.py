@@ -1,0 +1,133 @@
+"""The forms in which reward functions are called, those of TRL and verl among them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from streamrl.base.errors import RecipeError
+from streamrl.rewards.scoring import copied
+from streamrl.rewards.signature import PROVIDED, RewardSignature
+
+GROUP_PARAMETER, ONE_PARAMETER = "completions", "completion"
+_VERL_TEXT, _VERL_ANSWER, _VERL_EXTRA = "solution_str", "ground_truth", "extra_info"
+_FIRST_OF_GROUPS = ("completion_ids", "prompts")  # what a function of TRL's form may look at instead
+_LISTS = ("completion_ids", "token_ids", "finish_reason")  # arguments of a group that differ between siblings
+
+_SINGLE = re.compile(r"(Optional\[)?(str|int|float|bool|dict|Dict|Mapping)\b")
+_SEVERAL = re.compile(r"(list|List|Sequence|tuple|Tuple)\b|Messages$")
+_TEXTS = re.compile(r"(list|List|Sequence)\[str\]$")
+
+
+def completion_parameter(spec: str, parameters: Sequence[inspect.Parameter]) -> inspect.Parameter:
+    """The parameter that takes one completion, or those of a group. Raises ``RecipeError`` where there is none."""
+    named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    if GROUP_PARAMETER in named and ONE_PARAMETER in named:
+        both = (
+            f'takes "{ONE_PARAMETER}" and "{GROUP_PARAMETER}": keep the first to get one, or the second to get a group'
+        )
+        raise RecipeError([f'reward "{spec}" {both}'])
+    for name in (GROUP_PARAMETER, ONE_PARAMETER):
+        if name in named:
+            return named[name]
+    if _VERL_TEXT in named and _VERL_ANSWER in named:
+        return named[_VERL_TEXT]
+    first = parameters[0] if parameters else None
+    remedy = "its first parameter must be positional"
+    if first is not None and first.name in PROVIDED:
+        remedy = f'"{first.name}" gets something else, so name the one that gets it "{ONE_PARAMETER}"'
+    elif first is not None and first.kind not in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
+        return first
+    raise RecipeError([f'reward "{spec}" takes no completion: {remedy}, as in {example(spec)}'])
+
+
+def takes_group(taker: inspect.Parameter) -> bool:
+    """Whether a function with this completion parameter is called once for each group, in TRL's form."""
+    return taker.name == GROUP_PARAMETER or taker.name in _FIRST_OF_GROUPS
+
+
+def takes_texts(taker: inspect.Parameter) -> bool:
+    """Whether completions are texts for it also where the prompt is a chat."""
+    return not takes_group(taker) or _TEXTS.match(_annotation(taker)) is not None
+
+
+def is_optional(taker: inspect.Parameter, parameter: inspect.Parameter) -> bool:
+    """Whether the function is called without this column where there is none."""
+    return parameter.default is not parameter.empty or (taker.name, parameter.name) == (_VERL_TEXT, _VERL_EXTRA)
+
+
+def misread(spec: str, taker: inspect.Parameter, parameters: Sequence[inspect.Parameter]) -> Iterator[str]:
+    """Parameters whose names or annotations say that they expect something else than they would get, a line each."""
+    if not takes_group(taker):
+        if _SEVERAL.match(kind := _annotation(taker)):
+            yield (
+                f'reward "{spec}": "{taker.name}" is annotated {kind}, and would get the text of one completion: '
+                f'annotate it str, or name it "{GROUP_PARAMETER}" to get all of a group'
+            )
+        return
+    for parameter in parameters:
+        name, needed = parameter.name, parameter.default is parameter.empty
+        if name == "prompt" and needed:
+            yield (
+                f'reward "{spec}" asks for "prompt" beside "{taker.name}": a function of a group gets "prompts", a '
+                "list with one for each completion"
+            )
+        elif parameter is not taker and needed and _SINGLE.match(kind := _annotation(parameter)):
+            yield (
+                f'reward "{spec}": "{name}" is annotated {kind}, and would get a list with one value for each '
+                f'completion: use zip({taker.name}, {name}), or take one "{ONE_PARAMETER}"'
+            )
+
+
+def adapted(
+    function: Callable[..., Any], signature: RewardSignature, taker: inspect.Parameter, *, is_first: bool
+) -> Callable[..., Any]:
+    """A function that is called with the completions, and with columns by name: ``function`` itself where it is one."""
+    by_name = taker.kind is not taker.POSITIONAL_ONLY
+
+    def put(completion: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if signature.per_group:
+            count = len(completion)
+            arguments = {
+                name: value if name in _LISTS else [copied(value) for _ in range(count)]
+                for name, value in arguments.items()
+            }
+            if taker.name in _FIRST_OF_GROUPS:  # it is among the arguments, and completions are not asked for
+                return ((), arguments) if by_name else ((arguments.pop(taker.name),), arguments)
+        elif taker.name == _VERL_TEXT and _VERL_EXTRA in signature.optional_columns:
+            arguments.setdefault(_VERL_EXTRA, {})
+        return ((), {taker.name: completion, **arguments}) if by_name else ((completion,), arguments)
+
+    def call(completion: Any, **arguments: Any) -> Any:
+        positional, named = put(completion, arguments)
+        return _score_of(function(*positional, **named)) if is_verl else function(*positional, **named)
+
+    async def call_async(completion: Any, **arguments: Any) -> Any:
+        positional, named = put(completion, arguments)
+        return _score_of(await function(*positional, **named)) if is_verl else await function(*positional, **named)
+
+    is_verl = taker.name == _VERL_TEXT
+    if is_first and taker.kind is not taker.KEYWORD_ONLY and not signature.per_group and not is_verl:
+        return function
+    return call_async if signature.is_async else call
+
+
+def example(spec: str) -> str:
+    """A signature that works."""
+    return f"`async def {spec.rpartition(':')[2]}(completion, *, answer, **columns)`"
+
+
+def _score_of(returned: Any) -> Any:
+    """The ``score`` of a mapping: verl records what is beside it and does not train on it."""
+    return returned["score"] if isinstance(returned, Mapping) and "score" in returned else returned
+
+
+def _annotation(parameter: inspect.Parameter) -> str:
+    """As it is written; empty: there is none."""
+    given = parameter.annotation
+    if given is parameter.empty:
+        return ""
+    text = given if isinstance(given, str) else given.__name__ if type(given) is type else str(given)
+    return re.sub(r"\b(typing|t|collections\.abc|abc)\.|[\"' ]", "", text)
