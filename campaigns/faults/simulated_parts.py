@@ -26,8 +26,9 @@ class StubTokenizer:
 
     digest = TOKENIZER_DIGEST
     eos_token_ids = (1,)
+    special_token_ids: frozenset[int] = frozenset()
 
-    def decode(self, token_ids: Any) -> str:
+    def decode(self, token_ids: Any, skip_special: bool = True) -> str:
         return ""
 
 

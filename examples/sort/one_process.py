@@ -67,12 +67,13 @@ class SortTokenizer:
 
     def __init__(self) -> None:
         self._backend = tokenizers.Tokenizer.from_file(str(HERE / "model" / "tokenizer.json"))
+        self.special_token_ids: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> TokenArray:
         return token_array(self._backend.encode(text).ids)
 
-    def decode(self, token_ids: TokenArray) -> str:
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: TokenArray, skip_special: bool = True) -> str:
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special))
 
 
 class SortPrompts:

@@ -45,6 +45,7 @@ class RewardOptions(Command, frozen=True):
         tuple[str, ...], Argument("a variable that the function may see; may be repeated", metavar="NAME")
     ] = ()
     trusted: Annotated[bool, Argument("in the loop of the reward worker, as rewards.trusted")] = False
+    special_tokens: Annotated[bool, Argument("it sees special tokens, as rewards.advanced.special_tokens")] = False
 
     def reward(self, function: str, **more: Any) -> Reward:
         """As a recipe would have it. Raises ``RecipeError`` for an option that is none."""
@@ -55,6 +56,7 @@ class RewardOptions(Command, frozen=True):
             memory_mib=self.memory,
             environment=self.environment,
             trusted=self.trusted,
+            special_tokens=self.special_tokens,
             **more,
         )
 

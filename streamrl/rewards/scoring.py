@@ -101,9 +101,11 @@ class SampleTexts:
             return texts
         return [[{"role": "assistant", "content": text}] for text in texts]
 
-    def special_tokens(self, member: int) -> frozenset[int]:
-        """The special tokens of a completion, without the one that ended it."""
-        return self._tokenizer.special_token_ids.intersection(self._inner_tokens(member))
+    def special_tokens(self) -> list[str]:
+        """The special tokens that completions have, without those that ended them."""
+        special = self._tokenizer.special_token_ids
+        found = set().union(*(special.intersection(self._inner_tokens(i)) for i in range(len(self.texts))))
+        return [self._tokenizer.decode(token_array([token_id]), False) for token_id in sorted(found)]
 
     def _inner_tokens(self, member: int) -> TokenArray:
         token_ids = self.token_ids[member]

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.base.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory
+from streamrl.base.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory, token_array
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
 from streamrl.recipe.sections import Recipe
@@ -237,6 +237,24 @@ async def test_functions_of_other_systems_get_what_these_give(
     assert [o.reward_parts for o in outcomes if isinstance(o, ScoredTrajectory)] == [
         dict.fromkeys(names, 1.0), dict.fromkeys(names, 0.0)
     ], outcomes  # fmt: skip
+
+
+async def test_special_tokens_are_seen_where_the_recipe_says_so_and_logged_where_not(
+    trusted: MakeRecipe, make_trajectory: MakeTrajectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    (segment,) = make_trajectory("a").segments
+    with_unk = msgspec.structs.replace(segment, token_ids=token_array([2, *segment.token_ids]))
+    order = [msgspec.structs.replace(make_trajectory("a"), segments=(s,)) for s in (segment, with_unk, with_unk)]
+    rewards = [
+        Reward(function=f"{KILLERS}:length", name=name, trusted=True, special_tokens=name == "sees")
+        for name in ("blind", "sees")
+    ]
+    async with scoring(with_rewards(trusted("length"), *rewards)) as scorer:
+        outcomes = [(await scorer.score([trajectory]))[0] for trajectory in order]
+    assert [o.reward_parts["blind"] for o in outcomes if isinstance(o, ScoredTrajectory)] == [1, 1, 1]
+    assert [o.reward_parts["sees"] for o in outcomes if isinstance(o, ScoredTrajectory)] == [1, 6, 6]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "special tokens (<unk>) that the reward blind does not see" in said
 
 
 async def test_weights_and_none(trusted: MakeRecipe, make_trajectory: MakeTrajectory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +24,8 @@ from streamrl.rewards.signature import RewardFunction, RewardSignature
 from streamrl.rewards.values import CallFailure, CallResult
 
 COMBINING = "combine"
+
+_log = logging.getLogger(__name__)
 
 
 def combining_rewards(rewards: Sequence[Reward], limits: RewardLimits) -> tuple[Reward, ...]:
@@ -56,6 +59,7 @@ class RewardSet:
         self._pool_index = {index: place for place, index in enumerate(other)}
         self._pool: CallPool | None = None
         self._queues = [RewardQueue(reward, limits.concurrency) for reward in self._all]
+        self._without_tokens = ""  # names of those that see no special tokens, until that was logged
 
     async def open(self) -> None:
         """Load the functions. Raises ``RecipeError`` with every problem."""
@@ -71,6 +75,8 @@ class RewardSet:
             self._trusted[index].signature if index in self._trusted else found[self._pool_index[index]]
             for index in range(len(self._all))
         ]
+        scoring = self.signatures[: len(self.rewards)]
+        self._without_tokens = ", ".join(signature.name for signature in scoring if not signature.sees_tokens)
 
     @property
     def per_group(self) -> bool:
@@ -89,7 +95,16 @@ class RewardSet:
 
     def begin(self, order: ScoreGroup, prompts: Sequence[Prompt]) -> Scoring:
         """Score one order: plain trusted functions at once. ``prompts``: of the message."""
-        return Scoring(self, SampleTexts(order.completions, prompts, self._tokenizer), order.rank)
+        texts = SampleTexts(order.completions, prompts, self._tokenizer)
+        if self._without_tokens and (special := texts.special_tokens()):
+            _log.warning(
+                "completions have special tokens (%s) that the reward %s does not see: set special_tokens = true below "
+                "[rewards.advanced] where it looks for them",
+                ", ".join(special),
+                self._without_tokens,
+            )
+            self._without_tokens = ""
+        return Scoring(self, texts, order.rank)
 
     async def score(self, trajectories: Sequence[Trajectory], rank: int = 0) -> tuple[Outcome, ...]:
         """One outcome for each trajectory, in the same order, of version 0. Never raises for what user code does.
