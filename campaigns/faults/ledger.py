@@ -19,6 +19,7 @@ from streamrl.base.messages import CloseBatch, Generate
 from streamrl.base.types import Completion, TrainingGroup, TrainingSample, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
+from streamrl.control.check import violations
 from streamrl.control.machine import Control
 from streamrl.engines.resumption import whole_of
 
@@ -55,10 +56,7 @@ class ControlLedger:
         self.batched: dict[int, frozenset[TrajectoryId]] = defaultdict(frozenset)
         self.in_batch: dict[int, tuple[TrajectoryId, ...]] = {}
         self.group_of: dict[int, tuple[TrajectoryId, ...]] = {}
-        self.outstanding = 0
-        self.consumed: dict[int, int] = {}
         self.closed: set[int] = set()
-        self.stopping = False
         self.live = -1
 
     def copy(self) -> ControlLedger:
@@ -104,7 +102,7 @@ class Ledger:
         ledger = self.control = self._of(control)
         self._told(ledger, event)
         for action in actions:
-            self._ordered(ledger, action, control)
+            self._ordered(ledger, action)
         self._account(ledger, control)
 
     def _of(self, control: Control) -> ControlLedger:
@@ -126,35 +124,21 @@ class Ledger:
     def _told(self, ledger: ControlLedger, event: on.ControlEvent) -> None:
         match event:
             case on.BatchTrained():
-                batch = ledger.batched.pop(event.batch_id, frozenset())
-                ledger.trained |= batch
-                groups = {t.group_id for t in batch}
-                ledger.consumed[event.policy_version] = sum(len(ledger.group_of[g]) for g in groups)
+                ledger.trained |= ledger.batched.pop(event.batch_id, frozenset())
             case on.WeightsLive():
                 if event.policy_version <= ledger.live:
                     self.violated("versions", f"version {event.policy_version} went live after {ledger.live}")
                 ledger.live = event.policy_version
-                for version in [v for v in ledger.consumed if v <= event.policy_version]:
-                    ledger.outstanding -= ledger.consumed.pop(version)
-            case on.StopRequested():
-                ledger.stopping = True
-            case on.RunContinued():
-                ledger.stopping = False
             case on.TrajectoryFailed():
                 self._ended(ledger, [event.id])
 
-    def _ordered(self, ledger: ControlLedger, action: do.ControlAction, control: Control) -> None:
+    def _ordered(self, ledger: ControlLedger, action: do.ControlAction) -> None:
         match action:
             case do.LaunchGroup():
-                if ledger.stopping:
-                    self.violated("drain", f"group {action.group_id} was launched after a stop was asked for")
                 if twice := ledger.issued.intersection(action.ids):
                     self.violated("once", f"{sorted(map(str, twice))} were issued twice")
                 ledger.issued.update(action.ids)
                 ledger.group_of[action.group_id] = action.ids
-                ledger.outstanding += len(action.ids)
-                if ledger.outstanding > control.rules.slots:
-                    self.violated("slots", f"{ledger.outstanding} outstanding of {control.rules.slots} slots")
             case do.Drop():
                 self._ended(ledger, action.ids)
             case do.TrainGroupNow():
@@ -183,27 +167,16 @@ class Ledger:
                     if batch_id in ledger.closed:
                         self.violated("once", f"{trajectory} is in closed batch {batch_id} and was dropped")
             ledger.ended.add(trajectory)
-            group = ledger.group_of[trajectory.group_id]
-            if all(t in ledger.ended for t in group):
-                ledger.outstanding -= len(group)
 
     def _account(self, ledger: ControlLedger, control: Control) -> None:
         said = control.state.accounting()
-        dropped = sum(said.dropped.values())
         mine = (len(ledger.issued), len(ledger.trained), len(ledger.ended))
-        theirs = (said.issued, said.trained, dropped)
-        if mine != theirs or said.issued != said.trained + dropped + said.in_flight:
-            self.violated(
-                "accounting",
-                f"issued, trained, dropped are {mine}; control says {theirs} and {said.in_flight} in flight",
-            )
-
-        lingering = [g.group_id for g in control.state.buffer.groups() if self._is_over(ledger, g.group_id)]
-        if lingering:
-            self.violated("memory", f"the buffer keeps {len(lingering)} groups that have ended: {lingering[:3]}")
-
-    def _is_over(self, ledger: ControlLedger, group_id: int) -> bool:
-        return all(t in ledger.trained or t in ledger.ended for t in ledger.group_of.get(group_id, ()))
+        theirs = (said.issued, said.trained, sum(said.dropped.values()))
+        if mine != theirs:
+            self.violated("accounting", f"issued, trained, dropped are {mine}; control says {theirs}")
+        for text in violations(control.state, control.rules):
+            invariant, _, what = text.partition(": ")
+            self.violated(invariant, what)
 
     # ---- streams ---------------------------------------------------------------------------------
 

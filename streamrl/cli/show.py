@@ -100,7 +100,7 @@ def lines_of(shown: ShownRun) -> list[str]:
         "step": f"{summary.live_version} of {summary.wanted_steps}, {summary.time_s:,.1f} s after the start",
         "versions": f"trainer {summary.trainer_version}, live {summary.live_version}",
         "accounting": f"issued {accounts.issued:,} = trained {accounts.trained:,} + dropped {dropped:,}"
-        f" + in flight {accounts.in_flight:,}" + ("" if accounts.balanced else "; NOT BALANCED: a bug of streamrl"),
+        f" + in flight {accounts.in_flight:,}",
         "dropped": ", ".join(f"{reason} {count:,}" for reason, count in accounts.dropped.items()),
         "open batch": summary.batch,
         "prompts": summary.prompts,
@@ -111,6 +111,8 @@ def lines_of(shown: ShownRun) -> list[str]:
     if shown.status == "ended":
         del rows["waited for"], rows["stopping"]
     lines = [line for name, text in rows.items() if text for line in _wrapped(name, text)]
+    for text in summary.violations:
+        lines += _wrapped("VIOLATION", f"{text} (a bug of streamrl)")
     lines += _steps(summary.steps) + _groups(summary)
     for time_s, subject, reason in summary.decisions:
         lines += _wrapped("decision", f"{time_s:,.1f} s {subject}: {reason}")

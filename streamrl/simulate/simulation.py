@@ -17,6 +17,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.types import FinishReason
 from streamrl.control import actions as do
 from streamrl.control import events as on
+from streamrl.control.check import violations
 from streamrl.control.policies.auto import candidate_settings
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import ControlSettings, control_settings
@@ -203,7 +204,12 @@ class Simulation:
                 self._measured_s = agenda.now
                 self._tell(rollout.measure())
             rollout.settle()
+        self._check()
         return self.ledger.report(self.finished, self.core.state.accounting())
+
+    def _check(self) -> None:
+        if found := violations(self.core.state, self.core.rules):
+            raise StreamRLError(f"a bug of streamrl or of the round policy, in the simulated run: {'; '.join(found)}")
 
     # ---- what happens ------------------------------------------------------------------------------
 
@@ -357,6 +363,7 @@ class Simulation:
         if version == ADVISED_AT and self._advice is not None:
             self._tell(self._advice)
         self._tell(on.WeightsLive(policy_version=version))
+        self._check()
 
     def _soon(self, done: on.ControlEvent) -> None:
         self.agenda.call_after(0.0, lambda: self._tell(done))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import anyio
 import pytest
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 from scripted_parts import Killed, SimulatedRun
 
 import streamrl.cli.main
+from streamrl.buffers.rollout_buffer import RolloutBuffer
 from streamrl.control.settings import control_settings
 from streamrl.launch.supervise.crash_bundle import write_crash_bundle
 from streamrl.recipe.rules.load import dump_recipe, load_recipe
@@ -48,7 +50,9 @@ def test_a_run_that_was_killed_and_then_ended(run: SimulatedRun, capsys: pytest.
     assert accounts["in_flight"] > 0 and f"+ in flight {accounts['in_flight']}" in text
     assert [step["step"] for step in steps] == list(range(1, known["summary"]["live_version"] + 1)) != []
     assert known["summary"]["groups"] and "groups have not ended, the oldest first:" in text
-    assert "reward_failed" in text
+    assert "reward_failed" in text and "VIOLATION" not in text
+    with mock.patch.object(RolloutBuffer, "_dropped", lambda *counted: None):
+        assert "VIOLATION   accounting: " in shown(capsys, directory), "a replay by control with a bug"
     bundle = write_crash_bundle(run.directory, "engine-0 was killed by SIGKILL\n  last words", environment={})
     assert "status      failed: engine-0 was killed by SIGKILL\n" in shown(capsys, directory)
     of_bundle = shown(capsys, str(bundle))

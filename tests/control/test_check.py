@@ -1,0 +1,168 @@
+"""``violations`` says what is wrong with a state: states that are wrong by hand, and bugs planted in control."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+from unittest import mock
+
+import pytest
+from oracle.control_walks import CrashWorld, random_run
+from oracle.control_world import CONTINUOUS, World, control_settings, through_bytes
+
+from streamrl.base.types import DropReason, FinishReason
+from streamrl.buffers.rollout_buffer import Group, Member, RolloutBuffer
+from streamrl.buffers.slots import Slots
+from streamrl.control import actions as do
+from streamrl.control import apply, decide
+from streamrl.control.check import INVARIANTS, violations
+from streamrl.control.model import Batch, RunState
+from streamrl.control.settings import ControlSettings
+
+CHOSEN = control_settings(rounds=CONTINUOUS, max_staleness=1, steps=2)
+Place = list[str]
+
+
+def world_at(place: str) -> World:
+    """A run of continuous rounds: groups 0 to 3 are launched, 0 joins the batch, 1 fills it; then the step is done."""
+    world = World(CHOSEN)
+    world.begin()
+    world.answer_draw()
+    for trajectory in sorted(world.running)[: {"open": 2, "closed": 4, "pushed": 4, "ended": 0}[place]]:
+        world.score(trajectory, 1.0, 5)
+    if place == "pushed":
+        world.step()
+    elif place == "ended":
+        world.run_to_end()
+    return world
+
+
+def put(name: str, value: Any) -> Callable[[RunState], None]:
+    """Set a field of the state, by a path of attributes and keys: ``buffer.untrained.2.open``."""
+
+    def change(state: RunState) -> None:
+        *outer, last = name.split(".")
+        owner: Any = state
+        for part in outer:
+            owner = owner[int(part)] if isinstance(owner, dict) else getattr(owner, part)
+        if isinstance(owner, dict):
+            owner[int(last)] = value
+        else:
+            setattr(owner, last, value)
+
+    return change
+
+
+def in_both(state: RunState) -> None:
+    state.buffer.untrained[0] = state.buffer.batched[0]
+
+
+SCORED = Member(oldest_version=0, finish_reason=FinishReason.STOP)
+WRONG = [
+    ("open", put("buffer.issued", 9), "accounting: 9 trajectories were issued, and 0 trained, 0 dropped and 8 in"),
+    ("open", in_both, "groups: group 0 is in a batch and waits for one"),
+    ("open", put("buffer.batched.0.open", 1), "groups: group 0 is in a batch, and 1 of its members have no reward"),
+    ("open", put("buffer.untrained.2.members", {}), "groups: group 2 has ended and is kept"),
+    ("open", put("buffer.untrained.2.open", 1), "groups: group 2 counts 1 members without a reward, and has 2"),
+    ("open", put("buffer.untrained.2.keep", 3), "groups: group 2 keeps 3 of 2 trajectories"),
+    ("open", put("buffer.untrained.2.members.7", SCORED), "groups: group 2 keeps 2 of 2 trajectories and has the memb"),
+    ("open", put("buffer.batched.0.members.2", SCORED), "groups: group 0 has 3 rewards, and a batch takes 2"),
+    ("open", put("buffer.untrained.2.weight", 1), "groups: group 2 weighs 1 and keeps 2 trajectories"),
+    ("open", put("next_group_id", 3), "groups: group 3 has a number that will be given again: the next is 3"),
+    ("open", put("buffer.untrained.2.launch_version", 1), "groups: group 2 is sampled by version 1, and engines serve"),
+    ("open", put("buffer.untrained.2.members.0.oldest_version", -1), "indexes: group 2 says version 0 is its oldest"),
+    ("open", put("buffer.ready", [2]), "indexes: ready is [2], and the groups say []"),
+    ("open", put("buffer.paused", [2]), "indexes: paused is [2], and the groups say []"),
+    ("open", put("buffer.by_version", {0: 5}), "indexes: by_version is {0: 5}"),
+    ("open", put("batch.groups", [0, 1]), "batch: batch 0 has the groups [0, 1], and the buffer [0]"),
+    ("open", put("batch.filled", 3), "batch: batch 0 says (3, 2, 10) of weight, samples and tokens, its groups (2, 2"),
+    ("closed", put("batch.target", 2), "batch: group 1 joined batch 0, which was full"),
+    ("closed", put("batch.target", 6), "batch: batch 0 is closed, with 2 of 6 missing, and there are prompts"),
+    ("open", put("next_batch", Batch(batch_id=1, target=4)), "batch: batch 1 is open beside batch 0"),
+    ("open", put("buffer.untrained.2.oldest_version", -2), "staleness: group 2 has a token of version -2, is trained"),
+    ("closed", put("buffer.untrained.2.oldest_version", -1), "staleness: group 2 has a token of version -1, is"),
+    ("open", put("buffer.dropped", {DropReason.STALE: 2}), "staleness: 2 trajectories were dropped as stale"),
+    ("open", put("slots.in_use", 7), "slots: 7 are in use, and groups and versions that are not live have 8"),
+    ("open", put("slots.in_use", 9), "slots: 9 are in use, and there are 8"),
+    ("pushed", put("slots.consumed", {2: 4}), "slots: version 2 keeps some: 0 is live, 1 trained"),
+    ("pushed", put("live_version", -1), "versions: engines serve -1, the trainer holds 1"),
+    ("open", put("batch.batch_id", 3), "versions: version 0 trains batch 3"),
+    ("open", put("saved_version", 1), "versions: 1 is saved, the trainer holds 0"),
+    ("closed", put("batch.samples", 3), "orders: StepOptimizer(batch_id=0, policy_version=1, groups=2, samples=4"),
+    ("closed", put("pending.checkpoint", 0), "orders: the trainer steps from version 0 before it is live and saved"),
+    ("open", put("pending.push", 1), "orders: version 1 is pushed: 0 is live, 0 trained"),
+    ("pushed", put("pending.evaluation", do.Evaluate(0, 0)), "orders: weights change under the evaluation of"),
+    ("open", put("pending.checkpoint", 0), "orders: version 0 is saved, and the trainer holds 0"),
+    ("open", put("pending.paused_for", 1), "orders: engines are paused for version 1, and 0 is made"),
+    ("open", put("stop_reason", "stop"), "drain: the run ends, and 3 groups are in flight"),
+    ("ended", put("trainer_version", 3), "drain: the run has ended (finished), and something is under way"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "change", "said"), WRONG, ids=[said[:40] for _, _, said in WRONG])
+def test_a_wrong_state_is_named(place: str, change: Callable[[RunState], None], said: str) -> None:
+    world = world_at(place)
+    state = through_bytes(world.core.snapshot()).state
+    assert violations(state, world.core.rules) == []
+    change(state)
+    found = violations(state, world.core.rules)
+    assert any(text.startswith(said) for text in found), found
+
+
+def test_every_invariant_has_a_state_that_is_wrong() -> None:
+    assert {said.partition(":")[0] for _, _, said in WRONG} == set(INVARIANTS)
+
+
+def nothing(*arguments: object, **options: object) -> None: ...
+
+
+def takes_one_less(batch: Batch, group: Group, before: Any = Batch.take) -> None:
+    before(batch, group)
+    batch.filled -= 1
+
+
+def counts_no_training(buffer: RolloutBuffer, before: Any = RolloutBuffer.train) -> int:
+    trained, slots = buffer.trained, before(buffer)
+    buffer.trained = trained
+    return int(slots)
+
+
+def drained_later(
+    buffer: RolloutBuffer, group: Group, reason: DropReason, before: Any = RolloutBuffer.drop_group
+) -> None:
+    if reason is not DropReason.DRAINED:
+        before(buffer, group, reason)
+
+
+def pushes_at_once(state: RunState, out: list[do.ControlAction]) -> None:
+    if state.pending.push is None and state.live_version < state.trainer_version:
+        state.pending.push = state.trainer_version
+        out.append(do.PublishWeights(policy_version=state.trainer_version))
+
+
+def next_as_before(state: RunState, settings: ControlSettings) -> Batch:
+    return Batch(batch_id=state.batch.batch_id, target=settings.batch_weight)
+
+
+PLANTED = [
+    ("slots", Slots, "version_live", nothing),
+    ("accounting", RolloutBuffer, "_dropped", nothing),
+    ("accounting", RolloutBuffer, "train", counts_no_training),
+    ("indexes", RolloutBuffer, "resume", nothing),
+    ("indexes", RolloutBuffer, "_date", nothing),
+    ("batch", Batch, "take", takes_one_less),
+    ("staleness", decide, "drop_stale", nothing),
+    ("drain", RolloutBuffer, "drop_group", drained_later),
+    ("orders", decide, "publish", pushes_at_once),
+    ("groups", RolloutBuffer, "_leave_untrained", nothing),
+    ("versions", apply, "batch_after", next_as_before),
+]
+
+
+@pytest.mark.parametrize(("invariant", "owner", "name", "bug"), PLANTED)
+def test_a_planted_bug_is_found_by_a_walk(invariant: str, owner: Any, name: str, bug: Any) -> None:
+    with mock.patch.object(owner, name, bug), pytest.raises(AssertionError, match=f"'{invariant}: "):
+        for composition in ("continuous, regenerating", "race", "deferred prompts resumed", "synchronous"):
+            for seed in range(40):
+                random_run(Random(seed), composition, "random", world_of=CrashWorld if seed % 2 else World)
