@@ -198,6 +198,8 @@ PLANTED = (
             _ends_nobody),
     Planted("an order that differs from run to run", "repeatable", f"{_REWARD}RewardStage._deliver",
             _delivers_by_chance),
+    Planted("slots are not given back", "slots", "streamrl.buffers.slots:Slots.version_live",
+            lambda before: lambda self, policy_version: None),
     Planted("faults that do nothing", "coverage", "campaigns.faults.world_faults:Faults._do",
             lambda before: lambda self, fault: False),
 )  # fmt: skip

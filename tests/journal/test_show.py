@@ -51,7 +51,7 @@ def test_a_run_that_was_killed_and_then_ended(run: SimulatedRun, capsys: pytest.
     assert [step["step"] for step in steps] == list(range(1, known["summary"]["live_version"] + 1)) != []
     assert known["summary"]["groups"] and "groups have not ended, the oldest first:" in text
     assert "reward_failed" in text and "VIOLATION" not in text
-    with mock.patch.object(RolloutBuffer, "_dropped", lambda *counted: None):
+    with mock.patch.object(RolloutBuffer, "_dropped"):
         assert "VIOLATION   accounting: " in shown(capsys, directory), "a replay by control with a bug"
     bundle = write_crash_bundle(run.directory, "engine-0 was killed by SIGKILL\n  last words", environment={})
     assert "status      failed: engine-0 was killed by SIGKILL\n" in shown(capsys, directory)
