@@ -27,13 +27,14 @@ OPEN = ("simulate", "launch", "cli")
 
 WINGS = {
     "cli/trial": ("observe/terminal", "run/evaluate", "run/prompts"),
+    "engines/elastic": ("engines/push",),
     "engines/vllm": ("engines/plain_vllm", "weights/vllm"),
     "launch/plan": (
         "engines/vllm", "recipe/rules", "rewards/calls", "rewards/judge", "run/prompts", "weights/pull", "weights/vllm",
     ),
     "launch/supervise": ("observe/terminal", "recipe/rules"),
     "observe/metrics": ("observe/terminal",),
-    "observe/report": ("engines/push", "run/evaluate", "run/journal"),
+    "observe/report": ("run/evaluate", "run/journal"),
     "rewards/builtin": ("rewards/judge", "rewards/sandbox"),
     "rewards/calls": ("rewards/builtin",),
     "rewards/judge": ("engines/plain_vllm", "engines/vllm"),

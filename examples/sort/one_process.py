@@ -29,13 +29,12 @@ from streamrl.base.types import Prompt, ScoredTrajectory, TokenArray, token_arra
 from streamrl.base.waits import Waits
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.memory_stream import memory_stream
+from streamrl.contracts import Engine, Evaluations, Journal, Observer, PushReport, RoundPolicy
 from streamrl.control.continuous import ContinuousRounds
 from streamrl.control.fixed_size import FixedSize
 from streamrl.control.machine import Control
-from streamrl.control.round_policy import RoundPolicy
 from streamrl.control.settings import control_settings
 from streamrl.control.synchronous import SynchronousRounds
-from streamrl.engines.engine import Engine
 from streamrl.engines.file_weights import FileWeights
 from streamrl.engines.plain_vllm.engine import PlainVllmEngine
 from streamrl.engines.plain_vllm.options import PlainOptions, plain_environment
@@ -50,8 +49,7 @@ from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.calls.worker import run_reward_worker
 from streamrl.run.checkpoints import CheckpointKeeper
-from streamrl.run.controller import Controller
-from streamrl.run.parts import Evaluations, Journal, Observer, Push, RunRecord
+from streamrl.run.controller import Controller, RunRecord
 from streamrl.run.plain_push import PlainPush
 from streamrl.run.trainer_ranks import TrainerRanks
 from streamrl.stages.reward import RewardSettings, RewardStage
@@ -97,7 +95,7 @@ class StepLines(Observer):
     def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: dict[str, float]) -> None:
         self._reward = sum(trajectory.reward for trajectory in batch) / len(batch)
 
-    async def on_weights_live(self, push: Push, *, last: bool) -> None:
+    async def on_weights_live(self, push: PushReport, *, last: bool) -> None:
         digests = [digest(await engine.checksums()) for engine in self._engines]
         print(json.dumps({"step": push.policy_version, "reward": round(self._reward, 3), "weights": digests}))
 

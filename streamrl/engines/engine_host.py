@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
 
 import anyio
 import msgspec
@@ -30,7 +29,7 @@ from streamrl.base.messages import (
     Wake,
 )
 from streamrl.comm.stream import ReceiveStream, SendStream, send_hello
-from streamrl.engines.engine import Engine
+from streamrl.contracts import WatchedEngine
 from streamrl.engines.remote_engine import ENGINE_FAILURE
 
 Orders = ReceiveStream[EngineOrder]
@@ -38,22 +37,6 @@ Events = SendStream[EngineEvent]
 
 LOAD_SECONDS = 0.2
 LAST_EVENT_SECONDS = 1.0
-
-
-class WatchedEngine(Engine, Protocol):
-    """An engine that runs in this process, can be put to sleep, and can say when it died."""
-
-    async def sleep(self) -> None:
-        """Give the device's memory back until ``wake``."""
-        ...
-
-    async def wake(self) -> None:
-        """Take the device's memory again."""
-        ...
-
-    async def watch(self) -> None:
-        """Return never; raise ``EngineError`` when the engine died."""
-        ...
 
 
 async def serve_engine(engine: WatchedEngine, streams: AbstractAsyncContextManager[tuple[Orders, Events]]) -> None:

@@ -21,7 +21,7 @@ from streamrl.base.concurrent_calls import all_of
 from streamrl.base.errors import EngineError, RequestRefused
 from streamrl.base.messages import EngineLoad, EngineReady, Generate
 from streamrl.base.types import Completion, FinishReason, float_array, token_array
-from streamrl.engines.engine import Engine
+from streamrl.contracts import Engine
 from streamrl.engines.resumption import whole_of
 from streamrl.engines.routing import Router, ServedRequest, forget_oldest
 

@@ -27,7 +27,10 @@ from streamrl.engines.vllm.batch_invariance import PROBES, batch_invariant
 from streamrl.engines.vllm.options import CPU_BLOCK_TOKENS, installed_device
 from streamrl.launch.attached_rewards import AttachedRewards
 from streamrl.launch.control_protocol import ParentMessage
+from streamrl.launch.run_record import JournalledRun
 from streamrl.launch.supervise.watchdog import Watchdog
+from streamrl.learning.canary import canary_bounds
+from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_trace import TrajectoryTrace, trace_header
 from streamrl.pretrained.tokenizer import Tokenizer
@@ -35,12 +38,11 @@ from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.recipe.topology import Topology, prepared_sets
 from streamrl.rewards.reward_messages import RewardReply
-from streamrl.run.evaluate.evaluation import HeldOut
+from streamrl.run.evaluate.evaluation import HeldOut, HeldOutEvaluations
 from streamrl.run.evaluate.sample_files import TrainingSamples
-from streamrl.run.journal.recover import RecoveredRun
-from streamrl.run.journal.run_journal import RunJournal
+from streamrl.run.journal.recover import Resumption
 from streamrl.run.prompts.mixed_prompts import MixedPrompts
-from streamrl.run.prompts.prompts import PromptSource, open_prompts
+from streamrl.run.prompts.prompts import OpenPrompts, open_prompts
 from streamrl.run.trainer_ranks import TrainerRanks
 from streamrl.stages.reward import RewardStage
 from streamrl.stages.rollout import RolloutStage
@@ -131,10 +133,11 @@ def run_report(
     run_directory: Path,
     parts: Parts,
     rollout: RolloutStage,
-    reward: RewardStage,
-    recovered: RecoveredRun | None,
+    record: JournalledRun,
+    evaluations: HeldOutEvaluations,
+    resumption: Resumption | None,
 ) -> RunReport:
-    """What the run tells observers and the trace."""
+    """Return the report of the run, which writes its trace, too."""
     capacity = _capacity(recipe, parts)
     header = trace_header(
         recipe,
@@ -144,28 +147,38 @@ def run_report(
         kv_tokens=parts.ready.kv_tokens,
         parameters=parts.parameters,
     )
-    trace = TrajectoryTrace(run_directory / "trace.jsonl", header, goes_on=recovered is not None)
+    trace = TrajectoryTrace(run_directory / "trace.jsonl", header, goes_on=resumption is not None)
     siblings_race = recipe.rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.response_oversampling > 1
     return RunReport(
         parts.emit,
+        record.control,
+        record.store,
         rollout.statistics,
         capacity,
+        load=parts.pool.load,
         serving=lambda: len(parts.pool.serving),
-        rewards_in_flight=reward.in_flight,
+        rewards_in_flight=parts.rewards[0].in_flight,
         loop_lag=parts.watch.take_loop_lag,
+        alarms=_alarms(recipe),
+        evaluations=evaluations,
+        resumption=resumption,
         trace=trace,
         samples=TrainingSamples(run_directory / "samples.jsonl", parts.tokenizer.decode),
-        lived_s=recovered.elapsed_s if recovered else 0.0,
-        recovering=recovered is not None,
         length_limit=0 if siblings_race else recipe.sampling.max_tokens,
     )
 
 
-def elastic_engines(recipe: Recipe, parts: Parts, journal: RunJournal, report: RunReport) -> ElasticEngines:
+def _alarms(recipe: Recipe) -> Alarms:
+    """Simulated engines need not agree with the trainer."""
+    mismatch = recipe.off_policy.alarm if recipe.compares_logprobs else 0.0
+    return Alarms(alarm_rules(mismatch, canary_bounds(recipe, installed_device()).alarm))
+
+
+def elastic_engines(recipe: Recipe, parts: Parts, record: JournalledRun, report: RunReport) -> ElasticEngines:
     """Return what frees engines late in a round and changes sets of them, where the recipe wants either."""
 
     async def decided(decision: Decision, step: int, shown: bool) -> None:
-        journal.decided(decision)
+        record.journal.decided(decision)
         if shown:
             await report.decided(decision, step)
 
@@ -173,6 +186,7 @@ def elastic_engines(recipe: Recipe, parts: Parts, journal: RunJournal, report: R
         parts.pool,
         parts.hosts,
         set_chooser(recipe, parts.rooms, parts.start_s),
+        record.store,
         decided=decided,
         freeing=None if recipe.engines.release is ReleaseKind.NEVER else Freeing(recipe.sampling.max_tokens),
         block_tokens=CPU_BLOCK_TOKENS,  # vLLM's are smaller on a GPU: there these are the more careful figure
@@ -180,7 +194,7 @@ def elastic_engines(recipe: Recipe, parts: Parts, journal: RunJournal, report: R
     )
 
 
-def training_prompts(recipe: Recipe, parts: Parts, *, start: int) -> PromptSource:
+def training_prompts(recipe: Recipe, parts: Parts, *, start: int) -> OpenPrompts:
     """The prompts that are trained on. ``start``: so many were drawn by earlier lives of the run."""
     source, mix = recipe.prompts, recipe.tail_batching
     opened = partial(open_prompts, source.train, parts.tokenizer, seed=recipe.run.seed, shuffle=source.shuffle)

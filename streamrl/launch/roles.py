@@ -15,7 +15,8 @@ from streamrl.base.run_process import RUN_MARKER
 from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import ZmqReceiveStream, ZmqSendStream, zmq_receiver, zmq_sender
-from streamrl.engines.engine_host import WatchedEngine, serve_engine
+from streamrl.contracts import WatchedEngine
+from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.vllm.options import EngineOptions, engine_options
 from streamrl.launch.supervise.child import ChildContext, RoleMain
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET

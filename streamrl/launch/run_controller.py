@@ -48,10 +48,11 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.contracts import Observer
 from streamrl.control.actions import Decision
 from streamrl.control.settings import control_settings
 from streamrl.engines.push.verify import WeightAudit
-from streamrl.engines.vllm.options import expected_room, installed_device
+from streamrl.engines.vllm.options import expected_room
 from streamrl.launch.control_protocol import ParentMessage
 from streamrl.launch.controller_parts import (
     Emit,
@@ -64,13 +65,10 @@ from streamrl.launch.controller_parts import (
     run_report,
     training_prompts,
 )
-from streamrl.launch.observers import EnginesObserver, ReportObserver, ResumeObserver
 from streamrl.launch.reward_workers import change_rewards, open_reward_stage
 from streamrl.launch.run_record import JournalledRun, open_record
 from streamrl.launch.supervise.child import ChildContext
 from streamrl.launch.supervise.watchdog import Watchdog
-from streamrl.learning.canary import canary_bounds
-from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.sinks import JsonlSink, PublishSink, Reporter
 from streamrl.pretrained.tokenizer import load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.rules.transport_rules import transport_metrics
@@ -81,10 +79,10 @@ from streamrl.rewards.judge.link import JudgeLink
 from streamrl.rewards.reward_messages import RewardReply, RewardsListed
 from streamrl.run.checkpoints import CheckpointKeeper
 from streamrl.run.controller import Controller
-from streamrl.run.evaluate.evaluation import Evaluations
+from streamrl.run.evaluate.evaluation import HeldOutEvaluations
 from streamrl.run.evaluate.sample_files import write_evaluation
+from streamrl.run.journal.recover import Resumption
 from streamrl.run.journal.run_journal import JournalledOutcomes
-from streamrl.run.parts import Observer
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
 
 T = TypeVar("T")
@@ -176,32 +174,20 @@ async def _run_stages(
     keeper = CheckpointKeeper(parts.trainer, saved, recipe.checkpoint, held=start_version, limit=limit)
     await keeper.begin()
     store = partial(write_evaluation, run_directory / "evaluations", parts.tokenizer.decode)
-    audit = WeightAudit(parts.pool.serving_engines, run_directory / "audits.jsonl", recipe.weights.audit_interval)
-    report = run_report(recipe, run_directory, parts, rollout, reward, record.recovered)
-    record.journal.elapsed = report.elapsed
-    elastic = elastic_engines(recipe, parts, record.journal, report)
-    evaluations = Evaluations(
+    evaluations = HeldOutEvaluations(
         held_out,
         recipe.run.seed,
-        finished=report.evaluation_finished,
-        warned=report.warned,
+        emit=parts.emit,
         scored=keeper.scored,
         store=store if recipe.evaluation.store_samples else None,
     )
-    observers: list[Observer] = [
-        EnginesObserver(elastic, record.store, audit),
-        ReportObserver(
-            report,
-            _alarms(recipe),
-            record.control,
-            record.store,
-            evaluations,
-            load=parts.pool.load,
-            engines=lambda: elastic.figures,
-        ),
-    ]
-    if record.recovered is not None:
-        observers.append(ResumeObserver(record.recovered, parts.trainer, report, parts.watch.waits))
+    resumption = Resumption(record.recovered, parts.trainer, parts.watch.waits) if record.recovered else None
+    report = run_report(recipe, run_directory, parts, rollout, record, evaluations, resumption)
+    record.journal.elapsed = report.elapsed
+    elastic = elastic_engines(recipe, parts, record, report)
+    report.engines = lambda: elastic.figures
+    audit = WeightAudit(parts.pool.serving_engines, run_directory / "audits.jsonl", recipe.weights.audit_interval)
+    observers: list[Observer] = [elastic, audit, report, *([resumption] if resumption else [])]
     controller = Controller(
         record,
         prompts=prompts,
@@ -235,12 +221,6 @@ async def _run_stages(
         report.close()
         await record.aclose()
         await prompts.aclose()
-
-
-def _alarms(recipe: Recipe) -> Alarms:
-    """Simulated engines need not agree with the trainer."""
-    mismatch = recipe.off_policy.alarm if recipe.compares_logprobs else 0.0
-    return Alarms(alarm_rules(mismatch, canary_bounds(recipe, installed_device()).alarm))
 
 
 # ---- connecting ----------------------------------------------------------------------------------

@@ -19,11 +19,11 @@ from streamrl.learning.state.durable_files import newest_checkpoint, surviving
 from streamrl.recipe.sections import JournalKind, Recipe
 from streamrl.recipe.topology import JOURNAL_DIRECTORY
 from streamrl.run.checkpoints import read_fork_point
-from streamrl.run.journal.log import Journal
+from streamrl.run.controller import RunRecord
+from streamrl.run.journal.log import JournalFile
 from streamrl.run.journal.log_errors import JournalRefused, another_run
 from streamrl.run.journal.recover import RecoveredRun, recovered_run
 from streamrl.run.journal.run_journal import RunJournal
-from streamrl.run.parts import RunRecord
 
 METRICS = "metrics.jsonl"
 
@@ -32,7 +32,7 @@ class JournalledRun(RunRecord, frozen=True, kw_only=True):
     """A run that writes ``file``; ``recovered``: what an earlier life of it left there."""
 
     journal: RunJournal
-    file: Journal | None = None
+    file: JournalFile | None = None
     recovered: RecoveredRun | None = None
 
     async def run(self) -> None:
@@ -76,10 +76,10 @@ def _open(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_
 
 def _open_journal(
     recipe: Recipe, settings: ControlSettings, run_directory: Path, held: int
-) -> tuple[Journal | None, RecoveredRun | None]:
+) -> tuple[JournalFile | None, RecoveredRun | None]:
     if recipe.run.journal is JournalKind.NONE:
         return None, None
-    file = Journal(run_directory / JOURNAL_DIRECTORY, fsync=recipe.run.journal is JournalKind.FSYNC)
+    file = JournalFile(run_directory / JOURNAL_DIRECTORY, fsync=recipe.run.journal is JournalKind.FSYNC)
 
     def restore(snapshot: Snapshot) -> Control:
         check_order(snapshot, deterministic=settings.deterministic)

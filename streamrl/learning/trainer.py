@@ -13,11 +13,9 @@ is done at the close, in canonical order, and the same groups give the same bits
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from streamrl.base.errors import ModelRefused, StreamBroken, StreamRLError
 from streamrl.base.messages import (
@@ -30,6 +28,7 @@ from streamrl.base.messages import (
     TrainerReady,
 )
 from streamrl.base.types import TrainingGroup
+from streamrl.contracts import Publisher
 from streamrl.learning import process_group
 from streamrl.learning.batches.preparation import OpenBatch
 from streamrl.learning.batches.scoring import probe_logprobs
@@ -42,28 +41,6 @@ _MAY_PASS = (StreamBroken, OSError, torch.OutOfMemoryError)
 _LASTING = (FileNotFoundError, NotADirectoryError, PermissionError)
 STREAMED_ROWS = 2
 """Rows that must be pending before they are trained while more groups are ready: sorted together they run faster."""
-
-
-class Publisher(Protocol):
-    """Gives the versions of one rank's weights to the engines, and alone knows how. Synchronous, from one thread."""
-
-    def publish(self, policy_version: int, values: Mapping[str, Tensor], /) -> Published:
-        """Publish a version, newer than all before. ``values``: of this rank's shards by name, flat float32 which
-        bfloat16 has, valid during the call. Raises ``StreamRLError``."""
-        ...
-
-    def publish_anchor(self, policy_version: int) -> Published:
-        """Publish the newest version again, complete in itself. Raises ``StreamRLError`` for another version."""
-        ...
-
-    def acknowledge(self, policy_version: int) -> None:
-        """Every engine holds this version: what only older ones need may go."""
-        ...
-
-    def close(self) -> None:
-        """Stop serving. Idempotent."""
-        ...
-
 
 StartPublisher = Callable[[TrainerOptions, Sequence[LocalShard], torch.device], Publisher]
 """Starts to serve the shards of a rank, whose values lie on the device. Raises ``StreamRLError``."""

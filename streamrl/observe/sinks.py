@@ -5,27 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from streamrl.base.line_file import LineFile
 from streamrl.base.messages import Message
 from streamrl.base.run_events import EvaluationFinished, StepFinished
+from streamrl.contracts import Sink
 from streamrl.observe.telemetry import TelemetryPublisher
 from streamrl.observe.topics import finite_or_none, topic_and_fields
 
 MOST_NAMES = 4096
 LONGEST_NAME = 256
 """Characters."""
-
-
-class Sink(Protocol):
-    """A place where events go. It must not block for long: it is called from the event loop."""
-
-    def record(self, event: Message) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Reporter:

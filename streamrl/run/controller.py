@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup
 
 from streamrl.base.concurrent_calls import start_unless_ending
@@ -29,15 +30,27 @@ from streamrl.base.stage_messages import (
 )
 from streamrl.base.types import ScoredTrajectory
 from streamrl.base.waits import Waits
+from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.contracts import Evaluations, Journal, Observer, PromptSource, PushReport, WeightPush
 from streamrl.control import actions as do
 from streamrl.control import events as on
+from streamrl.control.machine import Control
 from streamrl.control.model import RunState, prompts_needed
 from streamrl.control.pending import groups_in_batch
 from streamrl.run.checkpoints import fork_point
 from streamrl.run.outcome_events import event_of
-from streamrl.run.parts import Evaluations, Observer, PromptSource, Push, RunRecord, WeightPush
 from streamrl.run.trainer_ranks import TrainerRanks, announcement, close_of
+
+
+class RunRecord(msgspec.Struct, frozen=True):
+    """``control``: from the beginning, from the checkpoint that the run was forked from, or as an earlier life left it
+    (``resumed``)."""
+
+    control: Control
+    store: TrajectoryStore
+    journal: Journal
+    resumed: bool = False
 
 
 class Controller:
@@ -67,7 +80,7 @@ class Controller:
         self._save = save
         self._observers = observers
         self._waits = waits
-        self._live: Push | None = None
+        self._live: PushReport | None = None
         self._announced: dict[int, WeightAnnouncement] = {}
         unbounded = float("inf")  # slots bound it, and one answer for each kind of order
         self._tell, self._events = anyio.create_memory_object_stream[on.ControlEvent](unbounded)
@@ -153,7 +166,7 @@ class Controller:
     async def _perform(self, action: do.ControlAction, orders: SendStream[RolloutOrder], children: TaskGroup) -> str:
         """Carry out one action. Returns the reason when it is the last one."""
         for observer in self._observers:
-            await observer.on_action(action, children)
+            await observer.on_action(action)
         match action:
             case do.DrawPrompts():
                 children.start_soon(self._draw, action.count)

@@ -7,11 +7,11 @@ from functools import partial
 
 from streamrl.base.concurrent_calls import all_of
 from streamrl.base.messages import PauseMode, WeightAnnouncement
-from streamrl.engines.engine import Engine
+from streamrl.contracts import Engine, PushReport
 
 
 class PlainPush:
-    """Every engine stages a version while it samples, then all pause, take it and go on. See ``parts.WeightPush``."""
+    """A ``WeightPush``: every engine stages a version while it samples, then all pause, take it and go on."""
 
     def __init__(self, engines: Sequence[Engine], *, keep: bool) -> None:
         """``keep``: requests in flight are frozen during the push and go on; otherwise there are none."""
@@ -19,13 +19,13 @@ class PlainPush:
         self._mode = PauseMode.KEEP if keep else PauseMode.ABORT
         self.on_version_left: Callable[[], object] = lambda: None
 
-    async def push(self, announced: WeightAnnouncement) -> WeightAnnouncement:
+    async def push(self, announced: WeightAnnouncement) -> PushReport:
         """Make ``announced`` live. Raises ``WeightError`` or ``EngineError``: then the run ends."""
         await self._each(lambda engine: engine.stage(announced))
         await self.pause()
         await self._each(lambda engine: engine.commit(announced.policy_version))
         await self.resume()
-        return announced
+        return PushReport(policy_version=announced.policy_version)
 
     async def pause(self) -> None:
         """Pause every engine."""

@@ -32,7 +32,7 @@ from streamrl.base.stage_messages import (
 )
 from streamrl.base.types import Completion, FinishReason, Segment, TokenArray, Trajectory, TrajectoryId, token_array
 from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.engines.engine import Sampler
+from streamrl.contracts import Sampler
 from streamrl.engines.resumption import (
     KeptTokens,
     accepted_prefix,

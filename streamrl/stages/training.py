@@ -7,21 +7,17 @@ enough tokens wait, what is pending is trained: training overlaps the rollout of
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from streamrl.base.concurrent_calls import first_error
 from streamrl.base.messages import (
-    AnchorPublished,
-    CheckpointSaved,
     CloseBatch,
     EnginesFreed,
     PublishAnchor,
     SaveCheckpoint,
-    StepReport,
-    TrainerReady,
     TrainGroup,
     TrainingEvent,
     TrainingOrder,
@@ -29,43 +25,18 @@ from streamrl.base.messages import (
     WeightsAcknowledged,
 )
 from streamrl.base.resident_thread import ResidentThread
-from streamrl.base.types import TrainingGroup
 from streamrl.comm.stream import ReceiveStream, SendStream
+
+if TYPE_CHECKING:  # it brings torch
+    from streamrl.learning.trainer import TorchTrainer
 
 READ_AHEAD = 4096
 """Orders held while torch computes; then the sender waits for credit. Far above the groups of one batch in flight."""
 CLOSE_TIMEOUT_S = 60.0
 
 
-class Trainer(Protocol):
-    """One rank of a trainer (``TorchTrainer``). Synchronous; every method is called from the same thread."""
-
-    @property
-    def idle_work(self) -> bool:
-        """Whether enough waits to be worth training before more is ordered."""
-        ...
-
-    def start(self) -> TrainerReady: ...
-
-    def train_group(self, group: TrainingGroup) -> None: ...
-
-    def train_pending(self) -> None: ...
-
-    def close_batch(self, close: CloseBatch) -> StepReport: ...
-
-    def acknowledge(self, policy_version: int) -> None: ...
-
-    def publish_anchor(self, policy_version: int) -> AnchorPublished: ...
-
-    def save_checkpoint(self, order: SaveCheckpoint) -> CheckpointSaved: ...
-
-    def engines_freed(self, count: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
 async def run_training(
-    trainer: Trainer, batches: ReceiveStream[TrainingOrder], reports: SendStream[TrainingEvent]
+    trainer: TorchTrainer, batches: ReceiveStream[TrainingOrder], reports: SendStream[TrainingEvent]
 ) -> None:
     """Serve the controller until its orders end. Returns after the trainer is closed; the caller owns the streams.
 
@@ -83,7 +54,7 @@ async def run_training(
 
 
 async def _converse(
-    trainer: Trainer,
+    trainer: TorchTrainer,
     thread: ResidentThread,
     batches: ReceiveStream[TrainingOrder],
     reports: SendStream[TrainingEvent],
@@ -108,7 +79,7 @@ async def _read(batches: ReceiveStream[TrainingOrder], into: MemoryObjectSendStr
 
 
 async def _serve(
-    trainer: Trainer,
+    trainer: TorchTrainer,
     thread: ResidentThread,
     orders: MemoryObjectReceiveStream[TrainingOrder],
     reports: SendStream[TrainingEvent],
@@ -126,7 +97,7 @@ async def _serve(
             await reports.send(event)
 
 
-def _carry_out(trainer: Trainer, order: TrainingOrder) -> TrainingEvent | None:
+def _carry_out(trainer: TorchTrainer, order: TrainingOrder) -> TrainingEvent | None:
     """One order, in the trainer's thread."""
     match order:
         case TrainGroup(group=group):

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from oracle.control_world import control_settings
 from oracle.trace_header import trace_header
 
-from streamrl.base.messages import EngineLoad
+from streamrl.base.messages import EngineLoad, WeightAnnouncement
 from streamrl.base.run_events import RunEvent, StepFinished
 from streamrl.base.stage_messages import RolloutStatistics, Scored, TrajectoryLost, TrajectoryPaused
 from streamrl.base.types import (
@@ -32,17 +33,24 @@ from streamrl.base.types import (
     VersionSpan,
     token_array,
 )
-from streamrl.control.actions import LaunchGroup
-from streamrl.control.events import PromptsDrawn, RunBegan
+from streamrl.base.waits import Waits
+from streamrl.buffers.trajectory_store import TrajectoryStore
+from streamrl.contracts import PushReport
+from streamrl.control.actions import Drop, LaunchGroup, PublishWeights, StepOptimizer
+from streamrl.control.events import ControlEvent, PromptsDrawn, RunBegan
 from streamrl.control.policies.round_policies import make_control
-from streamrl.engines.push.weight_sync import PushReport
 from streamrl.observe.metrics.all_metrics import unregistered
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStats
 from streamrl.observe.report.trajectory_trace import TrajectoryTrace, read_trace
+from streamrl.run.journal.records import JournalBase
+from streamrl.run.journal.recover import RecoveredRun, Resumption
 from streamrl.run.step_metrics import discard_metrics, length_metrics, reward_metrics, unbiased_mean
 from streamrl.run.wait_reason import WaitReason
+
+SETTINGS = control_settings(steps=9, max_failed_share=0.5, failure_window=64)
+ANCHOR = WeightAnnouncement(policy_version=0, base_version=None, state_hash=0, sources=())
 
 
 def identity(group: int, sample: int, attempt: int = 0) -> TrajectoryId:
@@ -291,22 +299,27 @@ class Clock:
 class Story:
     """A report on a clock that the test moves, and a rollout whose figures the test sets."""
 
-    def __init__(self, trace: TrajectoryTrace | None = None, *, recovering: bool = False) -> None:
+    def __init__(self, trace: TrajectoryTrace | None = None, *, resumption: Resumption | None = None) -> None:
         self.clock = Clock()
         self.serving = 2
         self.busy = 0.0
         self.tokens = 0
         self.emitted: list[RunEvent] = []
+        self.control = make_control(SETTINGS)
+        self.store = TrajectoryStore()
         self.report = RunReport(
             self.emit,
+            self.control,
+            self.store,
             self.rollout,
             4,
             serving=lambda: self.serving,
             trace=trace,
             clock=self.clock,
-            recovering=recovering,
+            resumption=resumption,
         )
-        self.control = make_control(control_settings(steps=9, max_failed_share=0.5, failure_window=64))
+        self.timed: list[ControlEvent] = []
+        self.report._notify = self.timed.append
 
     async def emit(self, event: RunEvent) -> None:
         self.emitted.append(event)
@@ -324,16 +337,19 @@ class Story:
     async def step(self, version: int, kind: str, batch: list[ScoredTrajectory]) -> dict[str, float]:
         """Rollout 2 s at 4 running and 2 s at 1; training 3 s; 0.5 s of waiting; a push of 0.5 s."""
         ids = tuple(s.trajectory.id for s in batch)
-        self.report.launched(launch(ids, version - 1, kind), 3)
+        await self.launched(launch(ids, version - 1, kind))
         self.runs(2.0, 4.0)
         self.runs(2.0, 1.0)
         for member in batch:
-            self.report.came_back(Scored(outcome=member))
-        self.report.batch_closed(kind)
+            self.report.on_outcome(Scored(outcome=member))
+        close = StepOptimizer(
+            batch_id=0, policy_version=version, groups=1, samples=len(batch), trained_tokens=1, round_kind=kind
+        )
+        await self.report.on_action(close)
         self.runs(3.0, 0.0)
-        self.report.batch_trained(version, batch, {"time/forward_backward_s": 1.5})
+        self.report.on_trained(version, batch, {"time/forward_backward_s": 1.5})
         self.runs(0.5, 0.0)
-        self.report.publishing()
+        await self.report.on_action(PublishWeights(policy_version=version))
         self.runs(0.5, 0.0)
         self.tokens += sum(s.trajectory.generated_tokens for s in batch)
         push = PushReport(
@@ -345,7 +361,15 @@ class Story:
             changed_share=0.1,
             reanchored=0,
         )
-        return await self.report.step_finished(push, self.control.state, {})
+        await self.report.on_weights_live(push, last=False)
+        [metrics] = [
+            event.metrics for event in self.emitted if isinstance(event, StepFinished) and event.step == version
+        ]
+        return metrics
+
+    async def launched(self, action: LaunchGroup) -> None:
+        self.store.add_prompts([Prompt(i.prompt_id, token_array([1, 2, 3])) for i in action.ids])
+        await self.report.on_action(action)
 
 
 def batch_of(groups: int, size: int, tokens: int, first: int = 0) -> list[ScoredTrajectory]:
@@ -355,11 +379,11 @@ def batch_of(groups: int, size: int, tokens: int, first: int = 0) -> list[Scored
 async def test_a_step_is_reported_as_it_was(tmp_path: Path) -> None:
     trace = TrajectoryTrace(tmp_path / "t", trace_header())
     story = Story(trace)
-    story.report.began()
+    await story.report.on_began(ANCHOR)
     extra = identity(7, 0)
-    story.report.launched(launch([extra], 0, "short"), 3)
-    story.report.came_back(Scored(outcome=scored(extra, 50, reward=0.25)))
-    story.report.dropped([extra], DropReason.LOST_RACE)
+    await story.launched(launch([extra], 0, "short"))
+    story.report.on_outcome(Scored(outcome=scored(extra, 50, reward=0.25)))
+    await story.report.on_action(Drop(ids=(extra,), reason=DropReason.LOST_RACE))
     metrics = await story.step(1, "short", batch_of(2, 2, 20))
 
     # 10 request-seconds: of 4 s and of 8 s, at the same capacity of 4.
@@ -376,7 +400,7 @@ async def test_a_step_is_reported_as_it_was(tmp_path: Path) -> None:
     assert metrics["reward/discarded_samples"] == 1
     assert (metrics["round/short/group_size"], metrics["round/short/total"]) == (2, 1)
     assert not [name for name in metrics if name.startswith("length/short")], "one kind so far: nothing to tell apart"
-    timed = story.report.round_timed(1)
+    [timed] = story.timed
     assert (timed.rollout_s, timed.training_s, timed.push_s) == pytest.approx((4.0, 3.0, 0.5))
 
     second = await story.step(2, "long", batch_of(1, 4, 90, first=10))
@@ -398,7 +422,7 @@ async def test_a_step_is_reported_as_it_was(tmp_path: Path) -> None:
     assert (second_step.round_kind, second_step.policy_version, second_step.generated_tokens) == ("long", 2, 360)
 
 
-def test_engines_are_measured_since_the_last_time(tmp_path: Path) -> None:
+async def test_engines_are_measured_since_the_last_time(tmp_path: Path) -> None:
     trace = TrajectoryTrace(tmp_path / "t", trace_header())
     report = Story(trace).report
 
@@ -429,14 +453,16 @@ def test_engines_are_measured_since_the_last_time(tmp_path: Path) -> None:
     assert (lines[1].token_s, lines[1].mean_running, lines[1].generated_tokens) == (0.004, 8.0, 800)
 
 
-def test_a_run_that_is_restored_and_one_without_engines_wait_for_recovery() -> None:
-    story = Story(recovering=True)
+async def test_a_run_that_is_restored_and_one_without_engines_wait_for_recovery() -> None:
+    base = JournalBase(control=make_control(SETTINGS).snapshot(), events=0, elapsed_s=2.0)
+    recovered = RecoveredRun(base, lambda snapshot: make_control(SETTINGS, snapshot), 0)
+    story = Story(resumption=Resumption(recovered, SimpleNamespace(policy_version=0), Waits()))
     story.control.handle(RunBegan())
     story.control.handle(PromptsDrawn(prompt_ids=("a", "b"), exhausted=False))
     waits = story.report.waits
     waits.look(story.control.state)
     assert waits.waits_for()[0] is WaitReason.RECOVERY
-    story.report.began()
+    await story.report.on_began(ANCHOR)
     waits.look()
     assert waits.waits_for()[0] is WaitReason.SAMPLING
     story.serving = 0

@@ -12,8 +12,10 @@ from streamrl.base.errors import EngineError
 from streamrl.base.messages import EngineLoad, WeightAnnouncement
 from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory, Scored, TrajectoryLost
 from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId, token_array
+from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.control.actions import Decision
+from streamrl.control.actions import Decision, LaunchGroup, StepOptimizer
+from streamrl.control.events import StopRequested
 from streamrl.engines.elastic.elastic_engines import ElasticEngines
 from streamrl.engines.elastic.freeing import Freeing, FreeingSettings
 from streamrl.engines.elastic.sets import SetChooser
@@ -41,6 +43,10 @@ class PacedEngine(SimulatedEngine):
         return msgspec.structs.replace(load, decode_steps=steps, decode_s=steps * self.pace)
 
 
+def launch(ids: Sequence[TrajectoryId], version: int) -> LaunchGroup:
+    return LaunchGroup(group_id=0, ids=tuple(ids), policy_version=version, seed_base=0, round_kind="long")
+
+
 async def anchor(policy_version: int) -> WeightAnnouncement:
     return WeightAnnouncement(policy_version=policy_version, base_version=None, state_hash=policy_version, sources=())
 
@@ -60,10 +66,13 @@ class Rounds:
             freeing.ended(identity, tokens)
         freeing.begin_round()
         one = PreparedSet(count=4, tensor_parallel_size=1, kv_tokens=4_000, max_num_seqs=32)
+        store = TrajectoryStore()
+        store.add_prompts([Prompt(prompt_id="p", token_ids=token_array([2, 3]))])
         self.elastic = ElasticEngines(
             self.pool,
             None,  # type: ignore[arg-type] - no set is changed
             SetChooser([one], steps=100, switch_s=1.0),
+            store,
             decided=self.decided,
             freeing=freeing,
             share_cores=self.share_cores,
@@ -87,8 +96,7 @@ class Rounds:
 
     async def next_version(self) -> None:
         self.version += 1
-        await self.sync.push(await anchor(self.version))
-        await self.elastic.version_live(self.version, last=False)
+        await self.elastic.on_weights_live(await self.sync.push(await anchor(self.version)), last=False)
 
     async def run(self) -> None:
         """One round, on the next version."""
@@ -101,8 +109,8 @@ class Rounds:
         with anyio.fail_after(300):
             async with anyio.create_task_group() as group:
                 group.start_soon(stage.run, orders, outcomes)
-                group.start_soon(self.elastic.run)
-                await self.elastic.launched("long", ids, 2, self.version, group)
+                group.start_soon(self.elastic.run, print)
+                await self.elastic.on_action(launch(ids, self.version))
                 for number, identity in enumerate(ids):
                     prompt = Prompt(prompt_id="p", token_ids=token_array([2, 3 + number // 4]))
                     await give.send(LaunchTrajectory(id=identity, prompt=prompt, group_size=4, seed=number))
@@ -110,8 +118,10 @@ class Rounds:
                 async for outcome in take:
                     assert isinstance(outcome, FinishedTrajectory)
                     self.finished.append(outcome)
-                    self.elastic.ended(Scored(outcome=ScoredTrajectory(trajectory=outcome.trajectory, reward=0.0)))
-                self.elastic.batch_closed()
+                    self.elastic.on_outcome(Scored(outcome=ScoredTrajectory(trajectory=outcome.trajectory, reward=0.0)))
+                await self.elastic.on_action(
+                    StepOptimizer(batch_id=0, policy_version=1, groups=8, samples=32, trained_tokens=1)
+                )
                 group.cancel_scope.cancel()
         assert len({o.trajectory.id for o in self.finished}) == len(self.finished) == 32
         for outcome in self.finished:
@@ -141,7 +151,7 @@ async def test_half_of_the_engines_are_freed_once_and_everything_ends_on_the_oth
 
 async def test_without_a_pace_or_once_the_run_ends_nothing_is_freed() -> None:
     paceless, ending = Rounds(pace=0.0), Rounds()
-    ending.elastic.give_up()
+    await ending.elastic.on_event(StopRequested(reason="drained"))
     for rounds in (paceless, ending):
         await started(rounds)
         assert rounds.elastic.freed == () and not rounds.looks and not rounds.cores
@@ -235,10 +245,10 @@ async def test_a_lost_trajectory_counts_as_finished() -> None:
     await rounds.next_version()
     ids = [TrajectoryId(prompt_id="p", group_id=0, sample=n) for n in range(10)]
     async with anyio.create_task_group() as group:
-        await rounds.elastic.launched("long", ids, 2, 0, group)
-        group.start_soon(rounds.elastic.run)
+        await rounds.elastic.on_action(launch(ids, 0))
+        group.start_soon(rounds.elastic.run, print)
         for identity in ids[:3]:
-            rounds.elastic.ended(TrajectoryLost(id=identity, group_size=10, cancelled=True, reason="", tokens=0))
+            rounds.elastic.on_outcome(TrajectoryLost(id=identity, group_size=10, cancelled=True, reason="", tokens=0))
         await anyio.wait_all_tasks_blocked()
         group.cancel_scope.cancel()
     assert len(rounds.elastic.freed) == 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 
 import anyio
 import msgspec
@@ -10,8 +11,11 @@ import pytest
 
 from streamrl.base.messages import EngineLoad
 from streamrl.base.stage_messages import TrajectoryLost
-from streamrl.base.types import TrajectoryId
-from streamrl.control.actions import Decision
+from streamrl.base.types import Prompt, TrajectoryId, token_array
+from streamrl.buffers.trajectory_store import TrajectoryStore
+from streamrl.contracts import PushReport
+from streamrl.control.actions import Decision, LaunchGroup, StepOptimizer
+from streamrl.control.events import StopRequested
 from streamrl.engines.elastic.elastic_engines import ElasticEngines
 from streamrl.engines.elastic.sets import SetChooser
 from streamrl.engines.pool import AWAY
@@ -19,6 +23,13 @@ from streamrl.recipe.topology import PreparedSet
 
 WIDE = PreparedSet(count=2, tensor_parallel_size=1, kv_tokens=2_000)
 DEEP = PreparedSet(count=1, tensor_parallel_size=2, kv_tokens=5_000, first=2)
+CLOSE = StepOptimizer(batch_id=0, policy_version=1, groups=1, samples=8, trained_tokens=1)
+
+
+def launch(ids: Sequence[TrajectoryId], version: int) -> LaunchGroup:
+    return LaunchGroup(
+        group_id=ids[0].group_id, ids=tuple(ids), policy_version=version, seed_base=0, round_kind="synchronous"
+    )
 
 
 class World:
@@ -34,10 +45,13 @@ class World:
         self.never: anyio.Event | None = None
         self.decisions: list[Decision] = []
         self.chooser = SetChooser([WIDE, DEEP], steps=steps, switch_s=12.0)
+        store = TrajectoryStore()
+        store.add_prompts([Prompt(prompt_id="p", token_ids=token_array([1] * 10))])
         self.elastic = ElasticEngines(
             self,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
             self.chooser,
+            store,
             decided=self.decided,
             clock=lambda: self.now,
         )
@@ -62,15 +76,24 @@ class World:
         self.now += 10.0
         self.told.append(f"use {' '.join(names)}")
 
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Beside the rounds, until nothing is under way."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.elastic.run, print)
+            yield
+            await anyio.wait_all_tasks_blocked()
+            group.cancel_scope.cancel()
+
     async def round(self, version: int, seconds: float, preemptions: int) -> Decision | None:
         """Why another set served it."""
         ids = [TrajectoryId(prompt_id="p", group_id=version, sample=n) for n in range(8)]
         before = len(self.decisions)
-        async with anyio.create_task_group() as group:
-            await self.elastic.launched("synchronous", ids[:4], 10, version, group)
+        async with self.running():
+            await self.elastic.on_action(launch(ids[:4], version))
         decided = self.decisions[before:]
-        async with anyio.create_task_group() as group:
-            await self.elastic.launched("synchronous", ids[4:], 10, version, group)
+        async with self.running():
+            await self.elastic.on_action(launch(ids[4:], version))
         assert self.decisions[before:] == decided, "once a round"
         for running, half in ((8, ids[:6]), (1, ids[6:])):  # steps take as long with few requests as with many
             self.now += seconds / 2
@@ -84,8 +107,8 @@ class World:
             )
             for identity in half:
                 self.chooser.ended(identity, 400)
-            self.elastic.ended(TrajectoryLost(id=half[0], group_size=8, cancelled=True, reason="", tokens=0))
-        self.elastic.batch_closed()
+            self.elastic.on_outcome(TrajectoryLost(id=half[0], group_size=8, cancelled=True, reason="", tokens=0))
+        await self.elastic.on_action(CLOSE)
         self.now += 50.0  # training is no part of a round
         return decided[0] if decided else None
 
@@ -119,12 +142,12 @@ async def test_nothing_changes_shortly_before_the_end_or_once_the_run_ends() -> 
     assert short.told == [], "it would not pay any more"
     for version in range(4):
         await ending.round(version, 100.0, 5)
-    ending.elastic.give_up()
+    await ending.elastic.on_event(StopRequested(reason="drained"))
     await ending.round(4, 100.0, 5)
     assert ending.told == []
 
 
-@pytest.mark.parametrize("how", ["give_up", "end", "last version"])
+@pytest.mark.parametrize("how", ["stop", "end", "last version"])
 async def test_a_switch_that_the_end_of_the_run_overtakes_is_not_waited_for_but_the_last_evaluation_needs_it(
     how: str,
 ) -> None:
@@ -133,14 +156,17 @@ async def test_a_switch_that_the_end_of_the_run_overtakes_is_not_waited_for_but_
         await world.round(version, 100.0, 5)
     world.never = anyio.Event()
     ids = [TrajectoryId(prompt_id="p", group_id=9, sample=0)]
-    async with anyio.create_task_group() as group:
-        await world.elastic.launched("synchronous", ids, 10, 4, group)
+    async with world.running():
+        await world.elastic.on_action(launch(ids, 4))
         await anyio.wait_all_tasks_blocked()
         if how == "last version":
-            await world.elastic.version_live(5, last=True)
-            world.never.set()
+            await world.elastic.on_weights_live(PushReport(policy_version=5), last=True)
+        elif how == "stop":
+            await world.elastic.on_event(StopRequested(reason="drained"))
         else:
-            getattr(world.elastic, how)()
+            world.elastic.end()
+        await anyio.wait_all_tasks_blocked()
+        world.never.set()
     switched = how == "last version"
     assert world.told == ["withdraw engine-0 engine-1", "use engine-2"][: 1 + switched]
     assert world.chooser.current == ("1x2" if switched else "2x1")
@@ -150,10 +176,9 @@ async def test_a_round_that_was_submitted_in_advance_is_measured_from_its_versio
     world = World()
     await world.round(0, 10.0, 0)
     ids = [TrajectoryId(prompt_id="p", group_id=1, sample=n) for n in range(8)]
-    async with anyio.create_task_group() as group:
-        await world.elastic.launched("synchronous", ids, 10, 1, group)
+    await world.elastic.on_action(launch(ids, 1))
     world.now += 70.0
-    await world.elastic.version_live(1, last=False)
+    await world.elastic.on_weights_live(PushReport(policy_version=1), last=False)
     world.now += 10.0
-    world.elastic.batch_closed()
+    await world.elastic.on_action(CLOSE)
     assert world.chooser._kinds["synchronous"].last.seconds == 10.0

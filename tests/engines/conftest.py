@@ -20,7 +20,8 @@ from streamrl.base.messages import EngineEvent, EngineOrder, Generate
 from streamrl.base.types import token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.engines.engine_host import WatchedEngine, serve_engine
+from streamrl.contracts import WatchedEngine
+from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.vllm.options import EngineOptions, engine_options
 from streamrl.recipe.sections import Engines, Model, Prompts, Recipe, Reward, Sampling

@@ -17,7 +17,7 @@ import pytest_asyncio
 from streamrl.base.errors import EngineError, RequestRefused, WeightError
 from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
 from streamrl.base.types import Completion, FinishReason, token_array
-from streamrl.engines.engine import Engine
+from streamrl.contracts import Engine
 from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request, with_kept
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.weights.publish.publisher import ShardSpec, WeightPublisher

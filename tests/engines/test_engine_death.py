@@ -14,7 +14,7 @@ import pytest
 
 from streamrl.base.errors import EngineError
 from streamrl.base.messages import Generate, PauseMode
-from streamrl.engines.engine import Engine
+from streamrl.contracts import Engine
 
 pytestmark = [
     pytest.mark.vllm,

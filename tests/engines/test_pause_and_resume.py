@@ -24,7 +24,7 @@ from streamrl.base.stage_messages import (
 )
 from streamrl.base.types import Completion, FinishReason, Prompt, TokenArray, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.engines.engine import Engine, Sampler
+from streamrl.contracts import Engine, Sampler
 from streamrl.engines.pool import AWAY, EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.recipe.scheduling import InFlight

@@ -20,15 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.run.journal import log
-from streamrl.run.journal.log import Journal, read_journal
+from streamrl.run.journal.log import JournalFile, read_journal
 from streamrl.run.journal.log_errors import JournalDamaged, JournalFailed, JournalRefused
 
 BASE, MORE = [b"the state", b"\xff" * 33], [[b"first"], [b"", b"a" * 40, b"\xf5JF\n" * 3], [b"the last"]]
 
 
 @asynccontextmanager
-async def writing(directory: Path, *, fsync: bool = False) -> AsyncIterator[Journal]:
-    journal = Journal(directory / "journal", fsync=fsync)
+async def writing(directory: Path, *, fsync: bool = False) -> AsyncIterator[JournalFile]:
+    journal = JournalFile(directory / "journal", fsync=fsync)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(journal.run)
         try:
@@ -86,7 +86,7 @@ async def test_a_cut_at_every_offset(tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         if size < ends[0]:
             with pytest.raises(JournalDamaged):
-                Journal(path.parent)
+                JournalFile(path.parent)
             assert path.read_bytes() == whole[:size], "nothing was changed"
             continue
         groups = MORE[: sum(end <= size for end in ends) - 1]
@@ -166,14 +166,14 @@ async def test_another_format_is_refused_and_damage_names_a_way_out(tmp_path: Pa
     raw = path.read_bytes()
     path.write_bytes(b"SRLJRNL\n" + raw[8:])
     with pytest.raises(JournalRefused, match="another format; resume with the streamrl that wrote it"):
-        Journal(path.parent)
+        JournalFile(path.parent)
     path.write_bytes(raw[:30])
     with pytest.raises(JournalDamaged) as damaged:
-        Journal(path.parent)
+        JournalFile(path.parent)
     command = shlex.split(str(damaged.value).rpartition("again): ")[2])
     assert command[:3] == ["streamrl", "train", str(tmp_path / "recipe.toml")]
     path.write_bytes(raw)
-    Journal(path.parent).release()  # what failed to open it holds no lock
+    JournalFile(path.parent).release()  # what failed to open it holds no lock
 
 
 async def test_what_a_crash_left_unfinished_is_removed(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ async def test_the_last_group_is_written_again_when_a_journal_is_opened(
     pwrite, flush = os.pwrite, os.fdatasync
     monkeypatch.setattr(os, "pwrite", lambda f, b, at: calls.append(("write", b, at)) or pwrite(f, b, at))
     monkeypatch.setattr(os, "fdatasync", lambda f: calls.append(("flush", b"", 0)) or flush(f))
-    Journal(path.parent).release()
+    JournalFile(path.parent).release()
     assert calls[-2:] == [("write", raw[begin:], begin), ("flush", b"", 0)]
 
 
@@ -239,7 +239,7 @@ async def test_a_slow_disk_holds_up_what_waits_for_it_and_nothing_else(
 
 async def test_a_failure_is_final_and_reaches_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await write(tmp_path, BASE, [])
-    journal, disk = Journal(tmp_path / "journal"), HeldDisk(monkeypatch)
+    journal, disk = JournalFile(tmp_path / "journal"), HeldDisk(monkeypatch)
     disk.error = errno.EIO
     failed: list[JournalFailed] = []
 
@@ -264,7 +264,7 @@ async def test_a_failure_is_final_and_reaches_what_waits(tmp_path: Path, monkeyp
 
 async def test_closing_writes_what_waits_also_for_a_caller_that_is_cancelled(tmp_path: Path) -> None:
     await write(tmp_path, BASE, [])
-    journal = Journal(tmp_path / "journal")
+    journal = JournalFile(tmp_path / "journal")
     journal.append(b"waits")
     with anyio.CancelScope() as scope:
         scope.cancel()

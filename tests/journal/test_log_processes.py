@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from writer_process import last_of
 
-from streamrl.run.journal.log import Journal, read_journal
+from streamrl.run.journal.log import JournalFile, read_journal
 from streamrl.run.journal.log_errors import JournalFailed, JournalRefused
 
 WRITER = Path(__file__).parent / "writer_process.py"
@@ -56,7 +56,7 @@ def test_a_second_writer_is_refused_and_the_first_is_named(tmp_path: Path) -> No
         lines = [writer.stdout.readline() for _ in range(3)]
         assert lines[0] == b"opened 0\n"
         with pytest.raises(JournalRefused, match=f"is being written by process {writer.pid}; end that run first"):
-            Journal(tmp_path / "journal")
+            JournalFile(tmp_path / "journal")
         assert last_of(read_journal(tmp_path / "journal").records()) > 0, "reading is allowed"
     finally:
         writer.kill()
@@ -116,4 +116,4 @@ def fails(writer: subprocess.Popen[bytes], journal: Path, said: bytes) -> int:
 
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(JournalFailed, match=r"making the directory failed: No such file or directory \(errno 2\)"):
-        Journal(tmp_path / "missing" / "journal")
+        JournalFile(tmp_path / "missing" / "journal")

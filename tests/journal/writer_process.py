@@ -15,7 +15,7 @@ from pathlib import Path
 import anyio
 
 from streamrl.base.concurrent_calls import first_error
-from streamrl.run.journal.log import Journal
+from streamrl.run.journal.log import JournalFile
 from streamrl.run.journal.log_errors import JournalFailed
 
 BASE = b"state after "
@@ -43,7 +43,7 @@ def say(line: str) -> None:
 
 
 async def write(directory: Path, rng: random.Random, records: int) -> None:
-    journal = Journal(directory)
+    journal = JournalFile(directory)
     last = last_of(journal.found.records())
     say(f"opened {last}")
     async with anyio.create_task_group() as tasks:

@@ -37,7 +37,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "streamrl" / name).mkdir(parents=True)
         for path in (ROOT / "streamrl" / name).glob("*.py"):
             shutil.copy(path, folder / "streamrl" / name)
-    shutil.copy(ROOT / "streamrl" / "__init__.py", folder / "streamrl")
+    for name in ("__init__.py", "contracts.py"):
+        shutil.copy(ROOT / "streamrl" / name, folder / "streamrl")
     shutil.copytree(ROOT / "examples" / "sort", folder / "examples" / "sort", ignore=without)
     (folder / "sitecustomize.py").write_text(NO_CHECKOUT)
     return folder

@@ -55,7 +55,6 @@ from streamrl.engines.pool import AWAY, EnginePool
 from streamrl.engines.push.verify import WeightAudit
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.launch.observers import EnginesObserver, ReportObserver, ResumeObserver
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
 from streamrl.recipe.scheduling import InFlight
@@ -72,14 +71,13 @@ from streamrl.rewards.reward_messages import (
     SampleReward,
     ScoreGroups,
 )
-from streamrl.run.controller import Controller
-from streamrl.run.evaluate.evaluation import Evaluations, HeldOut
+from streamrl.run.controller import Controller, RunRecord
+from streamrl.run.evaluate.evaluation import HeldOut, HeldOutEvaluations
 from streamrl.run.evaluate.sample_files import write_evaluation
-from streamrl.run.journal.log import Journal, read_journal
-from streamrl.run.journal.recover import RecoveredRun, recovered_run
+from streamrl.run.journal.log import JournalFile, read_journal
+from streamrl.run.journal.recover import RecoveredRun, Resumption, recovered_run
 from streamrl.run.journal.run_journal import JournalledOutcomes, RunJournal
 from streamrl.run.journal.summary import RunSummary, summarize
-from streamrl.run.parts import Observer, RunRecord
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.stages.reward import RewardSettings, RewardStage
 from streamrl.stages.rollout import RolloutStage
@@ -369,39 +367,37 @@ class SimulatedRun:
             sync = self.sync = WeightSync(
                 pool.attached, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=300
             )
-            report = RunReport(emit, rollout.statistics, 64, clock=self.clock.now)
             control = make_control(self.settings) if recovered is None else recovered.control
-            journal.elapsed = report.elapsed
             held = HeldOut(
                 prompts=await CountedPrompts().draw(self._held_out),
                 settings=EvaluationSettings(samples=self._samples),
                 in_flight=self._evaluation_in_flight,
             )
-            evaluations = Evaluations(
+            evaluations = HeldOutEvaluations(
                 held,
                 0,
-                finished=report.evaluation_finished,
-                warned=report.warned,
+                emit=emit,
                 scored=self._scored,
                 store=partial(write_evaluation, self.directory / "evaluations", None),
             )
-            elastic = self._make_elastic(pool, trainer, journal, report)
-            audit = WeightAudit(pool.serving_engines, self.directory / "audits.jsonl", 0)
             waits = Waits()
-            observers: list[Observer] = [
-                EnginesObserver(elastic, contents, audit),
-                ReportObserver(
-                    report,
-                    Alarms(alarm_rules(0.05)),
-                    control,
-                    contents,
-                    evaluations,
-                    load=pool.load,
-                    engines=lambda: elastic.figures,
-                ),
-            ]
-            if recovered is not None:
-                observers.append(ResumeObserver(recovered, trainer, report, waits))
+            resumption = Resumption(recovered, trainer, waits) if recovered is not None else None
+            report = RunReport(
+                emit,
+                control,
+                contents,
+                rollout.statistics,
+                64,
+                load=pool.load,
+                engines=lambda: elastic.figures,
+                alarms=Alarms(alarm_rules(0.05)),
+                evaluations=evaluations,
+                resumption=resumption,
+                clock=self.clock.now,
+            )
+            journal.elapsed = report.elapsed
+            elastic = self._make_elastic(pool, trainer, journal, report, contents)
+            audit = WeightAudit(pool.serving_engines, self.directory / "audits.jsonl", 0)
             self.controller = Controller(
                 RunRecord(control, contents, journal, recovered is not None),
                 prompts=self._prompts,
@@ -409,7 +405,7 @@ class SimulatedRun:
                 sync=sync,
                 evaluations=evaluations,
                 save=self._save(trainer),
-                observers=observers,
+                observers=[elastic, audit, report, *([resumption] if resumption else [])],
                 waits=waits,
             )
             orders: tuple[SendStream[RolloutOrder], ReceiveStream[RolloutOrder]] = memory_stream(256)
@@ -431,10 +427,10 @@ class SimulatedRun:
                     await file.close()
                     writer.cancel()
 
-    def _open_journal(self) -> tuple[Journal | None, RecoveredRun | None]:
+    def _open_journal(self) -> tuple[JournalFile | None, RecoveredRun | None]:
         if not self._kept:
             return None, None
-        file = Journal(self.directory / "journal", fsync=False)
+        file = JournalFile(self.directory / "journal", fsync=False)
         return file, recovered_run(file.found, partial(make_control, self.settings), self.ranks[0].version)
 
     def summary(self) -> RunSummary:
@@ -448,7 +444,7 @@ class SimulatedRun:
         return Counter(str(s.id) for rank in self.ranks for batch in rank.batches for s in batch)
 
     def _make_elastic(
-        self, pool: EnginePool, trainer: TrainerRanks, journal: RunJournal, report: RunReport
+        self, pool: EnginePool, trainer: TrainerRanks, journal: RunJournal, report: RunReport, store: TrajectoryStore
     ) -> ElasticEngines:
         async def decided(decision: Decision, step: int, shown: bool) -> None:
             journal.decided(decision)
@@ -460,6 +456,7 @@ class SimulatedRun:
             pool,
             MemoryHosts(self, pool),  # type: ignore[arg-type]
             SetChooser(self._sets or [alone], steps=self.settings.steps, switch_s=1.0),
+            store,
             decided=decided,
             freeing=None if self._release is ReleaseKind.NEVER else Freeing(64),
             share_cores=trainer.engines_freed,
@@ -483,7 +480,7 @@ class SimulatedRun:
         return save
 
 
-async def written_until(end: anyio.CancelScope, journal: Journal) -> None:
+async def written_until(end: anyio.CancelScope, journal: JournalFile) -> None:
     with end:
         await journal.run()
 

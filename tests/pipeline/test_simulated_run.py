@@ -14,6 +14,7 @@ from scripted_parts import SimulatedRun, run_settings
 
 from streamrl.base.errors import CannotContinue
 from streamrl.base.run_events import EvaluationFinished, RunDecided, RunWarning, StepFinished
+from streamrl.control.actions import ControlAction, LaunchGroup
 from streamrl.engines.elastic.elastic_engines import ElasticEngines
 from streamrl.recipe.scheduling import InFlight, RoundKind, StalePolicy
 from streamrl.recipe.sections import ReleaseKind
@@ -283,13 +284,14 @@ async def test_sets_freed_engines_and_the_next_round_in_advance_in_one_run(
     wide = msgspec.structs.replace(WIDE, count=3)
     deep = msgspec.structs.replace(DEEP, first=3, count=2)
     run = SimulatedRun(chosen, tmp_path, engines=3, ranks=2, sets=(wide, deep), release=ReleaseKind.DRAIN)
-    launched, submitted_to = ElasticEngines.launched, set()
+    on_action, submitted_to = ElasticEngines.on_action, set()
 
-    async def noting(elastic: ElasticEngines, *arguments: object) -> None:
-        await launched(elastic, *arguments)  # type: ignore[arg-type]
-        submitted_to.add(elastic._pool.serving)
+    async def noting(elastic: ElasticEngines, action: ControlAction) -> None:
+        await on_action(elastic, action)
+        if isinstance(action, LaunchGroup):
+            submitted_to.add(elastic._pool.serving)
 
-    monkeypatch.setattr(ElasticEngines, "launched", noting)
+    monkeypatch.setattr(ElasticEngines, "on_action", noting)
     assert await run.run() == "finished"
     assert submitted_to == {wide.engines, ()}, "to the whole set, or to the one that joins: they wait for it"
     accounting = run.controller.state.accounting()

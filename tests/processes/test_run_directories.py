@@ -19,7 +19,7 @@ from streamrl.launch.run_record import METRICS, open_record, refuse_lost_journal
 from streamrl.learning.state.durable_files import flush_and_digest, write_digests
 from streamrl.recipe.rules.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.run.journal.log import Journal
+from streamrl.run.journal.log import JournalFile
 from streamrl.run.journal.log_errors import JournalRefused
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
@@ -111,7 +111,7 @@ async def test_control_does_not_begin_anew_beside_checkpoints(recipe: Recipe, ru
     """The segment with the base may be gone after a power cut, where nothing is flushed."""
     checkpoint, settings = save(run, 10), control_settings(recipe)
     (run / METRICS).write_text("what happened\n")
-    await (await anyio.to_thread.run_sync(Journal, run / "journal")).close()
+    await (await anyio.to_thread.run_sync(JournalFile, run / "journal")).close()
     with pytest.raises(JournalRefused, match=f"checkpoint.resume_from={checkpoint}"):
         await open_record(recipe, settings, run, 10)
     assert (run / METRICS).read_text() == "what happened\n"

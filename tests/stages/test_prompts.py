@@ -16,7 +16,7 @@ from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt, token_array
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.run.prompts.prompt_rows import BadRow, decode_row, read_prompt
-from streamrl.run.prompts.prompts import PromptSource, check_prompts, open_prompts
+from streamrl.run.prompts.prompts import OpenPrompts, check_prompts, open_prompts
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<bos>")
@@ -152,7 +152,7 @@ def texts(prompts: list[Prompt]) -> list[str]:
     return [prompt.columns["prompt"] for prompt in prompts]
 
 
-async def draw_all(source: PromptSource, *counts: int) -> list[list[Prompt]]:
+async def draw_all(source: OpenPrompts, *counts: int) -> list[list[Prompt]]:
     try:
         return [await source.draw(count) for count in counts]
     finally:

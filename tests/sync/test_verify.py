@@ -13,8 +13,9 @@ import pytest
 from streamrl.base.errors import EngineError
 from streamrl.base.messages import Generate, OrderDone, WeightAnnouncement
 from streamrl.base.types import Completion, FinishReason, VersionSpan, float_array
+from streamrl.contracts import PushReport
 from streamrl.engines.push.verify import CanaryReport, WeightCanary, deviation
-from streamrl.engines.push.weight_sync import PushReport, WeightSync
+from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.learning.canary import PROBE_TOKENS, probe_tokens
 from streamrl.recipe.scheduling import InFlight
 from tests.sync.test_weight_sync import Recorded, Trainer, announced

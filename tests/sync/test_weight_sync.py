@@ -11,7 +11,7 @@ from streamrl.base.errors import EngineError, VersionLeft, WeightError
 from streamrl.base.messages import Generate, OrderDone, PauseMode, WeightAnnouncement, WeightSource
 from streamrl.base.types import Completion, token_array
 from streamrl.base.waits import Waits
-from streamrl.engines.engine import Engine
+from streamrl.contracts import Engine
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import InstantClock, SimulatedEngine, SimulationOptions
 from streamrl.recipe.scheduling import InFlight

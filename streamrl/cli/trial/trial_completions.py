@@ -28,7 +28,7 @@ from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Model, Prompts, Recipe
 from streamrl.recipe.topology import ProcessPlan, Role
-from streamrl.run.prompts.prompts import PromptSource
+from streamrl.run.prompts.prompts import OpenPrompts
 
 _MOST_AT_ONCE = 64
 _READ_AHEAD = 256
@@ -89,7 +89,7 @@ class CompletionLine(msgspec.Struct, frozen=True):
 
 
 async def groups_from_file(
-    path: Path, source: PromptSource, prompt_count: int, tokenizer: Tokenizer
+    path: Path, source: OpenPrompts, prompt_count: int, tokenizer: Tokenizer
 ) -> list[CompletedGroup]:
     """The completions of ``path`` with their prompts of ``source``, at most ``prompt_count`` prompts.
 

@@ -19,13 +19,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import anyio
 import msgspec
-from anyio.abc import TaskGroup
 
 from streamrl.base.errors import EngineError, StreamRLError
 from streamrl.base.messages import EngineLoad
-from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost
+from streamrl.base.stage_messages import EndedOutcome, RewardOutcome, TrajectoryLost, TrajectoryPaused
 from streamrl.base.types import TrajectoryId
-from streamrl.control.actions import Decision
+from streamrl.buffers.trajectory_store import TrajectoryStore
+from streamrl.contracts import Observer, PushReport
+from streamrl.control.actions import ControlAction, Decision, LaunchGroup, StepOptimizer
+from streamrl.control.events import ControlEvent, StopRequested
 from streamrl.engines.elastic.freeing import Freeing, OpenRequest, ReleasePlan, ServingEngine
 from streamrl.engines.elastic.hosts import DRAIN_SECONDS, EngineHosts
 from streamrl.engines.elastic.sets import SetChooser, SetPlan
@@ -57,12 +59,12 @@ def set_chooser(recipe: Recipe, kv_tokens: Mapping[str, int], switch_s: float) -
     return SetChooser(sets, steps=recipe.run.steps, switch_s=switch_s)
 
 
-class ElasticEngines:
-    """``run`` beside the rounds; notified of what is ``launched``, ``ended``, of each ``batch_closed`` and of each
-    ``version_live``.
+class ElasticEngines(Observer):
+    """Frees and switches engines by what it observes of the rounds; ``run`` is needed for both.
 
-    ``decided`` is given each decision, the step that it concerns, and whether people shall see it; ``share_cores`` how
-    many engines are idle. ``freeing`` None: none is freed. ``block_tokens``: of the engines' KV caches.
+    ``store``: has the prompts of what is launched. ``decided`` is given each decision, the step that it concerns, and
+    whether people shall see it; ``share_cores`` how many engines are idle. ``freeing`` None: none is freed.
+    ``block_tokens``: of the engines' KV caches.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ElasticEngines:
         pool: EnginePool,
         hosts: EngineHosts,
         chooser: SetChooser,
+        store: TrajectoryStore,
         *,
         decided: Callable[[Decision, int, bool], Awaitable[None]],
         freeing: Freeing | None = None,
@@ -80,15 +83,17 @@ class ElasticEngines:
         self._pool = pool
         self._hosts = hosts
         self._chooser = chooser
+        self._store = store
         self._decided = decided
         self._freeing = freeing
         self._block_tokens = block_tokens
         self._share_cores = share_cores
         self._clock = clock
         self._step = 0
-        self._given_up = self._switches_now = False
-        self._looking, self._switching = anyio.CancelScope(), anyio.CancelScope()
-        self._changed = anyio.Event()
+        self._given_up = False
+        self._planned: SetPlan | None = None  # until its set serves
+        self._running, self._switching = anyio.CancelScope(), anyio.CancelScope()
+        self._changed, self._switch_planned = anyio.Event(), anyio.Event()
         self._one_at_a_time = anyio.Lock()
         self._loads: dict[str, EngineLoad] = {}
         self._paces: dict[str, float] = {}
@@ -118,10 +123,25 @@ class ElasticEngines:
 
     # ---- what the controller does ------------------------------------------------------------------
 
-    async def launched(
-        self, round_kind: str, ids: Sequence[TrajectoryId], prompt_tokens: int, policy_version: int, beside: TaskGroup
-    ) -> None:
-        """Note a group of a round of ``round_kind`` that is about to be sampled by ``policy_version``."""
+    async def on_event(self, event: ControlEvent) -> None:
+        """Free and switch nothing any more, and wait for no engine, once the run is to end."""
+        if isinstance(event, StopRequested):
+            self._given_up = True
+            self._switching.cancel()
+
+    async def on_action(self, action: ControlAction) -> None:
+        """Choose the set of a round that begins; free no engine between a complete batch and the next round."""
+        if isinstance(action, LaunchGroup):
+            await self._launched(action)
+        elif isinstance(action, StepOptimizer):
+            self._served_by = self._set
+            self._chooser.round_closed(self._clock(), self._pool.load())
+            if self._freeing is not None:
+                self._freeing.begin_round()
+
+    async def _launched(self, group: LaunchGroup) -> None:
+        ids, round_kind, policy_version = group.ids, group.round_kind, group.policy_version
+        prompt_tokens = len(self._store.prompts[ids[0].prompt_id].token_ids)
         self._step = policy_version + 1
         if self._chooser.is_between_rounds:
             async with self._one_at_a_time:
@@ -130,14 +150,16 @@ class ElasticEngines:
             self._freeing.launched(round_kind, ids)
         load = self._pool.load()
         plan = self._chooser.launched(round_kind, ids, prompt_tokens, policy_version, self._clock(), load)
-        if plan is not None and plan.because is not None and not self._given_up and not self._switches_now:
-            self._switches_now = True
+        if plan is not None and plan.because is not None and not self._given_up and self._planned is None:
+            self._planned = plan
             self._pool.withdraw(self._set.engines, AWAY)
             await self._decided(plan.because, self._step, True)
-            beside.start_soon(self._switch, plan)
+            self._switch_planned.set()
 
-    def ended(self, outcome: EndedOutcome) -> None:
-        """Note a trajectory that came back."""
+    def on_outcome(self, outcome: RewardOutcome) -> None:
+        """Note the length of what ended."""
+        if isinstance(outcome, TrajectoryPaused):
+            return
         identity, tokens = _end_of(outcome)
         if self._freeing is not None:
             self._freeing.ended(identity, tokens)
@@ -147,45 +169,40 @@ class ElasticEngines:
             self._looked_at = self._clock()
             self._chooser.looked(self._pool.load())
 
-    def batch_closed(self) -> None:
-        """The batch of the round is complete: no engine is freed before the next one is under way."""
-        self._served_by = self._set
-        self._chooser.round_closed(self._clock(), self._pool.load())
-        if self._freeing is not None:
-            self._freeing.begin_round()
-
-    async def version_live(self, policy_version: int, *, last: bool) -> None:
-        """The engines hold another version: all of the set serve, and what was submitted in advance is sampled. After
-        the ``last`` one nothing is freed or switched any more; a switch under way goes on, for the last evaluation."""
+    async def on_weights_live(self, push: PushReport, *, last: bool) -> None:
+        """Have all engines of the set serve, which sample what was submitted in advance. After the ``last`` version
+        nothing is freed or switched any more; a switch under way goes on, for the last evaluation."""
         self._given_up = self._given_up or last
-        self._chooser.went_live(policy_version, self._clock(), self._pool.load())
+        self._chooser.went_live(push.policy_version, self._clock(), self._pool.load())
         async with self._one_at_a_time:
             self._readmit_freed()
             await self._set_idle(0)
 
-    def give_up(self) -> None:
-        """The run ends: engines are neither freed nor switched, and none is waited for."""
-        self._given_up = True
-        self._switching.cancel()
-
     def end(self) -> None:
-        """The run is over: ``run`` returns, and no switch is waited for."""
-        self._looking.cancel()
-        self._switching.cancel()
+        """End ``run``: no switch is waited for."""
+        self._running.cancel()
 
     # ---- freeing -----------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Free engines whenever they can be spared, until ``end``."""
-        if self._freeing is None:
-            return
-        with self._looking:
-            while True:
-                with anyio.move_on_after(ALONE_LOOK_S if self.freed else None):
-                    await self._changed.wait()
-                self._changed = anyio.Event()
-                async with self._one_at_a_time:
-                    await self._look(self._freeing)
+    async def run(self, notify: Callable[[ControlEvent], None]) -> None:
+        """Free engines whenever they can be spared, and switch sets as planned, until ``end``."""
+        with self._running:
+            async with anyio.create_task_group() as tasks:
+                if self._freeing is not None:
+                    tasks.start_soon(self._free_when_due, self._freeing)
+                while True:
+                    await self._switch_planned.wait()
+                    self._switch_planned = anyio.Event()
+                    if self._planned is not None:
+                        await self._switch(self._planned)
+
+    async def _free_when_due(self, freeing: Freeing) -> None:
+        while True:
+            with anyio.move_on_after(ALONE_LOOK_S if self.freed else None):
+                await self._changed.wait()
+            self._changed = anyio.Event()
+            async with self._one_at_a_time:
+                await self._look(freeing)
 
     async def _look(self, freeing: Freeing) -> None:
         if self.freed and not self._pool.serving:  # those that served were lost
@@ -277,7 +294,7 @@ class ElasticEngines:
             self._switches += 1
             self._switched_s = now - began
             self._chooser.switched(plan.engine_set, now, now - began, self._pool.load(), self._hosts.kv_tokens)
-        self._switches_now = False
+        self._planned = None
 
 
 def _end_of(item: EndedOutcome) -> tuple[TrajectoryId, int | None]:

@@ -25,8 +25,9 @@ from streamrl.base.messages import EngineEvent, EngineOrder, EngineReady
 from streamrl.base.run_events import EngineBack, EngineLost, KillEngine, StartEngine, StopEngine, SupervisorOrder
 from streamrl.comm.zmq_sockets import SocketGuard
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.engines.engine import Engine, WeightPush
+from streamrl.contracts import Engine
 from streamrl.engines.pool import AWAY, EnginePool
+from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.recipe.sections import Engines
 
@@ -327,7 +328,7 @@ class EngineHosts:
     ) -> None:
         self.settings, self.order, self.emit, self.guard, self.sleeps = settings, order, emit, guard, sleeps
         self.pool: EnginePool | None = None
-        self.sync: WeightPush | None = None
+        self.sync: WeightSync | None = None
         self.switching = True
         """Engines that join serve when the others do, too."""
         self.restarts = 0
@@ -427,7 +428,7 @@ class EngineHosts:
     def _alive(self) -> dict[str, tuple[RemoteEngine, EngineReady]]:
         return {n: life.ready for n, life in self._lives.items() if life.ready and not life.ready[0].failure}
 
-    def attend(self, sync: WeightPush) -> None:
+    def attend(self, sync: WeightSync) -> None:
         """Use ``sync``, which has the engines of the pool, for every engine that is started from now on."""
         self.sync = sync
         self.notify()

@@ -25,10 +25,10 @@ from anyio.abc import TaskGroup
 
 from streamrl.base.concurrent_calls import start_unless_ending
 from streamrl.base.errors import EngineError, RequestRefused
-from streamrl.base.messages import Generate
+from streamrl.base.messages import Generate, WeightAnnouncement
 from streamrl.base.types import Completion, token_array
 from streamrl.base.whole_files import append_whole
-from streamrl.engines.engine import Engine
+from streamrl.contracts import CanaryReport, Engine, Observer, PushReport
 from streamrl.learning.canary import canary_bounds, probe_tokens
 from streamrl.pretrained.model_facts import read_model_facts
 from streamrl.recipe.sections import Recipe
@@ -37,15 +37,6 @@ VERSIONS_REMEMBERED = 8
 """Of so many versions the trainer's logprobs are remembered, for answers that are late."""
 
 log = logging.getLogger(__name__)
-
-
-class CanaryReport(msgspec.Struct, frozen=True):
-    """Comparison since the report before: the latest version among it, the largest deviation from the trainer in nats
-    (infinite: not a number), and the number of engines."""
-
-    policy_version: int
-    deviation: float
-    engines: int
 
 
 class WeightCanary:
@@ -152,18 +143,24 @@ def deviation(found: Sequence[float], expected: Sequence[float]) -> float:
     return statistics.median_low([d if math.isfinite(d) else math.inf for d in apart])
 
 
-class WeightAudit:
-    """Every ``interval`` versions (0: never) appends a line to ``path``:
-    ``{"policy_version", "checksums": {engine: {parameter: digest}}}``, of the engines that ``serving`` returns, by
-    name."""
+class WeightAudit(Observer):
+    """Appends a line to ``path`` every ``interval`` versions (0: never), of the engines that ``serving`` returns by
+    name: ``{"policy_version", "checksums": {engine: {parameter: digest}}}``."""
 
     def __init__(self, serving: Callable[[], Mapping[str, Engine]], path: Path, interval: int) -> None:
         self._serving = serving
         self._path = path
         self._interval = interval
 
-    async def after_push(self, policy_version: int) -> None:
-        """Audit ``policy_version`` when it is due. It is live, and nothing newer is pushed meanwhile."""
+    async def on_began(self, anchor: WeightAnnouncement) -> None:
+        """Audit the first version when it is due."""
+        await self._audit(anchor.policy_version)
+
+    async def on_weights_live(self, push: PushReport, *, last: bool) -> None:
+        """Audit the version when it is due: nothing newer is pushed meanwhile."""
+        await self._audit(push.policy_version)
+
+    async def _audit(self, policy_version: int) -> None:
         if not self._interval or policy_version % self._interval:
             return
         checksums = {}

@@ -15,31 +15,15 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import anyio
-import msgspec
 
 from streamrl.base.errors import EngineError, VersionLeft, WeightError
 from streamrl.base.messages import PauseMode, WeightAnnouncement
 from streamrl.base.waits import Waits
-from streamrl.engines.engine import Engine
-from streamrl.engines.push.verify import CanaryReport, WeightCanary
+from streamrl.contracts import CanaryReport, Engine, PushReport
+from streamrl.engines.push.verify import WeightCanary
 from streamrl.recipe.scheduling import InFlight
 
 Limit = Callable[[], AbstractContextManager[None]]
-
-
-class PushReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One push. Seconds are of wall time. ``staged_s``: until the last engine had staged; ``paused_s``: the longest
-    pause of an engine for its commit; ``canary``: what engines answered about a version before it (None: no engine
-    did)."""
-
-    policy_version: int
-    staged_s: float
-    paused_s: float
-    total_s: float
-    payload_bytes: int
-    changed_share: float
-    reanchored: int
-    canary: CanaryReport | None = None
 
 
 class WeightSync:

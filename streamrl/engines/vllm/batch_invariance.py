@@ -13,7 +13,7 @@ from streamrl.base.concurrent_calls import all_of
 from streamrl.base.messages import Generate
 from streamrl.base.seeds import derive_seed
 from streamrl.base.types import Completion, TokenArray
-from streamrl.engines.engine import Sampler
+from streamrl.contracts import Sampler
 
 PROBES = 16
 PROBE_TOKENS = 64

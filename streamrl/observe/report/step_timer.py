@@ -8,8 +8,8 @@ import msgspec
 
 from streamrl.base.messages import EngineLoad
 from streamrl.base.stage_messages import RolloutStatistics
+from streamrl.contracts import PushReport
 from streamrl.control.events import EnginesMeasured
-from streamrl.engines.push.weight_sync import PushReport
 from streamrl.observe.report.trajectory_trace import EnginesLine
 
 

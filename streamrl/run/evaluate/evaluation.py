@@ -13,6 +13,7 @@ from statistics import fmean, stdev
 import anyio
 import msgspec
 
+from streamrl.base.run_events import EvaluationFinished, RunEvent, RunWarning
 from streamrl.base.seeds import derive_seed
 from streamrl.base.stage_messages import (
     CancelTrajectories,
@@ -24,8 +25,8 @@ from streamrl.base.stage_messages import (
 )
 from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId
 from streamrl.comm.stream import SendStream
+from streamrl.contracts import Evaluations
 from streamrl.recipe import sections
-from streamrl.run import parts
 from streamrl.run.step_metrics import completion_metrics, part_values
 
 ROUNDING = 1e-9
@@ -113,24 +114,23 @@ def identity(outcome: EndedOutcome) -> TrajectoryId:
     return outcome.id if isinstance(outcome, TrajectoryLost) else outcome.outcome.trajectory.id
 
 
-class Evaluations(parts.Evaluations):
+class HeldOutEvaluations(Evaluations):
     """The evaluations of a run, one at a time, on ``held_out``; ``seed`` is the run's.
 
-    ``finished`` is given the version and figures of each that was not cancelled, ``warned`` why one was; ``scored``
-    gets the limit, too. ``store`` writes its outcomes (None: nothing does)."""
+    ``emit`` is given the figures of each that was not cancelled, and a warning why one was; ``scored`` version, figures
+    and limit. ``store`` writes its outcomes (None: nothing does)."""
 
     def __init__(
         self,
         held_out: HeldOut,
         seed: int,
         *,
-        finished: Callable[[int, dict[str, float]], Awaitable[None]],
-        warned: Callable[[int, str], Awaitable[None]],
+        emit: Callable[[RunEvent], Awaitable[None]],
         scored: Callable[[int, dict[str, float], int], Awaitable[None]],
         store: Callable[[int, Sequence[EndedOutcome]], Awaitable[None]] | None = None,
     ) -> None:
         self._held_out, self._seed = held_out, seed
-        self._finished, self._warned, self._scored, self._store_outcomes = finished, warned, scored, store
+        self._emit, self._scored, self._store_outcomes = emit, scored, store
         self.running: Evaluation | None = None
 
     def begin(self, policy_version: int, limit: int) -> None:
@@ -144,7 +144,8 @@ class Evaluations(parts.Evaluations):
         figures = await evaluation.run(orders)
         version, self.running = evaluation.policy_version, None
         if not evaluation.cancelled:
-            await self._finished(version, figures)
+            # It ran beside the next step, whose time and tokens it is part of.
+            await self._emit(EvaluationFinished(step=version, policy_version=version, metrics=figures))
 
         async def store() -> None:
             if not evaluation.cancelled:
@@ -170,7 +171,8 @@ class Evaluations(parts.Evaluations):
 
     async def warn_cancelled(self, policy_version: int, why: str) -> None:
         """The evaluation of ``policy_version`` has no figures."""
-        await self._warned(policy_version, f"evaluation of version {policy_version} given up: {why}")
+        message = f"evaluation of version {policy_version} given up: {why}"
+        await self._emit(RunWarning(step=policy_version, message=message))
 
 
 def pass_at_k(samples: int, solved: int, k: int) -> float:

@@ -1,6 +1,6 @@
 """The journal's files: an acknowledged record is there after any kill, and with ``fsync`` after a power cut.
 
-    journal = Journal(run / "journal")            # blocks: locks, checks and repairs what is there
+    journal = JournalFile(run / "journal")            # blocks: locks, checks and repairs what is there
     for record in journal.found.records(): ...    # the newest base, then the records after it
     nursery.start_soon(journal.run)               # writes until it is cancelled; raises JournalFailed
     journal.begin_segment([state, ...])           # first of all, and after every checkpoint
@@ -50,7 +50,7 @@ RECORD_LIMIT = 256 << 20
 """Largest record, in bytes."""
 
 WAITING_BYTES = 64 << 20
-"""``Journal.room`` waits while more wait for the disk."""
+"""``JournalFile.room`` waits while more wait for the disk."""
 
 INTERVAL_S = 0.005
 """Pause between two groups, so that a fast disk does not make many small groups of a stream of records."""
@@ -199,7 +199,7 @@ def _segment_number(name: str) -> int | None:
 # ---- writing -------------------------------------------------------------------------------------
 
 
-class Journal:
+class JournalFile:
     """The writing end. ``found``: what was there when it was opened. After a failure every method but ``close`` raises
     ``JournalFailed``, and so does ``run``."""
 

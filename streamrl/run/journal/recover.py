@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.messages import StepReport
+from streamrl.base.messages import StepReport, WeightAnnouncement
 from streamrl.base.stage_messages import SampledSoFar
 from streamrl.base.types import ScoredTrajectory, Trajectory
+from streamrl.base.waits import Waits
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.wire import Buffer
+from streamrl.contracts import Observer
 from streamrl.control import actions as do
 from streamrl.control.events import BatchTrained, ControlEvent
 from streamrl.control.machine import Control
@@ -173,37 +175,46 @@ def what_was_restored(run: RecoveredRun) -> dict[str, int]:
     }
 
 
-class Retrained(msgspec.Struct, frozen=True):
-    """``policy_version``: what ranks hold now, ``batches`` of which they trained again; ``reports``: of the last."""
+class Resumption(Observer):
+    """Brings the trainer ranks of a resumed run to the version of its journal. ``held_version``: what they held before;
+    ``policy_version``: what they hold now, of which they trained ``batches`` again; ``reports``: of the last batch."""
 
-    policy_version: int
-    batches: int = 0
-    reports: Sequence[StepReport] = ()
+    def __init__(self, recovered: RecoveredRun, trainer: TrainerRanks, waits: Waits) -> None:
+        self.recovered, self._trainer, self._waits = recovered, trainer, waits
+        self.held_version = self.policy_version = trainer.policy_version
+        self.batches = 0
+        self.reports: Sequence[StepReport] = ()
 
+    async def prepare(self) -> None:
+        """Train again what the ranks lack: nothing is sampled again for that. Raises ``StreamRLError`` for ranks that
+        are ahead, or that hold a version from before the journal's base."""
+        with self._waits.waiting_for("the trainer to train again what the journal has"):
+            await self._retrain()
 
-async def retrain_batches(trainer: TrainerRanks, recovered: RecoveredRun, held: int) -> Retrained:
-    """Bring ranks that hold version ``held`` to the version of the journal, which was replayed for them: nothing is
-    sampled anew for that.
+    async def on_began(self, anchor: WeightAnnouncement) -> None:
+        """Forget the tokens of what was trained again."""
+        batches = self.recovered.trained
+        self.recovered.store.forget(t for batch in batches for group in batch.groups for t in group.ids)
 
-    Raises ``StreamRLError`` for ranks that are ahead, or that hold a version from before the journal's base.
-    """
-    wanted = recovered.version
-    if held > wanted:
-        raise StreamRLError(
-            f"the trainer holds version {held}, the journal ends at version {wanted}: it is of another run, or was "
-            "cut; start from a checkpoint (checkpoint.resume_from)"
-        )
-    batches = recovered.trained_since(held)
-    if not recovered.leads_on:
-        raise StreamRLError(
-            f"the trainer begins with version {held}, the journal has no batches of versions {held + 1} to {wanted}: "
-            "is a checkpoint of this run missing or damaged? start from another one (checkpoint.resume_from)"
-        )
-    reports: Sequence[StepReport] = ()
-    for batch in batches:
-        for group in batch.groups:
-            await trainer.train_group(recovered.store.training_group(group.group_id, group.batch_id, group.ids))
-        gather = await trainer.close_batch(close_of(batch.step))
-        reports = await gather()
-        await trainer.acknowledge(batch.policy_version)  # engines take the newest at once, when it is announced
-    return Retrained(wanted, len(batches), reports)
+    async def _retrain(self) -> None:
+        recovered, trainer, held = self.recovered, self._trainer, self.held_version
+        wanted = recovered.version
+        if held > wanted:
+            raise StreamRLError(
+                f"the trainer holds version {held}, the journal ends at version {wanted}: it is of another run, or was "
+                "cut; start from a checkpoint (checkpoint.resume_from)"
+            )
+        batches = recovered.trained_since(held)
+        if not recovered.leads_on:
+            raise StreamRLError(
+                f"the trainer begins with version {held}, the journal has no batches of versions {held + 1} to "
+                f"{wanted}: is a checkpoint of this run missing or damaged? "
+                "start from another one (checkpoint.resume_from)"
+            )
+        for batch in batches:
+            for group in batch.groups:
+                await trainer.train_group(recovered.store.training_group(group.group_id, group.batch_id, group.ids))
+            gather = await trainer.close_batch(close_of(batch.step))
+            self.reports = await gather()
+            await trainer.acknowledge(batch.policy_version)  # engines take the newest at once, when it is announced
+        self.policy_version, self.batches = wanted, len(batches)

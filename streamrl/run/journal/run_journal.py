@@ -13,12 +13,12 @@ from streamrl.base.stage_messages import FinishedTrajectory, RolloutOutcome, Tra
 from streamrl.base.types import Prompt, ScoredTrajectory
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.stream import SendStream
+from streamrl.contracts import Journal
 from streamrl.control.actions import Decision
 from streamrl.control.events import CheckpointDone, ControlEvent
 from streamrl.control.machine import Control
 from streamrl.control.model import Snapshot
-from streamrl.run import parts
-from streamrl.run.journal.log import Journal
+from streamrl.run.journal.log import JournalFile
 from streamrl.run.journal.records import (
     JournalBase,
     JournalCodec,
@@ -35,11 +35,13 @@ from streamrl.run.journal.records import (
 from streamrl.run.journal.recover import RecoveredRun
 
 
-class RunJournal(parts.Journal):
+class RunJournal(Journal):
     """``journal`` None: nothing is written. ``store``: what control may still ask for. ``recovered``: what an earlier
     life left in it."""
 
-    def __init__(self, journal: Journal | None, store: TrajectoryStore, recovered: RecoveredRun | None = None) -> None:
+    def __init__(
+        self, journal: JournalFile | None, store: TrajectoryStore, recovered: RecoveredRun | None = None
+    ) -> None:
         self._journal = journal
         self._store = store
         self._begun = recovered is not None

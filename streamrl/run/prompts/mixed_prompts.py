@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
-from streamrl.run.prompts.prompts import PromptSource
+from streamrl.run.prompts.prompts import OpenPrompts
 
 MOST_WAITING = 4096
 """Prompts of other domains that may wait until one of a rare domain turns up."""
@@ -19,7 +19,7 @@ class MixedPrompts:
     ``column``: of a prompt's domain; ``shares``: of each domain, in any unit; ``start``: prompts that were drawn by
     earlier lives of the run, for which ``source`` is read again from its beginning."""
 
-    def __init__(self, source: PromptSource, column: str, shares: Mapping[str, float], start: int = 0) -> None:
+    def __init__(self, source: OpenPrompts, column: str, shares: Mapping[str, float], start: int = 0) -> None:
         self.size = source.size
         self._source = source
         self._column = column

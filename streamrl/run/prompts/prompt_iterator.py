@@ -108,7 +108,7 @@ class UserRows:
 
 
 class IteratorPrompts:
-    """A ``PromptSource`` over ``UserRows``. ``start``: so many were drawn by an earlier life of the run."""
+    """A ``OpenPrompts`` over ``UserRows``. ``start``: so many were drawn by an earlier life of the run."""
 
     size = None
     """An iterator has no epochs."""

@@ -1,7 +1,7 @@
 """Opening and checking of prompt sources: files of rows, Hugging Face datasets, tasks of reasoning-gym, or the user's
 own iterator.
 
-``open_prompts`` gives a ``PromptSource``; ``check_prompts`` finds what is wrong with a source before anything starts.
+``open_prompts`` gives a ``OpenPrompts``; ``check_prompts`` finds what is wrong with a source before anything starts.
 Stored rows are read one by one, never loaded as a whole; they have epochs, each in its own order. An iterator runs on a
 thread and an event loop of its own, so that user code that blocks does not stop the controller.
 """
@@ -17,6 +17,7 @@ import numpy as np
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
+from streamrl.contracts import PromptSource
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.rewards.signature import column_of, missing_column
 from streamrl.run.prompts.first_row import first_row
@@ -28,7 +29,7 @@ _MOST_PROBLEMS = 20
 _TASK_ROWS_CHECKED = 16
 
 
-class PromptSource(Protocol):
+class OpenPrompts(PromptSource, Protocol):
     """Prompts, in order. ``size``: prompts in one epoch; None for an iterator, which has no epochs."""
 
     @property
@@ -47,7 +48,7 @@ class PromptSource(Protocol):
         ...
 
 
-def open_prompts(spec: str, tokenizer: Tokenizer, *, seed: int, shuffle: bool, start: int = 0) -> PromptSource:
+def open_prompts(spec: str, tokenizer: Tokenizer, *, seed: int, shuffle: bool, start: int = 0) -> OpenPrompts:
     """Open what ``spec`` names (``streamrl.run.prompts.prompt_spec``).
 
     ``shuffle`` (stored rows): each epoch in an order that depends on ``(seed, epoch)`` only. ``start``: so many prompts
