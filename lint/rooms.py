@@ -19,7 +19,8 @@ ORDER = (
 )  # fmt: skip
 """A room imports only rooms before it."""
 
-PARTS = {f"learning/{part}" for part in ("objective", "model", "state", "batches")} | {"weights/codec"}
+PARTS = {f"learning/{part}" for part in ("objective", "model", "state", "batches")}
+PARTS |= {"recipe/objectives", "weights/codec"}
 """Folders that belong to the files of their room."""
 
 OPEN = ("simulate", "launch", "cli")

@@ -24,10 +24,12 @@ BASE = {"base", "recipe"}
 WORKER_SIDE = ("streamrl/engines/plain_vllm/", "streamrl/engines/vllm/", "streamrl/weights/vllm/")
 # In a reward's own process, once the first completion comes.
 REWARD_MODEL = "streamrl/rewards/builtin/reward_model.py"
+# For mypy alone: an objective is read where there is no torch, and given tensors where there is.
+TENSORS = "streamrl/recipe/objectives/method.py"
 CONFINED = {
     "zmq": ("streamrl/comm/", "streamrl/weights/", "streamrl/observe/telemetry.py"),
     "vllm": WORKER_SIDE,
-    "torch": ("streamrl/learning/", "streamrl/weights/publish/torch_tensors.py", *WORKER_SIDE, REWARD_MODEL),
+    "torch": ("streamrl/learning/", "streamrl/weights/publish/torch_tensors.py", *WORKER_SIDE, REWARD_MODEL, TENSORS),
     # For training one file imports it, without the compiler that it brings along otherwise.
     "transformers": ("streamrl/learning/model/hugging_face.py", REWARD_MODEL),
     # Extras of their own: who does not ask for them starts without.
@@ -125,7 +127,7 @@ def test_third_party_libraries_are_confined() -> None:
 
 def test_base_imports_anyio_msgspec_numpy_and_the_standard_library_only() -> None:
     def wrong(path: Path) -> Iterator[str]:
-        if package_of(path) in BASE and path.name != "user_code.py":
+        if package_of(path) in BASE and name_of(path) not in {"streamrl/recipe/user_code.py", TENSORS}:
             for module in imports_of(path):
                 if (
                     module.split(".")[0]
@@ -235,7 +237,7 @@ sys.exit("\\n".join(failed) or 0)
 
 def modules_without_torch() -> list[str]:
     """Every module outside of the places where torch and vllm are at home; a trainer process is at home too."""
-    at_home = (*CONFINED["torch"], "streamrl/learning/")
+    at_home = tuple(place for place in CONFINED["torch"] if place != TENSORS)
     paths = [path for path in FILES if not name_of(path).startswith(at_home)]
     return [name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.recipe.algorithms import WITHIN_GROUPS
 from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, StalePolicy, TailBatching, largest_batch
 from streamrl.recipe.sections import Recipe
 
@@ -91,5 +90,5 @@ def control_settings(recipe: Recipe) -> ControlSettings:
         checkpoint_every=recipe.checkpoint_every,
         checkpoint_at_end=recipe.checkpoint.at_end,
         deterministic=recipe.run.deterministic,
-        compares_siblings=recipe.objective_settings.advantages in WITHIN_GROUPS,
+        compares_siblings=recipe.objective_settings.estimator.compares_siblings,
     )

@@ -8,8 +8,7 @@ import torch
 from msgspec import structs
 
 from streamrl.learning.threads import idle_threads, trainer_threads
-from streamrl.recipe.algorithms import ObjectiveSettings, why_not_streaming
-from streamrl.recipe.objective import OffPolicy
+from streamrl.recipe.objective import ObjectiveSettings, OffPolicy, why_not_streaming
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Lora, Recipe, Training
 

@@ -4,7 +4,7 @@ All methods are synchronous and called from one thread. A batch is open from its
 it is open, groups without signal are only counted; the others wait until a few rows of ``micro_batch_tokens`` are
 pending (or ``train_pending`` is called), then run forward and backward, adding up un-normalised gradients. The close
 divides once, which makes the gradient that of the whole batch. Where that cannot be exact
-(``algorithms.why_not_streaming``), everything waits for the close.
+(``why_not_streaming``), everything waits for the close.
 
 With ``streaming`` the rows depend on when groups arrive, so weights repeat to rounding only; without it all work
 is done at the close, in canonical order, and the same groups give the same bits.

@@ -36,8 +36,6 @@ from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import global_norm
 from streamrl.learning.state.trained_weights import make_weights
 from streamrl.learning.step_metrics import update_lengths
-from streamrl.recipe.algorithms import WHOLE_BATCH
-from streamrl.recipe.objective import AdvantageKind
 
 
 class Updates:
@@ -109,7 +107,7 @@ class Updates:
         return means | lengths | totals
 
     def _prepare(self, groups: Sequence[TrainingGroup], *, proximal: bool) -> list[PreparedSample]:
-        """Samples of ``groups`` worth training, with their advantages. Collective for ``WHOLE_BATCH`` kinds."""
+        """Samples of ``groups`` worth training, with their advantages. Collective for those of the whole batch."""
         options = self._options
         scores = score_samples(
             [sample for group in groups for sample in group.samples],
@@ -122,10 +120,10 @@ class Updates:
             together=self.by_layer,
         )
         prepared = [item for group in groups for item in prepare_group(group, scores, options)]
-        if options.objective.advantages in WHOLE_BATCH:
+        if options.objective.estimator.whole_batch:
             moments = Moments(*process_group.all_reduce(list(token_moments(prepared)), self._device))
             seen = Moments(*map(sum, zip(moments, *self.cohort, strict=True)))
-            if options.objective.advantages is AdvantageKind.COHORT:
+            if options.objective.estimator.of_cohort:
                 self.cohort.append(moments)
             prepared = whitened(prepared, seen)
         return [item for item in prepared if worth_training(item, options)]

@@ -1,7 +1,7 @@
 """The recipe's ``[objective]`` and ``[off_policy]``: what is differentiated, and how stale tokens are corrected.
 
 ``algorithm`` names a published method; a field that is left out (``None``) is what that method's paper says. What a
-recipe comes to is ``algorithms.objective_settings``.
+recipe comes to is ``objective_settings``.
 """
 
 from __future__ import annotations
@@ -9,69 +9,19 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
+import msgspec
+
 from streamrl.recipe.fields import Natural, NaturalFloat, Positive, PositiveFloat, Section, Share, advanced, doc
-
-
-class Algorithm(StrEnum):
-    """Published methods; each sets the fields of ``[objective]`` that the recipe leaves out, as its paper does.
-
-    Two exceptions: GRPO divides by tokens, as most trainers do now, where its paper has ``sequence_mean``; a KL in the
-    loss is ``k2``, whose gradient is that of KL(pi, reference), where GRPO's paper has ``k3``.
-    """
-
-    GRPO = "grpo"
-    DR_GRPO = "dr_grpo"
-    DAPO = "dapo"
-    RLOO = "rloo"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    GSPO = "gspo"
-    CISPO = "cispo"
-    PPO = "ppo"
-
-
-class Surrogate(StrEnum):
-    """The loss of a token, given its advantage A and r = pi / pi_proximal.
-
-    ``token_clip``: -min(r A, clip(r) A) (PPO, arXiv 1707.06347). ``sequence_clip``: the same with the geometric mean of
-    the sequence's ratios (GSPO, arXiv 2507.18071). ``token_weight``: -sg(clip(r)) A log pi (CISPO, arXiv 2506.13585).
-    ``policy_gradient``: -r A, not clipped (REINFORCE, RLOO).
-    """
-
-    TOKEN_CLIP = "token_clip"
-    SEQUENCE_CLIP = "sequence_clip"
-    TOKEN_WEIGHT = "token_weight"
-    POLICY_GRADIENT = "policy_gradient"
-
-
-class AdvantageKind(StrEnum):
-    """Baseline and scale of an advantage.
-
-    ``group_std``, ``group_mean``: the siblings' mean, with or without their deviation. ``leave_one_out``: the mean of
-    the others (RLOO, arXiv 2402.14740). ``batch``: mean and deviation of the whole batch (REINFORCE++, arXiv
-    2501.03262); ``group_then_batch``: the group's mean, then the batch's deviation (REINFORCE++-baseline). ``cohort``:
-    mean and deviation of the last ``cohort_batches`` batches (SortedRL trains a cohort in several, sorted by length).
-    ``gae``: a learned value of each token (PPO, arXiv 1506.02438), then mean and deviation of the whole batch.
-    """
-
-    GROUP_STD = "group_std"
-    GROUP_MEAN = "group_mean"
-    LEAVE_ONE_OUT = "leave_one_out"
-    BATCH = "batch"
-    GROUP_THEN_BATCH = "group_then_batch"
-    COHORT = "cohort"
-    GAE = "gae"
-
-
-class LossNormalization(StrEnum):
-    """Divisor of a step's loss. ``token_mean``: all trained tokens of the batch (DAPO, arXiv 2503.14476);
-    ``sequence_mean``: each sample's tokens, then samples (GRPO, arXiv 2402.03300); ``sequence_sum``: samples alone
-    (RLOO); ``constant``: samples times ``sampling.max_tokens`` (Dr. GRPO, arXiv 2503.20783)."""
-
-    TOKEN_MEAN = "token_mean"
-    SEQUENCE_MEAN = "sequence_mean"
-    SEQUENCE_SUM = "sequence_sum"
-    CONSTANT = "constant"
+from streamrl.recipe.objectives.catalog import (
+    ADVANTAGES,
+    METHODS,
+    SURROGATES,
+    AdvantagesName,
+    AlgorithmName,
+    SurrogateName,
+)
+from streamrl.recipe.objectives.method import Advantages, Clip, KlPlace, LossNormalization, Surrogate
+from streamrl.recipe.objectives.ppo import CriticKeys, ValueModel
 
 
 class KlEstimator(StrEnum):
@@ -83,27 +33,12 @@ class KlEstimator(StrEnum):
     K3 = "k3"
 
 
-class KlPlace(StrEnum):
-    """Term to which the KL to the reference model is added: the loss, or the reward of each token."""
-
-    LOSS = "loss"
-    REWARD = "reward"
-
-
-class ValueModel(StrEnum):
-    """Model of PPO's values. ``head``: a linear head on the policy, which learns both. ``own``: a copy of the initial
-    model with such a head, trained whole by an AdamW of its own; every rank holds all of it."""
-
-    HEAD = "head"
-    OWN = "own"
-
-
-class Objective(Section, frozen=True):
+class Objective(CriticKeys, frozen=True):
     """The loss that is differentiated. A key that is not set is as the paper of ``algorithm`` has it."""
 
-    algorithm: Annotated[Algorithm, doc("")] = Algorithm.GRPO
-    surrogate: Annotated[Surrogate | None, doc("")] = None
-    advantages: Annotated[AdvantageKind | None, doc("")] = None
+    algorithm: Annotated[AlgorithmName, doc("")] = "grpo"
+    surrogate: Annotated[SurrogateName | None, doc("")] = None
+    advantages: Annotated[AdvantagesName | None, doc("")] = None
     loss_normalization: Annotated[LossNormalization | None, doc("")] = None
     clip_low: Annotated[PositiveFloat | None, doc("r is clipped to 1 - clip_low")] = None
     clip_high: Annotated[PositiveFloat | None, doc("and to 1 + clip_high")] = None
@@ -122,17 +57,79 @@ class Objective(Section, frozen=True):
         bool, doc("false: tokens of truncated samples are left out of the loss (DAPO's filtering)")
     ] = True
     cohort_batches: Annotated[Positive, advanced('for advantages = "cohort"')] = 4
-    discount: Annotated[Share, advanced("of PPO's critic")] = 1.0
-    gae_lambda: Annotated[Share, advanced("of PPO's critic")] = 1.0
-    value_coefficient: Annotated[NaturalFloat, advanced("of the loss of the critic")] = 0.5
-    value_clip: Annotated[NaturalFloat, advanced("of the critic's values (0: not clipped)")] = 0.2
-    value_learning_rate: Annotated[
-        NaturalFloat,
-        advanced(
-            "of the critic (0: 0.04 / the width of the model for its head, which is verl's 1e-5 at 4,096; 1e-5 below)"
-        ),
-    ] = 0.0
-    value_model: Annotated[ValueModel, advanced("")] = ValueModel.HEAD
+
+
+class ObjectiveSettings(Objective, frozen=True):
+    """``[objective]`` with nothing left out."""
+
+    surrogate: SurrogateName = "token_clip"
+    advantages: AdvantagesName = "group_std"
+    loss_normalization: LossNormalization = LossNormalization.TOKEN_MEAN
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_estimator: KlEstimator = KlEstimator.K2
+    kl_in: KlPlace = KlPlace.LOSS
+
+    @property
+    def token_surrogate(self) -> Surrogate:
+        """Formula named by ``surrogate``, with the keys of ``[objective.NAME]`` where it has keys of its own."""
+        found: Surrogate = getattr(self, self.surrogate, SURROGATES[self.surrogate])
+        return found
+
+    @property
+    def estimator(self) -> Advantages:
+        """Formula named by ``advantages``, with the keys of ``[objective.NAME]`` where it has keys of its own."""
+        found: Advantages = getattr(self, self.advantages, ADVANTAGES[self.advantages])
+        return found
+
+    @property
+    def clip(self) -> Clip:
+        """Bounds that the surrogate reads."""
+        return Clip(self.clip_low, self.clip_high, self.dual_clip)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether values are trained."""
+        return self.estimator.of_critic
+
+    @property
+    def has_value_model(self) -> bool:
+        """Whether the critic is a model of its own."""
+        return self.has_critic and self.value_model is ValueModel.OWN
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen copy of the initial model is kept."""
+        return self.kl_coefficient > 0
+
+    @property
+    def trains_without_signal(self) -> bool:
+        """Whether a group whose rewards are all equal may have a gradient, so that it must be computed."""
+        return not self.estimator.compares_siblings or self.kl_coefficient > 0 or self.entropy_coefficient != 0
+
+
+def objective_settings(objective: Objective, *, sizes_vary: bool = False) -> ObjectiveSettings:
+    """Fill in what the recipe left out, from its algorithm; the KL estimator, from where the KL enters. ``sizes_vary``:
+    of groups, whose advantages must not depend on it then."""
+    values = msgspec.structs.asdict(objective)
+    chosen = METHODS[objective.algorithm]
+    method = msgspec.structs.asdict(chosen) | {"surrogate": chosen.surrogate.name, "advantages": chosen.advantages.name}
+    if sizes_vary and chosen.advantages.varies_with_size:
+        method["advantages"] = "leave_one_out"
+    in_reward = (objective.kl_in or method["kl_in"]) is KlPlace.REWARD
+    method["kl_estimator"] = KlEstimator.K1 if in_reward else KlEstimator.K2
+    return ObjectiveSettings(**{n: method[n] if value is None else value for n, value in values.items()})
+
+
+def why_not_streaming(settings: ObjectiveSettings, updates_per_batch: int, epochs_per_batch: int = 1) -> str:
+    """Return why training groups before their batch is complete would change the gradient; empty: it would not."""
+    if updates_per_batch > 1:
+        return f"training.updates_per_batch = {updates_per_batch} steps on one batch need all of it first"
+    if epochs_per_batch > 1:
+        return f"training.epochs_per_batch = {epochs_per_batch} passes over one batch need all of it first"
+    if settings.estimator.whole_batch:
+        return f'objective.advantages = "{settings.advantages}" compares with the whole batch'
+    return ""
 
 
 class Proximal(StrEnum):

@@ -11,7 +11,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from streamrl.recipe.algorithms import METHODS, ObjectiveSettings, objective_settings
 from streamrl.recipe.fields import (
     Count,
     EngineDtype,
@@ -25,7 +24,8 @@ from streamrl.recipe.fields import (
     doc,
 )
 from streamrl.recipe.judge import Judge
-from streamrl.recipe.objective import Objective, OffPolicy
+from streamrl.recipe.objective import Objective, ObjectiveSettings, OffPolicy, objective_settings
+from streamrl.recipe.objectives.catalog import METHODS
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.scheduling import (
     GroupSizing,

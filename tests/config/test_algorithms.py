@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.recipe.algorithms import METHODS, ObjectiveSettings, objective_settings, why_not_streaming
-from streamrl.recipe.objective import AdvantageKind, Algorithm, KlEstimator, KlPlace, Objective, Surrogate, ValueModel
+from streamrl.recipe.objective import KlEstimator, Objective, ObjectiveSettings, objective_settings, why_not_streaming
+from streamrl.recipe.objectives.catalog import METHODS
+from streamrl.recipe.objectives.method import KlPlace
+from streamrl.recipe.objectives.ppo import ValueModel
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 
@@ -21,8 +23,8 @@ def resolved(**fields: Any) -> ObjectiveSettings:
 def test_every_field_of_the_recipe_overrides_the_method() -> None:
     """Another value than any method has, for every field: none may be lost on the way."""
     fields: dict[str, Any] = {
-        "surrogate": Surrogate.TOKEN_WEIGHT,
-        "advantages": AdvantageKind.COHORT,
+        "surrogate": "token_weight",
+        "advantages": "cohort",
         "loss_normalization": "sequence_sum",
         "clip_low": 0.11,
         "clip_high": 0.12,
@@ -43,20 +45,20 @@ def test_every_field_of_the_recipe_overrides_the_method() -> None:
         "value_model": ValueModel.OWN,
     }
     assert {*fields, "algorithm"} == set(ObjectiveSettings.__struct_fields__)
-    for algorithm in Algorithm:
+    for algorithm in METHODS:
         assert msgspec.structs.asdict(resolved(algorithm=algorithm, **fields)) == fields | {"algorithm": algorithm}
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
-def test_the_document_lists_each_method_as_it_is(algorithm: Algorithm) -> None:
+@pytest.mark.parametrize("algorithm", METHODS)
+def test_the_document_lists_each_method_as_it_is(algorithm: str) -> None:
     rows = [
         line.split("|")[1:-1] for line in DOCUMENT.read_text().splitlines() if line.startswith(f"| `{algorithm}` |")
     ]
     ((_, surrogate, advantages, normalization, clip, paper),) = rows
     method = METHODS[algorithm]
     written = [cell.strip().strip("`") for cell in (surrogate, advantages, normalization)]
-    assert written == [method.surrogate, method.advantages, method.loss_normalization]
-    if method.surrogate is Surrogate.POLICY_GRADIENT:
+    assert written == [method.surrogate.name, method.advantages.name, method.loss_normalization]
+    if not method.surrogate.clips:
         assert clip.strip() == "none"
     else:
         low, high = clip.split("/")
@@ -66,38 +68,38 @@ def test_the_document_lists_each_method_as_it_is(algorithm: Algorithm) -> None:
     assert ("dynamic_sampling" in paper) == method.dynamic_sampling
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
-def test_the_kl_estimator_that_is_left_out_has_the_gradient_of_the_kl(algorithm: Algorithm) -> None:
+@pytest.mark.parametrize("algorithm", METHODS)
+def test_the_kl_estimator_that_is_left_out_has_the_gradient_of_the_kl(algorithm: str) -> None:
     assert resolved(algorithm=algorithm, kl_in=KlPlace.LOSS).kl_estimator is KlEstimator.K2
     assert resolved(algorithm=algorithm, kl_in=KlPlace.REWARD).kl_estimator is KlEstimator.K1
-    methods_with_kl_in_reward = {Algorithm.RLOO, Algorithm.REINFORCE_PLUS_PLUS, Algorithm.PPO}
+    methods_with_kl_in_reward = {"rloo", "reinforce_plus_plus", "ppo"}
     assert (resolved(algorithm=algorithm).kl_estimator is KlEstimator.K1) is (algorithm in methods_with_kl_in_reward)
 
 
 def test_what_needs_other_models_or_trains_without_signal() -> None:
-    assert resolved(algorithm=Algorithm.PPO).has_critic
+    assert resolved(algorithm="ppo").has_critic
     assert not resolved().has_critic
-    assert resolved(algorithm=Algorithm.PPO, value_model=ValueModel.OWN).has_value_model
-    assert not resolved(algorithm=Algorithm.PPO).has_value_model
-    assert not resolved(algorithm=Algorithm.RLOO).has_reference
+    assert resolved(algorithm="ppo", value_model=ValueModel.OWN).has_value_model
+    assert not resolved(algorithm="ppo").has_value_model
+    assert not resolved(algorithm="rloo").has_reference
     assert resolved(kl_coefficient=0.01).has_reference
     # A group of equal rewards has a gradient where siblings are not compared, and through KL and entropy.
     assert not resolved().trains_without_signal
     for fields in (
-        {"algorithm": Algorithm.REINFORCE_PLUS_PLUS},
-        {"algorithm": Algorithm.PPO},
+        {"algorithm": "reinforce_plus_plus"},
+        {"algorithm": "ppo"},
         {"kl_coefficient": 0.01},
         {"entropy_coefficient": -0.01},
     ):
         assert resolved(**fields).trains_without_signal
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
-def test_what_compares_with_the_whole_batch_does_not_stream(algorithm: Algorithm) -> None:
+@pytest.mark.parametrize("algorithm", METHODS)
+def test_what_compares_with_the_whole_batch_does_not_stream(algorithm: str) -> None:
     whole = {
-        Algorithm.REINFORCE_PLUS_PLUS: "batch",
-        Algorithm.REINFORCE_PLUS_PLUS_BASELINE: "group_then_batch",
-        Algorithm.PPO: "gae",
+        "reinforce_plus_plus": "batch",
+        "reinforce_plus_plus_baseline": "group_then_batch",
+        "ppo": "gae",
     }
     reason = why_not_streaming(resolved(algorithm=algorithm), 1)
     if algorithm in whole:
@@ -105,15 +107,15 @@ def test_what_compares_with_the_whole_batch_does_not_stream(algorithm: Algorithm
     else:
         assert reason == ""
     assert why_not_streaming(resolved(algorithm=algorithm), 2).startswith("training.updates_per_batch = 2 ")
-    assert why_not_streaming(resolved(algorithm=Algorithm.GRPO), 1, 2).startswith("training.epochs_per_batch = 2 ")
+    assert why_not_streaming(resolved(algorithm="grpo"), 1, 2).startswith("training.epochs_per_batch = 2 ")
 
 
 def test_where_group_sizes_vary_advantages_do_not_depend_on_them() -> None:
     objectives = {algorithm: Objective(algorithm=algorithm) for algorithm in METHODS}
     varied = {algorithm: objective_settings(one, sizes_vary=True) for algorithm, one in objectives.items()}
     changed = {algorithm for algorithm, one in objectives.items() if varied[algorithm] != objective_settings(one)}
-    of_group = (AdvantageKind.GROUP_STD, AdvantageKind.GROUP_MEAN)
-    assert changed == {algorithm for algorithm, method in METHODS.items() if method.advantages in of_group}
-    assert {varied[algorithm].advantages for algorithm in changed} == {AdvantageKind.LEAVE_ONE_OUT}
-    asked = Objective(advantages=AdvantageKind.GROUP_STD)
-    assert objective_settings(asked, sizes_vary=True).advantages is AdvantageKind.GROUP_STD
+    of_group = ("group_std", "group_mean")
+    assert changed == {algorithm for algorithm, method in METHODS.items() if method.advantages.name in of_group}
+    assert {varied[algorithm].advantages for algorithm in changed} == {"leave_one_out"}
+    asked = Objective(advantages="group_std")
+    assert objective_settings(asked, sizes_vary=True).advantages == "group_std"

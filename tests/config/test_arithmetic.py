@@ -21,7 +21,8 @@ from streamrl.launch.plan.summary import (
 )
 from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
 from streamrl.pretrained.weight_files import ModelDirectoryError
-from streamrl.recipe.objective import Algorithm, Objective, OffPolicy, Proximal, RatioLevel, ValueModel
+from streamrl.recipe.objective import Objective, OffPolicy, Proximal, RatioLevel
+from streamrl.recipe.objectives.ppo import ValueModel
 from streamrl.recipe.scheduling import (
     GroupSizing,
     InFlight,
@@ -180,7 +181,7 @@ def test_the_lines_say_what_is_asked_for() -> None:
     recipe = change(
         rollout=Rollout(prompts_per_batch=8, rounds=RoundKind.LENGTH_SORTED),
         objective=Objective(
-            algorithm=Algorithm.PPO,
+            algorithm="ppo",
             kl_coefficient=0.1,
             entropy_coefficient=0.01,
             overlong_buffer=64,
@@ -218,7 +219,7 @@ def test_the_lines_say_what_is_asked_for() -> None:
         ),
     ):
         assert expected in lines
-    dapo = arithmetic_lines(change(objective=Objective(algorithm=Algorithm.DAPO, train_truncated=False)))
+    dapo = arithmetic_lines(change(objective=Objective(algorithm="dapo", train_truncated=False)))
     assert "            train_truncated = false" in dapo
     assert "            dynamic_sampling = true: groups of equal rewards are dropped and refilled" in dapo
     assert "clip_high = 0.28" in dapo[1]
@@ -254,7 +255,7 @@ def test_streaming_sentences() -> None:
     assert streaming_sentence(change(training=Training(streaming=False))).startswith(
         "off: training.advanced.streaming = false"
     )
-    whole_batch = change(objective=Objective(algorithm=Algorithm.REINFORCE_PLUS_PLUS))
+    whole_batch = change(objective=Objective(algorithm="reinforce_plus_plus"))
     assert streaming_sentence(whole_batch) == (
         'off, although training.advanced.streaming = true: objective.advantages = "batch" compares with the whole batch'
     )

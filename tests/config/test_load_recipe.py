@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.objective import Algorithm, Objective
+from streamrl.recipe.objective import Objective
+from streamrl.recipe.objectives.catalog import METHODS
 from streamrl.recipe.rules.load import check_recipe, dump_recipe, load_recipe
 from streamrl.recipe.scheduling import InFlight, Rollout, RoundKind
 from streamrl.recipe.sections import Engines, Evaluation, Model, Prompts, Recipe, Reward, Sampling, Training
@@ -249,7 +250,7 @@ positive_float = st.floats(1e-300, 1e300)
             in_flight=st.sampled_from(InFlight),
         ),
         sampling=st.builds(Sampling, temperature=st.floats(0.01, 2), top_p=st.floats(1e-9, 1)),
-        objective=st.builds(Objective, algorithm=st.sampled_from(Algorithm), entropy_coefficient=st.floats(-1, 1)),
+        objective=st.builds(Objective, algorithm=st.sampled_from(list(METHODS)), entropy_coefficient=st.floats(-1, 1)),
         training=st.builds(Training, learning_rate=st.floats(0, 1)),
         engines=st.integers(1, 4).map(lambda n: Engines(count=n, cores=tuple(f"{i}-{i + 1}" for i in range(n)))),
         evaluation=st.builds(Evaluation, temperature=st.none() | st.floats(1e-9, 2)),

@@ -13,25 +13,25 @@ torch = pytest.importorskip("torch")
 from streamrl.learning.objective.advantages import (  # noqa: E402
     FloatVector,
     Moments,
-    generalized_advantages,
     group_advantages,
     moments_of,
     separate_advantages,
-    token_returns,
     whiten,
 )
-from streamrl.recipe.algorithms import WITHIN_GROUPS  # noqa: E402
-from streamrl.recipe.objective import AdvantageKind  # noqa: E402
+from streamrl.recipe.objectives.catalog import ADVANTAGES  # noqa: E402
+from streamrl.recipe.objectives.method import token_returns  # noqa: E402
+from streamrl.recipe.objectives.ppo import generalized_advantages  # noqa: E402
 
 pytestmark = pytest.mark.torch
+WITHIN_GROUPS = ("group_mean", "group_std", "group_then_batch", "leave_one_out")
 
 
 def vector(*values: float) -> FloatVector:
     return np.array(values, dtype=np.float32)
 
 
-def advantages(rewards: list[float], kind: AdvantageKind) -> list[float]:
-    found = group_advantages(torch.tensor(rewards, dtype=torch.float64), kind)
+def advantages(rewards: list[float], kind: str) -> list[float]:
+    found = group_advantages(torch.tensor(rewards, dtype=torch.float64), ADVANTAGES[kind])
     assert found.dtype == torch.float32
     return list(found.tolist())
 
@@ -40,12 +40,12 @@ def test_group_advantages_by_hand() -> None:
     rewards = [1.0, 0.0, 0.0, 0.0]
     # mean 0.25, unbiased variance (0.75^2 + 3 * 0.25^2) / 3 = 0.25, standard deviation 0.5
     by_std = [0.75 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001]
-    assert advantages(rewards, AdvantageKind.GROUP_STD) == pytest.approx(by_std, rel=1e-6)
-    assert advantages(rewards, AdvantageKind.GROUP_MEAN) == [0.75, -0.25, -0.25, -0.25]
-    assert advantages(rewards, AdvantageKind.GROUP_THEN_BATCH) == [0.75, -0.25, -0.25, -0.25]
+    assert advantages(rewards, "group_std") == pytest.approx(by_std, rel=1e-6)
+    assert advantages(rewards, "group_mean") == [0.75, -0.25, -0.25, -0.25]
+    assert advantages(rewards, "group_then_batch") == [0.75, -0.25, -0.25, -0.25]
     # the others' mean: 0 for the first, 1/3 for the rest
-    assert advantages(rewards, AdvantageKind.LEAVE_ONE_OUT) == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3], rel=1e-6)
-    for kind in (AdvantageKind.BATCH, AdvantageKind.COHORT, AdvantageKind.GAE):
+    assert advantages(rewards, "leave_one_out") == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3], rel=1e-6)
+    for kind in ("batch", "cohort", "gae"):
         assert advantages(rewards, kind) == rewards
 
 
@@ -53,13 +53,13 @@ def test_separate_advantages_by_hand() -> None:
     """GDPO: a reward of 0 or 1 counts as much as one of 0 or 100, where their sum would drown it."""
     right, length = [1.0, 0.0, 0.0, 0.0], [0.0, 100.0, 0.0, 0.0]
     rewards = [{"right": (1.0, r), "length": (2.0, n)} for r, n in zip(right, length, strict=True)]
-    alone = np.array([advantages(values, AdvantageKind.GROUP_STD) for values in (right, length)])
-    found = separate_advantages(rewards, AdvantageKind.GROUP_STD)
+    alone = np.array([advantages(values, "group_std") for values in (right, length)])
+    found = separate_advantages(rewards, ADVANTAGES["group_std"])
     assert found.tolist() == pytest.approx(list(alone[0] + 2.0 * alone[1]), rel=1e-6)
     # Two of the four have no value of the second: they are compared by the first alone.
     partly = [r if index < 2 else {"right": r["right"]} for index, r in enumerate(rewards)]
-    pair = np.array([*advantages(length[:2], AdvantageKind.GROUP_STD), 0.0, 0.0])
-    found = separate_advantages(partly, AdvantageKind.GROUP_STD)
+    pair = np.array([*advantages(length[:2], "group_std"), 0.0, 0.0])
+    found = separate_advantages(partly, ADVANTAGES["group_std"])
     assert found.tolist() == pytest.approx(list(alone[0] + 2.0 * pair), rel=1e-6)
 
 
@@ -69,16 +69,16 @@ def test_group_advantages_of_any_size(size: int) -> None:
     rewards = [rng.random() for _ in range(size)]
     mean = statistics.fmean(rewards)
     others = [r - statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i, r in enumerate(rewards)]
-    assert advantages(rewards, AdvantageKind.LEAVE_ONE_OUT) == pytest.approx(others, rel=1e-6)
-    assert advantages(rewards, AdvantageKind.GROUP_MEAN) == pytest.approx([r - mean for r in rewards], rel=1e-6)
+    assert advantages(rewards, "leave_one_out") == pytest.approx(others, rel=1e-6)
+    assert advantages(rewards, "group_mean") == pytest.approx([r - mean for r in rewards], rel=1e-6)
     deviation = statistics.stdev(rewards) + 1e-4
     expected = [(r - mean) / deviation for r in rewards]
-    assert advantages(rewards, AdvantageKind.GROUP_STD) == pytest.approx(expected, rel=1e-6)
+    assert advantages(rewards, "group_std") == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", sorted(WITHIN_GROUPS))
+@pytest.mark.parametrize("kind", WITHIN_GROUPS)
 @pytest.mark.parametrize("rewards", [[0.7], [0.1, 0.1, 0.1], [1 / 3] * 7])
-def test_no_signal_is_exactly_zero(rewards: list[float], kind: AdvantageKind) -> None:
+def test_no_signal_is_exactly_zero(rewards: list[float], kind: str) -> None:
     assert advantages(rewards, kind) == [0.0] * len(rewards)
 
 
@@ -146,8 +146,8 @@ def test_generalized_advantages_are_the_sum_of_their_definition(discount: float,
         np.testing.assert_allclose(returns, rewards[::-1].cumsum()[::-1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", sorted(WITHIN_GROUPS))
-def test_rewards_that_differ_by_rounding_alone_have_no_advantage(kind: AdvantageKind) -> None:
+@pytest.mark.parametrize("kind", WITHIN_GROUPS)
+def test_rewards_that_differ_by_rounding_alone_have_no_advantage(kind: str) -> None:
     """Sums of the same parts in another order; whitened by their own tiny deviation they would be of full size."""
     assert 0.1 + 0.2 != 0.3
     for scale in (1.0, -1.0, 1e-6, 1e6):

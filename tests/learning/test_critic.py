@@ -16,8 +16,8 @@ from streamrl.base.messages import SaveCheckpoint  # noqa: E402
 from streamrl.learning.model.critic import Critic  # noqa: E402
 from streamrl.learning.model.micro_batch import empty_micro_batch  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
-from streamrl.recipe.algorithms import objective_settings  # noqa: E402
-from streamrl.recipe.objective import Algorithm, Objective, ValueModel  # noqa: E402
+from streamrl.recipe.objective import Objective, objective_settings  # noqa: E402
+from streamrl.recipe.objectives.ppo import ValueModel  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -39,7 +39,7 @@ def test_the_head_learns_what_every_sample_earns_at_the_rate_of_a_large_policy(
     start_trainer: Callable[..., Any],
 ) -> None:
     """20 steps at the policy's default rate of 1e-6. The squared error of V = 0 is 1, halved."""
-    settings = objective_settings(Objective(algorithm=Algorithm.PPO))
+    settings = objective_settings(Objective(algorithm="ppo"))
     trainer = start_trainer(objective=settings, learning_rate=1e-6, warmup_steps=100, streaming=False)
     losses = []
     for step in range(20):
@@ -52,7 +52,7 @@ def test_the_head_learns_what_every_sample_earns_at_the_rate_of_a_large_policy(
 def test_a_value_model_of_its_own_is_trained_and_goes_on_from_a_checkpoint(
     start_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
-    settings = objective_settings(Objective(algorithm=Algorithm.PPO, value_model=ValueModel.OWN))
+    settings = objective_settings(Objective(algorithm="ppo", value_model=ValueModel.OWN))
 
     def train(trainer: Any, steps: range) -> tuple[list[float], dict[str, Any]]:
         rewards = [[0.0, 0.0], [1.0, 1.0]]

@@ -21,15 +21,9 @@ from streamrl.learning.objective.objectives import (  # noqa: E402
     token_weight,
     value_loss,
 )
-from streamrl.recipe.algorithms import ObjectiveSettings  # noqa: E402
-from streamrl.recipe.objective import (  # noqa: E402
-    KlEstimator,
-    LossNormalization,
-    OffPolicy,
-    Proximal,
-    RatioLevel,
-    Surrogate,
-)
+from streamrl.recipe.objective import KlEstimator, ObjectiveSettings, OffPolicy, Proximal, RatioLevel  # noqa: E402
+from streamrl.recipe.objectives.catalog import SURROGATES  # noqa: E402
+from streamrl.recipe.objectives.method import LossNormalization  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -122,12 +116,12 @@ def test_which_kl_gradient_an_estimator_has(estimator: KlEstimator) -> None:
     torch.testing.assert_close(found, gradient)
 
 
-@pytest.mark.parametrize("surrogate", list(Surrogate))
-def test_on_policy_takes_the_plain_path_whatever_off_policy_says(surrogate: Surrogate) -> None:
+@pytest.mark.parametrize("surrogate", list(SURROGATES))
+def test_on_policy_takes_the_plain_path_whatever_off_policy_says(surrogate: str) -> None:
     settings = ObjectiveSettings(surrogate=surrogate, clip_low=1e-9, clip_high=1e-9)
     tokens = [token._replace(reference=None) for token in row_of_tokens(5, fresh=True, spread=3.0)]
     plain = [-token.advantage for token in tokens]
-    if surrogate is Surrogate.SEQUENCE_CLIP:  # each token has its share of the whole sequence
+    if surrogate == "sequence_clip":  # each token has its share of the whole sequence
         groups = [[t.advantage for t in tokens if t.sequence == token.sequence] for token in tokens]
         plain = [-sum(group) / len(group) for group in groups]
     for proximal, level in itertools.product(Proximal, RatioLevel):
@@ -138,13 +132,13 @@ def test_on_policy_takes_the_plain_path_whatever_off_policy_says(surrogate: Surr
         assert found.correction_N.tolist() == [1.0] * len(tokens)
         assert not (found.masked_N | found.clipped_N).any()
         advantages = torch.tensor([token.advantage for token in tokens])
-        factor = torch.tensor([t.logprob for t in tokens]) if surrogate is Surrogate.TOKEN_WEIGHT else 1.0
+        factor = torch.tensor([t.logprob for t in tokens]) if surrogate == "token_weight" else 1.0
         assert torch.equal(found.loss_N, -advantages * factor)
         assert gradient.tolist() == pytest.approx(plain, rel=1e-6)
 
 
-@pytest.mark.parametrize("surrogate", list(Surrogate))
-def test_extreme_differences_are_finite(surrogate: Surrogate) -> None:
+@pytest.mark.parametrize("surrogate", list(SURROGATES))
+def test_extreme_differences_are_finite(surrogate: str) -> None:
     tokens = [
         Token(-1.0, -1.0 + behavior, advantage, staleness, sequence, own=-1.0 + own, reference=-1.0 + reference)
         for sequence, (behavior, own, reference) in enumerate(itertools.product([-1000.0, 1000.0], repeat=3))
@@ -172,7 +166,7 @@ def test_k3_keeps_its_direction_beyond_its_tangent() -> None:
 
 
 def test_no_tokens() -> None:
-    for surrogate, level, proximal in itertools.product(Surrogate, RatioLevel, Proximal):
+    for surrogate, level, proximal in itertools.product(SURROGATES, RatioLevel, Proximal):
         settings = ObjectiveSettings(surrogate=surrogate, kl_coefficient=0.1, entropy_coefficient=0.1, dual_clip=3.0)
         found, gradient = run(settings, OffPolicy(truncate=level, mask=level, proximal=proximal), [])
         assert [part.numel() for part in found] == [0] * 5
@@ -181,11 +175,11 @@ def test_no_tokens() -> None:
     index = torch.zeros(0, dtype=torch.int64)
     empty = TokenInputs(nothing, nothing, nothing, index, index, 0, returns_N=nothing, old_values_N=nothing)
     assert value_loss(ObjectiveSettings(), nothing, empty).numel() == 0
-    assert token_loss(ObjectiveSettings(surrogate=Surrogate.SEQUENCE_CLIP), OffPolicy(), nothing, nothing, empty)
+    assert token_loss(ObjectiveSettings(surrogate="sequence_clip"), OffPolicy(), nothing, nothing, empty)
 
 
-@pytest.mark.parametrize("surrogate", list(Surrogate))
-def test_needs_whole_sequences_says_what_may_be_cut(surrogate: Surrogate) -> None:
+@pytest.mark.parametrize("surrogate", list(SURROGATES))
+def test_needs_whole_sequences_says_what_may_be_cut(surrogate: str) -> None:
     settings = ObjectiveSettings(surrogate=surrogate, clip_low=0.9, clip_high=10)
     tokens = row_of_tokens(6)
     for truncate, mask in itertools.product(RatioLevel, RatioLevel):

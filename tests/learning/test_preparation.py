@@ -22,8 +22,9 @@ from streamrl.learning.batches.preparation import (  # noqa: E402
 )
 from streamrl.learning.objective.advantages import separate_advantages  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
-from streamrl.recipe.algorithms import ObjectiveSettings, objective_settings  # noqa: E402
-from streamrl.recipe.objective import AdvantageKind, Algorithm, KlEstimator, KlPlace, Objective  # noqa: E402
+from streamrl.recipe.objective import KlEstimator, Objective, ObjectiveSettings, objective_settings  # noqa: E402
+from streamrl.recipe.objectives.catalog import ADVANTAGES  # noqa: E402
+from streamrl.recipe.objectives.method import KlPlace  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -72,7 +73,7 @@ def test_the_overlong_penalty_weighs_what_the_recipe_says_beside_rewards_compare
     shaped = [-min(1.0, max(0.0, (s.trained_tokens - (40 - buffer)) / buffer)) for s in group.samples]
     assert len(set(shaped)) > 1
     parts = [{"right": (1.0, r["right"]), "long": (penalty, v)} for r, v in zip(rewards, shaped, strict=True)]
-    expected = separate_advantages(parts, AdvantageKind.GROUP_STD).tolist()
+    expected = separate_advantages(parts, ADVANTAGES["group_std"]).tolist()
     found = advantages(group, options_of(overlong_buffer=buffer, overlong_penalty=penalty), {})
     assert found == pytest.approx(expected, rel=1e-5)
 
@@ -97,7 +98,7 @@ def test_kl_in_the_reward_weighs_its_coefficient_beside_rewards_compared_alone(c
         {"right": (1.0, r["right"]), "long": (0.5, v), "kl": (coefficient, -float(d.astype(np.float64).sum()))}
         for r, v, d in zip(rewards, shaped, away, strict=True)
     ]
-    expected = separate_advantages(parts, AdvantageKind.GROUP_STD).tolist()
+    expected = separate_advantages(parts, ADVANTAGES["group_std"]).tolist()
     assert advantages(group, options, scores) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
@@ -108,7 +109,7 @@ def test_a_sample_without_trained_tokens_is_left_out_also_where_a_critic_says_no
         group, samples=(msgspec.structs.replace(first, loss_mask=bytes(len(first.loss_mask))), second)
     )
     scores = {second.id: SampleScores(values=np.zeros(second.trained_tokens, dtype=np.float32))}
-    (item,) = prepare_group(group, scores, options_of(advantages=AdvantageKind.GAE))
+    (item,) = prepare_group(group, scores, options_of(advantages="gae"))
     assert item.sample is second
 
 
@@ -125,7 +126,7 @@ def test_ppo_credits_the_first_of_many_tokens_as_the_last() -> None:
         for sample in group.samples
     ]
     options = TrainerOptions(
-        model_path="", run_id="", weights_endpoint="", objective=objective_settings(Objective(algorithm=Algorithm.PPO))
+        model_path="", run_id="", weights_endpoint="", objective=objective_settings(Objective(algorithm="ppo"))
     )
     scores = {sample.id: SampleScores(values=np.zeros(200, np.float32)) for sample in samples}
     prepared = prepare_group(msgspec.structs.replace(group, samples=tuple(samples)), scores, options)

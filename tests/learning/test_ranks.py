@@ -35,8 +35,8 @@ from streamrl.learning.rank_memory import TrainingSizes, bytes_per_rank  # noqa:
 from streamrl.learning.state import checkpoint, durable_files  # noqa: E402
 from streamrl.learning.state.optimizer import MasterOptimizer  # noqa: E402
 from streamrl.pretrained.model_facts import read_model_facts  # noqa: E402
-from streamrl.recipe.algorithms import objective_settings  # noqa: E402
-from streamrl.recipe.objective import Algorithm, Objective, ValueModel  # noqa: E402
+from streamrl.recipe.objective import Objective, objective_settings  # noqa: E402
+from streamrl.recipe.objectives.ppo import ValueModel  # noqa: E402
 from streamrl.recipe.rules.load import dump_recipe  # noqa: E402
 from streamrl.recipe.sections import (  # noqa: E402
     ComputeDtype,
@@ -69,7 +69,7 @@ WIDE: dict[str, Any] = {
     "num_hidden_layers": 12, "hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4,
     "layer_types": ["full_attention"] * 12,
 }  # fmt: skip
-PPO_WITH_KL = Objective(algorithm=Algorithm.PPO, kl_coefficient=0.1)
+PPO_WITH_KL = Objective(algorithm="ppo", kl_coefficient=0.1)
 # By number of ranks: the groups of each rank in even and in odd steps. Uneven on purpose; some ranks get none.
 SHARES = {
     1: [[[0, 1, 2, 3, 4]]],
@@ -189,7 +189,7 @@ def launch(tiny_model: str, wide_model: str, tmp_path_factory: pytest.TempPathFa
     apart = {"updates_per_batch": 2, "streaming": False}
     launch.add("one-updates", [2], steps=1, **apart)
     launch.add("four-updates", [0, 1, 2, 3], steps=1, **apart)
-    own = objective_settings(Objective(algorithm=Algorithm.PPO, value_model=ValueModel.OWN))
+    own = objective_settings(Objective(algorithm="ppo", value_model=ValueModel.OWN))
     ordered = apart | {"objective": own, "shortest_first": True, "epochs_per_batch": 2, "steps": 2}
     launch.add("one-ordered", [1], **ordered)
     launch.add("four-ordered", [0, 1, 2, 3], **ordered)

@@ -24,7 +24,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory
 from streamrl.learning.objective.advantages import group_advantages
 from streamrl.pretrained.tokenizer import load_tokenizer
-from streamrl.recipe.objective import AdvantageKind
+from streamrl.recipe.objectives.catalog import ADVANTAGES
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.rewards.calls.reward_set import RewardSet
 
@@ -111,8 +111,8 @@ async def test_fault_is_recorded_and_its_siblings_are_as_without_it(
     assert (struck.kind, struck.function, struck.policy) == (kind, name, "drop_sample")
     assert message in struck.message
     assert values == [3.0, 1.0, 2.0]
-    with_it = group_advantages(torch.tensor(values), AdvantageKind.GROUP_STD)
-    without_it = group_advantages(torch.tensor([3.0, 1.0, 2.0]), AdvantageKind.GROUP_STD)
+    with_it = group_advantages(torch.tensor(values), ADVANTAGES["group_std"])
+    without_it = group_advantages(torch.tensor([3.0, 1.0, 2.0]), ADVANTAGES["group_std"])
     assert torch.equal(with_it, without_it)
 
 

@@ -11,9 +11,8 @@ import msgspec
 from streamrl.launch.plan.memory import estimate_memory, gib, training_sizes
 from streamrl.learning.rank_memory import bytes_per_rank
 from streamrl.pretrained.model_facts import ModelFacts
-from streamrl.recipe.algorithms import ObjectiveSettings, why_not_streaming
 from streamrl.recipe.learning_rate import learning_rate_notice
-from streamrl.recipe.objective import AdvantageKind, Proximal, RatioLevel, Surrogate
+from streamrl.recipe.objective import ObjectiveSettings, Proximal, RatioLevel, why_not_streaming
 from streamrl.recipe.problems import shown
 from streamrl.recipe.scheduling import InFlight, RoundKind, SizingKind, StalePolicy
 from streamrl.recipe.sections import EngineKind, Gathered, Recipe
@@ -82,7 +81,7 @@ def objective_lines(recipe: Recipe) -> list[str]:
         own_rate = ("value_learning_rate",) if settings.value_learning_rate else ()
         own_model = ("value_model",) if settings.has_value_model else ()
         lines.append("critic: " + _assignments(settings, *names, *own_rate, *own_model))
-    if settings.advantages is AdvantageKind.COHORT:
+    if settings.estimator.of_cohort:
         lines.append(_assignments(settings, "cohort_batches"))
     if settings.has_reference:
         lines.append("reference: " + _assignments(settings, "kl_coefficient", "kl_estimator", "kl_in"))
@@ -98,7 +97,7 @@ def objective_lines(recipe: Recipe) -> list[str]:
 
 
 def _clip_fields(settings: ObjectiveSettings) -> tuple[str, ...]:
-    clipped = () if settings.surrogate is Surrogate.POLICY_GRADIENT else ("clip_low", "clip_high")
+    clipped = ("clip_low", "clip_high") if settings.token_surrogate.clips else ()
     return (*clipped, "dual_clip") if settings.dual_clip else clipped
 
 

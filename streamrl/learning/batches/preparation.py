@@ -16,18 +16,15 @@ from streamrl.learning.batches.packing import PreparedSample
 from streamrl.learning.objective.advantages import (
     FloatVector,
     Moments,
-    generalized_advantages,
     group_advantages,
     moments_of,
     separate_advantages,
-    token_returns,
     whiten,
 )
 from streamrl.learning.objective.objectives import reference_kl, token_weight
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.process_group import all_gather_bytes
-from streamrl.recipe.algorithms import WHOLE_BATCH, WITHIN_GROUPS
-from streamrl.recipe.objective import AdvantageKind, KlPlace
+from streamrl.recipe.objectives.method import KlPlace, SampleCredit
 
 
 class SampleScores(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,10 +72,9 @@ def behavior_of_trained(sample: TrainingSample) -> FloatVector:
 def prepare_group(
     group: TrainingGroup, scores: Mapping[TrajectoryId, SampleScores], options: TrainerOptions
 ) -> list[PreparedSample]:
-    """Samples of one group with their advantages; those of ``WHOLE_BATCH`` kinds are not final yet."""
-    kind = options.objective.advantages
+    """Samples of one group with their advantages; those of the whole batch are not final yet."""
     penalties = [_penalties(sample, scores.get(sample.id, UNSCORED), options) for sample in group.samples]
-    if kind in WHOLE_BATCH - WITHIN_GROUPS:
+    if not options.objective.estimator.compares_siblings:
         compared = [shaped_reward(sample, options) for sample in group.samples]
     else:
         # Siblings are compared by what the whole sample earned, so its penalties are one number.
@@ -92,15 +88,15 @@ def prepare_group(
 
 def _compared(group: TrainingGroup, penalties: Sequence[float], options: TrainerOptions) -> list[float]:
     """Advantages of the siblings by their totals; or by each reward alone, where each that shapes them is one more."""
-    kind = options.objective.advantages
+    estimator = options.objective.estimator
     if not any(sample.separate_rewards for sample in group.samples):
         totals = [shaped_reward(s, options) - penalty for s, penalty in zip(group.samples, penalties, strict=True)]
-        return list(group_advantages(torch.tensor(totals, dtype=torch.float64), kind).tolist())
+        return list(group_advantages(torch.tensor(totals, dtype=torch.float64), estimator).tolist())
     rewards = [
         sample.separate_rewards | _shaping(sample, penalty, options)
         for sample, penalty in zip(group.samples, penalties, strict=True)
     ]
-    return list(separate_advantages(rewards, kind).tolist())
+    return list(separate_advantages(rewards, estimator).tolist())
 
 
 def _shaping(sample: TrainingSample, penalty: float, options: TrainerOptions) -> dict[str, tuple[float, float]]:
@@ -130,17 +126,9 @@ def _prepare(
 ) -> PreparedSample:
     settings = options.objective
     advantages = returns = None
-    if settings.advantages is AdvantageKind.GAE:
-        assert scores.values is not None
-        rewards = -penalties
-        rewards[-1:] += np.float32(value)
-        advantages, returns = generalized_advantages(
-            rewards, scores.values, discount=settings.discount, gae_lambda=settings.gae_lambda
-        )
-    elif settings.advantages in WHOLE_BATCH:
-        # Siblings were compared by what the whole sample earned: the penalties are in ``value`` then.
-        in_value = settings.advantages is AdvantageKind.GROUP_THEN_BATCH
-        advantages = token_returns(value, np.zeros_like(penalties) if in_value else penalties)
+    if settings.estimator.whole_batch:
+        credit = SampleCredit(value, penalties, scores.values, settings.discount, settings.gae_lambda)
+        advantages, returns = settings.estimator.of_tokens(credit)
     return PreparedSample(
         sample,
         advantage=value,
@@ -222,7 +210,7 @@ class OpenBatch:
         if not has_signal(group, options):
             sums.groups_without_signal += 1
             # Its advantages are 0, which the deviation of a whole batch has to count.
-            if options.objective.advantages not in WHOLE_BATCH:
+            if not options.objective.estimator.whole_batch:
                 return
         self.waiting.append(group)
         self.waiting_tokens += sum(len(sample.token_ids) for sample in seen)

@@ -11,12 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from streamrl.recipe.algorithms import WITHIN_GROUPS
-from streamrl.recipe.objective import AdvantageKind
+from streamrl.recipe.objectives.method import Advantages
 
 FloatVector = NDArray[np.float32]
-STD_EPSILON = 1e-4
-"""Added to a group's standard deviation, as TRL and the plain loop do."""
 EQUAL = 1e-12
 """Rewards that differ from their mean by at most this part of the largest differ by rounding: 0.1 + 0.2 and 0.3."""
 
@@ -48,29 +45,23 @@ def whiten(values_N: FloatVector, moments: Moments) -> FloatVector:
     return ((values_N.astype(np.float64) - mean) / math.sqrt(variance)).astype(np.float32)
 
 
-def group_advantages(rewards_S: Tensor, kind: AdvantageKind) -> Tensor:
-    """Rewards of one group as far as the group alone decides them. Float32 [S].
+def group_advantages(rewards_S: Tensor, estimator: Advantages) -> Tensor:
+    """Rewards of one group as far as the group alone decides them; the rewards themselves where siblings are not
+    compared. Float32 [S].
 
-    ``group_std``: minus their mean, divided by (their unbiased standard deviation + 1e-4), GRPO (arXiv 2402.03300).
-    ``group_mean`` and ``group_then_batch``: minus their mean. ``leave_one_out``: minus the mean of the others.
-    Other kinds: the rewards themselves. A group of one sample, or of equal rewards, has advantage exactly 0 where
-    siblings are compared: rounding, of the mean or of a sum of parts, must not make a gradient out of nothing.
+    A group of one sample, or of equal rewards, has advantage exactly 0 where siblings are compared: rounding, of the
+    mean or of a sum of parts, must not make a gradient out of nothing.
     """
     rewards_S = rewards_S.double()
-    if kind not in WITHIN_GROUPS:
+    if not estimator.compares_siblings:
         return rewards_S.float()
-    samples = rewards_S.numel()
     centred_S = rewards_S - rewards_S.mean()
-    if samples < 2 or bool(centred_S.abs().max() <= EQUAL * rewards_S.abs().max()):
+    if rewards_S.numel() < 2 or bool(centred_S.abs().max() <= EQUAL * rewards_S.abs().max()):
         return torch.zeros(rewards_S.shape, dtype=torch.float32)
-    if kind is AdvantageKind.GROUP_STD:
-        centred_S = centred_S / (rewards_S.std() + STD_EPSILON)
-    elif kind is AdvantageKind.LEAVE_ONE_OUT:
-        centred_S = centred_S * (samples / (samples - 1))
-    return centred_S.float()
+    return estimator.of_group(rewards_S, centred_S).float()
 
 
-def separate_advantages(rewards_S: Sequence[Mapping[str, tuple[float, float]]], kind: AdvantageKind) -> Tensor:
+def separate_advantages(rewards_S: Sequence[Mapping[str, tuple[float, float]]], estimator: Advantages) -> Tensor:
     """Each reward compared with its siblings' alone, and the advantages added by weight (GDPO, arXiv 2601.05242), so
     that a reward of small deviation is not lost beside one of a large. ``rewards_S``: (weight, value) by name, of each
     sample; a sample that has no value of a name gets nothing for it. Float32 [S]."""
@@ -79,28 +70,5 @@ def separate_advantages(rewards_S: Sequence[Mapping[str, tuple[float, float]]], 
         members = [index for index, rewards in enumerate(rewards_S) if name in rewards]
         weights = torch.tensor([rewards_S[index][name][0] for index in members], dtype=torch.float64)
         values = torch.tensor([rewards_S[index][name][1] for index in members], dtype=torch.float64)
-        advantages_S[members] += weights * group_advantages(values, kind).double()
+        advantages_S[members] += weights * group_advantages(values, estimator).double()
     return advantages_S.float()
-
-
-def token_returns(reward: float, penalties_N: FloatVector) -> FloatVector:
-    """Return of each token: the reward minus the penalties (KL to the reference) of it and later tokens."""
-    later_N = np.cumsum(penalties_N[::-1], dtype=np.float64)[::-1]
-    return (reward - later_N).astype(np.float32)
-
-
-def generalized_advantages(
-    rewards_N: FloatVector, values_N: FloatVector, *, discount: float, gae_lambda: float
-) -> tuple[FloatVector, FloatVector]:
-    """GAE (arXiv 1506.02438) over one sample that ends with its last token: advantages and returns (advantage + value).
-
-    Float32 [N] each. The value after the last token is 0.
-    """
-    values = values_N.astype(np.float64)
-    errors = rewards_N + discount * np.append(values[1:], 0.0)[: values.size] - values
-    advantages = np.zeros_like(values)
-    following = 0.0
-    for position in range(values.size - 1, -1, -1):
-        following = float(errors[position]) + discount * gae_lambda * following
-        advantages[position] = following
-    return advantages.astype(np.float32), (advantages + values).astype(np.float32)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from streamrl.learning.objective.corrections import off_policy_correction, proximal_logprobs, sequence_means
-from streamrl.recipe.algorithms import ObjectiveSettings
-from streamrl.recipe.objective import KlEstimator, KlPlace, LossNormalization, OffPolicy, RatioLevel, Surrogate
+from streamrl.recipe.objective import KlEstimator, ObjectiveSettings, OffPolicy, RatioLevel
+from streamrl.recipe.objectives.method import KlPlace, LossNormalization
 
 LARGEST_LOG_RATIO = 20.0
 """A ratio of two policies is truncated at exp(20): beyond it, float32 overflows to inf and inf * 0 to NaN."""
@@ -91,29 +91,11 @@ def token_loss(
 def _surrogate_loss(
     settings: ObjectiveSettings, logprobs_N: Tensor, proximal_N: Tensor, tokens: TokenInputs
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token, and where the clip took effect (see ``Surrogate`` for the formulas)."""
-    advantages_N = tokens.advantages_N
-    difference_N = logprobs_N - proximal_N
-    if settings.surrogate is Surrogate.SEQUENCE_CLIP:
-        # GSPO (arXiv 2507.18071, equations 5 and 7), not its token variant: one ratio, and its gradient reaches all
-        # tokens of the sequence.
+    """Loss of each token, and where the clip took effect. The formulas are in ``recipe/objectives``."""
+    surrogate, difference_N = settings.token_surrogate, logprobs_N - proximal_N
+    if surrogate.whole_sequences:
         difference_N = sequence_means(difference_N, tokens.sequence_N, tokens.sequences)[tokens.sequence_N]
-    ratio_N = _ratio(difference_N)
-    if settings.surrogate is Surrogate.POLICY_GRADIENT:
-        return -ratio_N * advantages_N, torch.zeros_like(advantages_N, dtype=torch.bool)
-    if settings.surrogate is Surrogate.TOKEN_WEIGHT:
-        ratio_N = ratio_N.detach()
-        weight_N = ratio_N.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-        return -weight_N * advantages_N * logprobs_N, weight_N != ratio_N
-    # min(r A, clip(r) A) is A times r with an upper bound where A > 0 and a lower one where A < 0; the dual clip is an
-    # upper one there. clamp has no gradient outside its bounds.
-    rising_N, falling_N = advantages_N > 0, advantages_N < 0
-    upper_N = torch.full_like(advantages_N, torch.inf).masked_fill(rising_N, 1 + settings.clip_high)
-    if settings.dual_clip > 0:
-        upper_N = upper_N.masked_fill(falling_N, settings.dual_clip)
-    lower_N = torch.zeros_like(advantages_N).masked_fill(falling_N, 1 - settings.clip_low)
-    bounded_N = ratio_N.clamp(lower_N, upper_N)
-    return -bounded_N * advantages_N, (bounded_N != ratio_N).detach()
+    return surrogate.loss(_ratio(difference_N), tokens.advantages_N, logprobs_N, settings.clip)
 
 
 def _ratio(difference_N: Tensor) -> Tensor:
@@ -163,7 +145,7 @@ def value_loss(settings: ObjectiveSettings, values_N: Tensor, tokens: TokenInput
 def needs_whole_sequences(settings: ObjectiveSettings, off_policy: OffPolicy) -> bool:
     """Whether a token's loss depends on other tokens of its sequence, so that a sequence may not be cut into chunks."""
     pooled = {RatioLevel.SEQUENCE, RatioLevel.GEOMETRIC}
-    return settings.surrogate is Surrogate.SEQUENCE_CLIP or off_policy.truncate in pooled or off_policy.mask in pooled
+    return settings.token_surrogate.whole_sequences or off_policy.truncate in pooled or off_policy.mask in pooled
 
 
 def token_weight(normalization: LossNormalization, trained_tokens: int) -> float:

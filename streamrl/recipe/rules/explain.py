@@ -10,10 +10,9 @@ import msgspec
 from msgspec import inspect
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.algorithms import METHODS
 from streamrl.recipe.check_fields import expected
 from streamrl.recipe.fields import ADVANCED, Key, bare, keys_of, paths_in_view, paths_to, written_path
-from streamrl.recipe.objective import Algorithm, Surrogate
+from streamrl.recipe.objectives.catalog import METHODS, AlgorithmName
 from streamrl.recipe.problems import did_you_mean, shown
 from streamrl.recipe.rules.foreign_keys import foreign_answer
 from streamrl.recipe.rules.systems import explained_systems
@@ -84,20 +83,22 @@ def _allowed(key: Key) -> str:
 def _choices(key: Key) -> Iterator[str]:
     """Lines on the values of an enumeration."""
     for cls in _enums(key.kind):
-        values = algorithm_lines() if cls is Algorithm else explained_systems() if cls is System else []
+        values = algorithm_lines() if cls is AlgorithmName else explained_systems() if cls is System else []
         yield from (f"  {line}".rstrip() for line in (*_doc(cls), *values))
 
 
 def algorithm_lines() -> list[str]:
     """List the fields that each algorithm sets, one line each."""
     lines = []
-    for algorithm, method in METHODS.items():
+    for method in METHODS.values():
+        values = msgspec.structs.asdict(method)
+        values |= {"surrogate": method.surrogate.name, "advantages": method.advantages.name}
         fields = ", ".join(
-            f"{name} = {shown(getattr(method, name))}"
-            for name in method.__struct_fields__
-            if not (name.startswith("clip_") and method.surrogate is Surrogate.POLICY_GRADIENT)
+            f"{name} = {shown(value)}"
+            for name, value in values.items()
+            if name != "name" and not (name.startswith("clip_") and not method.surrogate.clips)
         )
-        lines.append(f"{algorithm}: {fields}")
+        lines.append(f"{method.name}: {fields}")
     return lines
 
 

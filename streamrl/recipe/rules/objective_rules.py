@@ -7,31 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from streamrl.recipe.algorithms import WITHIN_GROUPS
-from streamrl.recipe.objective import (
-    AdvantageKind,
-    KlEstimator,
-    KlPlace,
-    Proximal,
-    RatioLevel,
-    Surrogate,
-)
+from streamrl.recipe.objective import KlEstimator, Proximal, RatioLevel
+from streamrl.recipe.objectives.method import KlPlace
+from streamrl.recipe.objectives.ppo import CriticKeys
 from streamrl.recipe.problems import shown
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
 from streamrl.recipe.sections import Recipe
 
 
-def _surrogate(recipe: Recipe, without: tuple[Surrogate, ...], what: str) -> str:
-    surrogate = recipe.objective_settings.surrogate
-    if surrogate not in without:
+def _surrogate(recipe: Recipe, reads: bool, what: str) -> str:
+    if reads:
         return ""
-    return f': surrogate = "{surrogate}" {what}; remove it, or set surrogate = "token_clip"'
+    name = recipe.objective_settings.surrogate
+    return f': surrogate = "{name}" {what}; remove it, or set surrogate = "token_clip"'
 
 
-def _of_advantages(kind: AdvantageKind) -> Callable[[Recipe], str]:
+def _of_advantages(kind: str) -> Callable[[Recipe], str]:
     def why(recipe: Recipe) -> str:
         own = recipe.objective_settings.advantages
-        return "" if own is kind else f' with advantages = "{own}": remove it, or set objective.advantages = "{kind}"'
+        return "" if own == kind else f' with advantages = "{own}": remove it, or set objective.advantages = "{kind}"'
 
     return why
 
@@ -49,20 +43,20 @@ def _corrections(recipe: Recipe, *, stale_only: bool) -> str:
     return ""
 
 
-UNCLIPPED = (Surrogate.POLICY_GRADIENT,)
-WITHOUT_DUAL_CLIP = (Surrogate.POLICY_GRADIENT, Surrogate.TOKEN_WEIGHT)
-has_no_effect("objective.clip_low objective.clip_high", lambda r: _surrogate(r, UNCLIPPED, "is not clipped"))
-has_no_effect("objective.dual_clip", lambda r: _surrogate(r, WITHOUT_DUAL_CLIP, "has no dual clip"))
+has_no_effect(
+    "objective.clip_low objective.clip_high",
+    lambda r: _surrogate(r, r.objective_settings.token_surrogate.clips, "is not clipped"),
+)
+has_no_effect(
+    "objective.dual_clip",
+    lambda r: _surrogate(r, r.objective_settings.token_surrogate.dual_clips, "has no dual clip"),
+)
 has_no_effect(
     "objective.kl_estimator objective.kl_in",
     lambda r: "" if r.objective.kl_coefficient else " while kl_coefficient = 0: remove it, or set kl_coefficient",
 )
-has_no_effect(
-    "objective.discount objective.gae_lambda objective.value_coefficient objective.value_clip "
-    "objective.value_learning_rate objective.value_model",
-    _of_advantages(AdvantageKind.GAE),
-)
-has_no_effect("objective.cohort_batches", _of_advantages(AdvantageKind.COHORT))
+has_no_effect(" ".join(f"objective.{key}" for key in CriticKeys.__struct_fields__), _of_advantages("gae"))
+has_no_effect("objective.cohort_batches", _of_advantages("cohort"))
 has_no_effect(
     "objective.overlong_penalty",
     lambda r: (
@@ -103,12 +97,12 @@ def groups_have_a_baseline(recipe: Recipe) -> Broken:
     """A group of one has no siblings to be compared with, and equal rewards always."""
     if recipe.rollout.group_size > 1:
         return
-    kind = recipe.objective_settings.advantages
-    if kind in WITHIN_GROUPS:
+    settings = recipe.objective_settings
+    if settings.estimator.compares_siblings:
         yield Problem(
             "rollout.group_size",
-            f'1 with objective.advantages = "{kind}" makes every advantage 0, because siblings are compared: '
-            'set group_size = 2 or more, or advantages = "batch"',
+            f'1 with objective.advantages = "{settings.advantages}" makes every advantage 0, because siblings are '
+            'compared: set group_size = 2 or more, or advantages = "batch"',
         )
     elif recipe.dynamic_sampling:
         yield Problem(
@@ -154,8 +148,7 @@ def reference_kl(recipe: Recipe) -> Broken:
 def advantage_fields(recipe: Recipe) -> Broken:
     """Fields of the critic and of the cohort where there is none."""
     objective = recipe.objective
-    kind = recipe.objective_settings.advantages
-    if kind is AdvantageKind.GAE and objective.value_coefficient == 0:
+    if recipe.objective_settings.has_critic and objective.value_coefficient == 0:
         yield Problem(
             "objective.value_coefficient",
             '0 never trains the value head that advantages = "gae" reads: set it above 0, such as 0.5',

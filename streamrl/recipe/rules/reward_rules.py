@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from streamrl.recipe.algorithms import WITHIN_GROUPS
 from streamrl.recipe.judge import CALLS_AT_ONCE, JUDGE_REWARD, Judge, asks_own_judge
 from streamrl.recipe.problems import shown
 from streamrl.recipe.rewards import COMBINE_SEPARATE, COMBINE_WEIGHTS, FailurePolicy, Reward
@@ -100,11 +99,11 @@ def combination(recipe: Recipe) -> Broken:
     if combine == COMBINE_WEIGHTS:
         return
     if combine == COMBINE_SEPARATE:
-        kind = recipe.objective_settings.advantages
-        if kind not in WITHIN_GROUPS:
+        settings = recipe.objective_settings
+        if not settings.estimator.compares_siblings:
             yield Problem(
                 "reward_limits.combine",
-                f'"{combine}" compares siblings, and objective.advantages = "{kind}" does not: '
+                f'"{combine}" compares siblings, and objective.advantages = "{settings.advantages}" does not: '
                 f'write combine = "{COMBINE_WEIGHTS}", or advantages = "group_std"',
             )
         return

@@ -7,9 +7,7 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 
-from streamrl.recipe.algorithms import WITHIN_GROUPS
 from streamrl.recipe.fields import Section
-from streamrl.recipe.objective import AdvantageKind
 from streamrl.recipe.problems import shown
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
 from streamrl.recipe.scheduling import (
@@ -173,11 +171,11 @@ def cohorts(recipe: Recipe) -> Broken:
     options = recipe.length_sorted
     if recipe.rollout.rounds is not RoundKind.LENGTH_SORTED:
         return
-    advantages = recipe.objective_settings.advantages
-    if options.single and advantages in WITHIN_GROUPS:
+    settings = recipe.objective_settings
+    if options.single and settings.estimator.compares_siblings:
         yield Problem(
             "length_sorted.single",
-            f'true takes groups apart, and objective.advantages = "{advantages}" compares siblings: set '
+            f'true takes groups apart, and objective.advantages = "{settings.advantages}" compares siblings: set '
             'single = false, or algorithm = "reinforce_plus_plus"',
         )
     if options.partial and options.cut_tokens:
@@ -219,9 +217,6 @@ def reproducible_rounds(recipe: Recipe) -> Broken:
             "group_sizing.straggler",
             '"seconds" does not fit run.deterministic, since measured times choose the group size: set "tokens"',
         )
-
-
-OVER_THE_BATCH = frozenset({AdvantageKind.BATCH, AdvantageKind.COHORT})
 
 
 @rule("group_sizing", "rollout", "training.updates_per_batch")
@@ -319,7 +314,7 @@ def shares_for_chance(recipe: Recipe) -> Broken:
         )
     if sizing.shares and all(share == 0 for share in sizing.shares):
         yield Problem("group_sizing.shares", "every share is 0, so no size would be drawn: give at least one above 0")
-    if recipe.objective_settings.advantages not in WITHIN_GROUPS:
+    if not recipe.objective_settings.estimator.compares_siblings:
         return
     for index, size in enumerate(sizing.sizes):
         if size < 2:
@@ -335,12 +330,12 @@ def sizes_mean_something(recipe: Recipe) -> Broken:
     sizing = recipe.group_sizing
     if not sizing.varies:
         return
-    advantages = recipe.objective_settings.advantages
-    if advantages in OVER_THE_BATCH:
+    settings = recipe.objective_settings
+    if settings.estimator.whole_batch and not settings.estimator.compares_siblings and not settings.has_critic:
         yield Problem(
             "group_sizing.kind",
-            f'"{sizing.kind}" has no use with objective.advantages = "{advantages}", which compares with the batch '
-            'whatever the group size: set kind = "fixed", or advantages = "group_then_batch"',
+            f'"{sizing.kind}" has no use with objective.advantages = "{settings.advantages}", which compares with '
+            'the batch whatever the group size: set kind = "fixed", or advantages = "group_then_batch"',
         )
     if recipe.rollout.rounds is RoundKind.LENGTH_SORTED and recipe.length_sorted.single:
         yield Problem(

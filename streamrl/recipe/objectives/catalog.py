@@ -1,0 +1,47 @@
+"""Names of all objectives and of their parts, as the recipe writes them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from streamrl.recipe.objectives.cispo import CISPO
+from streamrl.recipe.objectives.grpo import DAPO, DR_GRPO, GRPO
+from streamrl.recipe.objectives.gspo import GSPO
+from streamrl.recipe.objectives.method import Advantages, Surrogate
+from streamrl.recipe.objectives.ppo import PPO
+from streamrl.recipe.objectives.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE, OverCohort
+from streamrl.recipe.objectives.rloo import RLOO
+
+METHODS = {
+    method.name: method
+    for method in (GRPO, DR_GRPO, DAPO, RLOO, REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE, GSPO, CISPO, PPO)
+}
+SURROGATES: Mapping[str, Surrogate] = {method.surrogate.name: method.surrogate for method in METHODS.values()}
+ADVANTAGES: Mapping[str, Advantages] = {
+    part.name: part for part in (*(method.advantages for method in METHODS.values()), OverCohort())
+}
+
+
+def _texts(parts: Mapping[str, Surrogate] | Mapping[str, Advantages]) -> str:
+    paragraphs = {name: (inspect.getdoc(type(part)) or "").partition("\n\n")[0] for name, part in parts.items()}
+    return ";\n".join(f"``{name}``: {text}".replace("\n", " ") for name, text in paragraphs.items())
+
+
+# Types of keys, made from the tables so that a new objective is named in no other place. Mypy sees strings.
+if TYPE_CHECKING:
+    AlgorithmName = str
+    SurrogateName = str
+    AdvantagesName = str
+else:
+    AlgorithmName = StrEnum("AlgorithmName", {name.upper(): name for name in METHODS})
+    AlgorithmName.__doc__ = """Published methods; each sets the fields of ``[objective]`` that the recipe leaves out.
+
+Two exceptions to their papers: GRPO divides by tokens, as most trainers do now, where its paper has ``sequence_mean``;
+a KL in the loss is ``k2``, whose gradient is that of KL(pi, reference), where GRPO's paper has ``k3``."""
+    SurrogateName = StrEnum("SurrogateName", {name.upper(): name for name in SURROGATES})
+    SurrogateName.__doc__ = f"Loss of a token, given its advantage A and r = pi / pi_proximal.\n\n{_texts(SURROGATES)}"
+    AdvantagesName = StrEnum("AdvantagesName", {name.upper(): name for name in ADVANTAGES})
+    AdvantagesName.__doc__ = f"Baseline and scale of an advantage.\n\n{_texts(ADVANTAGES)}"

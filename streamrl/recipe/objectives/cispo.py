@@ -1,0 +1,23 @@
+"""CISPO (arXiv 2506.13585): the weight of a token is bounded, so that every token keeps a gradient."""
+
+from __future__ import annotations
+
+from streamrl.recipe.objectives.grpo import GroupStd
+from streamrl.recipe.objectives.method import Clip, Method, Surrogate, Tensor
+
+
+class TokenWeight(Surrogate, frozen=True):
+    """-sg(clip(r)) A log pi (CISPO, arXiv 2506.13585)"""
+
+    name = "token_weight"
+    dual_clips = False
+
+    def loss(self, ratio_N: Tensor, advantages_N: Tensor, logprobs_N: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+        ratio_N = ratio_N.detach()
+        weight_N = ratio_N.clamp(1 - clip.low, 1 + clip.high)
+        return -weight_N * advantages_N * logprobs_N, weight_N != ratio_N
+
+
+# The paper leaves the weight without a lower bound and does not print its upper one: 5, as TRL's paper index sets it
+# for ScaleRL (arXiv 2510.13786).
+CISPO = Method("cispo", TokenWeight(), GroupStd(), clip_low=1.0, clip_high=4.0)

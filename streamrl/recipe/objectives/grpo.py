@@ -1,0 +1,47 @@
+"""GRPO (arXiv 2402.03300), DAPO (arXiv 2503.14476), Dr. GRPO (arXiv 2503.20783): rewards of siblings are compared."""
+
+from __future__ import annotations
+
+from streamrl.recipe.objectives.method import Advantages, Clip, LossNormalization, Method, Surrogate, Tensor
+
+STD_EPSILON = 1e-4
+"""Added to a group's standard deviation, as TRL and the plain loop do."""
+
+
+class TokenClip(Surrogate, frozen=True):
+    """-min(r A, clip(r) A) (PPO, arXiv 1707.06347)"""
+
+    name = "token_clip"
+
+    def loss(self, ratio_N: Tensor, advantages_N: Tensor, logprobs_N: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+        # A times r with an upper bound where A > 0 and a lower one where A < 0; the dual clip is an upper one there.
+        # clamp has no gradient outside its bounds.
+        rising_N, falling_N = advantages_N > 0, advantages_N < 0
+        upper_N = advantages_N.new_full(advantages_N.shape, float("inf")).masked_fill(rising_N, 1 + clip.high)
+        if clip.dual > 0:
+            upper_N = upper_N.masked_fill(falling_N, clip.dual)
+        lower_N = advantages_N.new_zeros(advantages_N.shape).masked_fill(falling_N, 1 - clip.low)
+        bounded_N = ratio_N.clamp(lower_N, upper_N)
+        return -bounded_N * advantages_N, (bounded_N != ratio_N).detach()
+
+
+class GroupMean(Advantages, frozen=True):
+    """minus the siblings' mean (Dr. GRPO, arXiv 2503.20783)"""
+
+    name = "group_mean"
+    compares_siblings = varies_with_size = True
+
+
+class GroupStd(GroupMean, frozen=True):
+    """minus the siblings' mean, divided by their standard deviation (GRPO, arXiv 2402.03300)"""
+
+    name = "group_std"
+
+    def of_group(self, rewards_S: Tensor, centred_S: Tensor) -> Tensor:
+        return centred_S / (rewards_S.std() + STD_EPSILON)
+
+
+# Token mean where the paper has the mean of each sequence: what TRL, verl and DAPO found to be better.
+GRPO = Method("grpo", TokenClip(), GroupStd())
+DAPO = Method("dapo", TokenClip(), GroupStd(), clip_high=0.28, dynamic_sampling=True)
+DR_GRPO = Method("dr_grpo", TokenClip(), GroupMean(), LossNormalization.CONSTANT)

@@ -1,0 +1,71 @@
+"""PPO (arXiv 1707.06347) with a critic whose values give each token its advantage (GAE, arXiv 1506.02438)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import numpy as np
+
+from streamrl.recipe.fields import NaturalFloat, Section, Share, advanced
+from streamrl.recipe.objectives.grpo import TokenClip
+from streamrl.recipe.objectives.method import Advantages, KlPlace, Method, SampleCredit, Vector
+
+
+class ValueModel(StrEnum):
+    """Model of PPO's values. ``head``: a linear head on the policy, which learns both. ``own``: a copy of the initial
+    model with such a head, trained whole by an AdamW of its own; every rank holds all of it."""
+
+    HEAD = "head"
+    OWN = "own"
+
+
+class CriticKeys(Section, frozen=True):
+    """Keys of ``[objective]`` that only a critic reads."""
+
+    discount: Annotated[Share, advanced("of PPO's critic")] = 1.0
+    gae_lambda: Annotated[Share, advanced("of PPO's critic")] = 1.0
+    value_coefficient: Annotated[NaturalFloat, advanced("of the loss of the critic")] = 0.5
+    value_clip: Annotated[NaturalFloat, advanced("of the critic's values (0: not clipped)")] = 0.2
+    value_learning_rate: Annotated[
+        NaturalFloat,
+        advanced(
+            "of the critic (0: 0.04 / the width of the model for its head, which is verl's 1e-5 at 4,096; 1e-5 below)"
+        ),
+    ] = 0.0
+    value_model: Annotated[ValueModel, advanced("")] = ValueModel.HEAD
+
+
+class Gae(Advantages, frozen=True):
+    """a learned value of each token (PPO, arXiv 1506.02438), then mean and deviation of the whole batch"""
+
+    name = "gae"
+    whole_batch = of_critic = True
+
+    def of_tokens(self, credit: SampleCredit) -> tuple[Vector, Vector | None]:
+        assert credit.values_N is not None
+        rewards_N = -credit.penalties_N
+        rewards_N[-1:] += np.float32(credit.value)
+        return generalized_advantages(
+            rewards_N, credit.values_N, discount=credit.discount, gae_lambda=credit.gae_lambda
+        )
+
+
+def generalized_advantages(
+    rewards_N: Vector, values_N: Vector, *, discount: float, gae_lambda: float
+) -> tuple[Vector, Vector]:
+    """GAE (arXiv 1506.02438) over one sample that ends with its last token: advantages and returns (advantage + value).
+
+    Float32 [N] each. The value after the last token is 0.
+    """
+    values = values_N.astype(np.float64)
+    errors = rewards_N + discount * np.append(values[1:], 0.0)[: values.size] - values
+    advantages = np.zeros_like(values)
+    following = 0.0
+    for position in range(values.size - 1, -1, -1):
+        following = float(errors[position]) + discount * gae_lambda * following
+        advantages[position] = following
+    return advantages.astype(np.float32), (advantages + values).astype(np.float32)
+
+
+PPO = Method("ppo", TokenClip(), Gae(), kl_in=KlPlace.REWARD)
