@@ -30,8 +30,9 @@ CONFINED = {
     "zmq": ("streamrl/comm/", "streamrl/weights/", "streamrl/observe/telemetry.py"),
     "vllm": WORKER_SIDE,
     "torch": ("streamrl/learning/", "streamrl/weights/publish/torch_tensors.py", *WORKER_SIDE, REWARD_MODEL, TENSORS),
-    # For training one file imports it, without the compiler that it brings along otherwise.
-    "transformers": ("streamrl/learning/model/hugging_face.py", REWARD_MODEL),
+    # For training one file imports it, without the compiler that it brings along otherwise; the dry run's in a process
+    # that imports vLLM.
+    "transformers": ("streamrl/learning/model/hugging_face.py", REWARD_MODEL, "streamrl/launch/plan/first_prompt.py"),
     # Extras of their own: who does not ask for them starts without.
     "httpx": ("streamrl/rewards/judge/",),
     "reasoning_gym": (),

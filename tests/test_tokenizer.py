@@ -18,6 +18,7 @@ from streamrl.base.stage_messages import LaunchTrajectory
 from streamrl.base.types import Completion, ScoredTrajectory, TrajectoryId, to_training_sample, token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.launch.plan.first_prompt import difference_from_transformers, first_prompt_lines, written_prompt
 from streamrl.pretrained.chat_template import ChatError
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.rewards import Reward, RewardLimits
@@ -291,6 +292,36 @@ def test_special_tokens_are_those_that_transformers_finds(name: str, tmp_path: P
     assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
 
 
+def test_the_first_prompt_is_shown_and_compared(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, CHATML)
+    tokenizer = load_tokenizer(directory)
+
+    def first(**row: Any) -> tuple[list[str], str]:
+        prompt = read_prompt({"prompt_id": "p"} | row, 1, tokenizer)
+        written = written_prompt(prompt)
+        found = difference_from_transformers(str(directory), written) if written else "not compared"
+        return first_prompt_lines(prompt, tokenizer), found
+
+    pytest.importorskip("transformers")
+    begun = {"role": "assistant", "content": "ab"}
+    for row in ({"prompt": "a\nb"}, {"messages": ASKS, "tools": [TOOL]}, {"prompt": json.dumps([*ASKS, begun])}):
+        assert first(**row)[1] == ""
+    lines, differs = first(prompt="<bos>" + "ab\n" * 300 + "<eos>")
+    assert lines[0].startswith("prompt      p, 602 tokens: 1, 105, 103, 105,") and lines[0].endswith(
+        " 103, 105, 103, 2"
+    )
+    assert (
+        lines[1].startswith("text        <bos>ab\\nab\\n") and lines[1].endswith("ab\\n<eos>") and " ... " in lines[1]
+    )
+    assert lines[2:] == [
+        "completion  ends with 2 (<eos>)",
+        f"{'':<12}the prompt itself ends with <eos>, which ends a completion",
+    ]
+    assert differs == "token 2 of 603 is 1 (<bos>) there, and 105 (ab) of 602 here"
+    for row in ({"prompt_token_ids": [9]}, {"prompt": "a" * (64 << 10)}):
+        assert first(**row)[1] == "not compared"
+
+
 # ---- one tokenizer everywhere --------------------------------------------------------------------
 
 
@@ -396,4 +427,5 @@ def test_text_is_tokenised_in_one_place() -> None:
                 if node.func.attr in {"apply_chat_template", "from_pretrained"} and "Tokenizer" in owner:
                     found.add(path.relative_to(PACKAGE).as_posix())
     apart = {"cli/trial/trial_completions.py", "rewards/builtin/reward_model.py", "engines/simulated/text.py"}
+    apart |= {"launch/plan/first_prompt.py"}  # to compare with transformers
     assert found == {"run/prompts/prompt_rows.py", "pretrained/tokenizer.py"} | apart

@@ -5,14 +5,18 @@ from __future__ import annotations
 import shlex
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.types import Prompt
 from streamrl.engines.vllm.options import engine_options
+from streamrl.launch.plan.first_prompt import first_prompt_lines, written_prompt
 from streamrl.launch.plan.gpu_demand import gpu_placement
 from streamrl.launch.plan.preflight import CheckedModel, check_model, preflight, resumed
 from streamrl.launch.plan.probe import problem_of_model
 from streamrl.launch.plan.summary import arithmetic_lines, process_lines
+from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.rules.load import dump_recipe
 from streamrl.recipe.sections import EngineKind, Launch, Recipe
 from streamrl.recipe.topology import plan_topology
@@ -41,13 +45,20 @@ def dry_run(recipe: Recipe, system: Sequence[str], path: Path, overrides: Sequen
     if gpus := gpu_placement(recipe).lines():
         print("\n# memory of the GPUs\n")
         print("\n".join(gpus))
-    preflight(recipe, kept)
-    tried = _try_model(recipe)
+    prompts: list[Prompt] = []
+    preflight(recipe, kept, partial(_show_prompt, prompts))
+    tried = _try_model(recipe, prompts)
     print(f"\n{'all checks passed' if tried else 'all other checks passed'}; nothing was started")
     return 0
 
 
-def _try_model(recipe: Recipe) -> bool:
+def _show_prompt(seen: list[Prompt], tokenizer: Tokenizer, prompt: Prompt) -> None:
+    seen.append(prompt)
+    print("\n# the first prompt, as the model will see it\n")
+    print("\n".join(first_prompt_lines(prompt, tokenizer)))
+
+
+def _try_model(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:
     """Try the model where this host starts engines of it. Returns False where the trial gave no answer.
 
     Raises ``RecipeError`` for a model that cannot be trained, or that vLLM cannot serve under trained weights.
@@ -57,8 +68,11 @@ def _try_model(recipe: Recipe) -> bool:
         return True
     print("\nthe model is tried with the trainer and vLLM, without its weights (about 10 s): ", end="", flush=True)
     targets = recipe.lora.named_targets if recipe.lora.rank else ()
-    problem = problem_of_model(engine_options(recipe, 0, tempfile.gettempdir()), PROBE_TIMEOUT_S, targets)
+    options, written = engine_options(recipe, 0, tempfile.gettempdir()), [written_prompt(one) for one in prompts]
+    problem, differs = problem_of_model(options, PROBE_TIMEOUT_S, targets, written[0] if written else None)
     print({None: "not found out", "": "works"}.get(problem, "refused"))
+    if differs:
+        print(f"transformers makes other tokens of the first prompt: {differs}")
     if problem:
         raise RecipeError([f"model.path: {problem}"])
     return problem is not None

@@ -290,6 +290,11 @@ def test_dry_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "bound       staleness 0: every token is trained by the version that sampled it" in text
     assert 'objective   grpo: surrogate = "token_clip"' in text
     assert "engine-0     started by hand (external)" in text
+    shown = text.partition("# the first prompt, as the model will see it\n\n")[2].splitlines()
+    assert shown[0].endswith(", 3 tokens: 1, 2, 3") and shown[1:3] == [
+        "text        1 2 3",
+        "completion  ends with 0 (0)",
+    ]
     assert "engine-0.orders        tcp://127.0.0.1:45703" in text
     command = next(line for line in text.splitlines() if line.startswith("  streamrl serve"))
     assert command == f"  streamrl serve engine {recipe} {' '.join(arguments)} --index 0"

@@ -10,6 +10,7 @@ import pytest
 
 from streamrl.engines.plain_vllm.options import cpu_environment, shared_environment
 from streamrl.engines.vllm.options import EngineOptions
+from streamrl.launch.plan.first_prompt import WrittenPrompt
 from streamrl.launch.plan.probe import problem_of_model
 
 pytest.importorskip("vllm")
@@ -43,8 +44,11 @@ def test_the_model_is_tried_with_the_trainer_and_vllm_before_a_start(tmp_path: P
     # The output head of Phi-2 has a bias, which vLLM makes anew each time that weights are loaded.
     late_bias = model(transformers.PhiConfig(**ids, **shape, max_position_embeddings=256), tmp_path / "phi")
     narrow = model(transformers.LlamaConfig(**ids, **shape | {"num_attention_heads": 4}), tmp_path / "narrow")
+    prompt = WrittenPrompt(token_ids=(1,), text="a")  # these models have no tokenizer
     with ThreadPoolExecutor() as threads:
-        answers = list(threads.map(lambda options: problem_of_model(options, 200), [short, late_bias, narrow]))
+        found = list(threads.map(lambda one: problem_of_model(one, 200, (), prompt), [short, late_bias, narrow]))
+    answers = [problem for problem, _ in found]
+    assert all(differs.startswith(("it cannot tokenise the prompt (", "token 1 of 0 is no")) for _, differs in found)
     remedy = "the model has 128 positions, and 256 are asked for: set engines.max_model_len = 128"
     heads = "the model has attention heads of 16, and vLLM on a CPU serves only [32, 64, "
     assert answers[0] == f"engine-0: {remedy}"

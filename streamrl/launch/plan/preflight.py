@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.types import Prompt
 from streamrl.comm.transport_keys import transport_environment
 from streamrl.comm.zmq_sockets import has_ipc_listener
 from streamrl.engines.vllm.gpus import visible_gpus
@@ -47,6 +49,7 @@ from streamrl.rewards.signature import needed_columns
 from streamrl.run.prompts.prompts import check_prompts, missing_source
 
 USER_CODE_TIMEOUT_S = 60.0
+SeePrompt = Callable[[Tokenizer, Prompt], None]
 
 
 class CheckedModel(msgspec.Struct, frozen=True):
@@ -84,10 +87,10 @@ def going_on(recipe: Recipe, run_directory: Path) -> tuple[Recipe, RewardsSnapsh
     return recipe, kept
 
 
-def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None) -> None:
+def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None, see: SeePrompt | None = None) -> None:
     """Check what ``recipe`` points at. Raises ``RecipeError`` with every problem. Takes about a second; blocking.
 
-    ``kept``: where its rewards come from, in a run that resumes another.
+    ``kept``: where its rewards come from, in a run that resumes another. ``see`` gets the first prompt to train on.
     """
     problems = [f"{path}: {text}" for path, text in broken_rules(recipe)]
     model: CheckedModel | None = None
@@ -95,7 +98,7 @@ def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None) -> None:
         model = check_model(recipe)
     except RecipeError as error:
         problems += error.problems
-    of_rewards = list(_rewards_and_prompts(recipe, model))
+    of_rewards = list(_rewards_and_prompts(recipe, model, see or _unseen))
     problems += of_rewards + ([_live_rewards(recipe, kept)] if of_rewards and kept and kept.changed_live else [])
     problems += _other_code(recipe)
     problems += _devices(recipe)
@@ -128,7 +131,7 @@ def check_model(recipe: Recipe) -> CheckedModel:
     return CheckedModel(facts, max_model_len(recipe, model_config(recipe.model.path)))
 
 
-def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
+def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None, see: SeePrompt) -> Iterator[str]:
     combining = combining_rewards(recipe.rewards, recipe.reward_limits)
     inspections = inspect_in_subprocess([*recipe.rewards, *combining], USER_CODE_TIMEOUT_S)
     for index, inspection in enumerate(inspections):
@@ -142,11 +145,19 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None) -> Iterator
         except RecipeError as error:
             yield from (f"model.path: {problem}" for problem in error.problems)
     longest = model.context - recipe.sampling.max_tokens if model else None
-    for path, spec in (("prompts.train", recipe.prompts.train), ("evaluation.prompts", recipe.evaluation.prompts)):
+    held_out = recipe.evaluation.prompts
+    for path, spec, seen in (("prompts.train", recipe.prompts.train, see), ("evaluation.prompts", held_out, _unseen)):
         if not spec:
             continue
-        problems = check_prompts(spec, tokenizer, columns, longest) if tokenizer is not None else missing_source(spec)
+        if tokenizer is None:
+            problems = missing_source(spec)
+        else:
+            problems = check_prompts(spec, tokenizer, columns, longest, see=partial(seen, tokenizer))
         yield from (f"{path}: {problem}" for problem in problems)
+
+
+def _unseen(tokenizer: Tokenizer, prompt: Prompt) -> None:
+    """Show nothing."""
 
 
 def _other_code(recipe: Recipe) -> Iterator[str]:

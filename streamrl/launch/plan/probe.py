@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.launch.plan.first_prompt import WrittenPrompt, difference_from_transformers
 from streamrl.recipe.throwaway_process import ThrowawayAnswer, answer_parent, run_throwaway
 from streamrl.recipe.user_code import load_user_object
 
@@ -21,6 +22,7 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
     """What the process found."""
 
     problems: tuple[str, ...] = ()
+    differs: str = ""
 
 
 def problems_of_object(spec: str, timeout_s: float) -> Sequence[str]:
@@ -33,11 +35,13 @@ def problems_of_object(spec: str, timeout_s: float) -> Sequence[str]:
     return [f"{spec} ended the process that imported it ({ran.failure or 'exit code 0'}): import it by hand"]
 
 
-def problem_of_model(options: EngineOptions, timeout_s: float, targets: Sequence[str] = ()) -> str | None:
-    """Why no run can train the model of ``options``; empty: one can; None: that was not found out. About ten seconds,
-    most of which imports vLLM."""
-    found, _ = _look("model", msgspec.json.encode((options, targets)).decode(), timeout_s)
-    return None if found is None else "".join(found.problems)
+def problem_of_model(
+    options: EngineOptions, timeout_s: float, targets: Sequence[str] = (), prompt: WrittenPrompt | None = None
+) -> tuple[str | None, str]:
+    """(why no run can train the model of ``options``; empty: one can; None: that was not found out), and how the ids of
+    ``prompt`` differ from those of transformers. About ten seconds, most of which imports vLLM."""
+    found, _ = _look("model", msgspec.json.encode((options, targets, prompt)).decode(), timeout_s)
+    return (None, "") if found is None else ("".join(found.problems), found.differs)
 
 
 def _look(kind: str, argument: str, timeout_s: float) -> tuple[_Found | None, ThrowawayAnswer]:
@@ -62,13 +66,16 @@ def _look_at_model(argument: str) -> _Found:
     from streamrl.learning.model.loading import published_shapes
     from streamrl.weights.pull.replica import TensorSpec
 
-    engine, targets = msgspec.json.decode(argument, type=tuple[EngineOptions, tuple[str, ...]])
+    engine, targets, prompt = msgspec.json.decode(
+        argument, type=tuple[EngineOptions, tuple[str, ...], WrittenPrompt | None]
+    )
+    differs = difference_from_transformers(engine.model_path, prompt) if prompt else ""
     try:
         shapes = published_shapes(engine.model_path, targets)
         probe_engine(engine, {name: TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()})
     except StreamRLError as error:
-        return _Found(problems=(str(error),))
-    return _Found()
+        return _Found(problems=(str(error),), differs=differs)
+    return _Found(differs=differs)
 
 
 _KINDS: dict[str, Callable[[str], _Found]] = {

@@ -136,7 +136,7 @@ def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
     if not form.chat and not form.system:
         return row
     name = "prompt" if row.get("messages") is None else "messages"
-    chat = _as_chat(row.get(name))
+    chat = as_chat(row.get(name))
     if chat is None:
         text = row.pop("prompt", None)
         if not isinstance(text, str):
@@ -150,7 +150,7 @@ def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
     return row
 
 
-def _as_chat(value: object) -> list[Any] | None:
+def as_chat(value: object) -> list[Any] | None:
     """``value`` as messages, which it is as a list, or as the JSON text of a list of messages; None: it is other."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -243,8 +243,8 @@ def _token_ids(columns: Mapping[str, Any], tokenizer: Tokenizer) -> TokenArray:
     if text is not None and messages is not None:
         raise BadRow('has both "prompt" and "messages": name the one that the model shall see with ?prompt=')
     if messages is not None:
-        return _chat_token_ids(_as_chat(messages), "messages", columns, tokenizer)
-    if (chat := _as_chat(text)) is not None:
+        return _chat_token_ids(as_chat(messages), "messages", columns, tokenizer)
+    if (chat := as_chat(text)) is not None:
         return _chat_token_ids(chat, "prompt", columns, tokenizer)
     if not isinstance(text, str):
         raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text, or a list of messages')

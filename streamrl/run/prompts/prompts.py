@@ -8,7 +8,7 @@ thread and an event loop of its own, so that user code that blocks does not stop
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import anyio
@@ -165,19 +165,20 @@ def check_prompts(
     max_tokens: int | None = None,
     *,
     timeout_s: float = 60.0,
+    see: Callable[[Prompt], None] = lambda _: None,
 ) -> list[str]:
     """Everything that is wrong with a source, one line each, at most 20 of them; empty: nothing is.
 
     Stored rows are all read, of a task the first 16. Of an iterator the first row is drawn, in a throw-away process
     and within ``timeout_s``. ``needed_columns``: columns by the name of the reward that needs them
-    (``streamrl.rewards.needed_columns``).
+    (``streamrl.rewards.needed_columns``). ``see`` gets the first prompt, where that is one.
     """
     try:
         named = read_spec(spec)
         if named.kind is SourceKind.ITERATOR:
-            problems = _check_iterator(spec, tokenizer, needed_columns, max_tokens, timeout_s)
+            problems = _check_iterator(spec, tokenizer, needed_columns, max_tokens, timeout_s, see)
         else:
-            problems = _check_stored(named, tokenizer, needed_columns, max_tokens)
+            problems = _check_stored(named, tokenizer, needed_columns, max_tokens, see)
     except RecipeError as error:
         return error.problems
     if len(problems) > _MOST_PROBLEMS:
@@ -187,7 +188,11 @@ def check_prompts(
 
 
 def _check_stored(
-    spec: PromptSpec, tokenizer: Tokenizer, needed_columns: Mapping[str, Sequence[str]], max_tokens: int | None
+    spec: PromptSpec,
+    tokenizer: Tokenizer,
+    needed_columns: Mapping[str, Sequence[str]],
+    max_tokens: int | None,
+    see: Callable[[Prompt], None],
 ) -> list[str]:
     store = open_rows(spec)
     try:
@@ -202,6 +207,8 @@ def _check_stored(
             except BadRow as error:
                 found.setdefault(str(error), []).append(index)
                 continue
+            if index == 0:
+                see(prompt)
             for missing in missing_columns(prompt, needed_columns):
                 found.setdefault(missing, []).append(index)
             # Hashes: a set of the ids of a large file would not be small.
@@ -247,6 +254,7 @@ def _check_iterator(
     needed_columns: Mapping[str, Sequence[str]],
     max_tokens: int | None,
     timeout_s: float,
+    see: Callable[[Prompt], None],
 ) -> list[str]:
     row, problem = first_row(spec, timeout_s)
     if problem:
@@ -255,6 +263,7 @@ def _check_iterator(
         prompt = read_prompt(row, 1, tokenizer, max_tokens)
     except BadRow as error:
         return [f"prompts {spec}, row 1 {error}"]
+    see(prompt)
     return [f"prompts {spec}, row 1 {missing}" for missing in missing_columns(prompt, needed_columns)]
 
 
