@@ -27,7 +27,7 @@ from chaos_processes import become_subreaper
 from chaos_report import read_results, report
 from chaos_run import CellResult, run_cell
 
-from streamrl.base.whole_files import write_whole
+from streamrl.base.atomic_files import write_atomic
 
 
 def main() -> int:
@@ -69,7 +69,7 @@ def _run_missing(cells: Sequence[Cell], options: argparse.Namespace) -> None:
             continue
         folder = file.with_suffix("")
         result = run_cell(cell, folder, steps=options.steps)
-        write_whole(file, msgspec.json.format(msgspec.json.encode(result), indent=1))
+        write_atomic(file, msgspec.json.format(msgspec.json.encode(result), indent=1))
         if not result.faults and not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
         print(_line(result), flush=True)

@@ -36,8 +36,8 @@ from streamrl.simulate.cluster import (
     DEMO,
     ROLLPACKER_14B,
     ROLLPACKER_14B_CODE,
+    ClusterEngines,
     ClusterModel,
-    Engines,
 )
 from streamrl.simulate.engine_changes import EnginePlan
 from streamrl.simulate.lengths import LengthModel
@@ -192,7 +192,7 @@ def sorted_reports(capacity: int, cohort: int, cohorts: int = 2) -> dict[str, Si
     model = part(ROLLPACKER_14B, "lengths", cap=SORTED_CAP, cap_share=0.0229)
     model = part(model, "engine", max_num_seqs=capacity, kv_tokens=0)
     model = part(model, "push", round_s=0.0)
-    model = msgspec.structs.replace(model, engines=Engines(count=1, prompt_tokens=128, capacity=capacity))
+    model = msgspec.structs.replace(model, engines=ClusterEngines(count=1, prompt_tokens=128, capacity=capacity))
     modes: dict[str, dict[str, Any]] = {
         "baseline": {},
         "on-policy": {
@@ -332,7 +332,7 @@ def _compared(before: SimulationReport, after: SimulationReport) -> str:
 
 def speed(say: Callable[[str], None], engines: int = 1000, steps: int = 15) -> None:
     """CPU seconds of 1,000 engines with 64 requests each over 15 steps, and the largest resident size."""
-    model = msgspec.structs.replace(ROLLPACKER_14B, engines=Engines(count=engines, prompt_tokens=128))
+    model = msgspec.structs.replace(ROLLPACKER_14B, engines=ClusterEngines(count=engines, prompt_tokens=128))
     begun = time.process_time()
     report = simulate(settings(batch_groups=engines * 8), model, steps)
     seconds = time.process_time() - begun

@@ -24,7 +24,7 @@ from campaigns.faults.fault_plan import Fault, cells, draw_plan
 from campaigns.faults.planted import PLANTED, Planted
 from campaigns.faults.world import Outcome, World
 from campaigns.faults.world_shape import Shape, draw_shape
-from streamrl.base.whole_files import write_whole
+from streamrl.base.atomic_files import write_atomic
 
 FEWEST_FAULTS, MOST_FAULTS = 6, 16
 """Of a step."""
@@ -134,9 +134,9 @@ def run_campaign(arguments: argparse.Namespace) -> int:
         if not outcome.ok:
             _show(outcome)
         if arguments.state and (not outcome.ok or seed % 20 == 0):
-            write_whole(Path(arguments.state), msgspec.json.encode(progress))
+            write_atomic(Path(arguments.state), msgspec.json.encode(progress))
     if arguments.state:
-        write_whole(Path(arguments.state), msgspec.json.encode(progress))
+        write_atomic(Path(arguments.state), msgspec.json.encode(progress))
     print(*progress.report(), sep="\n")
     return int(bool(progress.failures))
 

@@ -23,7 +23,7 @@ from campaigns.faults import simulated_parts as parts
 from campaigns.faults.simulated_trainer import SimulatedTrainer
 from campaigns.faults.stamped_engine import StampedEngine
 from campaigns.faults.world_disk import SimulatedLock, SimulatedOs, SimulatedThread
-from streamrl.base.whole_files import hold_lock
+from streamrl.base.atomic_files import hold_lock
 from streamrl.comm import zmq_stream
 from streamrl.comm.stream_protocol import Hello
 from streamrl.control.actions import Decision
@@ -38,7 +38,7 @@ from streamrl.engines.vllm.options import expected_room, installed_device
 from streamrl.launch import pipeline as run_module
 from streamrl.launch import roles, run_controller
 from streamrl.launch.control_socket import serving_control
-from streamrl.launch.plan.preflight import preflight, resumed
+from streamrl.launch.plan.preflight import preflight, with_checkpoint_rewards
 from streamrl.launch.run_directory import refuse_changes
 from streamrl.launch.run_record import refuse_lost_journal
 from streamrl.launch.supervise import child_process, clean_up, supervisor
@@ -122,7 +122,7 @@ def patched_product(world: World) -> Iterator[None]:
         _parts(world, put)
         put(log, "os", SimulatedOs(world))
         put(log, "to_thread", SimulatedThread(world))
-        put(training, "ResidentThread", thread)
+        put(training, "DedicatedThread", thread)
         _control(world, put)
         stack.enter_context(mock.patch.dict(RunReport.__init__.__kwdefaults__, {"clock": world.loop.time}))
         stack.enter_context(mock.patch.dict(Freeing.__init__.__kwdefaults__, {"settings": FREED_OFTEN}))
@@ -204,7 +204,7 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
     put_for(ask_for_stacks, lambda _: [])
     put_for(write_crash_bundle, lambda *_, **__: "no crash bundle: simulated")
     put(engine_host, "os", SimpleNamespace(getpid=machine.getpid))
-    put_for(resumed, lambda recipe: (recipe, None))
+    put_for(with_checkpoint_rewards, lambda recipe: (recipe, None))
     put_for(_PLAN, plan_topology)
     put(run_module, "_make_run_directory", make_run_directory)
     put_for(serving_control, no_control_socket)

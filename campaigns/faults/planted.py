@@ -189,7 +189,7 @@ PLANTED = (
     Planted("a joined completion loses a token", "tokens", f"{_ROLLOUT}join_completions", _drops_first_token),
     Planted("completions are mixed up", "tokens", f"{_REMOTE}_accept", _mixed_up),
     Planted("a refusal has no outcome", "progress", f"{_REMOTE}_accept", _refusal_swallowed),
-    Planted("a wake-up is lost", "progress", "streamrl.base.wakeup:Wakeup.notify", _lost_wakeup),
+    Planted("a wake-up is lost", "progress", "streamrl.base.notifier:Notifier.notify", _lost_wakeup),
     Planted("a decoder raises what nobody expects", "errors", "streamrl.comm.stream_protocol:parse_header",
             _undeclared),
     Planted("a step does not wait for the disk", "resume", "streamrl.run.journal.run_journal:RunJournal.settled",

@@ -16,8 +16,8 @@ import anyio
 
 from campaigns.faults.virtual_time import PROCESS, SimulatedProcess, VirtualLoop
 from streamrl.base.errors import StreamRLError
-from streamrl.base.wakeup import Wakeup
-from streamrl.comm.stream_protocol import Origin, ReceivingEnd, StreamEnd
+from streamrl.base.notifier import Notifier
+from streamrl.comm.stream_protocol import MessageOrigin, ReceivingEnd, StreamEnd
 
 RECONNECT_S = 0.1
 SLOW_S = 0.2
@@ -143,9 +143,9 @@ class SimulatedConnection:
         self.link: Link | None = None
         self.links: dict[bytes, Link] = {}
         self._binds = bind
-        self._departure_told = False
+        self._departure_sent = False
         self._attached = False
-        self._changed = Wakeup()
+        self._changed = Notifier()
         self._failure: Exception | None = None
         self._running = anyio.CancelScope(shield=True)
 
@@ -187,7 +187,7 @@ class SimulatedConnection:
             self.network.send(self, link, frames)
 
     def service(self) -> None:
-        if self.end.finished and self._attached and (self.end.parted if self._binds else self._departure_told):
+        if self.end.finished and self._attached and (self.end.disconnected if self._binds else self._departure_sent):
             self._detach()
 
     # ---- what happens ----------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class SimulatedConnection:
             return
         accepted = self.end.received if isinstance(self.end, ReceivingEnd) else 0
         try:
-            self.end.on_message(Origin(link.identity if self._binds else b"", link.number), frames)
+            self.end.on_message(MessageOrigin(link.identity if self._binds else b"", link.number), frames)
         except Exception as error:  # noqa: BLE001 - raised in the task that runs the connection, as where a socket is read
             self._failure = error
             self.stop()
@@ -224,8 +224,8 @@ class SimulatedConnection:
         else:
             self.link = None
             is_peer = self.end.peer is not None
-        if is_peer and not self._departure_told:
-            self._departure_told = True
+        if is_peer and not self._departure_sent:
+            self._departure_sent = True
             self.end.on_disconnected()
         elif not self._binds and self._attached:
             self.network.later(RECONNECT_S, self, self.network.connect, self)

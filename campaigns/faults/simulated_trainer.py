@@ -10,6 +10,7 @@ import msgspec
 from campaigns.faults.ledger import digest_of
 from campaigns.faults.simulated_parts import TOKENIZER_DIGEST
 from campaigns.faults.virtual_time import PROCESS
+from streamrl.base.atomic_files import take_sidecar
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import (
     AnchorPublished,
@@ -21,7 +22,6 @@ from streamrl.base.messages import (
     WeightSource,
 )
 from streamrl.base.types import TrainingGroup
-from streamrl.base.whole_files import take_beside
 from streamrl.learning.state.durable_files import files_below, flush_and_digest, move_into_place, write_digests
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class SimulatedTrainer:
         state = RankState(version=self.version, content=self.content)
         (partial / f"rank-{self.rank}.json").write_bytes(msgspec.json.encode(state))
         if self.rank == 0:
-            take_beside(directory, partial, order.beside)
+            take_sidecar(directory, partial, order.beside)
         if len(list(partial.glob("rank-*.json"))) == self.ranks:
             write_digests(partial, [flush_and_digest(partial, files_below(partial))])
             move_into_place(partial, directory)

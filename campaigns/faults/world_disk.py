@@ -78,7 +78,7 @@ class SimulatedThread:
 
 
 class SimulatedLock:
-    """What ``whole_files.hold_lock`` returns to a process that may be killed."""
+    """What ``atomic_files.hold_lock`` returns to a process that may be killed."""
 
     held: dict[Path, SimulatedProcess] = {}
 

@@ -15,7 +15,7 @@ import msgspec
 
 from campaigns.fuzz import targets_journal, targets_rewards, targets_streams, targets_weights
 from campaigns.fuzz.execution import Fault, Target, check_seeds, run_inputs, run_slice
-from streamrl.base.whole_files import write_whole
+from streamrl.base.atomic_files import write_atomic
 
 SLICE = 5000
 
@@ -44,7 +44,7 @@ def fuzz(chosen: dict[str, Target], options: argparse.Namespace) -> int:
             return report(found.fault, options.failures)
         done[name] = min(first + SLICE, options.executions)
         if options.state:
-            write_whole(options.state, msgspec.json.encode(done))
+            write_atomic(options.state, msgspec.json.encode(done))
     print(*(f"{name:28} {done.get(name, 0):11,}" for name in sorted(chosen)), sep="\n")
     return 0
 

@@ -22,7 +22,7 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.comm.stream_protocol import Hello, Kind, Origin, Phase, ReceivingEnd, Role, SendingEnd
+from streamrl.comm.stream_protocol import Hello, Kind, MessageOrigin, Phase, ReceivingEnd, SendingEnd, StreamRole
 from streamrl.comm.wire import WireCodec, WireLimits, pack_header, parse_header
 from streamrl.launch import control_protocol
 from streamrl.launch.control_protocol import ParentMessage
@@ -123,14 +123,14 @@ def _sent(codec: WireCodec[Any], item: Any) -> list[bytes]:
 
 # ---- the protocol of a stream --------------------------------------------------------------------------
 
-_GREETING = Hello(item_type="Item", role=Role.SENDER, window=4, message_bytes=1 << 20, session="s-1", name="far")
+_GREETING = Hello(item_type="Item", role=StreamRole.SENDER, window=4, message_bytes=1 << 20, session="s-1", name="far")
 
 
 def conversation_target() -> Target:
     """A whole conversation with one end. The first frame is the script: which end, then how many frames each message
     has; messages come from the peer, and those of 16 frames or more from a stranger."""
     encoded = msgspec.msgpack.encode(_GREETING)
-    as_receiver = msgspec.msgpack.encode(msgspec.structs.replace(_GREETING, role=Role.RECEIVER))
+    as_receiver = msgspec.msgpack.encode(msgspec.structs.replace(_GREETING, role=StreamRole.RECEIVER))
     header = {kind: seed(pack_header(kind), _HEADER) for kind in Kind}
     body = seed(msgspec.msgpack.encode({"a": 1}), MSGPACK)
     hello, other = seed(encoded, MSGPACK), seed(as_receiver, MSGPACK)
@@ -180,9 +180,9 @@ def _converse(frames: Sequence[bytes]) -> str:
         parse_header(answer[0])
         assert len(answer) <= 2 and sum(map(len, answer)) < 8192, "an answer that is larger than any the protocol has"
 
-    role, binds = (Role.RECEIVER, Role.SENDER, Role.RECEIVER, Role.SENDER)[kind], kind in (0, 3)
+    role, binds = (StreamRole.RECEIVER, StreamRole.SENDER, StreamRole.RECEIVER, StreamRole.SENDER)[kind], kind in (0, 3)
     hello = msgspec.structs.replace(_GREETING, role=role)
-    make: Callable[..., ReceivingEnd | SendingEnd] = ReceivingEnd if role is Role.RECEIVER else SendingEnd
+    make: Callable[..., ReceivingEnd | SendingEnd] = ReceivingEnd if role is StreamRole.RECEIVER else SendingEnd
     end = make(hello, binds=binds, limits=limits, transmit=transmit)
     end.on_connected()
     sizes = list(script[1:]) or [2]
@@ -191,7 +191,7 @@ def _converse(frames: Sequence[bytes]) -> str:
             break
         here, rest = rest[: size & 15], rest[size & 15 :]
         received = end.received if isinstance(end, ReceivingEnd) else 0
-        end.on_message(Origin(b"stranger" if size >= 16 else b"peer", 1), here)
+        end.on_message(MessageOrigin(b"stranger" if size >= 16 else b"peer", 1), here)
         if isinstance(end, ReceivingEnd) and end.received > received:
             assert parse_header(here[0]).sequence == received, "an item was taken for another one"
         _check_end(end)

@@ -23,7 +23,7 @@ from streamrl.weights.codec.codec import WeightPatch, decode_patch, encode_compl
 from streamrl.weights.codec.symbols import decode_symbols, encode_symbols
 from streamrl.weights.manifest import ShardSpec, decode_manifest, digest_of
 from streamrl.weights.pull import shared_versions
-from streamrl.weights.pull.shared_versions import Holder, Segment
+from streamrl.weights.pull.shared_versions import Holder, MemorySegment
 from streamrl.weights.requests import (
     decode_announcement,
 )
@@ -210,7 +210,7 @@ def node_states() -> Target:
         payload_bytes=100,
         tensors=(),
         pieces=(shared_versions._Piece("t", 9, None, 64), shared_versions._Piece("u", 9, 0, 128)),
-        memory=Segment(7, 4096, (Holder(1, 5),)),
+        memory=MemorySegment(7, 4096, (Holder(1, 5),)),
     )
     states = (shared_versions.SharedState(version, version, writing=True), shared_versions.SharedState(None, version))
 

@@ -30,7 +30,7 @@ async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     return [results[index] for index in range(len(calls))]
 
 
-class BegunEarly(Generic[T]):
+class BackgroundCall(Generic[T]):
     """A call that runs in ``nursery`` from now on, where its error is raised."""
 
     def __init__(self, nursery: anyio.abc.TaskGroup, call: Callable[[], Awaitable[T]]) -> None:

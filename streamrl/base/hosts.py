@@ -9,7 +9,7 @@ WILDCARDS = frozenset({"", "*", "0.0.0.0", "::", "0"})
 
 
 def bare_host(host: str) -> str:
-    """Without the brackets of an IPv6 address."""
+    """Strip the brackets of an IPv6 address."""
     return host.removeprefix("[").removesuffix("]")
 
 
@@ -22,12 +22,13 @@ def host_of(endpoint: str) -> str:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether binding ``host`` listens on every interface."""
+    """Return whether binding ``host`` listens on every interface."""
     return bare_host(host) in WILDCARDS
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host reaches ``host``. A name other than ``localhost`` could be anything, so it is not."""
+    """Return whether only this host reaches ``host``. A name other than ``localhost`` could be anything, so it is
+    not."""
     bare = bare_host(host)
     if bare == "localhost":
         return True
@@ -38,7 +39,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_public(host: str) -> bool:
-    """Whether ``host`` is an address that the whole internet may route to; False for names."""
+    """Return whether ``host`` is an address that the whole internet may route to; False for names."""
     try:
         return ip_address(bare_host(host)).is_global
     except ValueError:

@@ -9,8 +9,8 @@ from typing import IO, Any
 
 import msgspec
 
+from streamrl.base.atomic_files import append_whole
 from streamrl.base.errors import UNDECODABLE
-from streamrl.base.whole_files import append_whole
 
 _TAIL_BYTES = 1 << 16
 

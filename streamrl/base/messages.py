@@ -125,7 +125,7 @@ class PauseEngine(Message, frozen=True):
 
 
 class ResumeEngine(Message, frozen=True):
-    """Go on sampling after a pause."""
+    """Resume sampling after a pause."""
 
     order_id: int
 
@@ -198,7 +198,7 @@ class GenerationFailed(Message, frozen=True):
 
 
 class OrderDone(Message, frozen=True):
-    """An order was carried out. ``state_hash``: after a commit, computed from the live weights."""
+    """Success of an order. ``state_hash``: after a commit, computed from the live weights."""
 
     order_id: int
     seconds: float
@@ -208,7 +208,7 @@ class OrderDone(Message, frozen=True):
 
 
 class OrderFailed(Message, frozen=True):
-    """An order could not be carried out; the engine still holds what it held."""
+    """Failure of an order; the engine still holds what it held."""
 
     order_id: int
     reason: str
@@ -284,7 +284,7 @@ class SaveCheckpoint(Message, frozen=True):
     """Write trainer state and a Hugging Face directory under ``directory`` (atomic: a rename at the end).
 
     ``min_free_bytes``: refuse where less would be left on the disk. ``beside``: sha256 by name of files that control
-    left for it on the file system (``whole_files.leave_beside``): they may be larger than a message.
+    left for it on the file system (``atomic_files.stage_sidecar``): they may be larger than a message.
     """
 
     directory: str

@@ -1,7 +1,5 @@
-"""Text from elsewhere (models, rewards, other hosts) on a terminal and in logs: it shows, and commands nothing.
-
-An escape sequence can rewrite what a terminal shows, and a line break can forge a line of a log.
-"""
+"""Text from elsewhere (models, rewards, other hosts) on a terminal and in logs: it shows, and commands nothing. An
+escape sequence can rewrite what a terminal shows, and a line break can forge a line of a log."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class RunStarted(Message, frozen=True):
 
 
 class RunProgress(Message, frozen=True):
-    """Between two steps: how far the open round is. ``phase`` is one of rollout, training, weights, evaluation."""
+    """Progress of the open round between two steps. ``phase`` is one of rollout, training, weights, evaluation."""
 
     step: int
     phase: str
@@ -79,7 +79,7 @@ def _shortened(text: str, most: int) -> str:
 
 
 class RunWarning(Message, frozen=True):
-    """An alarm: a metric of ``step`` left its bounds. ``message``: the value, the bound and what to look at."""
+    """Alarm: a metric of ``step`` left its bounds. ``message``: the value, the bound and what to look at."""
 
     step: int
     message: str

@@ -54,10 +54,8 @@ def memory_prefix(marker: str, session: int) -> str:
 
 
 def name_shared_memory() -> str:
-    """Name the shared memory and semaphores that ``multiprocessing`` makes here after the run and this session.
-
-    Returns the prefix of the names; empty, and nothing is changed, in a process of no run.
-    """
+    """Name the shared memory and semaphores that ``multiprocessing`` makes here after the run and this session. Returns
+    the prefix of the names; empty, and nothing is changed, in a process of no run."""
     marker = os.environ.get(RUN_MARKER)
     if not marker:
         return ""

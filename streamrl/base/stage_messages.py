@@ -52,7 +52,7 @@ class PauseTrajectories(Message, frozen=True):
 
 
 class ResumeTrajectories(Message, frozen=True):
-    """Go on with paused trajectories, from their tokens, under the live version. Other ids are ignored."""
+    """Resume paused trajectories, from their tokens, under the live version. Other ids are ignored."""
 
     ids: tuple[TrajectoryId, ...]
 

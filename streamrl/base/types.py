@@ -66,11 +66,8 @@ class Prompt(Record, frozen=True):
 
 
 class TrajectoryId(Record, frozen=True, order=True):
-    """Identity of one trajectory: the attempt at one sample of one group of one prompt.
-
-    ``sample`` counts 0..group_size-1 inside the group; ``attempt`` grows when a trajectory is
-    drawn again from its start.
-    """
+    """Identity of one trajectory: the attempt at one sample of one group of one prompt. ``sample`` counts
+    0..group_size-1 inside the group; ``attempt`` grows when a trajectory is drawn again from its start."""
 
     prompt_id: str
     group_id: int
@@ -100,9 +97,7 @@ class Completion(Record, frozen=True):
 
 class Segment(Record, frozen=True):
     """One turn of a trajectory. ``trained`` is its loss mask: model turns True, environment turns False.
-
-    ``behavior_logprobs`` is empty for an environment turn.
-    """
+    ``behavior_logprobs`` is empty for an environment turn."""
 
     token_ids: TokenArray
     trained: bool

@@ -57,7 +57,7 @@ class Member(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def scored(self) -> bool:
-        """Whether its reward is known."""
+        """Return whether its reward is known."""
         return self.finish_reason is not None
 
 
@@ -218,7 +218,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         member.separate_rewards, member.seconds = separate or {}, seconds
         if oldest != member.oldest_version:
             member.oldest_version = oldest
-            self._date(group)
+            self._update_oldest_version(group)
         group.open -= 1
         self._note_ready(group)
         return group
@@ -236,7 +236,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
             self._leave_untrained(group)
         else:
             if member.oldest_version == group.oldest_version:
-                self._date(group)
+                self._update_oldest_version(group)
             self._note_ready(group)
         return group
 
@@ -279,7 +279,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         """(oldest version, weight) of the untrained groups, ascending."""
         return sorted(self.by_version.items())
 
-    def older_than(self, version: int) -> list[Group]:
+    def stale_groups(self, version: int) -> list[Group]:
         """Untrained groups whose oldest token may be of an older version, oldest launch first."""
         if not any(v < version for v in self.by_version):
             return []
@@ -300,7 +300,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         self.dropped[reason] = self.dropped.get(reason, 0) + count
         self.wasted_tokens += tokens
 
-    def _date(self, group: Group) -> None:
+    def _update_oldest_version(self, group: Group) -> None:
         """A member's oldest version changed, or the member with the oldest one left."""
         oldest = min(m.oldest_version for m in group.members.values())
         if oldest != group.oldest_version:

@@ -53,13 +53,14 @@ def last_version(oldest_version: int, max_staleness: int) -> int:
 def may_take(
     trajectories: int, deadline: int, due: Iterable[tuple[int, int]], *, now: int, missing: int, batch: int
 ) -> bool:
-    """Whether a group may take ``trajectories`` of the ``missing`` ones of the batch that version ``now`` trains.
+    """Return whether a group may take ``trajectories`` of the ``missing`` ones of the batch that version ``now``
+    trains.
 
     ``deadline``: the group's ``last_version``; ``due``: trajectories of all untrained groups by deadline, ascending.
-    True when every other group can still be trained in time: for each deadline ``d`` before this
-    group's own, at most ``max(missing - trajectories, 0) + batch * (d - now)`` trajectories may have to be trained by
-    ``d`` (earliest-deadline-first feasibility). Groups may differ in size, since the last one to join a batch may take
-    more than are missing.
+    True when every other group can still be trained in time: for each deadline ``d`` before this group's own, at most
+    ``max(missing - trajectories, 0) + batch * (d - now)`` trajectories may have to be trained by ``d``
+    (earliest-deadline-first feasibility). Groups may differ in size, since the last one to join a batch may take more
+    than are missing.
     """
     if missing <= 0 or deadline < now:
         return False

@@ -9,7 +9,7 @@ _MARKS = {State.OK: "ok  ", State.WARN: "warn", State.FAIL: "FAIL"}
 
 
 class Check(Command, frozen=True):
-    """What this machine can run, with a remedy for what it cannot."""
+    """Check what this machine can run, with a remedy for what it cannot."""
 
     json: AsJson = False
 
@@ -24,7 +24,7 @@ class Check(Command, frozen=True):
 
 
 def finding_lines(findings: list[Finding]) -> list[str]:
-    """Two columns, and below each finding that is not ok its remedy."""
+    """Lay findings out in two columns, and below each that is not ok its remedy."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:

@@ -53,7 +53,7 @@ AsJson = Annotated[bool, Argument("as JSON", flag="--json")]
 
 
 def print_json(value: Any) -> None:
-    """On stdout, with an indentation."""
+    """Print on stdout, with an indentation."""
     print(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 

@@ -1,4 +1,4 @@
-"""What is asked of a running run over its control socket: ``streamrl drain``, ``reward attach|replace|detach|list``."""
+"""Commands to a running run over its control socket: ``streamrl drain``, ``reward attach|replace|detach|list``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AttachedName = Annotated[str, Argument("as `list` calls it", metavar="NAME", pos
 
 
 class RewardOptions(Command, frozen=True):
-    """How a function is called: what the commands that name one have in common."""
+    """Options of a function's calls, common to the commands that name one."""
 
     option: Annotated[tuple[str, ...], Argument("one of rewards.options; may be repeated", metavar="KEY=VALUE")] = ()
     timeout: Annotated[float, Argument("of a call (default 30)", metavar="S")] = 30.0
@@ -48,7 +48,7 @@ class RewardOptions(Command, frozen=True):
     special_tokens: Annotated[bool, Argument("it sees special tokens, as rewards.advanced.special_tokens")] = False
 
     def reward(self, function: str, **more: Any) -> Reward:
-        """As a recipe would have it. Raises ``RecipeError`` for an option that is none."""
+        """Make the reward as a recipe would. Raises ``RecipeError`` for an unknown option."""
         return Reward(
             function=function,
             options=dict(map(reward_option, self.option)),
@@ -62,14 +62,14 @@ class RewardOptions(Command, frozen=True):
 
 
 class AttachedOptions(RewardOptions, frozen=True):
-    """What a reward of a run has beside."""
+    """Further options of a reward of a run."""
 
     name: Annotated[str, Argument("what metrics call it (its own name)", metavar="NAME")] = ""
     weight: Annotated[float, Argument("what it counts (default 1)", metavar="W")] = 1.0
     shadow: Annotated[bool, Argument("it scores, and nothing is trained on it")] = False
 
     def attached(self, function: str) -> Reward:
-        """With absolute paths: the run has another directory."""
+        """Make the reward with absolute paths: the run has another directory."""
         reward = self.reward(function, name=self.name, weight=self.weight, shadow=self.shadow)
         return resolved_reward(reward, Path.cwd())
 
@@ -114,14 +114,14 @@ class Drain(Command, frozen=True):
     run_directory: RunPath
 
     def run(self) -> int:
-        """When it was asked for: the run takes its time."""
+        """Ask for it and return: the run takes its time."""
         _ask(self.run_directory, DrainRun())
         print("it finishes the open step, saves and ends")
         return 0
 
 
 class ListAttached(Command, frozen=True):
-    """What scores now, and since which version of the rewards."""
+    """List the rewards that score now, and since which version of the rewards."""
 
     run_directory: RunPath
     json: AsJson = False

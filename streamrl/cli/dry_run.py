@@ -13,12 +13,12 @@ from streamrl.base.types import Prompt
 from streamrl.engines.vllm.options import engine_options
 from streamrl.launch.plan.first_prompt import first_prompt_lines, written_prompt
 from streamrl.launch.plan.gpu_demand import gpu_placement
-from streamrl.launch.plan.preflight import CheckedModel, check_model, preflight, resumed
+from streamrl.launch.plan.preflight import CheckedModel, check_model, preflight, with_checkpoint_rewards
 from streamrl.launch.plan.probe import problem_of_model
 from streamrl.launch.plan.summary import arithmetic_lines, process_lines
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.rules.load import dump_recipe
-from streamrl.recipe.sections import EngineKind, Launch, Recipe
+from streamrl.recipe.sections import EngineKind, LaunchedBy, Recipe
 from streamrl.recipe.topology import plan_topology
 from streamrl.run.prompts.prompt_spec import SourceKind, read_spec
 from streamrl.run.prompts.prompts import open_rows
@@ -30,7 +30,7 @@ def dry_run(recipe: Recipe, system: Sequence[str], path: Path, overrides: Sequen
     """Print the resolved recipe, its arithmetic and the processes; then raise ``RecipeError`` when a check fails.
     ``system``: what ``rollout.system`` set in it, one line a key."""
     arguments = " ".join([shlex.quote(str(path)), *(f"--set {shlex.quote(text)}" for text in overrides)])
-    recipe, kept = resumed(recipe)
+    recipe, kept = with_checkpoint_rewards(recipe)
     topology = plan_topology(recipe, Path(tempfile.gettempdir()) / "streamrl-XXXXXXXX")
     model = _model(recipe)
     facts, context = (model.facts, model.context) if model else (None, 0)
@@ -59,11 +59,9 @@ def _show_prompt(seen: list[Prompt], tokenizer: Tokenizer, prompt: Prompt) -> No
 
 
 def _try_model(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:
-    """Try the model where this host starts engines of it. Returns False where the trial gave no answer.
-
-    Raises ``RecipeError`` for a model that cannot be trained, or that vLLM cannot serve under trained weights.
-    """
-    if recipe.engines.kind is not EngineKind.VLLM or recipe.transport.engines is not Launch.LOCAL:
+    """Try the model where this host starts engines of it. Returns False where the trial gave no answer. Raises
+    ``RecipeError`` for a model that cannot be trained, or that vLLM cannot serve under trained weights."""
+    if recipe.engines.kind is not EngineKind.VLLM or recipe.transport.engines is not LaunchedBy.LOCAL:
         print("\nthe model was not tried with vLLM: this host starts no engine of it")
         return True
     print("\nthe model is tried with the trainer and vLLM, without its weights (about 10 s): ", end="", flush=True)
@@ -96,7 +94,7 @@ def _held_out(recipe: Recipe) -> int:
 
 
 def _model(recipe: Recipe) -> CheckedModel | None:
-    """None where the model is not there: ``preflight`` says so at the end, with everything else."""
+    """Return the checked model; None where it is not there: ``preflight`` says so at the end, with everything else."""
     try:
         return check_model(recipe)
     except RecipeError:

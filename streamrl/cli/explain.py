@@ -9,7 +9,7 @@ from streamrl.recipe.rules.explain import explain, reference
 
 
 class Explain(Command, frozen=True):
-    """What a recipe key means, its default and what it may be."""
+    """Explain a recipe key: its meaning, its default and its values."""
 
     key: Annotated[str, Argument("a section, a key, or neither", metavar="SECTION[.KEY]", positional=True)] = ""
     markdown: Annotated[bool, Argument("all keys, as the page docs/recipe.md")] = False

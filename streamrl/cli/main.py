@@ -1,7 +1,5 @@
-"""``streamrl COMMAND``: finds the command, runs it, reports what went wrong.
-
-Exit codes: 0 done or drained, 1 failed, 2 wrong input, 130 cut short.
-"""
+"""``streamrl COMMAND``: finds the command, runs it, reports what went wrong. Exit codes: 0 done or drained, 1 failed, 2
+wrong input, 130 cut short."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 COMMANDS = {
     "train": ("train:Train", "run a recipe"),
     "drain": ("control:Drain", "let a running run finish its step, save and end"),
-    "resume": ("train:Resume", "continue a run that was killed, or drained"),
+    "resume": ("train:ResumeRun", "continue a run that was killed, or drained"),
     "check": ("check:Check", "what this machine can run, with a remedy for what it cannot"),
     "watch": ("watch:Watch", "follow a running run through its metrics socket"),
     "serve": ("serve:Serve", "start one external process of a run by hand (transport.kind = tcp)"),

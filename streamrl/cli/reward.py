@@ -1,7 +1,5 @@
 """``streamrl reward test FUNCTION --prompts FILE``: a reward alone, on completions from a file or from a real engine.
-
-It runs as in a training run: in the same processes, with the same limits and the same checks of what it returns.
-"""
+It runs as in a training run: in the same processes, with the same limits and the same checks of what it returns."""
 
 from __future__ import annotations
 
@@ -131,7 +129,7 @@ async def _run(request: Test, reward: Reward) -> RewardReport:
 
 
 def _sampling_recipe(request: Test) -> Recipe:
-    """What completions are sampled by: a recipe, or one made for just a model. Raises ``RecipeError``."""
+    """Return the recipe to sample completions by: a given one, or one made for just a model. Raises ``RecipeError``."""
     here = Path("recipe.toml")
     if request.engine is not None:
         recipe = recipe_of_model(request.engine)

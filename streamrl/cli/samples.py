@@ -31,8 +31,8 @@ class Samples(Command, frozen=True):
 
 
 def _blocks(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) -> list[str]:
-    """Those of ``kinds`` (``best``, ``worst``, ``random``) of ``steps`` (empty: the last step that was trained, and
-    the last evaluation). Raises ``StreamRLError`` where there are none."""
+    """Return the samples of ``kinds`` (``best``, ``worst``, ``random``) of ``steps`` (empty: the last step that was
+    trained, and the last evaluation). Raises ``StreamRLError`` where there are none."""
     if not (run_directory / "recipe.toml").is_file():
         raise StreamRLError(f"{run_directory} is not the directory of a run: give one, such as runs/latest")
     trained: dict[int, dict[str, CompletionSampled]] = {}

@@ -32,7 +32,7 @@ DEFAULT_CLUSTER = "demo"
 
 
 class InVirtualTime(Command, frozen=True, kw_only=True):
-    """What commands that simulate have in common: where, and how long."""
+    """Arguments that simulating commands have in common: the cluster, and the number of steps."""
 
     cluster: Annotated[str, Argument("a cluster model (TOML), or one of the built-in", metavar="FILE")] = ""
     steps: int

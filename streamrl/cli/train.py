@@ -46,7 +46,7 @@ class Train(Command, frozen=True):
         return _follow(recipe, lambda: Pipeline(recipe))
 
 
-class Resume(Command, frozen=True):
+class ResumeRun(Command, frozen=True):
     """Continue where the journal of a run ends: nothing that was sampled or scored is lost. --set run.steps=N makes it
     longer, or shorter."""
 
@@ -83,7 +83,7 @@ async def _follow_it(recipe: Recipe, make: Callable[[], Pipeline]) -> bool:
     with StdoutReporter() as report, anyio.open_signal_receiver(*_drain_signals()) as signals:
         async with anyio.create_task_group() as tasks:
             run = _Run(recipe, make, report, tasks.cancel_scope)
-            tasks.start_soon(run.obey, signals)
+            tasks.start_soon(run.handle, signals)
             tasks.start_soon(run.show_start)
             await run.follow()
             tasks.cancel_scope.cancel()
@@ -126,7 +126,7 @@ class _Run:
             self._pipeline = None
             self._started.set()
 
-    async def obey(self, signals: AsyncIterator[signal.Signals]) -> None:
+    async def handle(self, signals: AsyncIterator[signal.Signals]) -> None:
         """First SIGINT, SIGTERM or SIGHUP: drain. The second, or one before there is a run: end at once."""
         draining = False
         async for number in signals:

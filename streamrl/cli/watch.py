@@ -37,7 +37,7 @@ class Watch(Command, frozen=True):
     json: AsJson = False
 
     def run(self) -> int:
-        """Until the run has ended or Ctrl-C; 1 where it ended without saying so."""
+        """Watch until the run has ended or Ctrl-C; 1 where it ended without saying so."""
         where = self.where
         if "://" not in where and not Path(where).is_dir():
             raise StreamRLError(
@@ -76,11 +76,11 @@ def _watch(endpoint: str, *, as_json: bool) -> int:
 
 
 def endpoint_of(run_directory: Path) -> str:
-    """Where the run of that directory publishes its metrics. Raises ``StreamRLError`` for one that is not a run's."""
+    """Endpoint of the metrics of the run in that directory. Raises ``StreamRLError`` for one that is not a run's."""
     topology = read_topology(run_directory)
     return metrics_endpoint(load_recipe(run_directory / "recipe.toml"), topology)
 
 
 def _is_gone(endpoint: str) -> bool:
-    """Whether the run at an ipc ``endpoint`` has ended; one on tcp may be out of reach for a while."""
+    """Return whether the run at an ipc ``endpoint`` has ended; one on tcp may be out of reach for a while."""
     return endpoint.startswith("ipc://") and not has_ipc_listener(endpoint)

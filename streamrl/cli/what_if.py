@@ -19,7 +19,7 @@ from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.cluster import differences
 from streamrl.simulate.recording import TRACE_FILE
-from streamrl.simulate.what_if import Advice, Budget, Search, Tried, World, recipe_fragment
+from streamrl.simulate.what_if import Advice, Budget, Search, TriedRecipe, World, recipe_fragment
 
 STEPS = 90
 """Whole cycles of races at 1.125, 1.25 and 1.5 (9, 5 and 3 rounds): a part of one would flatter a race, or wrong it."""
@@ -71,7 +71,7 @@ class WhatIf(InVirtualTime, frozen=True, kw_only=True):
 
 
 def _search(world: World, budget: Budget, recipe: Recipe) -> Advice:
-    """With a bar on a terminal, otherwise with a line every few seconds, on standard error."""
+    """Search with a bar on a terminal, otherwise with a line every few seconds, on standard error."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     last = time.monotonic()
@@ -114,7 +114,7 @@ def _print_advice(advice: Advice, cluster: str, budget: Budget, question: WhatIf
     print(fragment)
 
 
-def advice_table(shown: list[Tried], advice: Advice) -> Table:
+def advice_table(shown: list[TriedRecipe], advice: Advice) -> Table:
     """One row a candidate; speeds are against the recipe as it is. "steps/grad": steps along one gradient."""
     names = ["tok/s", "speed", "groups/s", "step s", "length", "wasted", "bubble", "stale", "wait", "steps/grad", ""]
     table = results_table("", ("rounds", *names))
@@ -144,11 +144,11 @@ def advice_table(shown: list[Tried], advice: Advice) -> Table:
 
 
 def _as_json(advice: Advice, cluster: str, budget: Budget, notes: list[str], world: World) -> dict[str, Any]:
-    def row(tried: Tried) -> dict[str, Any]:
+    def row(tried: TriedRecipe) -> dict[str, Any]:
         fragment = recipe_fragment(tried.recipe, advice.current.recipe)
         figures = msgspec.to_builtins(tried.figures)
-        told = {"name": tried.name, "figures": figures, "problem": tried.problem, "unknown": tried.unknown}
-        return told | {"steps_a_gradient": tried.steps_a_gradient, "recipe": fragment}
+        fields = {"name": tried.name, "figures": figures, "problem": tried.problem, "unknown": tried.unknown}
+        return fields | {"steps_a_gradient": tried.steps_a_gradient, "recipe": fragment}
 
     return {
         "cluster": cluster,

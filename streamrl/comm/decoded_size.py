@@ -42,9 +42,9 @@ _ARRAY = 400  # an ``array.array``, beside its elements, and the time that it ta
 
 
 def takes_more(document: Buffer, limit: int) -> bool:
-    """Whether ``document`` takes more than ``limit`` bytes once it is decoded to plain values: lists, maps, texts,
-    numbers, arrays. What is no MessagePack is judged by what comes before; no value is believed to be longer than the
-    document."""
+    """Return whether ``document`` takes more than ``limit`` bytes once it is decoded to plain values: lists, maps,
+    texts, numbers, arrays. What is no MessagePack is judged by what comes before; no value is believed to be longer
+    than the document."""
     if len(document) < UNSUSPECTED_BYTES:
         return False
     at, size, end = 0, 0, len(document)

@@ -74,15 +74,13 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole) -> str:
     if gate is not None:
         kind = socket.getsockopt(zmq.TYPE)
         assert isinstance(kind, int)
-        check_strangers_are_refused(kind, bound, gate)
+        check_unknown_peers_are_refused(kind, bound, gate)
     return bound
 
 
 def connect(socket: zmq.Socket[bytes], endpoint: str, serves: KeyRole) -> None:
     """Start connecting; libzmq retries until somebody binds. ``serves``: whose key must be there, where there are keys.
-
-    Raises ``StreamRLError`` for an impossible address, or one on another host where this process has no keys.
-    """
+    Raises ``StreamRLError`` for an impossible address, or one on another host where this process has no keys."""
     if (keys := keys_for(endpoint)) is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, public_keys(keys.directory, serves)[0])
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
@@ -144,14 +142,14 @@ def guard_listener(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole) ->
     return context.gate
 
 
-def check_strangers_are_refused(kind: int, endpoint: str, gate: KeyGate) -> None:
+def check_unknown_peers_are_refused(kind: int, endpoint: str, gate: KeyGate) -> None:
     """Connect to a socket bound with ``gate`` with an unknown key, and without any key. Raises ``StreamRLError`` unless
     both are refused, the first one by the gate."""
     keys = process_keys()
     if keys is None:
         return
     public, secret = zmq.curve_keypair()
-    gate.expect_stranger(public)
+    gate.expect_unknown_key(public)
     for with_key, refusals in ((True, _REFUSED), (False, _FAILED)):
         outcome = _knock(kind, _reachable(endpoint), (keys.public, public, secret) if with_key else None)
         if not outcome & refusals:

@@ -36,7 +36,7 @@ class KeyGate:
         self._failure: BaseException | None = None
         self._stop_fd, self.ended_fd = os.eventfd(0, os.EFD_CLOEXEC), os.eventfd(0, os.EFD_CLOEXEC)
         self._refused = 0
-        self._strangers: frozenset[bytes] = frozenset()
+        self._unknown_keys: frozenset[bytes] = frozenset()
         requests.bind(ZAP_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, name="key gate", daemon=True)
         self._thread.start()
@@ -48,9 +48,9 @@ class KeyGate:
         self._domains = self._domains | {domain: (directory, role)}
         return domain
 
-    def expect_stranger(self, key: bytes) -> None:
+    def expect_unknown_key(self, key: bytes) -> None:
         """``key`` is about to be tried, and refused, by this process itself: no news for the log."""
-        self._strangers = self._strangers | {key}
+        self._unknown_keys = self._unknown_keys | {key}
 
     def check(self) -> None:
         """Raise ``StreamRLError`` when it answers no more."""
@@ -87,8 +87,8 @@ class KeyGate:
         _version, number, domain, address, _identity, mechanism, *credentials = request
         key = z85.encode(credentials[0]) if mechanism == b"CURVE" and len(credentials) == 1 else b""
         allowed = bool(key) and self._is_known(domain, key)
-        if not allowed and key not in self._strangers:
-            self._tell_refused(domain, address)
+        if not allowed and key not in self._unknown_keys:
+            self._report_refused(domain, address)
         code, text = (b"200", b"") if allowed else (b"400", b"not a known key")
         return [ZAP_VERSION, number, code, text, b"", b""]
 
@@ -102,7 +102,7 @@ class KeyGate:
             log.error("a connection is refused, because nobody can be known: %s", error)
             return False
 
-    def _tell_refused(self, domain: bytes, address: bytes) -> None:
+    def _report_refused(self, domain: bytes, address: bytes) -> None:
         self._refused += 1
         if self._refused & (self._refused - 1) == 0:  # 1, 2, 4, ...: a peer that tries again and again fills no disk
             log.warning(

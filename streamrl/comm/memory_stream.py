@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded
-from streamrl.base.wakeup import Turns, Wakeup
+from streamrl.base.notifier import Notifier, SerialGate
 from streamrl.comm.stream import ReceiveStream
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ class _Channel(Generic[T]):
         self.window = window
         self.ended = False
         self.broken = ""
-        self.changed = Wakeup()
+        self.changed = Notifier()
 
     def fail(self, reason: str) -> None:
         if not self.ended and not self.broken:
@@ -35,7 +35,7 @@ class _MemoryStream(ABC, Generic[T]):
 
     def __init__(self, channel: _Channel[T]) -> None:
         self._channel = channel
-        self._turns = Turns(channel.changed.wait)
+        self._gate = SerialGate(channel.changed.wait)
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -79,7 +79,7 @@ class MemorySendStream(_MemoryStream[T]):
 
     async def send(self, item: T) -> None:
         """Hand over one item, waiting while the window is full. Cancelled, it has not sent."""
-        await self._turns.take(self._has_room)
+        await self._gate.take(self._has_room)
         self._channel.items.append(item)
         self._channel.changed.notify()
 
@@ -102,7 +102,7 @@ class MemoryReceiveStream(_MemoryStream[T], ReceiveStream[T]):
 
     async def receive(self) -> T:
         """The next item. Cancelled, it has taken none. What was sent before an end or a break comes first."""
-        await self._turns.take(self._has_item)
+        await self._gate.take(self._has_item)
         item = self._channel.items.popleft()
         self._channel.changed.notify()
         return item
@@ -122,7 +122,7 @@ class MemoryReceiveStream(_MemoryStream[T], ReceiveStream[T]):
 
 
 def memory_stream(window: int) -> tuple[MemorySendStream[Any], MemoryReceiveStream[Any]]:
-    """Both ends of a stream of at most ``window`` items that were sent and not yet taken."""
+    """Make both ends of a stream of at most ``window`` items that were sent and not yet taken."""
     if window < 1:
         raise ValueError(f"a window of {window} items lets nothing pass; use at least 1")
     channel: _Channel[Any] = _Channel(window)

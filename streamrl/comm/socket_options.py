@@ -29,9 +29,7 @@ def make_socket(
     receive_high_water_mark: int = 1000,
 ) -> zmq.Socket[bytes]:
     """A socket for ``endpoint``, neither bound nor connected. A peer that sends a larger frame is cut off.
-
-    ``linger_ms``: how long bytes may still leave after it was closed. High-water marks in messages; 0: no bound.
-    """
+    ``linger_ms``: how long bytes may still leave after it was closed. High-water marks in messages; 0: no bound."""
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.LINGER, linger_ms)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)

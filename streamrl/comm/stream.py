@@ -72,10 +72,8 @@ class ReceiveStream(Protocol[T_co]):
 
 
 async def converse(*halves: Callable[[], Awaitable[None]]) -> None:
-    """Run what uses the streams to and from one peer side by side, until all of it has ended.
-
-    Raises ``StreamBroken``, alone and not in a group, when a stream of one half broke: the others are cancelled.
-    """
+    """Run what uses the streams to and from one peer side by side, until all of it has ended. Raises ``StreamBroken``,
+    alone and not in a group, when a stream of one half broke: the others are cancelled."""
     broken: list[StreamBroken] = []
 
     async def until_broken(half: Callable[[], Awaitable[None]]) -> None:

@@ -49,7 +49,7 @@ class Kind(IntEnum):
     BROKEN = 10
 
 
-class Role(StrEnum):
+class StreamRole(StrEnum):
     SENDER = "sender"
     RECEIVER = "receiver"
 
@@ -68,7 +68,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Handshake of one end. ``session`` names the connecting end's life; ``message_bytes`` is the most it accepts."""
 
     item_type: str
-    role: Role
+    role: StreamRole
     window: int
     message_bytes: int
     session: str
@@ -76,7 +76,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     byte_order: str = sys.byteorder
 
 
-class Origin(msgspec.Struct, frozen=True):
+class MessageOrigin(msgspec.Struct, frozen=True):
     """Sender of a message: routing id (empty on a DEALER), number of the connection (None on inproc)."""
 
     peer: bytes
@@ -91,8 +91,8 @@ _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 class StreamEnd(ABC):
     """Common part of both ends: handshake, breaking, parting. ``transmit(peer, frames)`` hands a message to the socket
-    and never waits. After any call ``phase``, ``reason`` and ``parted`` (nothing more will come from the peer and it
-    needs nothing more) may have changed."""
+    and never waits. After any call ``phase``, ``reason`` and ``disconnected`` (nothing more will come from the peer and
+    it needs nothing more) may have changed."""
 
     def __init__(self, hello: Hello, *, binds: bool, limits: WireLimits, transmit: Transmit) -> None:
         self.hello = hello
@@ -100,10 +100,10 @@ class StreamEnd(ABC):
         self.limits = limits
         self.phase = Phase.WAITING
         self.reason = ""
-        self.peer: Origin | None = None
+        self.peer: MessageOrigin | None = None
         self.peer_hello: Hello | None = None
-        self.parted = True
-        self.strangers = 0
+        self.disconnected = True
+        self.unknown_peers = 0
         """Messages ignored because they did not come from the peer."""
         self._transmit = transmit
 
@@ -127,11 +127,11 @@ class StreamEnd(ABC):
 
     def on_disconnected(self) -> None:
         """The connection to the peer is gone."""
-        self.parted = True
+        self.disconnected = True
         if self.phase in (Phase.OPEN, Phase.ENDING):
             self._enter_broken(f"the {self._other_role} is gone: its connection closed without an end of the stream")
 
-    def on_message(self, origin: Origin, frames: Sequence[Buffer]) -> None:
+    def on_message(self, origin: MessageOrigin, frames: Sequence[Buffer]) -> None:
         """A message has arrived, from the peer or a stranger."""
         is_peer = self.peer is not None and origin.peer == self.peer.peer
         try:
@@ -145,7 +145,7 @@ class StreamEnd(ABC):
                 self._on_peer_message(header, frames)
         except WireError as error:
             if not is_peer:
-                self.strangers += 1
+                self.unknown_peers += 1
             elif self.phase in (Phase.OPEN, Phase.ENDING):
                 self.fail(str(error))
 
@@ -154,19 +154,19 @@ class StreamEnd(ABC):
         if self.finished:
             return
         if self.peer is not None:
-            self.parted = False
+            self.disconnected = False
             self._send(Kind.BROKEN, _reason_bytes(reason))
         self._enter_broken(reason)
 
     # ---- handshake -------------------------------------------------------------------------------
 
-    def _on_handshake(self, origin: Origin, header: Header, frames: Sequence[Buffer]) -> None:
+    def _on_handshake(self, origin: MessageOrigin, header: Header, frames: Sequence[Buffer]) -> None:
         if self.finished:
             return  # a peer for the next stream at this endpoint: it connects again when this socket closes
         if not self.binds:
             self._on_answer(origin, header, frames)
         elif header.kind not in (Kind.HELLO, Kind.READY):
-            self.strangers += 1
+            self.unknown_peers += 1
         elif self.peer is not None:
             self._refuse(origin, f"the stream is in use by another {self._other_role}: one sender, one receiver")
         elif mismatch := self._mismatch(header, frames):
@@ -178,11 +178,11 @@ class StreamEnd(ABC):
         else:
             self._adopt(origin, _hello(frames))
 
-    def _on_answer(self, origin: Origin, header: Header, frames: Sequence[Buffer]) -> None:
+    def _on_answer(self, origin: MessageOrigin, header: Header, frames: Sequence[Buffer]) -> None:
         if header.kind == Kind.REFUSED:
             self._enter_broken(f"refused by the {self._other_role}: {_reason(frames)}")
         elif header.kind != Kind.WELCOME:
-            self.strangers += 1
+            self.unknown_peers += 1
         elif mismatch := self._mismatch(header, frames):
             self._enter_broken(mismatch)
         elif (hello := _hello(frames)).session == self.hello.session:
@@ -207,11 +207,11 @@ class StreamEnd(ABC):
             return f"the {other.role} announces a window of {other.window} items, {other.message_bytes} bytes each"
         return ""
 
-    def _refuse(self, origin: Origin, reason: str) -> None:
+    def _refuse(self, origin: MessageOrigin, reason: str) -> None:
         self._send(Kind.REFUSED, _reason_bytes(reason), to=origin.peer)
 
-    def _adopt(self, origin: Origin, hello: Hello) -> None:
-        self.peer, self.peer_hello, self.parted = origin, hello, False
+    def _adopt(self, origin: MessageOrigin, hello: Hello) -> None:
+        self.peer, self.peer_hello, self.disconnected = origin, hello, False
         self.phase = Phase.OPEN
         self._on_open()
 
@@ -221,7 +221,7 @@ class StreamEnd(ABC):
         match header.kind:
             case Kind.BROKEN | Kind.REFUSED:
                 self._send(Kind.GOODBYE)
-                self.parted = True
+                self.disconnected = True
                 if not self.finished:
                     self._enter_broken(f"broken by the {self._other_role}: {_reason(frames)}")
             case Kind.GOODBYE if self.phase is not Phase.OPEN:
@@ -231,12 +231,12 @@ class StreamEnd(ABC):
             case _ if not self.finished:
                 self._on_stream_message(header, frames)
             case Kind.BYE:
-                self.parted = True
+                self.disconnected = True
             case _:
                 pass  # items and credit that crossed our BROKEN
 
     def _on_goodbye(self) -> None:
-        self.parted = True
+        self.disconnected = True
 
     @abstractmethod
     def _on_open(self) -> None: ...
@@ -245,8 +245,8 @@ class StreamEnd(ABC):
     def _on_stream_message(self, header: Header, frames: Sequence[Buffer]) -> None: ...
 
     @property
-    def _other_role(self) -> Role:
-        return Role.RECEIVER if self.hello.role is Role.SENDER else Role.SENDER
+    def _other_role(self) -> StreamRole:
+        return StreamRole.RECEIVER if self.hello.role is StreamRole.SENDER else StreamRole.SENDER
 
     def _enter_broken(self, reason: str) -> None:
         self.phase = Phase.BROKEN
@@ -291,7 +291,7 @@ class SendingEnd(StreamEnd):
         if self.phase is Phase.ENDING:
             self.phase = Phase.ENDED
             self._send(Kind.BYE)
-        self.parted = True
+        self.disconnected = True
 
     def _on_stream_message(self, header: Header, frames: Sequence[Buffer]) -> None:
         if header.kind != Kind.CREDIT:

@@ -143,10 +143,8 @@ class WireCodec(Generic[T]):
         self._incoming_used = 0
 
     def encode(self, item: T) -> list[Buffer]:
-        """Body and raw frames of an item (without header). The raw frames share memory with the item's arrays.
-
-        Raises ``WireError`` where the item is of another type, holds something msgpack cannot, or is over a limit.
-        """
+        """Body and raw frames of an item (without header). The raw frames share memory with the item's arrays. Raises
+        ``WireError`` where the item is of another type, holds something msgpack cannot, or is over a limit."""
         if self._item_types is not None and not isinstance(item, self._item_types):
             raise WireError(f"an item of type {type(item).__name__} on a stream of {self.item_type_name}")
         self._outgoing = []

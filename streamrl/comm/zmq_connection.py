@@ -15,9 +15,9 @@ import anyio
 import zmq
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.wakeup import Wakeup
+from streamrl.base.notifier import Notifier
 from streamrl.comm import zmq_sockets
-from streamrl.comm.stream_protocol import Origin, StreamEnd
+from streamrl.comm.stream_protocol import MessageOrigin, StreamEnd
 from streamrl.comm.wire import Buffer, WireLimits
 
 UNBIND_SECONDS = 1.0
@@ -46,8 +46,8 @@ class StreamConnection:
         self._ipc_identity: tuple[int, int] | None = None
         self._attached = False
         self._unreachable = False
-        self._departure_told = False
-        self._changed = Wakeup()
+        self._departure_sent = False
+        self._changed = Notifier()
         self._running = anyio.CancelScope(shield=True)
 
     # ---- life ------------------------------------------------------------------------------------
@@ -148,20 +148,20 @@ class StreamConnection:
             return
         self._read_monitor()
         departed = self._connection_is_lost()
-        received = self._receive_all(accept_strangers=not departed)
+        received = self._receive_all(accept_unknown_peers=not departed)
         # Only now: what the peer said before it went (its last items, or why it broke the stream) comes first.
-        if self._connection_is_lost() and not self._departure_told:
-            self._departure_told = True
+        if self._connection_is_lost() and not self._departure_sent:
+            self._departure_sent = True
             self.end.on_disconnected()
             received = True
         # Detaching ends the connection too: a listener owns its sessions. So not before the peer has heard everything.
-        if self.end.finished and self._attached and (self.end.parted if self._binds else self._departure_told):
+        if self.end.finished and self._attached and (self.end.disconnected if self._binds else self._departure_sent):
             self._detach()
             self.service()  # giving an address back consumes wake-ups of libzmq, so look once more
         if received:
             self.wake()
 
-    def _receive_all(self, *, accept_strangers: bool) -> bool:
+    def _receive_all(self, *, accept_unknown_peers: bool) -> bool:
         received = False
         assert self._socket is not None
         while zmq_sockets.has_message(self._socket):
@@ -170,14 +170,14 @@ class StreamConnection:
             peer = bytes(message.pop(0).buffer) if self._binds else b""
             known = self.end.peer is not None and self.end.peer.peer == peer
             if known:
-                self.end.on_message(Origin(peer, None), [frame.buffer for frame in message])
-            elif accept_strangers:
+                self.end.on_message(MessageOrigin(peer, None), [frame.buffer for frame in message])
+            elif accept_unknown_peers:
                 try:
                     connection = self._connection_of(message)
                 except zmq.ZMQError:  # a peer of ZMTP 1.0 or 2.0, or random bytes that parse as such: no metadata
-                    self.end.strangers += 1
+                    self.end.unknown_peers += 1
                     continue
-                self.end.on_message(Origin(peer, connection), [frame.buffer for frame in message])
+                self.end.on_message(MessageOrigin(peer, connection), [frame.buffer for frame in message])
         return received
 
     def _connection_of(self, message: Sequence[zmq.Frame]) -> int | None:

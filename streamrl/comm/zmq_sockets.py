@@ -84,11 +84,8 @@ class StreamContext(zmq.Context["zmq.Socket[bytes]"]):
 def create_socket(
     context: zmq.Context[Any], kind: int, endpoint: str, *, max_frame_bytes: int, receive_high_water_mark: int
 ) -> zmq.Socket[bytes]:
-    """A socket of a stream. Frames above ``max_frame_bytes`` cut the connection.
-
-    Nothing is queued without credit, so there is no bound on sending; the one on receiving is against a peer that
-    ignores credit.
-    """
+    """A socket of a stream. Frames above ``max_frame_bytes`` cut the connection. Nothing is queued without credit, so
+    there is no bound on sending; the one on receiving is against a peer that ignores credit."""
     transport_of(endpoint)
     return make_socket(
         context,
@@ -102,10 +99,8 @@ def create_socket(
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    """Bind and return the endpoint with its real port. Who may connect is for a ``SocketGuard`` to decide.
-
-    Raises ``StreamRLError`` naming the endpoint and the remedy.
-    """
+    """Bind and return the endpoint with its real port. Who may connect is for a ``SocketGuard`` to decide. Raises
+    ``StreamRLError`` naming the endpoint and the remedy."""
     if transport_of(endpoint) == "ipc" and has_ipc_listener(endpoint):
         raise StreamRLError(f"cannot bind {endpoint}: {_bind_remedy(errno.EADDRINUSE)}")
     try:
@@ -118,10 +113,7 @@ def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
 
 
 def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Start connecting; libzmq retries until somebody binds.
-
-    Raises ``StreamRLError`` for an impossible address.
-    """
+    """Start connecting; libzmq retries until somebody binds. Raises ``StreamRLError`` for an impossible address."""
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
@@ -131,7 +123,7 @@ def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a receive would not wait."""
+    """Return whether a receive would not wait."""
     events = socket.getsockopt(zmq.EVENTS)
     assert isinstance(events, int)
     return bool(events & zmq.POLLIN)
@@ -152,11 +144,9 @@ def _bind_remedy(number: int | None) -> str:
 
 
 def has_ipc_listener(endpoint: str) -> bool:
-    """Whether a process listens at an ipc ``endpoint``; False where nothing is, or the socket of a process that ended.
-
-    Raises ``StreamRLError`` where the path is anything but a socket: libzmq would unlink it before binding, as it
-    unlinks the socket of another process.
-    """
+    """Return whether a process listens at an ipc ``endpoint``; False where nothing is, or the socket of a process that
+    ended. Raises ``StreamRLError`` where the path is anything but a socket: libzmq would unlink it before binding, as
+    it unlinks the socket of another process."""
     address = endpoint.removeprefix("ipc://")
     if address.startswith("@"):
         address = "\0" + address[1:]
@@ -236,7 +226,7 @@ class ConnectionMonitor:
         return None if fd is None else self._open.get(fd)
 
     def is_open(self, connection: int) -> bool:
-        """Whether this connection still stands."""
+        """Return whether this connection still stands."""
         return connection in self._open.values()
 
     def wait_until_unbound(self, seconds: float) -> bool:

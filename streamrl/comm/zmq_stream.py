@@ -25,9 +25,9 @@ import anyio
 from anyio.abc import TaskGroup
 
 from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded, WireError
-from streamrl.base.wakeup import Turns
+from streamrl.base.notifier import SerialGate
 from streamrl.comm.stream import ReceiveStream
-from streamrl.comm.stream_protocol import Hello, Phase, ReceivingEnd, Role, SendingEnd
+from streamrl.comm.stream_protocol import Hello, Phase, ReceivingEnd, SendingEnd, StreamRole
 from streamrl.comm.wire import HEADER_BYTES, WireCodec, WireLimits
 from streamrl.comm.zmq_connection import StreamConnection
 from streamrl.comm.zmq_sockets import SocketGuard
@@ -56,7 +56,7 @@ class StreamOptions(TypedDict, total=False):
 class _ZmqStream(ABC, Generic[T]):
     """Common part of sender and receiver: the context manager, waiting for changes, parting."""
 
-    def __init__(self, item_type: Any, endpoint: str, role: Role, bind: bool, options: StreamOptions) -> None:
+    def __init__(self, item_type: Any, endpoint: str, role: StreamRole, bind: bool, options: StreamOptions) -> None:
         self.name = options.get("name") or endpoint
         self._role = role
         self._limits = options.get("limits") or WireLimits()
@@ -77,7 +77,7 @@ class _ZmqStream(ABC, Generic[T]):
             name=options.get("name", ""),
         )
         self._tasks: TaskGroup
-        self._turns = Turns(lambda: self._connection.changed())
+        self._gate = SerialGate(lambda: self._connection.changed())
         self._closed = False
 
     @property
@@ -86,10 +86,10 @@ class _ZmqStream(ABC, Generic[T]):
         return self._connection.endpoint
 
     @property
-    def strangers(self) -> int:
+    def unknown_peers(self) -> int:
         """Messages dropped because no handshake with this stream's peer preceded them, or because the sender did not
         speak ZMTP 3."""
-        return self._connection.end.strangers
+        return self._connection.end.unknown_peers
 
     async def __aenter__(self) -> Self:
         self._tasks = anyio.create_task_group()
@@ -137,7 +137,7 @@ class _ZmqStream(ABC, Generic[T]):
     async def _part(self, seconds: float) -> None:
         """Wait until the peer needs nothing more from this end."""
         with anyio.move_on_after(seconds):
-            while not self._connection.end.parted:
+            while not self._connection.end.disconnected:
                 await self._connection.changed()
 
     def _describe(self, what: str) -> str:
@@ -154,20 +154,17 @@ class ZmqSendStream(_ZmqStream[T]):
     """The sending end; make it with ``zmq_sender``. Safe for several coroutines that send at once."""
 
     def __init__(self, item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]) -> None:
-        super().__init__(item_type, endpoint, Role.SENDER, bind, options)
+        super().__init__(item_type, endpoint, StreamRole.SENDER, bind, options)
         self._end = SendingEnd(self._hello, binds=bind, limits=self._limits, transmit=self._connection.transmit)
         self._connection.end = self._end
         self._closing: anyio.Event | None = None
 
     async def send(self, item: T) -> None:
-        """Send one item, waiting for credit.
-
-        Cancelled, it has not sent. Raises ``WireError`` where the item itself cannot travel (the stream goes on),
-        ``StreamClosed`` and ``StreamBroken``.
-        """
+        """Send one item, waiting for credit. Cancelled, it has not sent. Raises ``WireError`` where the item itself
+        cannot travel (the stream goes on), ``StreamClosed`` and ``StreamBroken``."""
         frames = self._codec.encode(item)
         size = sum(len(frame) for frame in frames)
-        await self._turns.take(self._has_credit)
+        await self._gate.take(self._has_credit)
         hello = self._end.peer_hello
         if hello is not None and HEADER_BYTES + size > hello.message_bytes:
             most = hello.message_bytes - HEADER_BYTES
@@ -217,17 +214,14 @@ class ZmqReceiveStream(_ZmqStream[T], ReceiveStream[T]):
     """The receiving end; make it with ``zmq_receiver``. ``async for`` over it stops at the end of the stream."""
 
     def __init__(self, item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]) -> None:
-        super().__init__(item_type, endpoint, Role.RECEIVER, bind, options)
+        super().__init__(item_type, endpoint, StreamRole.RECEIVER, bind, options)
         self._end = ReceivingEnd(self._hello, binds=bind, limits=self._limits, transmit=self._connection.transmit)
         self._connection.end = self._end
 
     async def receive(self) -> T:
-        """The next item. Cancelled, it has taken none.
-
-        Items that arrived before an end or a break come first.
-        Raises ``StreamEnded``, ``StreamClosed`` or ``StreamBroken``.
-        """
-        await self._turns.take(self._has_item)
+        """The next item. Cancelled, it has taken none. Items that arrived before an end or a break come first. Raises
+        ``StreamEnded``, ``StreamClosed`` or ``StreamBroken``."""
+        await self._gate.take(self._has_item)
         frames = self._end.items[0]
         try:
             item = self._codec.decode(frames)

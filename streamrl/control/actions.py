@@ -1,4 +1,4 @@
-"""What control may order. The async shell carries actions out in the order given; each says all that it needs."""
+"""Actions that control orders. The async shell carries them out in the order given; each says all that it needs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PauseEngines(Action, frozen=True):
 
 
 class Decision(Action, frozen=True):
-    """Why control decided as it did, for people: logged and shown. ``figures``: what it rests on."""
+    """Decision of control and its reason, for people: logged and shown. ``figures``: what it rests on."""
 
     subject: str
     reason: str

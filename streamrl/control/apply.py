@@ -1,4 +1,5 @@
-"""What an event changes: ``apply(state, event, rules, out)``. Afterwards ``decide`` orders what follows from it."""
+"""Changes of the state by an event: ``apply(state, event, rules, out)``. Afterwards ``decide`` orders what follows from
+it."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def _began(state: RunState, event: on.RunBegan, settings: ControlSettings, out: 
 
 
 def _continue(state: RunState, event: on.RunContinued) -> None:
-    """After a drain, and after an error that ended the run: not after its last step, nor its last prompt."""
+    """Continue after a drain, or after an error that ended the run: not after its last step, nor its last prompt."""
     state.steps = event.steps or state.steps
     if state.trainer_version < state.steps and (state.draining or not state.starved):
         state.stop_reason, state.starved, state.pending.end = None, False, None
@@ -297,10 +298,9 @@ def _live(state: RunState, event: on.WeightsLive, settings: ControlSettings, out
 
 
 def order_evaluation(state: RunState, version: int, limit: int, out: Actions) -> None:
-    """Of ``version``, on the first ``limit`` held-out prompts (0: all); not in a drain, and not a second time.
-
-    It falls due with a version that goes live and begins at once: the batch is trained meanwhile, only the push waits.
-    So there is never a second one."""
+    """Order an evaluation of ``version`` on the first ``limit`` held-out prompts (0: all); not in a drain, and not a
+    second time. It falls due with a version that goes live and begins at once: the batch is trained meanwhile, only the
+    push waits. So there is never a second one."""
     if state.draining or state.evaluated == (version, limit):
         return
     state.evaluated = (version, limit)
@@ -309,7 +309,7 @@ def order_evaluation(state: RunState, version: int, limit: int, out: Actions) ->
 
 
 def order_checkpoint(state: RunState, version: int, out: Actions) -> None:
-    """Of ``version``, unless it was written already."""
+    """Order a checkpoint of ``version``, unless it was written already."""
     if state.saved_version != version:
         state.pending.checkpoint = state.saved_version = version
         out.append(do.WriteCheckpoint(policy_version=version))

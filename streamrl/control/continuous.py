@@ -1,4 +1,5 @@
-"""No rounds: every slot is kept busy, weights change in flight, staleness is bounded by slots and deadlines (ADR 2)."""
+"""Continuous rollout without rounds: every slot is kept busy, weights change in flight, staleness is bounded by slots
+and deadlines (ADR 2)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""What is to be done after an event: ``decide(state, rules, out)``.
-
-In this order: drop what became stale, hand ready groups to training, settle a full batch and close it, publish,
-launch, end. An event costs time in proportion to the group that it is about, and to nothing else that is in flight.
-"""
+"""Decisions after an event: ``decide(state, rules, out)``. In this order: drop what became stale, hand ready groups to
+training, settle a full batch and close it, publish, launch, end. An event costs time in proportion to the group that it
+is about, and to nothing else that is in flight."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def drop_stale(state: RunState, rules: Rules, out: Actions) -> None:
     """End groups whose oldest token no batch may train any more, whatever the policy promised."""
     # The open batch is trained by trainer_version; once it is closed the next chance is one version later.
     now = state.trainer_version + int(state.batch_closed)
-    for group in state.buffer.older_than(now - rules.settings.max_staleness):
+    for group in state.buffer.stale_groups(now - rules.settings.max_staleness):
         drop_group(state, group, DropReason.STALE, out)
         if rules.settings.when_stale is StalePolicy.REGENERATE:
             state.prompts.waiting.insert(0, next_attempt(group, None))
@@ -65,7 +63,7 @@ def fill(state: RunState, rules: Rules, out: Actions) -> None:
 
 
 def _fill_once(state: RunState, rules: Rules, out: Actions) -> bool:
-    """Whether a group joined."""
+    """Return whether a group joined."""
     batch, buffer = state.batch, state.buffer
     if state.batch_closed or batch.missing <= 0 or not buffer.ready:
         return False
@@ -155,7 +153,7 @@ def publish(state: RunState, out: Actions) -> None:
 
 
 def wind_down(state: RunState, rules: Rules, out: Actions) -> None:
-    """Nothing new is trained: let a closed batch finish and go live, drop the rest, evaluate, save, end."""
+    """End without training anything new: let a closed batch finish and go live, drop the rest, evaluate, save, end."""
     reason = DropReason.DRAINED if state.stop_reason is not None or state.starved else DropReason.CANCELLED
     open_batch = () if state.batch_closed else tuple(state.buffer.batched.values())
     for group in sorted((*open_batch, *state.buffer.untrained.values()), key=lambda g: g.group_id):
@@ -203,7 +201,7 @@ def _dropped_too_many(state: RunState, rules: Rules) -> str:
 
 
 def _deadlock(state: RunState, rules: Rules) -> str:
-    """Why no event can come; empty when one may. Paused groups count as under way: some may be scored now."""
+    """Return why no event can come; empty when one may. Paused groups count as under way: some may be scored now."""
     buffer, pending = state.buffer, state.pending
     under_way = buffer.paused or len(buffer.untrained) > len(buffer.ready)
     if under_way or state.batch_closed or pending.push is not None or pending.draw or state.busy:

@@ -1,4 +1,5 @@
-"""What can happen. Events carry identities and sizes, never tokens: a log stays small and replays anywhere."""
+"""Events that control is given. They carry identities and sizes, never tokens: a log stays small and replays
+anywhere."""
 
 from __future__ import annotations
 
@@ -18,10 +19,8 @@ class RunBegan(Event, frozen=True):
 
 
 class PromptsDrawn(Event, frozen=True):
-    """The answer to ``DrawPrompts``. Fewer than asked for means that the source is exhausted.
-
-    ``prompt_tokens``: length of each prompt, or empty.
-    """
+    """The answer to ``DrawPrompts``. Fewer than asked for means that the source is exhausted. ``prompt_tokens``: length
+    of each prompt, or empty."""
 
     prompt_ids: tuple[str, ...]
     exhausted: bool = False
@@ -60,11 +59,9 @@ class TrajectoryFailed(Event, frozen=True):
 
 
 class EnginesMeasured(Event, frozen=True):
-    """What the engines did since the last such event; reported at most a few times a second, and only if a policy asks.
-
+    """Load of the engines since the last such event; reported at most a few times a second, and only if a policy asks.
     ``running``: mean number of running requests; ``token_s``: seconds of one decode step at that number (0: unknown).
-    ``kv_usage``: largest share of an engine's KV blocks in use.
-    """
+    ``kv_usage``: largest share of an engine's KV blocks in use."""
 
     running: float
     waiting: int
@@ -84,7 +81,7 @@ class RoundTimed(Event, frozen=True):
 
 
 class RoundsAdvised(Event, frozen=True):
-    """What an adviser beside the run predicts: trained tokens a second of each kind of round that it compared, by name.
+    """Prediction of an adviser beside the run: trained tokens a second of each kind of round that it compared, by name.
     ``seconds``: of a step, by name and by what metrics call the round; ``figures``: what the prediction rests on."""
 
     goodput: dict[str, float]

@@ -9,7 +9,7 @@ from streamrl.control.round_policy import SizingDecision
 
 
 class FixedSize:
-    """See ``GroupSizer``."""
+    """``GroupSizer`` with the recipe's group size."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -25,4 +25,4 @@ class FixedSize:
         return {}
 
     def restore(self, state: dict[str, object]) -> None:
-        """Nothing to restore: the size is the recipe's."""
+        """Do nothing: the size is the recipe's."""

@@ -18,7 +18,7 @@ from streamrl.control.round_policy import Launch, RoundView, Rules, Source
 
 
 def view(state: RunState, rules: Rules) -> RoundView:
-    """What the policy sees. In advance of a version: as if it were live already."""
+    """Make the policy's view. In advance of a version: as if it were live already."""
     settings, buffer = rules.settings, state.buffer
     ahead = _launches_ahead(state, rules)
     batch = _launch_batch(state, rules)
@@ -96,7 +96,8 @@ def _resume(state: RunState, plan: Launch, rules: Rules, size: int, out: Actions
 
 
 def _launch_groups(state: RunState, plan: Launch, rules: Rules, size: int, out: Actions) -> bool:
-    """Whether all groups of ``plan`` were launched that slots allow; where prompts lack, they are drawn first."""
+    """Return whether all groups of ``plan`` were launched that slots allow; where prompts lack, they are drawn
+    first."""
     if not 0 <= plan.keep <= plan.size or plan.size < 1:
         raise ValueError(
             f"the rounds launch groups of {plan.size} trajectories of which {plan.keep} are kept: "

@@ -1,7 +1,5 @@
-"""The core of control: ``handle(event) -> actions``, which is ``apply`` and then ``decide``.
-
-The same core runs the real pipeline and the simulator, and the journal of a run rebuilds it.
-"""
+"""The core of control: ``handle(event) -> actions``, which is ``apply`` and then ``decide``. The same core runs the
+real pipeline and the simulator, and the journal of a run rebuilds it."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ class Control:
             decide(state, rules, out)
 
     def orders_again(self) -> list[ControlAction]:
-        """What was ordered and not answered (``pending``), for a shell with nothing in flight."""
+        """List what was ordered and not answered (``pending``), for a shell with nothing in flight."""
         return orders_again(self.state)
 
     def snapshot(self) -> Snapshot:
@@ -72,8 +70,8 @@ class Control:
 
 
 def fork(snapshot: Snapshot, settings: ControlSettings) -> Snapshot:
-    """Where another run begins that goes on from a checkpoint with this snapshot: what was under way is sampled anew,
-    what was deferred still waits, what policies learnt stays."""
+    """Make the initial snapshot of another run that begins from a checkpoint with this one: what was under way is
+    sampled again, what was deferred still waits, what policies learnt stays."""
     snapshot.check()
     before = snapshot.state
     state = RunState(steps=settings.steps, batch=Batch(batch_id=0, target=settings.batch_weight))

@@ -48,9 +48,9 @@ class Batch(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Pending(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What was ordered and has not been answered. ``draw``: prompts asked of the source; ``step``: the batch is closed
-    and the trainer steps; ``push``, ``checkpoint``: the version that is pushed or written; ``paused_for``: the version
-    that engines are paused for; ``end``: the last action, which nothing answers. What is sampled is in the buffer."""
+    """Orders that have not been answered. ``draw``: prompts asked of the source; ``step``: the batch is closed and the
+    trainer steps; ``push``, ``checkpoint``: the version that is pushed or written; ``paused_for``: the version that
+    engines are paused for; ``end``: the last action, which nothing answers. What is sampled is in the buffer."""
 
     draw: int = 0
     step: StepOptimizer | None = None
@@ -74,7 +74,7 @@ class PromptPool(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def empty(self) -> bool:
-        """Nothing waits, and the source has no more."""
+        """Return whether no prompt waits, and the source has no more."""
         return self.exhausted and not self.waiting and not self.queue
 
 
@@ -129,12 +129,12 @@ class RunState(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def ending(self) -> bool:
-        """Nothing more will be trained."""
+        """Return whether nothing more will be trained."""
         return self.draining or self.starved or self.trainer_version >= self.steps
 
     @property
     def finished(self) -> bool:
-        """Nothing more will be decided."""
+        """Return whether nothing more will be decided."""
         return self.pending.end is not None
 
     @property
@@ -144,12 +144,12 @@ class RunState(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def busy(self) -> bool:
-        """An evaluation or a checkpoint is not done."""
+        """Return whether an evaluation or a checkpoint is not done."""
         return self.pending.evaluation is not None or self.pending.checkpoint is not None
 
     @property
     def round_kind(self) -> str:
-        """Of the round that the open batch belongs to, or of the groups that fill it; empty before both."""
+        """Kind of the round that the open batch belongs to, or of the groups that fill it; empty before both."""
         if self.batch.round_kind or not self.batch.groups:
             return self.batch.round_kind
         return self.buffer.batched[self.batch.groups[0]].round_kind

@@ -1,4 +1,4 @@
-"""What a controller that takes over must order again: what the state remembers as ordered and not answered.
+"""Orders that a controller that takes over must give again: what the state remembers as ordered and not answered.
 
 An answer that the new controller finds by itself (ranks that have stepped, engines that hold the version that is
 pushed) is an event first, taken without carrying out what control orders then: ``orders_again`` says all of it.
@@ -23,11 +23,9 @@ from streamrl.control.model import RunState
 def orders_again(
     state: RunState, answered: Collection[type[ControlEvent]] = (), ended: Collection[TrajectoryId] = ()
 ) -> list[ControlAction]:
-    """What brings a shell with nothing in flight to where the old one was, in an order that it can carry out.
-
+    """List what brings a shell with nothing in flight to where the old one was, in an order that it can carry out.
     Engines hold the live version and ranks the trainer's, with no gradients of an open batch. ``answered``, ``ended``:
-    answers and trajectories that are known and do not count yet (a deterministic run).
-    """
+    answers and trajectories that are known and do not count yet (a deterministic run)."""
     pending = state.pending
     if pending.end is not None:
         return [pending.end]
@@ -63,7 +61,7 @@ def groups_in_batch(state: RunState) -> list[do.TrainGroupNow]:
 
 
 def _launches(state: RunState, ended: Collection[TrajectoryId]) -> list[ControlAction]:
-    """What has no outcome, oldest launch first; what was stopped is stopped again."""
+    """List launches of what has no outcome, oldest first; what was stopped is stopped again."""
     launches: list[ControlAction] = []
     stopped: list[TrajectoryId] = []
     for group in state.buffer.untrained.values():

@@ -28,12 +28,9 @@ from streamrl.recipe.scheduling import StalePolicy
 
 
 class Source(StrEnum):
-    """Where the groups of a launch come from.
-
-    ``fresh``: prompts from the source. ``queue``: prompts that wait in the queue, because they were deferred in a race,
-    were cut, or are of a loaded cohort. ``paused``: groups that were stopped and go on from their tokens. ``cohort``:
-    nothing is launched; so many prompts are drawn into the queue.
-    """
+    """Source of the groups of a launch. ``fresh``: prompts from the source. ``queue``: prompts that wait in the queue,
+    because they were deferred in a race, were cut, or are of a loaded cohort. ``paused``: groups that were stopped and
+    continue from their tokens. ``cohort``: nothing is launched; so many prompts are drawn into the queue."""
 
     FRESH = "fresh"
     QUEUE = "queue"
@@ -42,11 +39,9 @@ class Source(StrEnum):
 
 
 class Remainder(StrEnum):
-    """What happens to groups that are not in a full batch.
-
-    ``keep``: nothing, a later batch takes them. ``requeue``: they end and their prompts join the queue. ``pause``:
-    they stop, keep their tokens and are resumed under the next version.
-    """
+    """Handling of groups that are not in a full batch. ``keep``: nothing, a later batch takes them. ``requeue``: they
+    end and their prompts join the queue. ``pause``: they stop, keep their tokens and are resumed under the next
+    version."""
 
     KEEP = "keep"
     REQUEUE = "requeue"
@@ -76,7 +71,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoundView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy may look at. Counts are groups unless they say otherwise.
+    """Facts that a policy may use. Counts are groups unless they say otherwise.
 
     ``batch_trajectories``: what one optimizer step consumes; ``group_size``: of the open round, or chosen for the next
     one by the group sizing; ``keeps_prompts``: a batch is so many groups, so that here each of them counts as
@@ -109,7 +104,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     keeps_prompts: bool = False
 
     def trajectories_of(self, size: int) -> int:
-        """How many trajectories of the batch a group of ``size`` fills."""
+        """Count the trajectories of the batch that a group of ``size`` fills."""
         return self.group_size if self.keeps_prompts else size
 
     @property
@@ -124,7 +119,8 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
         return open_batch and self.live_version == self.trainer_version
 
     def leaves_time_for_others(self, candidate: Candidate) -> bool:
-        """Whether every other untrained group can still be trained by its deadline once ``candidate`` has joined."""
+        """Return whether every other untrained group can still be trained by its deadline once ``candidate`` has
+        joined."""
         return may_take(
             candidate.trajectories,
             candidate.deadline,
@@ -135,7 +131,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def queue_first(self, groups: int) -> tuple[int, Source]:
-        """So many groups from the queue where prompts wait there, and otherwise from the source."""
+        """Take so many groups from the queue where prompts wait there, and otherwise from the source."""
         return (min(groups, self.queued), Source.QUEUE) if self.queue else (groups, Source.FRESH)
 
 
@@ -170,7 +166,7 @@ Observation = GroupObserved | EnginesMeasured | RoundTimed | RoundsAdvised
 
 
 class RoundPolicy(Protocol):
-    """How rounds are formed. Made once a run with its ``ControlSettings``.
+    """Rules by which rounds are formed. Made once a run with its ``ControlSettings``.
 
     ``on_policy``: every token is trained by the version that sampled it; only such rounds are submitted in advance.
     ``replays``: a prompt that was requeued draws the same completions again. ``cut_tokens``: sampled tokens that fill a
@@ -193,8 +189,8 @@ class RoundPolicy(Protocol):
 
     @property
     def drop_reason(self) -> DropReason:
-        """Why groups are dropped when ``remainder`` answers ``requeue``. Any reason but ``lost_race`` and ``cut``
-        counts towards the dropped groups in a row that end a run."""
+        """Reason for which groups are dropped when ``remainder`` answers ``requeue``. Any reason but ``lost_race`` and
+        ``cut`` counts towards the dropped groups in a row that end a run."""
         ...
 
     def slots(self) -> int:
@@ -212,11 +208,11 @@ class RoundPolicy(Protocol):
         ...
 
     def observe(self, seen: Observation) -> None:
-        """What a policy that adapts learns from."""
+        """Learn from what happened; for policies that adapt."""
         ...
 
     def snapshot(self) -> dict[str, object]:
-        """What a resumed run needs of this policy: values that msgspec encodes."""
+        """State that a resumed run needs of this policy: values that msgspec encodes."""
         ...
 
     def restore(self, state: dict[str, object]) -> None:
@@ -225,24 +221,24 @@ class RoundPolicy(Protocol):
 
 
 class StatelessRounds:
-    """What most policies answer to the last questions: nothing special, nothing learnt."""
+    """Defaults for a policy without state: nothing special, nothing learnt."""
 
     replays = False
     cut_tokens = 0
 
     def sorted_queue(self, queue: Sequence[PromptRef]) -> Sequence[PromptRef]:
-        """As it is."""
+        """Return the queue as it is."""
         return queue
 
     def observe(self, seen: Observation) -> None:
-        """Nothing is learnt."""
+        """Learn nothing."""
 
     def snapshot(self) -> dict[str, object]:
-        """No state."""
+        """Return no state."""
         return {}
 
     def restore(self, state: dict[str, object]) -> None:
-        """No state."""
+        """Do nothing."""
 
 
 class SizingDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,7 +252,7 @@ class SizingDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupSizer(Protocol):
-    """How large groups are: asked for ``size`` once a round, given what ended once a step. Reward is not an input."""
+    """Rule of the group size: asked for ``size`` once a round, given what ended once a step. Reward is not an input."""
 
     @property
     def size(self) -> int:
@@ -268,7 +264,7 @@ class GroupSizer(Protocol):
         ...
 
     def snapshot(self) -> dict[str, object]:
-        """What a resumed run needs."""
+        """State that a resumed run needs."""
         ...
 
     def restore(self, state: dict[str, object]) -> None:
@@ -277,7 +273,7 @@ class GroupSizer(Protocol):
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What decides beside the state: the recipe's settings, the two policies, and how many slots there are."""
+    """Rules that decide beside the state: the recipe's settings, the two policies, and the number of slots."""
 
     settings: ControlSettings
     policy: RoundPolicy

@@ -1,4 +1,4 @@
-"""What of the recipe decides. Written into the event log, so that a log replays without the recipe."""
+"""Settings of control, from the recipe. Written into the event log, so that a log replays without the recipe."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def batch_trajectories(self) -> int:
-        """What one optimizer step consumes; where batches keep their prompts, of the largest groups."""
+        """Trajectories that one optimizer step consumes; where batches keep their prompts, with the largest groups."""
         return largest_batch(self.batches)
 
     @property
@@ -65,7 +65,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def control_settings(recipe: Recipe) -> ControlSettings:
-    """What of the recipe decides."""
+    """Take the settings of control from the recipe."""
     has_held_out = bool(recipe.evaluation.prompts)
     return ControlSettings(
         steps=recipe.run.steps,

@@ -108,7 +108,7 @@ async def _generate(engine: WatchedEngine, request: Generate, events: Events) ->
 
 
 async def _carry_out(engine: WatchedEngine, order: EngineOrder, events: Events) -> None:
-    """An order to the whole engine."""
+    """Carry out an order to the whole engine."""
     assert not isinstance(order, Generate | Abort)
     began = time.monotonic()
     try:

@@ -25,7 +25,7 @@ from streamrl.contracts import Engine
 from streamrl.engines.resumption import whole_of
 from streamrl.engines.routing import Router, ServedRequest, forget_oldest
 
-AWAY = "away"
+UNAVAILABLE = "unavailable"
 """The reason to drain an engine that is not there: its host died, or its set is not in use."""
 
 ABORT_AGAIN_SECONDS = 0.5
@@ -36,27 +36,25 @@ COUNTERS = ("generated_tokens", "preemptions", "decode_steps", "decode_s", "deco
 
 
 class EnginePool:
-    """``engines`` by name, and the names of those that are ``absent`` at first, drained and detached. A ``Sampler``.
-
-    ``fatal_deaths`` None: the death of an engine is an error. Else the run continues, and a request that was being
-    served at so many deaths is refused (0: none is): it may be what they died of.
-    """
+    """``engines`` by name, and the names of those that are ``unavailable`` at first, drained and detached. A
+    ``Sampler``. ``fatal_deaths`` None: the death of an engine is an error. Else the run continues, and a request that
+    was being served at so many deaths is refused (0: none is): it may be what they died of."""
 
     def __init__(
         self,
         engines: Mapping[str, Engine],
         *,
-        absent: Sequence[str] = (),
+        unavailable: Sequence[str] = (),
         fatal_deaths: int | None = None,
     ) -> None:
         if not engines:
             raise EngineError("the pool has no engine; set engines.count to 1 or more")
-        self.names = (*engines, *absent)
+        self.names = (*engines, *unavailable)
         """Names of all engines, also of those that are drained or detached."""
         self.lost_requests = 0
         """Requests that came back with nothing because their engine died."""
         self._engines = dict(engines)
-        self._drained = {name: {AWAY} for name in absent}
+        self._drained = {name: {UNAVAILABLE} for name in unavailable}
         self._emptied = {name: anyio.Event() for name in self.names}
         self._router = Router(self.names)
         self._waiting: dict[str, anyio.Event] = {}
@@ -154,7 +152,7 @@ class EnginePool:
 
     def _lost_with(self, name: str, engine: Engine, request_id: str) -> Completion:
         if self._engines.get(name) is engine:  # it gets nothing more, also before its death was reported
-            self.withdraw([name], AWAY)
+            self.withdraw([name], UNAVAILABLE)
         self.lost_requests += 1
         whole = whole_of(request_id)
         deaths = self._deaths[whole] = self._deaths.pop(whole, 0) + 1
@@ -189,7 +187,7 @@ class EnginePool:
         """Send ``name`` requests again, unless it was drained for another reason, too. Raises ``EngineError`` where a
         detached engine would serve."""
         reasons = self._drained.get(name, set())
-        if name not in self._engines and (reason == AWAY or AWAY not in reasons):
+        if name not in self._engines and (reason == UNAVAILABLE or UNAVAILABLE not in reasons):
             raise EngineError(f"{name} is detached; attach an engine that holds the live version first")
         reasons.discard(reason)
         if not reasons:
@@ -216,7 +214,7 @@ class EnginePool:
 
     def lose(self, name: str) -> None:
         """Leave an engine out of everything at once: its host died. The requests that it served come back cut."""
-        self.withdraw([name], AWAY)
+        self.withdraw([name], UNAVAILABLE)
         if name in self._engines:
             self._take_out(name)
 

@@ -60,7 +60,7 @@ class RemoteEngine:
         self._closing = False
         self._paused = False
         self._answered = 0
-        self.heard = 0
+        self.events_received = 0
         """How many events came from the host."""
         self.failed = anyio.Event()
         """Set when it serves no more: see ``failure``."""
@@ -78,8 +78,8 @@ class RemoteEngine:
         return self._load.generated_tokens, self._load.decode_steps, self._answered
 
     @property
-    def owes_progress(self) -> bool:
-        """Whether requests are open and it is not paused."""
+    def has_open_requests(self) -> bool:
+        """Return whether requests are open and it is not paused."""
         return bool(self._requests) and not self._paused
 
     async def run(self) -> None:
@@ -140,7 +140,7 @@ class RemoteEngine:
         await self._order(lambda i: PauseEngine(order_id=i, mode=mode, clear_cache=clear_cache), EngineError)
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Resume sampling."""
         await self._order(lambda i: ResumeEngine(order_id=i), EngineError)
         self._paused = False
 
@@ -195,9 +195,9 @@ class RemoteEngine:
             self._require_alive()
 
     def _accept(self, event: EngineEvent) -> None:
-        """An answer that is not waited for, because it was given before, or its request came back in another way, is
-        dropped."""
-        self.heard += 1
+        """Take an event. An answer that is not awaited, because it was given before, or its request came back in
+        another way, is dropped."""
+        self.events_received += 1
         if isinstance(event, Generated):
             self._answered += 1
             _settle(self._requests.get(event.request_id), event.completion)

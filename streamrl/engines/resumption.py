@@ -65,7 +65,7 @@ def remaining_tokens(request: Generate) -> int:
 
 
 def join_completions(first: Completion, second: Completion) -> Completion:
-    """Both as one completion: tokens, logprobs and version spans in order; finished as ``second`` is."""
+    """Join two parts of a completion: tokens, logprobs and version spans in order; finished as ``second`` is."""
     offset = len(first.token_ids)
     spans = list(first.version_spans)
     for span in second.version_spans:
@@ -114,7 +114,7 @@ def accepted_part(kept: TokenArray, logprobs: Sequence[float], count: int, polic
     )
 
 
-class KeptTokens:
+class CancelledCompletions:
     """Tokens of trajectories that were cancelled, by the seed that they were sampled with, in bounded memory.
 
     What ended is held for as long as its round may still lose it. What is missing here is replayed from its start: the

@@ -1,3 +1,2 @@
-"""What puts a run together: the way in from Python, the controller's process, what each other process does, the
-directory of a run and what it resumes from. Its files may import any wing, as those of ``simulate`` and ``cli`` may.
-"""
+"""Assembly of a run: the Python interface, the controller's process, the work of each other process, the directory of a
+run and its resumption. Its files may import any wing, as those of ``simulate`` and ``cli`` may."""

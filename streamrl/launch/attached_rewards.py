@@ -1,4 +1,4 @@
-"""Which rewards a run is scored with: what the recipe says, until it is changed in the running run."""
+"""Rewards of a running run: those of the recipe, until they are changed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class AttachedRewards:
 
     @property
     def snapshot(self) -> RewardsSnapshot:
-        """What a resumed run must know to score as this one does now."""
+        """Snapshot from which a resumed run scores as this one does now."""
         return structs.replace(self._snapshot, slowest_s=self._stage.limits.slowest_s)
 
     def file(self) -> Mapping[str, bytes]:
@@ -61,7 +61,7 @@ class AttachedRewards:
         return rewards_file(self.snapshot)
 
     async def run(self, requests: ReceiveStream[RewardRequest], note: Note) -> None:
-        """Until ``requests`` ends or breaks: then the caller is gone, and the run continues."""
+        """Serve until ``requests`` ends or breaks: then the caller is gone, and the run continues."""
         try:
             async for request in requests:
                 if isinstance(request, ListRewards):
@@ -136,7 +136,7 @@ def changed(rewards: tuple[Reward, ...], change: RewardChange) -> tuple[Reward, 
 
 
 def described(change: RewardChange) -> str:
-    """What was asked for, in a few words."""
+    """Describe a change in a few words."""
     match change:
         case AttachReward():
             return f"attach {change.reward.label} ({change.reward.function})"

@@ -1,9 +1,9 @@
-"""What is said on the control socket of a run: one request a connection, one answer. Pure.
+"""Messages on the control socket of a run: one request a connection, one answer. Pure.
 
-A request is an operation and, where the operation changes something, the run's key. An operation is a message: to
-add one, add it to ``ControlOperation``, its answer to ``ControlAnswer``, and, where it only looks, to ``READ_ONLY``:
-all others need the key. Both directions are a length of four bytes (big-endian) and so many bytes of msgpack, over a
-unix socket in a directory that only this user may enter. Nothing is decoded that is longer than allowed.
+A request is an operation and, where the operation changes something, the run's key. An operation is a message: to add
+one, add it to ``ControlOperation``, its answer to ``ControlAnswer``, and, where it only looks, to ``READ_ONLY``: all
+others need the key. Both directions are a length of four bytes (big-endian) and so many bytes of msgpack, over a unix
+socket in a directory that only this user may enter. Nothing is decoded that is longer than allowed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ControlRequest(Record, frozen=True):
 
 
 class ControlRefused(Message, frozen=True):
-    """Nothing was done, and why, a line each."""
+    """Refusal: nothing was done; a line for each reason."""
 
     problems: tuple[str, ...]
 
@@ -70,14 +70,14 @@ LENGTH_BYTES = _LENGTH.size
 
 
 def is_allowed(request: ControlRequest, key: str) -> bool:
-    """Whether ``request.key`` permits the operation. Takes as long for every wrong key."""
+    """Return whether ``request.key`` permits the operation. Takes as long for every wrong key."""
     if isinstance(request.operation, READ_ONLY):
         return True
     return hmac.compare_digest(request.key.encode(), key.encode())
 
 
 def described(operation: ControlOperation) -> str:
-    """Its kind and the rewards that it names, for the log: their options may be secrets."""
+    """Name the operation and its rewards for the log, without their options, which may be secrets."""
     names: tuple[str, ...] = ()
     match operation:
         case AttachReward():
@@ -98,12 +98,12 @@ def length_of(prefix: bytes, largest: int) -> int:
 
 
 def encode_request(request: ControlRequest) -> bytes:
-    """With its length. Raises ``WireError`` for one that is too large."""
+    """Encode a request with its length. Raises ``WireError`` for one that is too large."""
     return _framed(request, LARGEST_REQUEST)
 
 
 def encode_answer(answer: ControlAnswer) -> bytes:
-    """With its length."""
+    """Encode an answer with its length."""
     return _framed(answer, LARGEST_ANSWER)
 
 

@@ -111,7 +111,7 @@ class ControlServer:
             raise StreamRLError(f"the control socket {self._path} cannot be made: {error.strerror}") from error
 
     async def run(self) -> None:
-        """After ``open``, until cancelled; the socket is gone then."""
+        """Serve after ``open`` until cancelled; the socket is gone then."""
         assert self._listener is not None, "open comes before run"
         try:
             async with self._listener, anyio.create_task_group() as connections:
@@ -173,7 +173,7 @@ class ControlServer:
             )
 
     def _may_ask(self) -> bool:
-        """Whether one more request is within the budget, which it uses up."""
+        """Return whether one more request is within the budget, which it uses up."""
         now = time.monotonic()
         self._budget = min(BURST, self._budget + (now - self._budget_at_s) * REQUESTS_A_SECOND)
         self._budget_at_s = now
@@ -221,12 +221,12 @@ async def ask_control(path: Path, operation: ControlOperation, key: str, timeout
 
 
 def peer_user(stream: anyio.abc.SocketStream) -> int:
-    """Who the kernel says is at the other end."""
+    """User id of the other end, as the kernel says."""
     return _peer(stream)[1]
 
 
 def peer_process(stream: anyio.abc.SocketStream) -> int:
-    """Which process the kernel says is at the other end."""
+    """Process id of the other end, as the kernel says."""
     return _peer(stream)[0]
 
 

@@ -53,7 +53,7 @@ Emit = Callable[[RunEvent | RewardReply], Awaitable[None]]
 
 
 class Parts(msgspec.Struct, frozen=True):
-    """What is connected: the stages work on it."""
+    """Connected parts on which the stages work."""
 
     tokenizer: Tokenizer
     rewards: tuple[RewardStage, AttachedRewards]
@@ -108,7 +108,7 @@ async def open_rollout(recipe: Recipe, parts: Parts, held_out: HeldOut) -> Rollo
 
 
 def _capacity(recipe: Recipe, parts: Parts) -> int:
-    """What bubble ratios count as full, whatever the rounds."""
+    """Trajectories that bubble ratios count as full, whatever the rounds."""
     return min(parts.ready.max_num_seqs, recipe.batch_trajectories)
 
 
@@ -124,7 +124,7 @@ async def open_weight_sync(recipe: Recipe, parts: Parts, rollout: RolloutStage) 
         canary=await anyio.to_thread.run_sync(canary_of, recipe, installed_device()),
         waits=parts.watch.waits,
     )
-    parts.hosts.attend(sync)
+    parts.hosts.set_weight_sync(sync)
     return sync
 
 
@@ -137,7 +137,7 @@ def run_report(
     evaluations: HeldOutEvaluations,
     resumption: Resumption | None,
 ) -> RunReport:
-    """Return the report of the run, which writes its trace, too."""
+    """Make the report to observers and the trace."""
     capacity = _capacity(recipe, parts)
     header = trace_header(
         recipe,

@@ -25,10 +25,8 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 
 def torchrun_rank(environment: Mapping[str, str], ranks: int) -> int | None:
-    """The rank that ``torchrun`` gave this process, None where it did not start it.
-
-    Raises ``RecipeError`` when torchrun starts another number of ranks than the recipe has.
-    """
+    """The rank that ``torchrun`` gave this process, None where it did not start it. Raises ``RecipeError`` when
+    torchrun starts another number of ranks than the recipe has."""
     if not all(environment.get(name) for name in TORCHRUN_VARIABLES):
         return None
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])

@@ -22,6 +22,7 @@ from typing import IO, Any, Self
 import anyio
 import anyio.to_thread
 
+from streamrl.base.atomic_files import make_directory, write_durable, write_link
 from streamrl.base.errors import ProcessDied, RecipeError, StreamBroken, StreamRLError
 from streamrl.base.run_events import (
     KillEngine,
@@ -32,13 +33,12 @@ from streamrl.base.run_events import (
     StepFinished,
     StopEngine,
 )
-from streamrl.base.whole_files import make_directory, write_durable, write_link
 from streamrl.comm.stream import ReceiveStream
 from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, Draining, DrainRun, ParentMessage
 from streamrl.launch.control_socket import serving_control
 from streamrl.launch.plan.gpu_demand import gpu_placement
-from streamrl.launch.plan.preflight import going_on, preflight, resumed
+from streamrl.launch.plan.preflight import preflight, recipe_of_resumed_run, with_checkpoint_rewards
 from streamrl.launch.run_directory import NOT_RESUMED, lock_run, refuse_changes, write_changed_recipe, write_inputs
 from streamrl.launch.run_record import refuse_lost_journal
 from streamrl.launch.supervise.clean_up import SOCKET_PREFIX, remove_half_written, remove_killed_life
@@ -132,11 +132,11 @@ class Pipeline:
                 log.warning("%s", failure)
             for change in await to_thread(self._changes):
                 log.warning("%s", change)
-            await to_thread(preflight, *await to_thread(going_on, self.recipe, self.run_directory))
+            await to_thread(preflight, *await to_thread(recipe_of_resumed_run, self.recipe, self.run_directory))
             if self._changed_now:
                 await to_thread(write_changed_recipe, self.run_directory, self.recipe)
             return
-        self.recipe, kept = await to_thread(resumed, self.recipe)
+        self.recipe, kept = await to_thread(with_checkpoint_rewards, self.recipe)
         await to_thread(preflight, self.recipe, kept)
         self.run_directory = await to_thread(_make_run_directory, self.recipe, kept)
         self._lock = lock_run(self.run_directory)
@@ -236,7 +236,7 @@ class Pipeline:
         self._failure = ProcessDied(f"{died}\n{note}")
 
     async def _receive(self, endpoint: str) -> None:
-        """What one controller says, and its successors."""
+        """Receive the events of the controller and of its successors."""
         while True:
             with anyio.CancelScope() as self._conversation:
                 async with zmq_receiver(ParentMessage, endpoint, bind=True, name="controller.steps") as steps:
@@ -246,7 +246,7 @@ class Pipeline:
                 return
 
     async def _await_controller(self) -> None:
-        """Before the run is resumed: listen to the next controller, and to the one that died no more."""
+        """Listen to the next controller, and no more to the one that died, before the run is resumed."""
         self._bound = anyio.Event()
         self._conversation.cancel()
         self._rewards.controller_replaced()
@@ -256,7 +256,7 @@ class Pipeline:
         try:
             async for event in steps:
                 if isinstance(event, StopEngine | StartEngine | KillEngine):
-                    self._tasks.start_soon(self._orders.obey, event)
+                    self._tasks.start_soon(self._orders.handle, event)
                     continue
                 if isinstance(event, RewardReply):
                     self._rewards.answered(event)
@@ -276,8 +276,8 @@ class Pipeline:
 async def carry_out(
     rewards: RewardAttachments, drain: Callable[[], None], operation: ControlOperation
 ) -> ControlAnswer:
-    """An operation of the control socket. Raises ``StreamRLError`` (``RecipeError`` where what is asked for is wrong):
-    then nothing was done."""
+    """Carry out an operation of the control socket. Raises ``StreamRLError`` (``RecipeError`` where what is asked for
+    is wrong): then nothing was done."""
     if isinstance(operation, DrainRun):
         drain()
         return Draining()

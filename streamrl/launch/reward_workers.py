@@ -10,8 +10,8 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from streamrl.base.atomic_files import write_durable
 from streamrl.base.errors import RecipeError
-from streamrl.base.whole_files import write_durable
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.launch.attached_rewards import AttachedRewards, Note
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
@@ -62,7 +62,8 @@ async def open_reward_stage(
 
 
 def _as_order(snapshot: RewardsSnapshot) -> LoadRewardSet | None:
-    """None: what workers begin with, the functions of the recipe, score."""
+    """Return the order that loads the rewards of ``snapshot``; None: workers begin with them, as those of the
+    recipe."""
     return (
         LoadRewardSet(reward_version=snapshot.reward_version, rewards=snapshot.rewards)
         if snapshot.reward_version

@@ -1,4 +1,4 @@
-"""What each process of a run does, by role. Only what a role needs is imported when it begins."""
+"""Entry points of the processes of a run, by role. Only what a role needs is imported when it begins."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def _vllm(options: EngineOptions) -> WatchedEngine:
 
 
 def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
-    """Neither vllm nor torch is imported. Engines of a run share the replica of the weights as real ones do."""
+    """Make a simulated engine, without importing vllm or torch. Engines of a run share the replica of the weights as
+    real ones do."""
     from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
     from streamrl.engines.simulated.text import sentences_of
     from streamrl.pretrained.tokenizer import load_tokenizer

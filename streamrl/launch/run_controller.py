@@ -39,7 +39,7 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
-from streamrl.base.concurrent_calls import BegunEarly
+from streamrl.base.concurrent_calls import BackgroundCall
 from streamrl.base.messages import TrainerReady, TrainingEvent, TrainingOrder
 from streamrl.base.run_events import RunEvent, RunFinished, RunStarted, StartProgress
 from streamrl.base.stage_messages import RewardOutcome, RolloutOrder, RolloutOutcome
@@ -120,11 +120,11 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             nursery.start_soon(watch.run)
             nursery.start_soon(judge.run)
             # Beside others that load: after the death of a controller nobody has work until it has all of this.
-            loading = BegunEarly(nursery, partial(anyio.to_thread.run_sync, load_tokenizer, recipe.model.path))
-            scoring = BegunEarly(nursery, partial(open_reward_stage, recipe, topology, run_directory, emit))
+            loading = BackgroundCall(nursery, partial(anyio.to_thread.run_sync, load_tokenizer, recipe.model.path))
+            scoring = BackgroundCall(nursery, partial(open_reward_stage, recipe, topology, run_directory, emit))
             began = anyio.current_time()
             ready_after = partial(_say_ready, emit, began)
-            training = BegunEarly(nursery, partial(_ready_ranks, trainer, ready_after))
+            training = BackgroundCall(nursery, partial(_ready_ranks, trainer, ready_after))
             with watch.waits.waiting_for("the engines to start"):
                 hosts, pool, ready = await open_engines(recipe, topology, steps.send, emit, nursery)
             await ready_after(prepared_sets(recipe)[0].engines)

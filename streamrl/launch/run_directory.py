@@ -10,8 +10,8 @@ from typing import IO, Any
 import msgspec
 from msgspec import structs
 
+from streamrl.base.atomic_files import hold_lock, write_durable
 from streamrl.base.errors import UNDECODABLE, RecipeError, StreamRLError
-from streamrl.base.whole_files import hold_lock, write_durable
 from streamrl.launch.supervise.crash_bundle import package_versions
 from streamrl.recipe.rules.load import dump_recipe
 from streamrl.recipe.sections import Recipe
@@ -39,8 +39,8 @@ def lock_run(run_directory: Path) -> IO[bytes]:
 
 
 class RunInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run was started with. ``recipe``: as TOML; ``packages``: versions; ``files``: bytes of each file that the
-    recipe names, by path."""
+    """Inputs with which a run was started. ``recipe``: as TOML; ``packages``: versions; ``files``: bytes of each file
+    that the recipe names, by path."""
 
     recipe: str
     packages: dict[str, str]
@@ -66,8 +66,8 @@ def write_changed_recipe(run_directory: Path, recipe: Recipe) -> None:
 
 
 def refuse_changes(run_directory: Path, recipe: Recipe, *, force: bool, chosen: Set[str] = frozenset()) -> list[str]:
-    """What differs from when the run was started, each in a sentence, if ``force``; otherwise ``RecipeError`` is raised
-    with it. ``chosen``: paths of settings that were asked to change now, as ``MAY_CHANGE`` allows. Raises
+    """List the differences from when the run was started, each in a sentence, if ``force``; otherwise ``RecipeError``
+    is raised with them. ``chosen``: paths of settings that were asked to change now, as ``MAY_CHANGE`` allows. Raises
     ``StreamRLError`` for a directory that is not a run's."""
     found = changed_inputs(run_directory, recipe, chosen)
     if found and not force:

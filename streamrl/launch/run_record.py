@@ -1,4 +1,4 @@
-"""What a run writes down so that nothing of it is lost, and what that says of earlier lives of it."""
+"""Journal of a run, or its absence, and the facts that it gives about earlier lives of the run."""
 
 from __future__ import annotations
 
@@ -49,11 +49,9 @@ class JournalledRun(RunRecord, frozen=True, kw_only=True):
 async def open_record(
     recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int
 ) -> JournalledRun:
-    """Of a new run, or of one that goes on; ranks hold ``start_version``. Blocking work is done in a thread.
-
-    Raises ``StreamRLError`` where the journal is damaged, of another run, in use, or without what a run with
-    checkpoints goes on from.
-    """
+    """Open the record of a new run, or of one that resumes; ranks hold ``start_version``. Blocking work is done in a
+    thread. Raises ``StreamRLError`` where the journal is damaged, of another run, in use, or without what a run with
+    checkpoints goes on from."""
     return await anyio.to_thread.run_sync(partial(_open, recipe, settings, run_directory, start_version))
 
 

@@ -86,10 +86,8 @@ def join(options: TrainerOptions, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def needs_peers(doing: str) -> Iterator[None]:
-    """Around collectives, also as a decorator: raises ``StreamBroken`` when another rank is gone or does not answer.
-
-    gloo notices a dead process at once; one that hangs, and anything under NCCL, after ``collective_timeout_s``.
-    """
+    """Context of collectives, also a decorator: raises ``StreamBroken`` when another rank is gone or does not answer.
+    gloo notices a dead process at once; one that hangs, and anything under NCCL, after ``collective_timeout_s``."""
     try:
         yield
     except RuntimeError as error:
@@ -109,10 +107,8 @@ def mesh(device: torch.device) -> DeviceMesh:
 
 
 def leave() -> None:
-    """Wait for the other ranks, for a while, and leave. Call it after the model and the optimizer are gone.
-
-    Leaving without the barrier aborted a rank in 2 of 5 runs. When a peer is dead there is nobody to wait for.
-    """
+    """Wait for the other ranks, for a while, and leave. Call it after the model and the optimizer are gone. Leaving
+    without the barrier aborted a rank in 2 of 5 runs. When a peer is dead there is nobody to wait for."""
     if not dist.is_initialized():
         return
     with contextlib.suppress(RuntimeError):

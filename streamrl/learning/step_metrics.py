@@ -31,11 +31,8 @@ def check_totals(sums: BatchSums, close: CloseBatch, device: torch.device) -> No
 
 
 def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.device) -> dict[str, float]:
-    """Metrics of the batch over all ranks. Collective.
-
-    Token means are over the computed tokens (groups without signal are not computed); where there are none,
-    they are absent.
-    """
+    """Metrics of the batch over all ranks. Collective. Token means are over the computed tokens (groups without signal
+    are not computed); where there are none, they are absent."""
     counts = [float(n) for n in (sums.groups_without_signal, sums.loss_tokens, sums.samples)]
     values = all_reduce([*counts, *astuple(sums.tokens)], device)
     without_signal, loss_tokens, samples = values[:3]

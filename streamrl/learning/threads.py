@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.recipe.sections import Launch, Recipe
+from streamrl.recipe.sections import LaunchedBy, Recipe
 
 
 def engine_threads(recipe: Recipe, cores: int) -> int:
@@ -30,13 +30,10 @@ def idle_threads(recipe: Recipe, cores: int) -> int:
 
 def trainer_threads(recipe: Recipe, cores: int, *, engines_on_cpu: bool, freed: int = 0) -> int:
     """Torch threads of one rank: ``training.advanced.threads``, or what engines and judge of this host leave, shared by
-    the ranks.
-
-    ``freed``: so many of the engines do nothing until the next round.
-    """
+    the ranks. ``freed``: so many of the engines do nothing until the next round."""
     if recipe.training.threads or recipe.run.deterministic:
         return recipe.training.threads or 1
-    shared = engines_on_cpu and recipe.transport.engines is Launch.LOCAL
+    shared = engines_on_cpu and recipe.transport.engines is LaunchedBy.LOCAL
     left = cores - (recipe.engines.count - freed) * engine_threads(recipe, cores) if shared else cores
     left -= judge_threads(recipe, cores) if engines_on_cpu else 0
     return max(left // recipe.training.ranks, 1)

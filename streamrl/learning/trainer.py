@@ -74,7 +74,8 @@ class TorchTrainer:
 
     @property
     def idle_work(self) -> bool:
-        """Whether a part row is worth training while no order waits. Small rows are slow: a quarter of one at least."""
+        """Return whether a part row is worth training while no order waits. Small rows are slow: a quarter of one at
+        least."""
         alone = self._options.streaming and not self._updates.by_layer
         return alone and 4 * self._batch.waiting_tokens >= self._options.micro_batch_tokens
 
@@ -152,10 +153,8 @@ class TorchTrainer:
 
     @process_group.needs_peers("closing a batch")
     def close_batch(self, close: CloseBatch) -> StepReport:
-        """Finish the batch: reduce, divide, clip, step, publish ``close.policy_version``. Collective.
-
-        Raises ``StreamRLError`` when groups are missing or the gradient is not finite.
-        """
+        """Finish the batch: reduce, divide, clip, step, publish ``close.policy_version``. Collective. Raises
+        ``StreamRLError`` when groups are missing or the gradient is not finite."""
         batch, device = self._batch, self._device
         if close.policy_version != self.policy_version + 1 or batch.batch_id not in (None, close.batch_id):
             raise StreamRLError(

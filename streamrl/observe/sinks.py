@@ -50,7 +50,7 @@ class Reporter:
             raise errors[0]
 
     def _bounded(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Without names that would be more than a run may have: rewards name their parts, and may name each anew."""
+        """Drop names beyond the number that a run may have: rewards name their parts, and may name each differently."""
         kept: dict[str, float] = {}
         for name, value in metrics.items():
             if name not in self._names:

@@ -1,7 +1,5 @@
-"""Text and chats to token ids, and back, on the ``tokenizers`` library: no torch, no transformers.
-
-Token ids are the only truth from here on: nothing that was tokenised or sampled is ever tokenised again.
-"""
+"""Text and chats to token ids, and back, on the ``tokenizers`` library: no torch, no transformers. Token ids are the
+only truth from here on: nothing that was tokenised or sampled is ever tokenised again."""
 
 from __future__ import annotations
 
@@ -167,10 +165,8 @@ def _digest(content: dict[str, Any], end: tuple[int, ...], special: SpecialToken
 
 
 def refuse_different_tokenizers(path: str, digests: Mapping[str, str]) -> None:
-    """Raises ``StreamRLError`` unless all that loaded a tokenizer from ``path`` have the same one.
-
-    ``digests``: by who loaded it, in words; "" for what has none (a simulated engine).
-    """
+    """Raises ``StreamRLError`` unless all that loaded a tokenizer from ``path`` have the same one. ``digests``: by who
+    loaded it, in words; "" for what has none (a simulated engine)."""
     known = {who: digest for who, digest in digests.items() if digest}
     if len(set(known.values())) > 1:
         listed = "; ".join(f"{who}: {digest}" for who, digest in known.items())

@@ -27,7 +27,7 @@ def refuse_untrainable(directory: Path) -> None:
 
 
 def other_kind(config: Mapping[str, Any]) -> str:
-    """Why the model of ``config`` is no causal language model of text, and the remedy; empty: it may be one."""
+    """Return why the model of ``config`` is no causal language model of text, and the remedy; empty: it may be one."""
     listed = config.get("architectures")
     classes = [str(one) for one in listed] if isinstance(listed, list) else []
     named = ", ".join(classes) or f"of the type {config.get('model_type')}"
@@ -43,7 +43,7 @@ def other_kind(config: Mapping[str, Any]) -> str:
 
 
 def quantised(config: Mapping[str, Any]) -> str:
-    """Why the weights of ``config`` are no plain ones; empty: they are."""
+    """Return why the weights of ``config`` are no plain ones; empty: they are."""
     method = config.get("quantization_config")
     if not method:
         return ""
@@ -52,7 +52,8 @@ def quantised(config: Mapping[str, Any]) -> str:
 
 
 def _misfit(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> str:
-    """Why weights and configuration are not of one model, or the configuration not of any; empty: neither is seen."""
+    """Return why weights and configuration are not of one model, or the configuration not of any; empty: neither is
+    seen."""
     vocabulary, padding, count = (config.get(key) for key in ("vocab_size", "pad_token_id", "num_hidden_layers"))
     remedy = "copy config.json and the weights of one save"
     for name, tensor in tensors.items():
@@ -75,8 +76,9 @@ def _misfit(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> s
 
 
 def unknown_modules(directory: Path, names: Sequence[str]) -> dict[str, str]:
-    """Those of ``names`` that are no linear module of the model by its weight files, with the reason and the remedy.
-    What the files cannot say (which modules share a weight by the class's own default) is left to the trainer."""
+    """List those of ``names`` that are no linear module of the model by its weight files, with the reason and the
+    remedy. What the files cannot say (which modules share a weight by the class's own default) is left to the
+    trainer."""
     config, tensors = read_model_config(directory), stored_tensors(directory)
     two = (
         name.removesuffix(".weight")

@@ -67,5 +67,5 @@ class Judge(Section, frozen=True):
 
 
 def asks_own_judge(reward: Reward) -> bool:
-    """Whether ``reward`` is for the judge of the run."""
+    """Return whether ``reward`` is for the judge of the run."""
     return reward.function == JUDGE_REWARD and not reward.options.get("endpoint")

@@ -89,22 +89,22 @@ class ObjectiveSettings(Objective, frozen=True):
 
     @property
     def has_critic(self) -> bool:
-        """Whether values are trained."""
+        """Return whether values are trained."""
         return self.estimator.of_critic
 
     @property
     def has_value_model(self) -> bool:
-        """Whether the critic is a model of its own."""
+        """Return whether the critic is a model of its own."""
         return self.has_critic and self.value_model is ValueModel.OWN
 
     @property
     def has_reference(self) -> bool:
-        """Whether a frozen copy of the initial model is kept."""
+        """Return whether a frozen copy of the initial model is kept."""
         return self.kl_coefficient > 0
 
     @property
     def trains_without_signal(self) -> bool:
-        """Whether a group whose rewards are all equal may have a gradient, so that it must be computed."""
+        """Return whether a group whose rewards are all equal may have a gradient, so that it must be computed."""
         return not self.estimator.compares_siblings or self.kl_coefficient > 0 or self.entropy_coefficient != 0
 
 

@@ -118,7 +118,7 @@ class DeferredPrompts(StrEnum):
     RESUME = "resume"
 
 
-SAME_NOISE = (DeferredPrompts.REPLAY, DeferredPrompts.VERIFY)
+SAME_SEED = (DeferredPrompts.REPLAY, DeferredPrompts.VERIFY)
 
 
 class TailBatching(Section, frozen=True):
@@ -140,8 +140,8 @@ class TailBatching(Section, frozen=True):
     domains: Annotated[dict[str, PositiveFloat], advanced("the share of each value of domain_column")] = {}
 
     def verifies(self, *, deterministic: bool) -> bool:
-        """Whether deferred completions are verified. A deterministic run replays them: how far a race lets a completion
-        come depends on time, and a prefill may round differently from decoding."""
+        """Return whether deferred completions are verified. A deterministic run replays them: how far a race lets a
+        completion come depends on time, and a prefill may round differently from decoding."""
         return self.deferred_prompts is DeferredPrompts.VERIFY and not deterministic
 
 
@@ -166,7 +166,7 @@ class LengthSorted(Section, frozen=True):
 
 
 def trains_on_policy(rollout: Rollout, tail_batching: TailBatching, length_sorted: LengthSorted) -> bool:
-    """Whether every token is trained by the version that sampled it. Custom rounds: where the bound is 0."""
+    """Return whether every token is trained by the version that sampled it. Custom rounds: where the bound is 0."""
     if rollout.rounds in (RoundKind.SYNCHRONOUS, RoundKind.AUTO):
         return True
     if rollout.rounds is RoundKind.TAIL_BATCHING:
@@ -242,18 +242,18 @@ class GroupSizing(Section, frozen=True):
 
     @property
     def varies(self) -> bool:
-        """Whether groups may have other sizes than ``rollout.group_size``."""
+        """Return whether groups may have other sizes than ``rollout.group_size``."""
         return self.kind is not SizingKind.FIXED
 
     @property
     def keeps_prompts(self) -> bool:
-        """Whether batches are of so many groups, whatever their size."""
+        """Return whether batches are of so many groups, whatever their size."""
         return self.varies and self.keeps is Keeps.PROMPTS
 
     @property
     def informs_smaller(self) -> bool:
-        """Whether parts of a group tell how often smaller groups straggle: not in seconds where batches of smaller
-        groups are smaller, since how long a member takes depends on how many others run."""
+        """Return whether parts of a group tell how often smaller groups straggle: not in seconds where batches of
+        smaller groups are smaller, since how long a member takes depends on how many others run."""
         return not (self.keeps_prompts and self.straggler is Straggler.SECONDS)
 
     def batches(self, prompts: int, size: int) -> tuple[tuple[int, int], ...]:

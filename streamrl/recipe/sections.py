@@ -329,7 +329,7 @@ class TransportKind(StrEnum):
     TCP = "tcp"
 
 
-class Launch(StrEnum):
+class LaunchedBy(StrEnum):
     """Launcher of a process: this run, or a person (``streamrl serve``)."""
 
     LOCAL = "local"
@@ -351,8 +351,8 @@ class Transport(Section, frozen=True):
     port: Annotated[int, Meta(ge=1024, le=65000), doc("with tcp: the first of the ports; the dry run lists them")] = (
         5700
     )
-    engines: Annotated[Launch, doc("")] = Launch.LOCAL
-    training: Annotated[Launch, doc("")] = Launch.LOCAL
+    engines: Annotated[LaunchedBy, doc("")] = LaunchedBy.LOCAL
+    training: Annotated[LaunchedBy, doc("")] = LaunchedBy.LOCAL
     security: Annotated[TransportSecurity, advanced("of what other hosts reach")] = TransportSecurity.CURVE
     keys: Annotated[
         str,
@@ -406,8 +406,8 @@ class Recipe(Section, frozen=True):
 
     @property
     def on_policy(self) -> bool:
-        """Whether each gradient is taken at the version that sampled its tokens. A long round of several batches takes
-        several optimizer steps along one gradient."""
+        """Return whether each gradient is taken at the version that sampled its tokens. A long round of several batches
+        takes several optimizer steps along one gradient."""
         return trains_on_policy(self.rollout, self.tail_batching, self.length_sorted)
 
     @property
@@ -429,12 +429,12 @@ class Recipe(Section, frozen=True):
 
     @property
     def compares_logprobs(self) -> bool:
-        """Whether engines compute what the trainer does, so that they can be compared: simulated ones do not."""
+        """Return whether engines compute what the trainer does, so that they can be compared: simulated ones do not."""
         return self.engines.kind is EngineKind.VLLM
 
     @property
     def canary(self) -> bool:
-        """Whether engines score fixed tokens after each push."""
+        """Return whether engines score fixed tokens after each push."""
         return self.weights.canary and self.compares_logprobs
 
     @property
@@ -444,6 +444,6 @@ class Recipe(Section, frozen=True):
 
     @property
     def dynamic_sampling(self) -> bool:
-        """Whether groups without a signal are dropped and refilled."""
+        """Return whether groups without a signal are dropped and refilled."""
         chosen = self.rollout.dynamic_sampling
         return METHODS[self.objective.algorithm].dynamic_sampling if chosen is None else chosen

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
-from streamrl.recipe.sections import Engines, EngineShape, Launch, Recipe, TransportKind
+from streamrl.recipe.sections import Engines, EngineShape, LaunchedBy, Recipe, TransportKind
 
 TOPOLOGY_FILE = "topology.json"
 JOURNAL_DIRECTORY = "journal"
@@ -144,8 +144,8 @@ def set_of_engine(recipe: Recipe, index: int) -> PreparedSet:
 
 def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
     """Processes of ``recipe``; ipc endpoints are files in ``socket_directory`` (short: a socket path has 107 bytes)."""
-    engines_local = recipe.transport.engines is Launch.LOCAL
-    training_local = recipe.transport.training is Launch.LOCAL
+    engines_local = recipe.transport.engines is LaunchedBy.LOCAL
+    training_local = recipe.transport.training is LaunchedBy.LOCAL
     core = recipe.core_restarts
     processes = [ProcessPlan(role=Role.CONTROLLER, index=0, restarts=core)]
     processes += [

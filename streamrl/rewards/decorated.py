@@ -14,10 +14,8 @@ from streamrl.recipe.rewards import Reward
 
 
 def as_reward(given: Reward | str | Callable[..., Any], **settings: Any) -> Reward:
-    """A reward from a function, its name as in a recipe, or a ``Reward``; ``settings`` override what it says.
-
-    Raises ``RecipeError`` for a function that another process could not import, such as a lambda.
-    """
+    """A reward from a function, its name as in a recipe, or a ``Reward``; ``settings`` override what it says. Raises
+    ``RecipeError`` for a function that another process could not import, such as a lambda."""
     if isinstance(given, Reward):
         return structs.replace(given, **settings)
     return Reward(function=given if isinstance(given, str) else _spec_of(given), **settings)

@@ -32,7 +32,7 @@ class RewardQueue:
 
     @property
     def free(self) -> bool:
-        """Whether a call may begin now, and is never made a second time."""
+        """Return whether a call may begin now, and is never made a second time."""
         busy = bool(self._waiting) or self.running >= self._concurrency
         return not busy and not self.reward.rate_per_s and not self.reward.retries
 

@@ -1,7 +1,5 @@
-"""``rewards.msgpack`` of a checkpoint: what scored, changed live or not, and the time limits that were learnt.
-
-A run that is resumed writes what it begins with into its own directory, under the same name.
-"""
+"""``rewards.msgpack`` of a checkpoint: what scored, changed live or not, and the time limits that were learnt. A run
+that is resumed writes what it begins with into its own directory, under the same name."""
 
 from __future__ import annotations
 

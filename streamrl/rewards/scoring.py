@@ -35,7 +35,7 @@ Outcome = ScoredTrajectory | RewardFailure
 _PLAIN = (str, int, float, bool, type(None))
 
 
-class Tokenizer(Protocol):
+class Detokenizer(Protocol):
     """Decoder of token ids: a part of ``pretrained.tokenizer.Tokenizer``."""
 
     special_token_ids: frozenset[int]
@@ -61,7 +61,7 @@ class SampleValue(msgspec.Struct, frozen=True):
 
     @property
     def late_is_wrong(self) -> bool:
-        """Whether it ran out of time, and the recipe counts that as an answer that is wrong."""
+        """Return whether it ran out of time, and the recipe counts that as an answer that is wrong."""
         failure = self.checked.failure
         return self.reward.late_is_wrong and failure is not None and failure.kind is RewardFailureKind.TIMED_OUT
 
@@ -75,7 +75,7 @@ class SampleTexts:
     """The sampled tokens and texts of the completions of one order, decoded once. ``prompts``: of the whole message."""
 
     def __init__(
-        self, completions: Sequence[CompletionToScore], prompts: Sequence[Prompt], tokenizer: Tokenizer
+        self, completions: Sequence[CompletionToScore], prompts: Sequence[Prompt], tokenizer: Detokenizer
     ) -> None:
         self.completions = completions
         self.prompts = prompts

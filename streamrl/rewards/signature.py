@@ -53,7 +53,7 @@ class RewardSignature(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sees_tokens(self) -> bool:
-        """Whether special tokens of a completion are known to the function."""
+        """Return whether special tokens of a completion are known to the function."""
         return self.special_tokens or not {"token_ids", "completion_ids"}.isdisjoint((self.first, *self.provided))
 
 

@@ -35,7 +35,7 @@ class TimeLimits:
         if _keep_slowest(self._slowest_s, key, seconds):
             self._news[key] = seconds
 
-    def take_news(self) -> dict[str, float]:
+    def take_updates(self) -> dict[str, float]:
         """Slowest correct calls that were observed since the last time, by key."""
         if not self._news:
             return {}

@@ -11,9 +11,9 @@ from pathlib import Path
 import anyio.to_thread
 import msgspec
 
+from streamrl.base.atomic_files import make_directory, stage_sidecar, write_durable, write_link
 from streamrl.base.errors import UNDECODABLE, StreamRLError, WireError
 from streamrl.base.types import Prompt, Record
-from streamrl.base.whole_files import leave_beside, make_directory, write_durable, write_link
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.wire import OneFrameCodec
 from streamrl.control.model import Snapshot, prompts_needed
@@ -170,7 +170,7 @@ class CheckpointKeeper:
 
 def _leave(path: Path, beside: Mapping[str, bytes]) -> dict[str, bytes]:
     try:
-        return leave_beside(path, beside)
+        return stage_sidecar(path, beside)
     except OSError as error:
         raise StreamRLError(
             f"checkpoint {str(path)!r}: what control keeps cannot be written ({error}): make room, or mend the disk"

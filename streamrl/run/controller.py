@@ -54,10 +54,8 @@ class RunRecord(msgspec.Struct, frozen=True):
 
 
 class Controller:
-    """Runs ``record.control`` against a trainer, a weight push and the two stages. ``run`` once.
-
-    ``save`` writes a checkpoint with what control needs to go on from it. ``observers`` see everything, in this order.
-    """
+    """Runs ``record.control`` against a trainer, a weight push and the two stages. ``run`` once. ``save`` writes a
+    checkpoint with what control needs to go on from it. ``observers`` see everything, in this order."""
 
     def __init__(
         self,
@@ -83,7 +81,7 @@ class Controller:
         self._live: PushReport | None = None
         self._announced: dict[int, WeightAnnouncement] = {}
         unbounded = float("inf")  # slots bound it, and one answer for each kind of order
-        self._tell, self._events = anyio.create_memory_object_stream[on.ControlEvent](unbounded)
+        self._event_sender, self._events = anyio.create_memory_object_stream[on.ControlEvent](unbounded)
 
     @property
     def state(self) -> RunState:
@@ -97,12 +95,12 @@ class Controller:
     def notify(self, event: on.ControlEvent) -> None:
         """Send ``event`` to control, from the event loop; nothing happens where the run has ended."""
         with suppress(anyio.ClosedResourceError):
-            self._tell.send_nowait(event)
+            self._event_sender.send_nowait(event)
 
     async def run(self, orders: SendStream[RolloutOrder], scored: ReceiveStream[RewardOutcome]) -> str:
         """Make the first version live, train, and return why the run ended. Ends ``orders`` and the ranks' batches."""
         reason = ""
-        async with self._tell, self._events, anyio.create_task_group() as children:
+        async with self._event_sender, self._events, anyio.create_task_group() as children:
             children.start_soon(self._receive_outcomes, scored)
             self._sync.on_version_left = partial(
                 start_unless_ending, children, self._evaluations.cancel, orders, "no engine holds it any more"
@@ -122,7 +120,7 @@ class Controller:
                 for action in await self._continue(version):
                     reason = await self._perform(action, orders, children) or reason
             else:
-                self._tell.send_nowait(on.RunBegan(version, self._control.settings.steps))
+                self._event_sender.send_nowait(on.RunBegan(version, self._control.settings.steps))
             while not reason:
                 event = await self._events.receive()
                 for action in await self._handle(event):
@@ -221,7 +219,7 @@ class Controller:
                     continue  # cancelled while it was scored
                 self._store.add(item.outcome)
                 self._journal.scored(item.outcome)
-            await self._tell.send(event_of(item))
+            await self._event_sender.send(event_of(item))
 
     async def _progress(self) -> None:
         for observer in self._observers:
@@ -232,7 +230,7 @@ class Controller:
             prompts = await self._prompts.draw(count)
         self._journal.drawn(prompts)
         self._store.add_prompts(prompts)
-        await self._tell.send(
+        await self._event_sender.send(
             on.PromptsDrawn(
                 prompt_ids=tuple(p.prompt_id for p in prompts),
                 exhausted=len(prompts) < count,
@@ -273,7 +271,7 @@ class Controller:
         self._journal.published(action.policy_version, announced.state_hash)
         for observer in self._observers:
             observer.on_trained(action.policy_version, batch, reports[0].metrics)
-        await self._tell.send(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
+        await self._event_sender.send(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
 
     async def _publish(self, action: do.PublishWeights) -> None:
         policy_version = action.policy_version
@@ -286,19 +284,19 @@ class Controller:
             await self._sync.resume()
         for observer in self._observers:
             await observer.on_weights_live(push, last=action.last)
-        await self._tell.send(on.WeightsLive(policy_version=policy_version))
+        await self._event_sender.send(on.WeightsLive(policy_version=policy_version))
 
     async def _evaluate(self, policy_version: int, orders: SendStream[RolloutOrder]) -> None:
         with self._waits.waiting_for(f"the evaluation of version {policy_version}"):
             store = await self._evaluations.run(orders)
-        await self._tell.send(on.EvaluationDone(policy_version=policy_version))
+        await self._event_sender.send(on.EvaluationDone(policy_version=policy_version))
         await store()  # a newer version may be published now: it must not wait for the disk
 
     async def _checkpoint(self, policy_version: int, beside: Mapping[str, bytes]) -> None:
         with self._waits.waiting_for(f"the checkpoint of version {policy_version}"):
             await self._journal.settled()  # a resumed run must not find a version that its journal does not know
             await self._save(policy_version, beside)
-        await self._tell.send(on.CheckpointDone(policy_version=policy_version))
+        await self._event_sender.send(on.CheckpointDone(policy_version=policy_version))
 
 
 def _is_held_out(item: EndedOutcome) -> bool:

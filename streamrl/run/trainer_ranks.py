@@ -142,7 +142,7 @@ class TrainerRanks:
         self, directory: str, policy_version: int, min_free_bytes: int = 0, beside: Mapping[str, bytes] | None = None
     ) -> CheckpointSaved:
         """Write a checkpoint with all ranks; returns rank 0's answer. ``beside``: sha256 of the files, by name, that
-        ``whole_files.leave_beside`` left for it: of any size, where a message is not."""
+        ``atomic_files.stage_sidecar`` left for it: of any size, where a message is not."""
         order = SaveCheckpoint(
             directory=directory,
             policy_version=policy_version,

@@ -77,7 +77,8 @@ def _gate(state: RunState) -> WaitReason | None:
 
 
 def _can_be_sampled(state: RunState) -> bool:
-    """Whether groups are under way that the live version samples; others wait in paused engines for the next one."""
+    """Return whether groups are under way that the live version samples; others wait in paused engines for the next
+    one."""
     buffer = state.buffer
     under_way = len(buffer.untrained) - len(buffer.ready) - len(buffer.paused)
     return under_way > 0 and buffer.versions()[0][0] <= state.live_version

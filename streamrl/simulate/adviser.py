@@ -42,9 +42,9 @@ NICE = 19
 
 
 async def advise(
-    run_directory: Path, recipe: Recipe, live_version: Callable[[], int], tell: Callable[[RoundsAdvised], None]
+    run_directory: Path, recipe: Recipe, live_version: Callable[[], int], notify: Callable[[RoundsAdvised], None]
 ) -> None:
-    """Have the run in ``run_directory`` simulated now and then, and ``tell`` what that predicts, until cancelled."""
+    """Have the run in ``run_directory`` simulated now and then, and ``notify`` what that predicts, until cancelled."""
     due = max(FIRST_ROUNDS, -(-FIRST_GROUPS // recipe.rollout.prompts_per_batch))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     while True:
@@ -55,16 +55,14 @@ async def advise(
         command = [sys.executable, "-m", "streamrl.simulate.adviser", str(run_directory)]
         answer = await anyio.run_process(command, check=False, stderr=None, env=environment)
         if answer.returncode == 0 and answer.stdout:
-            tell(msgspec.json.decode(answer.stdout, type=RoundsAdvised))
+            notify(msgspec.json.decode(answer.stdout, type=RoundsAdvised))
         due = live_version() + ROUNDS_BETWEEN
         await anyio.sleep((anyio.current_time() - began) * (1 / BUSY_SHARE - 1))
 
 
 def advice_for(run: RecordedRun, recipe: Recipe) -> RoundsAdvised:
-    """Predict the goodput of each kind of round from what ``run`` recorded last.
-
-    Raises ``StreamRLError`` where it recorded too little.
-    """
+    """Predict the goodput of each kind of round from what ``run`` recorded last. Raises ``StreamRLError`` where it
+    recorded too little."""
     run = recent(run)
     fit = calibrate(run, recipe)
     lengths = capped(RecordedLengths(run), recipe.sampling.max_tokens)

@@ -17,7 +17,7 @@ from streamrl.simulate.lengths import DomainLengths, LengthModel, LengthSource, 
 from streamrl.simulate.stages import PushModel, RewardModel, TrainerModel
 
 
-class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClusterEngines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``count`` equal engines; prompts of ``prompt_tokens``; ``capacity``: what bubble ratios count as all of it,
     in requests (0: ``count`` x ``max_num_seqs`` of the engine, or a batch of the recipe where that is fewer).
 
@@ -51,7 +51,7 @@ class ClusterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engine: EngineModel
     trainer: TrainerModel
     lengths: LengthModel
-    engines: Engines = Engines()
+    engines: ClusterEngines = ClusterEngines()
     reward: RewardModel = RewardModel()
     push: PushModel = PushModel()
     domains: tuple[Domain, ...] = ()
@@ -85,7 +85,7 @@ DEMO = ClusterModel(
         presubmitted_s=0.2e-3,
         max_num_seqs=1024,
     ),
-    engines=Engines(count=1, prompt_tokens=8, switch_s=30.0),
+    engines=ClusterEngines(count=1, prompt_tokens=8, switch_s=30.0),
     lengths=LengthModel(
         cap=448, weights=(1.0,), mus=(math.log(45),), sigmas=(1.183,), cap_share=0.041, correlation=0.65
     ),
@@ -117,7 +117,7 @@ ROLLPACKER_14B = ClusterModel(
         kv_tokens=490_000,
         prefill_tokens_s=30_000.0,
     ),
-    engines=Engines(
+    engines=ClusterEngines(
         count=16,
         prompt_tokens=128,
         migration_s=1.5,
@@ -156,21 +156,21 @@ PRESETS: dict[str, ClusterModel] = {
 
 def differences(recipe: Recipe, model: ClusterModel, cap: int) -> list[str]:
     """List settings of the recipe that the simulation ignores. ``cap``: of the lengths that it draws."""
-    told: list[str] = []
+    found: list[str] = []
     if recipe.engines.count != model.engines.count:
-        told.append(
+        found.append(
             f"the cluster has {model.engines.count} engines, whatever the recipe says (engines.count = "
             f"{recipe.engines.count}): a cluster file sets engines.count"
         )
     wanted = recipe.sampling.max_tokens
     if wanted < cap:
-        told.append(f"lengths of the cluster go up to {cap} tokens and are cut at sampling.max_tokens = {wanted}")
+        found.append(f"lengths of the cluster go up to {cap} tokens and are cut at sampling.max_tokens = {wanted}")
     elif wanted > cap:
-        told.append(
+        found.append(
             f"no completion is longer than the cluster's {cap} tokens, and the recipe allows more (sampling.max_tokens "
             f"= {wanted}): a cluster file sets lengths.cap"
         )
-    return told
+    return found
 
 
 def load_cluster(name_or_path: str) -> ClusterModel:

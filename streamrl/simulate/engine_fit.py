@@ -153,9 +153,7 @@ _REWEIGHTED = 12
 
 def non_negative_least_squares(columns: Floats, target: Floats) -> Floats:
     """The non-negative ``x`` [n] of least ``|columns x - target|``: exact for few columns, by trying each support.
-
-    ``columns``: [m, n]; ``target``: [m].
-    """
+    ``columns``: [m, n]; ``target``: [m]."""
     count = columns.shape[1]
     best, least = np.zeros(count), float(target @ target)
     for size in range(1, count + 1):

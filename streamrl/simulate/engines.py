@@ -275,7 +275,7 @@ class EngineClock:
         self.paused = True
 
     def resume(self, now: float, *, recompute: bool = False) -> None:
-        """Go on; ``recompute``: the KV of all that runs is made again under the new weights."""
+        """Resume; ``recompute``: the KV of all that runs is made again under the new weights."""
         self.advance(now)
         self.paused = False
         held_up = self._held_up_s if self.running else 0.0  # what was due is still to be done, unless it was taken off

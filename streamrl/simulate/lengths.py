@@ -229,10 +229,8 @@ def capped(source: LengthSource, max_tokens: int) -> LengthSource:
 
 
 def recorded_rows(run: RecordedRun, seed: int = 0) -> list[list[int]]:
-    """The lengths of each prompt in the order of their launch; of several attempts the one that says most.
-
-    A completion that was stopped gets the length of a recorded one that is longer, or the cap where none is.
-    """
+    """The lengths of each prompt in the order of their launch; of several attempts the one that says most. A completion
+    that was stopped gets the length of a recorded one that is longer, or the cap where none is."""
     attempts: dict[str, dict[int, list[TrajectoryLine]]] = {}
     for line in run.trajectories:
         attempts.setdefault(line.prompt_id, {}).setdefault(line.group, []).append(line)

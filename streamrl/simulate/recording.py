@@ -188,13 +188,13 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
         """Goodput and steps as recorded and as simulated, and a warning where they are far apart."""
         kinds = [kind for kind in self.recorded if kind and kind in self.simulated]
         steps = ", ".join(f"{kind} {self.recorded[kind]:.3g} / {self.simulated[kind]:.3g}" for kind in kinds)
-        told = (
+        text = (
             f"the recorded recipe, as recorded / as simulated: {self.goodput[0]:.0f} / {self.goodput[1]:.0f} trained "
             f"tokens a second ({self.mismatch:+.1%}); seconds of a step, by which forecasts are scaled: {steps}"
         )
-        told += f"; left out: {self.evaluated} steps beside an evaluation" if self.evaluated else ""
+        text += f"; left out: {self.evaluated} steps beside an evaluation" if self.evaluated else ""
         warning = "WARNING: something took time that is not simulated: what is said of other rounds is weak"
-        return [told, warning] if abs(self.mismatch) > LARGE_MISMATCH else [told]
+        return [text, warning] if abs(self.mismatch) > LARGE_MISMATCH else [text]
 
 
 def agreement(run: RecordedRun, recipe: Recipe, model: ClusterModel, seed: int = 0) -> Agreement:

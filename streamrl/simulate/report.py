@@ -144,7 +144,7 @@ class KindSums(msgspec.Struct):
     lengths: Counter[int] = msgspec.field(default_factory=Counter)
 
 
-class BatchSums(msgspec.Struct):
+class StepSums(msgspec.Struct):
     """Sums over what joined before one step. ``batches``: number that it trains; ``longest``: completion; ``tables``:
     lengths of each group."""
 
@@ -205,8 +205,8 @@ class StepLedger:
         self._first_launch: dict[int, int] = {}
         self._began = self._full = self.trained_s = self.publishing_s = 0.0
         self._busy_began = self._busy_full = self._generated_began = 0.0
-        self._open = BatchSums()
-        self._closed = BatchSums()
+        self._open = StepSums()
+        self._closed = StepSums()
 
     # ---- what happens ------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class StepLedger:
     def batch_full(self, now: float, batches: int = 1) -> None:
         """The trainer steps on so many batches. What joins from here on is of the next, also while this is pushed."""
         self._full = now
-        self._closed, self._open = self._open, BatchSums()
+        self._closed, self._open = self._open, StepSums()
         self._closed.batches = batches
         self._advance(now)
         self._busy_full = self._together.busy_s

@@ -15,7 +15,7 @@ from streamrl.engines.routing import Router, ServedRequest
 from streamrl.simulate.chrome_trace import ChromeTrace
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request, RunningTogether
-from streamrl.simulate.stages import Agenda
+from streamrl.simulate.stages import EventQueue
 
 
 class DeferredTokens:
@@ -58,7 +58,7 @@ class SimulatedRollout:
     def __init__(
         self,
         model: ClusterModel,
-        agenda: Agenda,
+        queue: EventQueue,
         *,
         max_tokens: int,
         most: int = 0,
@@ -71,7 +71,7 @@ class SimulatedRollout:
         self.trace: ChromeTrace | None = None
         self.requests: dict[TrajectoryId, Request] = {}
         self.aborted = False
-        self._agenda = agenda
+        self._queue = queue
         self.deferred = DeferredTokens(model.engine.rejected_per_token) if verifies_deferred else None
         self._router = Router(range(len(self.engines)))
         self._most_tokens = model.engines.prompt_tokens + max_tokens
@@ -79,13 +79,13 @@ class SimulatedRollout:
         self._freed: set[int] = set()
         self.serving = list(range(self._in_use))
         self._dirty: set[int] = set()
-        self._told = (0.0, 0.0, 0.0, 0)
+        self._reported = (0.0, 0.0, 0.0, 0)
         self._round_costs()
 
     @property
     def now(self) -> float:
         """The time."""
-        return self._agenda.now
+        return self._queue.now
 
     @property
     def preemptions(self) -> int:
@@ -100,7 +100,7 @@ class SimulatedRollout:
         self._choose_serving()
         for index in engines:
             engine = self.engines[index]
-            engine.advance(self._agenda.now)
+            engine.advance(self._queue.now)
             moving = [*engine.running, *(request for request in engine.waiting if not request.stopped)]
             for request in moving:
                 self._take_off(request)
@@ -109,7 +109,7 @@ class SimulatedRollout:
     def _move(self, old: Request, to: int) -> None:
         request = self.requests[old.id] = old.again()
         self._opened(request, to)
-        self._agenda.call_after(self.model.engines.migration_s, partial(self.arrived, request))
+        self._queue.call_after(self.model.engines.migration_s, partial(self.arrived, request))
 
     def take_back(self) -> None:
         """All engines of the set serve again."""
@@ -120,9 +120,9 @@ class SimulatedRollout:
         """Serve with ``count`` engines of that model from ``seconds`` on. No request runs."""
         for index in range(max(count, self._in_use)):
             clock = self.engines[index]
-            clock.advance(self._agenda.now)
+            clock.advance(self._queue.now)
             clock.model = engine
-            clock.blocked_until = max(clock.blocked_until, self._agenda.now) + seconds
+            clock.blocked_until = max(clock.blocked_until, self._queue.now) + seconds
             self._dirty.add(index)
         self._in_use = count
         self._choose_serving()
@@ -131,7 +131,7 @@ class SimulatedRollout:
 
     def launch(self, action: do.LaunchGroup, prompt: int, lengths: list[int]) -> None:
         """Submit a group; ``lengths`` by sample number."""
-        tokens, now, version = self.model.engines.prompt_tokens, self._agenda.now, action.policy_version
+        tokens, now, version = self.model.engines.prompt_tokens, self._queue.now, action.policy_version
         requests = self.requests
         for identity in action.ids:
             request = Request(identity, prompt, tokens, lengths[identity.sample], now)
@@ -152,8 +152,8 @@ class SimulatedRollout:
         gap = self.model.engine.arrival_s
         engine = self.engines[index]
         if gap:
-            engine.last_arrival = max(engine.last_arrival, self._agenda.now) + gap
-            self._agenda.add(engine.last_arrival, partial(self.arrived, request))
+            engine.last_arrival = max(engine.last_arrival, self._queue.now) + gap
+            self._queue.add(engine.last_arrival, partial(self.arrived, request))
             return
         engine.submit(request)
         self._dirty.add(index)
@@ -167,7 +167,7 @@ class SimulatedRollout:
                 prompt=request.prompt_tokens,
                 sampled=int(request.sampled),
                 most_tokens=self._most_tokens,
-                since=self._agenda.now,
+                since=self._queue.now,
             )
         )
 
@@ -186,7 +186,7 @@ class SimulatedRollout:
         engine = self.engines[index]
         if engine.stamp != stamp:
             return []
-        self._agenda.now = time
+        self._queue.now = time
         self._dirty.add(index)
         if self.model.engine.kv_tokens:
             self.fullest = max(self.fullest, engine.fill(time))
@@ -215,7 +215,7 @@ class SimulatedRollout:
         request.stopped = True
         if request.engine >= 0:
             engine = self.engines[request.engine]
-            engine.advance(self._agenda.now)
+            engine.advance(self._queue.now)
             engine.stop(request)
             self._dirty.add(request.engine)
             self._left(request)
@@ -223,7 +223,7 @@ class SimulatedRollout:
 
     def _left(self, request: Request) -> None:
         if self.trace is not None:
-            self.trace.request(request, request.engine, self._agenda.now)
+            self.trace.request(request, request.engine, self._queue.now)
         self._router.closed(request.request_id)
         request.engine = -1
 
@@ -241,13 +241,13 @@ class SimulatedRollout:
     def pause_engines(self) -> None:
         """Pause all engines; requests that are submitted meanwhile wait in them."""
         for index, engine in enumerate(self.engines):
-            engine.pause(self._agenda.now)
+            engine.pause(self._queue.now)
             self._dirty.add(index)
 
     def resume_engines(self, *, recompute: bool) -> None:
         """All engines go on, after what a new round costs."""
         for index, engine in enumerate(self.engines):
-            engine.resume(self._agenda.now, recompute=recompute)
+            engine.resume(self._queue.now, recompute=recompute)
             self._dirty.add(index)
         self._round_costs()
 
@@ -260,13 +260,13 @@ class SimulatedRollout:
         if self.engines[0].slowdown == factor:
             return
         for index, engine in enumerate(self.engines):
-            engine.advance(self._agenda.now)
+            engine.advance(self._queue.now)
             engine.slowdown = factor
             self._dirty.add(index)
 
     def settle(self) -> None:
         """Engines whose requests changed: admit what waits, and find out when each of them has something next."""
-        now = self._agenda.now
+        now = self._queue.now
         for index in self._dirty:
             engine = self.engines[index]
             engine.advance(now)
@@ -274,20 +274,20 @@ class SimulatedRollout:
             engine.stamp += 1
             due = engine.next_event()
             if due < NEVER:
-                self._agenda.add(due, index, engine.stamp)
+                self._queue.add(due, index, engine.stamp)
         self._dirty.clear()
 
     def measure(self) -> on.EnginesMeasured:
         """Measure the engines since the last call, all together."""
-        now, engines = self._agenda.now, self.engines
+        now, engines = self._queue.now, self.engines
         for engine in engines:
             engine.advance(now)
         generated = sum(engine.generated for engine in engines)
         steps = sum(engine.steps for engine in engines)
         decoding = sum(engine.decoding_s for engine in engines)
         preemptions = sum(engine.preemptions for engine in engines)
-        generated_then, steps_then, decoding_then, preemptions_then = self._told
-        self._told = (generated, steps, decoding, preemptions)
+        generated_then, steps_then, decoding_then, preemptions_then = self._reported
+        self._reported = (generated, steps, decoding, preemptions)
         stepped, capacity = steps - steps_then, self.engines[0].model.kv_tokens
         return on.EnginesMeasured(
             # Of the steps that were made, as the real engines' statistics count it.

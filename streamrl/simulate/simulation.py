@@ -30,7 +30,7 @@ from streamrl.simulate.engines import Request
 from streamrl.simulate.lengths import LengthSource, capped
 from streamrl.simulate.report import SimulationReport, StepLedger
 from streamrl.simulate.rollout import SimulatedRollout
-from streamrl.simulate.stages import Agenda, RewardServers, TrainerClock
+from streamrl.simulate.stages import EventQueue, RewardServers, TrainerClock
 
 MEASURE_INTERVAL_S = 0.25
 CYCLES_STEPS = 45
@@ -135,11 +135,11 @@ class Simulation:
     ) -> None:
         self.core = make_control(settings)
         self.model = model
-        self.agenda = Agenda()
+        self.queue = EventQueue()
         verifies = settings.tail_batching.verifies(deterministic=settings.deterministic)
         largest = max((one.count for one in engines.sets), default=0)
         self.rollout = SimulatedRollout(
-            model, self.agenda, max_tokens=lengths.cap, most=largest, verifies_deferred=verifies
+            model, self.queue, max_tokens=lengths.cap, most=largest, verifies_deferred=verifies
         )
         most = model.engines.count * model.engine.max_num_seqs
         # Whatever the rounds have in flight: as the real pipeline measures its engines.
@@ -185,24 +185,24 @@ class Simulation:
 
     def run(self, warm_up: int = 0, progress: Callable[[int], None] | None = None) -> SimulationReport:
         """Run to the end. To be called once."""
-        self._warm_up, self._progress, agenda, rollout = warm_up, progress, self.agenda, self.rollout
+        self._warm_up, self._progress, queue, rollout = warm_up, progress, self.queue, self.rollout
         measures = self.core.settings.rounds is RoundKind.CUSTOM
-        self._tell(on.RunBegan())
+        self._send_event(on.RunBegan())
         rollout.settle()
         while not self.finished:
-            if not agenda:
-                where = f"{agenda.now:.3f} s, version {self.core.state.live_version} of {self.core.settings.steps}"
+            if not queue:
+                where = f"{queue.now:.3f} s, version {self.core.state.live_version} of {self.core.settings.steps}"
                 raise StreamRLError(f"the simulation is stalled at {where}: {STALLED}")
-            time, what, stamp = agenda.next()
+            time, what, stamp = queue.next()
             if isinstance(what, int):
                 for request in rollout.finished(what, stamp, time):
                     self._sampled(request)
             else:
-                agenda.now = time
+                queue.now = time
                 what()
-            if measures and agenda.now - self._measured_s >= MEASURE_INTERVAL_S:
-                self._measured_s = agenda.now
-                self._tell(rollout.measure())
+            if measures and queue.now - self._measured_s >= MEASURE_INTERVAL_S:
+                self._measured_s = queue.now
+                self._send_event(rollout.measure())
             rollout.settle()
         self._check()
         return self.ledger.report(self.finished, self.core.state.accounting())
@@ -216,7 +216,7 @@ class Simulation:
     def _sampled(self, request: Request) -> None:
         if request.stopped:  # cancelled by what ended at the same instant
             return
-        now = self.agenda.now
+        now = self.queue.now
         request.newest_version = self.core.state.live_version
         servers = self._rewards[self.model.domain_of(request.prompt)]
         ends, reward = servers.score(now, request.prompt, truncated=request.length >= self._lengths.cap)
@@ -229,7 +229,7 @@ class Simulation:
             self._slow_down()
             self._scored(request, reward)
 
-        self.agenda.add(ends, known)
+        self.queue.add(ends, known)
         servers.running += 1
         self._slow_down()
 
@@ -244,7 +244,7 @@ class Simulation:
             return
         self._follow_end(request)
         truncated = request.length >= self._lengths.cap
-        self._tell(
+        self._send_event(
             on.TrajectoryScored(
                 id=request.id,
                 reward=reward,
@@ -252,7 +252,7 @@ class Simulation:
                 finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
                 oldest_version=request.first_version,
                 newest_version=request.newest_version,
-                seconds=self.agenda.now - request.launched_s,
+                seconds=self.queue.now - request.launched_s,
             )
         )
 
@@ -260,11 +260,11 @@ class Simulation:
         if self._switch is not None:
             self._switch.ended(request.id, request.length)
         if self._release is not None:
-            because = self._release.ended(request.id, request.length, self.agenda.now)
+            because = self._release.ended(request.id, request.length, self.queue.now)
             if because is not None:
                 self.ledger.explained(because.subject)
 
-    def _tell(self, event: on.ControlEvent) -> None:
+    def _send_event(self, event: on.ControlEvent) -> None:
         self._answers.append(event)
         if self._telling:
             return
@@ -311,18 +311,18 @@ class Simulation:
         self._round_kind = action.round_kind
         tokens = self.ledger.joined(requests, self.core.state.trainer_version, action.round_kind)
         slowdown = self.model.trainer.rollout_slowdown
-        self._trainer.take(self.agenda.now, len(requests), tokens)
-        if slowdown > 1 and self._trainer.idle_at > self.agenda.now:
+        self._trainer.take(self.queue.now, len(requests), tokens)
+        if slowdown > 1 and self._trainer.idle_at > self.queue.now:
             self._slow_down(slowdown)
             self._trainer_stamp += 1
-            self.agenda.add(self._trainer.idle_at, partial(self._idle, self._trainer_stamp))
+            self.queue.add(self._trainer.idle_at, partial(self._idle, self._trainer_stamp))
 
     def _idle(self, stamp: int) -> None:
         if stamp == self._trainer_stamp:
             self._slow_down(1.0)
 
     def _step(self, action: do.StepOptimizer) -> None:
-        now = self.agenda.now
+        now = self.queue.now
         self.ledger.batch_full(now, action.batches)
         ends = self._trainer.close(now, engines_idle=action.engines_idle)
         if self._switch is not None:
@@ -332,22 +332,22 @@ class Simulation:
 
         def trained() -> None:
             self._slow_down(1.0)
-            self.ledger.trained_s = self.agenda.now
-            self._tell(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
+            self.ledger.trained_s = self.queue.now
+            self._send_event(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
 
-        self.agenda.call_after(ends - now, trained)
+        self.queue.call_after(ends - now, trained)
 
     def _publish(self, action: do.PublishWeights) -> None:
-        push, now = self.model.push, self.agenda.now
+        push, now = self.model.push, self.queue.now
         barrier = push.abort_barrier_s if self.rollout.aborted else 0.0
         self.rollout.aborted = False
         seconds = push.seconds + push.kind_s.get(self._round_kind, 0.0) + barrier
         self.ledger.publishing_s = now
-        self.agenda.add(now + seconds - min(push.pause_s + barrier, seconds), self.rollout.pause_engines)
-        self.agenda.call_after(seconds, lambda: self._live(action.policy_version))
+        self.queue.add(now + seconds - min(push.pause_s + barrier, seconds), self.rollout.pause_engines)
+        self.queue.call_after(seconds, lambda: self._live(action.policy_version))
 
     def _live(self, version: int) -> None:
-        now = self.agenda.now
+        now = self.queue.now
         if self._release is not None:
             self._release.begin_round()
         self.rollout.resume_engines(recompute=self._recompute)
@@ -357,16 +357,16 @@ class Simulation:
             self.ledger.begin(now)
         if self._progress is not None:
             self._progress(version)
-        self._tell(
+        self._send_event(
             on.RoundTimed(policy_version=version, rollout_s=row.rollout_s, training_s=row.training_s, push_s=row.push_s)
         )
         if version == ADVISED_AT and self._advice is not None:
-            self._tell(self._advice)
-        self._tell(on.WeightsLive(policy_version=version))
+            self._send_event(self._advice)
+        self._send_event(on.WeightsLive(policy_version=version))
         self._check()
 
     def _soon(self, done: on.ControlEvent) -> None:
-        self.agenda.call_after(0.0, lambda: self._tell(done))
+        self.queue.call_after(0.0, lambda: self._send_event(done))
 
     def _end(self, action: do.End) -> None:
         if action.error:

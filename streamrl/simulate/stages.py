@@ -171,7 +171,7 @@ class TrainerClock:
         return now + left / (1.0 if full else self.model.streaming_speed) + self.model.optimizer_s
 
 
-class Agenda:
+class EventQueue:
     """``now``: seconds of virtual time. Entries of equal time come in the order in which they were made."""
 
     def __init__(self) -> None:

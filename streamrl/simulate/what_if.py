@@ -34,7 +34,7 @@ from streamrl.simulate.recording import Agreement
 from streamrl.simulate.report import SimulationReport
 from streamrl.simulate.simulation import simulate_recipe
 
-ETAS = (1.125, 1.25, 1.5)
+OVERSAMPLING = (1.125, 1.25, 1.5)
 COHORTS = (2, 4)
 LONG_ROUNDS = (2, 4)
 SIZES = (4, 8, 16)
@@ -78,7 +78,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     simulations: int
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
+class TriedRecipe(msgspec.Struct, frozen=True, kw_only=True):
     """A candidate. Without ``figures`` it was not simulated to its end, and ``problem`` says why; with both, it breaks
     the budget. ``unknown``: why its times cannot be known."""
 
@@ -104,9 +104,9 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """``tried``: best first, those before the others that were confirmed. ``current``: the recipe as it is, which is
     what ``recommended`` may turn out to be."""
 
-    recommended: Tried
-    current: Tried
-    tried: tuple[Tried, ...]
+    recommended: TriedRecipe
+    current: TriedRecipe
+    tried: tuple[TriedRecipe, ...]
 
     @property
     def gain(self) -> float:
@@ -136,7 +136,7 @@ class Search:
         self._world = world
         self._budget = budget
         self._progress = progress
-        self._tried: dict[str, Tried] = {}
+        self._tried: dict[str, TriedRecipe] = {}
         self._reports: dict[str, list[SimulationReport]] = {}
         self._done = 0
         self._ahead = 0
@@ -166,7 +166,7 @@ class Search:
         ranked = sorted(self._tried.values(), key=lambda tried: (tried in confirmed, tried.goodput), reverse=True)
         return Advice(recommended=best, current=now, tried=tuple(ranked))
 
-    def _best(self, count: int) -> list[Tried]:
+    def _best(self, count: int) -> list[TriedRecipe]:
         able = [tried for tried in self._tried.values() if tried.goodput > -math.inf]
         return sorted(able, key=lambda tried: tried.goodput, reverse=True)[:count]
 
@@ -202,13 +202,13 @@ class Search:
                 if name in best or variant == PRESUBMITTED:
                     self._try(f"{name}, {variant}", recipe)
 
-    def _try(self, name: str, recipe: Recipe) -> Tried:
+    def _try(self, name: str, recipe: Recipe) -> TriedRecipe:
         if name not in self._tried:
             try:
                 check_recipe(recipe)
             except RecipeError as error:
                 problem = "; ".join(error.problems)
-                self._tried[name] = Tried(name=name, recipe=recipe, figures=None, problem=problem)
+                self._tried[name] = TriedRecipe(name=name, recipe=recipe, figures=None, problem=problem)
             else:
                 self._simulate(name, recipe, self._world.seed)
         return self._tried[name]
@@ -221,13 +221,13 @@ class Search:
             lengths = world.lengths(seed)
             report = simulate_recipe(recipe, world.model, world.steps, lengths, seed=seed, warm_up=world.warm_up)
         except StreamRLError as error:
-            self._tried[name] = Tried(name=name, recipe=recipe, figures=None, problem=str(error))
+            self._tried[name] = TriedRecipe(name=name, recipe=recipe, figures=None, problem=str(error))
             return
         self._reports.setdefault(name, []).append(report)
         figures = _figures(self._reports[name], world.agreement)
         unknown = world.agreement.unknown(report, recipe) if world.agreement else ""
         problem = self._breaks(figures)
-        self._tried[name] = Tried(name=name, recipe=recipe, figures=figures, problem=problem, unknown=unknown)
+        self._tried[name] = TriedRecipe(name=name, recipe=recipe, figures=figures, problem=problem, unknown=unknown)
 
     def _breaks(self, figures: Figures) -> str:
         if figures.staleness > self._budget.max_staleness:
@@ -246,9 +246,11 @@ def grid(recipe: Recipe, budget: Budget) -> dict[str, Recipe]:
     plain = TailBatching(domain_column=kept.domain_column, domains=kept.domains, deferred_prompts=deferred)
     of_recipe = replace(plain, long_round_batches=kept.long_round_batches)
     found = {str(kind): _formed(recipe, kind, tail=of_recipe) for kind in (RoundKind.SYNCHRONOUS, RoundKind.AUTO)}
-    races = [replace(plain, prompt_oversampling=eta) for eta in ETAS]
-    races += [replace(plain, prompt_oversampling=eta, response_oversampling=eta) for eta in ETAS[:2]]
-    races += [replace(plain, prompt_oversampling=ETAS[1], long_round_batches=batches) for batches in LONG_ROUNDS]
+    races = [replace(plain, prompt_oversampling=eta) for eta in OVERSAMPLING]
+    races += [replace(plain, prompt_oversampling=eta, response_oversampling=eta) for eta in OVERSAMPLING[:2]]
+    races += [
+        replace(plain, prompt_oversampling=OVERSAMPLING[1], long_round_batches=batches) for batches in LONG_ROUNDS
+    ]
     if budget.max_staleness > 0:
         races.append(replace(plain, deferred_prompts=DeferredPrompts.RESUME))
     for tail in races:

@@ -20,9 +20,9 @@ import anyio
 import msgspec
 
 from streamrl.base.errors import RecipeError, StreamBroken, StreamEnded
+from streamrl.base.notifier import Notifier
 from streamrl.base.stage_messages import RewardOutcome, RolloutOutcome, Scored, TrajectoryLost, TrajectoryPaused
 from streamrl.base.types import RewardFailureKind, Trajectory
-from streamrl.base.wakeup import Wakeup
 from streamrl.comm.stream import ReceiveStream, SendStream, converse, exchange_hello
 from streamrl.recipe.rewards import FailurePolicy, Reward
 from streamrl.rewards.reward_exchange import OrderMessage, outcome_of
@@ -80,7 +80,7 @@ class RewardStage:
         self._next_order = 0
         self._open_orders = 0
         self._ended = False
-        self._changed = Wakeup()
+        self._changed = Notifier()
         self._versions = _Versions(settings.attached, per_group=settings.per_group)
         self._workers: set[_Worker] = set()
         self._given_out = 0

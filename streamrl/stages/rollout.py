@@ -34,7 +34,7 @@ from streamrl.base.types import Completion, FinishReason, Segment, TokenArray, T
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.contracts import Sampler
 from streamrl.engines.resumption import (
-    KeptTokens,
+    CancelledCompletions,
     accepted_prefix,
     join_completions,
     part_id,
@@ -47,14 +47,14 @@ class _Attempt:
     """One launched trajectory: what it has, what it asks the engine for, and what control wants of it.
 
     ``unanswered``: pauses that it has not answered yet. ``waits``: it is paused and has left the engine. ``kept``:
-    tokens of an earlier attempt that are verified; ``own_noise``: tokens that were sampled with its own seed.
+    tokens of an earlier attempt that are verified; ``own_seed_tokens``: tokens that were sampled with its own seed.
     """
 
     def __init__(self, order: LaunchTrajectory, request: Generate, kept: TokenArray) -> None:
         self.order = order
         self.request = request if not kept else with_kept(request, kept)
         self.kept = kept
-        self.own_noise = 0
+        self.own_seed_tokens = 0
         self.done: Completion | None = None
         self.parts = 0
         self.cancelled = ""
@@ -97,7 +97,7 @@ class _Attempt:
         """Take what the engine returned, and ask for the rest of it under an id and a seed of its own. What was moved
         before it sampled anything keeps its seed, and so its noise."""
         if self.request.seed == self.order.seed:
-            self.own_noise += len(piece.token_ids)
+            self.own_seed_tokens += len(piece.token_ids)
         self._take(piece, 1)
 
     def _take(self, piece: Completion, parts: int) -> None:
@@ -129,7 +129,7 @@ class RolloutStage:
         self._engine = engine
         self._capacity = capacity
         self._turn = anyio.Semaphore(1) if one_at_a_time else nullcontext()
-        self._kept = KeptTokens() if verifies_deferred else None
+        self._kept = CancelledCompletions() if verifies_deferred else None
         self._max_tokens = max_tokens
         self._temperature = temperature
         self._top_p = top_p
@@ -147,7 +147,7 @@ class RolloutStage:
         self._counted_at = anyio.current_time()
         async with anyio.create_task_group() as trajectories:
             async for order in orders:
-                await self._obey(order, trajectories, outcomes)
+                await self._handle(order, trajectories, outcomes)
             for attempt in self._open.values():
                 if attempt.paused:
                     attempt.cancel("paused when the orders ended")
@@ -171,7 +171,7 @@ class RolloutStage:
         self._count()
         self._engines_paused = paused
 
-    async def _obey(self, order: RolloutOrder, trajectories: TaskGroup, outcomes: SendStream[RolloutOutcome]) -> None:
+    async def _handle(self, order: RolloutOrder, trajectories: TaskGroup, outcomes: SendStream[RolloutOutcome]) -> None:
         if isinstance(order, LaunchTrajectory):
             self._count()
             self._launched += 1
@@ -272,7 +272,7 @@ class RolloutStage:
         order, done = attempt.order, attempt.done
         if self._kept is None or done is None or order.evaluation:
             return
-        tokens = done.token_ids[: attempt.own_noise]
+        tokens = done.token_ids[: attempt.own_seed_tokens]
         if done.finish_reason is not FinishReason.ABORT and len(tokens) == len(done.token_ids):
             tokens = tokens[:-1]  # the engine is to come to its end by itself
         if attempt.cancelled:

@@ -13,6 +13,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from streamrl.base.concurrent_calls import first_error
+from streamrl.base.dedicated_thread import DedicatedThread
 from streamrl.base.messages import (
     CloseBatch,
     EnginesFreed,
@@ -24,7 +25,6 @@ from streamrl.base.messages import (
     TrainTogether,
     WeightsAcknowledged,
 )
-from streamrl.base.resident_thread import ResidentThread
 from streamrl.comm.stream import ReceiveStream, SendStream
 
 if TYPE_CHECKING:  # it brings torch
@@ -39,10 +39,8 @@ async def run_training(
     trainer: TorchTrainer, batches: ReceiveStream[TrainingOrder], reports: SendStream[TrainingEvent]
 ) -> None:
     """Serve the controller until its orders end. Returns after the trainer is closed; the caller owns the streams.
-
-    Raises what the trainer raised (``StreamRLError``), and what the streams raise.
-    """
-    thread = ResidentThread("trainer")  # OpenMP and CUDA keep state for each thread
+    Raises what the trainer raised (``StreamRLError``), and what the streams raise."""
+    thread = DedicatedThread("trainer")  # OpenMP and CUDA keep state for each thread
     try:
         await reports.send(await thread.call(trainer.start))
         await _converse(trainer, thread, batches, reports)
@@ -55,7 +53,7 @@ async def run_training(
 
 async def _converse(
     trainer: TorchTrainer,
-    thread: ResidentThread,
+    thread: DedicatedThread,
     batches: ReceiveStream[TrainingOrder],
     reports: SendStream[TrainingEvent],
 ) -> None:
@@ -80,7 +78,7 @@ async def _read(batches: ReceiveStream[TrainingOrder], into: MemoryObjectSendStr
 
 async def _serve(
     trainer: TorchTrainer,
-    thread: ResidentThread,
+    thread: DedicatedThread,
     orders: MemoryObjectReceiveStream[TrainingOrder],
     reports: SendStream[TrainingEvent],
 ) -> None:

@@ -46,10 +46,8 @@ async def push(llm: Any, announcement: WeightAnnouncement, *, clear_cache: bool 
 
 
 async def stage(llm: Any, announcement: WeightAnnouncement) -> OrderDone:
-    """Fetch, check and decode a version on every worker while the engine samples. ``order_id`` is 0.
-
-    Raises ``WeightError`` with the worker's reason; nothing live has changed then.
-    """
+    """Fetch, check and decode a version on every worker while the engine samples. ``order_id`` is 0. Raises
+    ``WeightError`` with the worker's reason; nothing live has changed then."""
     started = time.monotonic()
     text = base64.b64encode(msgspec.msgpack.encode(announcement)).decode()  # ``vllm serve`` passes on text only
     await llm.collective_rpc("streamrl_begin_stage", args=(text,))

@@ -37,11 +37,8 @@ UNIT_ELEMENTS = 1 << 23
 
 
 class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's contiguous part of one checkpoint tensor.
-
-    ``dtype``: bfloat16, float16 or float32. ``shape``: of the full tensor. ``offset``, ``count``: flat
-    start and length of the shard in the full tensor; a shard may be empty.
-    """
+    """One rank's contiguous part of one checkpoint tensor. ``dtype``: bfloat16, float16 or float32. ``shape``: of the
+    full tensor. ``offset``, ``count``: flat start and length of the shard in the full tensor; a shard may be empty."""
 
     name: str
     dtype: str

@@ -42,7 +42,7 @@ class VllmServer:
         await self._post("pause", query={"mode": mode, "clear_cache": str(clear_cache).lower()})
 
     async def resume_generation(self) -> None:
-        """Go on."""
+        """Resume sampling."""
         await self._post("resume")
 
     async def compute_weight_checksums(self) -> list[dict[str, str]]:

@@ -24,7 +24,7 @@ import streamrl.cli.train
 from streamrl.base.errors import ProcessDied, RecipeError
 from streamrl.base.run_events import RunEvent, RunFinished, RunStarted, StepFinished
 from streamrl.cli.main import main, report_error
-from streamrl.launch.plan.preflight import going_on, preflight
+from streamrl.launch.plan.preflight import preflight, recipe_of_resumed_run
 from streamrl.learning.state.durable_files import files_below, flush_and_digest, write_digests
 from streamrl.observe.telemetry import Telemetry, TelemetryPublisher, TelemetrySubscriber
 from streamrl.recipe.rules.load import load_recipe
@@ -267,9 +267,9 @@ def test_a_run_with_a_checkpoint_of_its_own_needs_no_other(project: Path, tmp_pa
     recipe = load_recipe(project / "recipe.toml", [f"checkpoint.resume_from={project}"])
     run = tmp_path / "run"
     run.mkdir()
-    assert going_on(recipe, run) == (recipe, None)
+    assert recipe_of_resumed_run(recipe, run) == (recipe, None)
     (run / "checkpoints" / "step-000003").mkdir(parents=True)
-    preflight(*going_on(recipe, run))
+    preflight(*recipe_of_resumed_run(recipe, run))
 
 
 def test_a_checkpoint_to_start_from(project: Path) -> None:

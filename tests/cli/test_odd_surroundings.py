@@ -129,4 +129,4 @@ def test_where_the_disk_is_full_a_child_says_so_by_its_exit_code(tmp_path: Path)
     )
     code = shell(f"{shlex.join([sys.executable, '-c', child])} >/dev/full 2>&1").returncode
     death = Death(name="controller", exit_code=code, detected_s=0.0)
-    assert death.is_verdict and "the disk is full" in death.describe() and "resume" in death.describe()
+    assert death.is_fatal and "the disk is full" in death.describe() and "resume" in death.describe()

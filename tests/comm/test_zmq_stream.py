@@ -23,7 +23,7 @@ from streamrl.base.messages import EngineEvent, EngineLoad, EngineOrder, ResumeE
 from streamrl.base.types import Record, TokenArray
 from streamrl.comm import socket_options, wire, zmq_stream
 from streamrl.comm.guarded_sockets import KeyGuard
-from streamrl.comm.stream_protocol import Hello, Kind, Role
+from streamrl.comm.stream_protocol import Hello, Kind, StreamRole
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.wire import WireLimits, pack_header
 
@@ -108,7 +108,7 @@ async def answer(dealer: zmq.Socket[bytes]) -> tuple[Kind, bytes]:
 
 def hello_bytes(**changes: Any) -> bytes:
     same = Hello(
-        item_type=wire.item_type_name(EngineOrder), role=Role.SENDER, window=4, message_bytes=10**6, session="s"
+        item_type=wire.item_type_name(EngineOrder), role=StreamRole.SENDER, window=4, message_bytes=10**6, session="s"
     )
     return msgspec.msgpack.encode(msgspec.structs.replace(same, **changes))
 
@@ -157,10 +157,10 @@ async def test_bytes_of_an_older_zeromq_peer_are_dropped_and_counted(
 
 
 async def strangers_are_counted(receives: Any) -> None:
-    before = receives.strangers
+    before = receives.unknown_peers
     connections = [say_raw(receives.endpoint, content) for content in OLD_PEERS.values()]
     with anyio.fail_after(300):
-        while receives.strangers < before + len(OLD_PEERS):
+        while receives.unknown_peers < before + len(OLD_PEERS):
             await anyio.sleep(0.01)
     for connection in connections:
         connection.close()
@@ -460,7 +460,7 @@ async def test_an_end_that_nobody_acknowledges_is_an_error_and_bounded(new_endpo
                 await anyio.to_thread.run_sync(router.poll, 300_000)
                 peer, _, hello = router.recv_multipart()
                 theirs = msgspec.msgpack.decode(hello, type=Hello)
-                reply = hello_bytes(role=Role.RECEIVER, session=theirs.session)
+                reply = hello_bytes(role=StreamRole.RECEIVER, session=theirs.session)
                 router.send_multipart([peer, pack_header(Kind.WELCOME), reply])
                 router.send_multipart([peer, pack_header(Kind.CREDIT, 0)])
                 await sends.send(ResumeEngine(order_id=1))

@@ -39,7 +39,7 @@ from streamrl.recipe.sections import (
     Engines,
     EngineShape,
     Evaluation,
-    Launch,
+    LaunchedBy,
     Lora,
     Model,
     OptimizerKind,
@@ -319,7 +319,7 @@ def test_sets_of_engines_are_shown_and_the_larger_one_is_reckoned_with() -> None
 
 
 def test_processes_and_commands() -> None:
-    transport = Transport(kind=TransportKind.TCP, engines=Launch.EXTERNAL, training=Launch.EXTERNAL)
+    transport = Transport(kind=TransportKind.TCP, engines=LaunchedBy.EXTERNAL, training=LaunchedBy.EXTERNAL)
     recipe = msgspec.structs.replace(RECIPE, transport=transport, engines=Engines(count=2))
     lines = process_lines(recipe, plan_topology(recipe, Path("/tmp/s")), "demo.toml")
     assert "  reward-0     started by this run" in lines

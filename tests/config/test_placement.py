@@ -12,7 +12,17 @@ from streamrl.engines.vllm.gpus import Gpu
 from streamrl.launch.plan.placement import Demand, Placement, place
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import RewardLimits
-from streamrl.recipe.sections import Engines, EngineShape, Launch, Model, Prompts, Recipe, Reward, Training, Transport
+from streamrl.recipe.sections import (
+    Engines,
+    EngineShape,
+    LaunchedBy,
+    Model,
+    Prompts,
+    Recipe,
+    Reward,
+    Training,
+    Transport,
+)
 from streamrl.recipe.topology import plan_topology
 
 GIB = 1 << 30
@@ -99,7 +109,7 @@ def test_prepared_sets_have_the_same_gpus_and_the_memory_of_one_set() -> None:
 
 
 def test_processes_started_by_hand_fill_one_host_after_another() -> None:
-    by_hand = Transport(engines=Launch.EXTERNAL, training=Launch.EXTERNAL)
+    by_hand = Transport(engines=LaunchedBy.EXTERNAL, training=LaunchedBy.EXTERNAL)
 
     def spots(count: int, ranks: int, **engines: int) -> dict[str, tuple[int, str]]:
         made = msgspec.structs.replace(recipe(count, ranks, **engines), transport=by_hand)

@@ -11,7 +11,7 @@ from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.scheduling import Rollout, RoundKind
 from streamrl.recipe.sections import (
     Engines,
-    Launch,
+    LaunchedBy,
     Model,
     Prompts,
     Recipe,
@@ -38,5 +38,5 @@ def test_the_cores_of_a_freed_engine_are_for_training() -> None:
     made = recipe(engines=Engines(count=4))
     threads = [trainer_threads(made, 16, engines_on_cpu=True, freed=freed) for freed in range(5)]
     assert threads == [8, 10, 12, 14, 16]
-    elsewhere = recipe(engines=Engines(count=4), transport=Transport(kind=Kind.TCP, engines=Launch.EXTERNAL))
+    elsewhere = recipe(engines=Engines(count=4), transport=Transport(kind=Kind.TCP, engines=LaunchedBy.EXTERNAL))
     assert trainer_threads(elsewhere, 16, engines_on_cpu=True, freed=1) == 16

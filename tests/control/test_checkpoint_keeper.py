@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.base.atomic_files import sidecar_folder, stage_sidecar, take_sidecar, write_link
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import CheckpointSaved, SaveCheckpoint, TrainingOrder
-from streamrl.base.whole_files import beside_folder, leave_beside, take_beside, write_link
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.wire import WireCodec, WireLimits
 from streamrl.control.settings import control_settings
@@ -58,7 +58,7 @@ class Ranks:
     ) -> None:
         self.asked.append((Path(directory).name, policy_version, min_free_bytes))
         write_anew(Path(directory))
-        take_beside(Path(directory), Path(directory), beside)
+        take_sidecar(Path(directory), Path(directory), beside)
 
 
 def write_anew(directory: Path) -> None:
@@ -263,7 +263,7 @@ async def test_what_control_keeps_reaches_a_checkpoint_whatever_its_size(tmp_pat
         assert isinstance(order, SaveCheckpoint)
         WireCodec[TrainingOrder](TrainingOrder).encode(order)
         write_anew(Path(order.directory))
-        take_beside(Path(order.directory), Path(order.directory), order.beside)
+        take_sidecar(Path(order.directory), Path(order.directory), order.beside)
         await answers.send(CheckpointSaved(rank=0, directory=order.directory, policy_version=3, seconds=0.0))
 
     async with anyio.create_task_group() as tasks:
@@ -279,13 +279,13 @@ async def test_what_control_keeps_reaches_a_checkpoint_whatever_its_size(tmp_pat
 def test_files_beside_a_checkpoint_are_those_that_the_controller_wrote(tmp_path: Path) -> None:
     directory, into = tmp_path / "step-000003", tmp_path / ".step-000003.partial"
     into.mkdir()
-    digests = leave_beside(directory, {"control.msgpack": b"kept"})
-    (beside_folder(directory) / "control.msgpack").write_bytes(b"torn")
+    digests = stage_sidecar(directory, {"control.msgpack": b"kept"})
+    (sidecar_folder(directory) / "control.msgpack").write_bytes(b"torn")
     with pytest.raises(StreamRLError, match=r"control\.msgpack differs from what the controller wrote"):
-        take_beside(directory, into, digests)
-    leave_beside(directory, {"rewards.msgpack": b"what another call left does not stay"})
+        take_sidecar(directory, into, digests)
+    stage_sidecar(directory, {"rewards.msgpack": b"what another call left does not stay"})
     with pytest.raises(StreamRLError, match="is not there, where the controller wrote it"):
-        take_beside(directory, into, digests)
+        take_sidecar(directory, into, digests)
     assert list(into.iterdir()) == []
 
 

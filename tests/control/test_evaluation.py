@@ -37,7 +37,7 @@ from streamrl.launch.controller_parts import read_held_out
 from streamrl.observe.report.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Evaluation as EvaluationSettings
-from streamrl.run.evaluate.evaluation import Evaluation, HeldOut, evaluation_metrics, pass_at_k, pass_sizes
+from streamrl.run.evaluate.evaluation import EvaluationRun, HeldOut, evaluation_metrics, pass_at_k, pass_sizes
 from streamrl.run.evaluate.sample_files import write_evaluation
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
@@ -196,12 +196,12 @@ class Orders:
             self.launched.append(order)
 
 
-def end(evaluation: Evaluation, order: LaunchTrajectory) -> None:
+def end(evaluation: EvaluationRun, order: LaunchTrajectory) -> None:
     evaluation.take(TrajectoryLost(id=order.id, group_size=1, cancelled=False, reason="x", evaluation=True))
 
 
 async def test_at_most_so_many_requests_are_open_and_every_sample_is_its_own() -> None:
-    evaluation, orders = Evaluation(held_out(4, 3, in_flight=5), 7, limit=3, seed=1), Orders()
+    evaluation, orders = EvaluationRun(held_out(4, 3, in_flight=5), 7, limit=3, seed=1), Orders()
     figures: dict[str, float] = {}
 
     async def run() -> None:
@@ -224,7 +224,7 @@ async def test_at_most_so_many_requests_are_open_and_every_sample_is_its_own() -
 
 
 async def test_a_cancelled_evaluation_ends_when_what_was_launched_has_ended() -> None:
-    evaluation, orders = Evaluation(held_out(9, 1, in_flight=3), 7, limit=0, seed=1), Orders()
+    evaluation, orders = EvaluationRun(held_out(9, 1, in_flight=3), 7, limit=0, seed=1), Orders()
     ended = anyio.Event()
 
     async def run() -> None:
@@ -244,7 +244,7 @@ async def test_a_cancelled_evaluation_ends_when_what_was_launched_has_ended() ->
 
 
 async def test_an_evaluation_of_nothing_ends() -> None:
-    figures = await Evaluation(HeldOut(), 0, limit=0, seed=1).run(Orders())  # type: ignore[arg-type]
+    figures = await EvaluationRun(HeldOut(), 0, limit=0, seed=1).run(Orders())  # type: ignore[arg-type]
     assert figures["eval/held_out/prompts"] == 0
 
 

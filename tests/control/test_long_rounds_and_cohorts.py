@@ -11,8 +11,7 @@ from oracle.control_world import World, control_settings
 from streamrl.buffers.rollout_buffer import PromptRef
 from streamrl.control import actions as do
 from streamrl.control.launch import view as view_of
-from streamrl.control.policies.tail_batching import LONG, SHORT
-from streamrl.control.policies.tail_batching import TailBatching as TailBatchingRounds
+from streamrl.control.policies.tail_batching import LONG, SHORT, TailBatchingRounds
 from streamrl.control.settings import ControlSettings
 from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind, TailBatching
 

@@ -19,7 +19,7 @@ from streamrl.control.events import StopRequested
 from streamrl.engines.elastic.elastic_engines import ElasticEngines
 from streamrl.engines.elastic.freeing import Freeing, FreeingSettings
 from streamrl.engines.elastic.sets import SetChooser
-from streamrl.engines.pool import AWAY, EnginePool
+from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.recipe.scheduling import InFlight
@@ -207,7 +207,7 @@ async def test_an_engine_that_is_lost_while_it_is_drained_serves_again_when_it_i
     await rounds.next_version()
     assert rounds.cores == [2, 0] and set(rounds.pool.serving) == set(rounds.pool.names) - set(lost)
     await rounds.pool.attach(lost[0], PacedEngine(int(lost[0][-1])))
-    rounds.pool.readmit(lost[0], AWAY)
+    rounds.pool.readmit(lost[0], UNAVAILABLE)
     assert rounds.pool.serving == rounds.pool.names, "nothing else keeps it from requests"
 
 

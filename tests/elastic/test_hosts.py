@@ -67,7 +67,7 @@ class Started:
         self.sync = WeightSync(
             self.pool.attached, anchor, in_flight=InFlight.KEEP, timeout_s=300, on_failure=self.hosts.on_failure
         )
-        self.hosts.attend(self.sync)
+        self.hosts.set_weight_sync(self.sync)
         await self.sync.push(await anchor(0))
 
     async def close(self) -> None:
@@ -193,7 +193,7 @@ async def test_an_engine_that_dies_while_its_set_is_started_serves_when_it_is_ba
     async with started() as one, anyio.create_task_group() as group:
         one.host_lives = "dies"
         group.start_soon(one.hosts.use, ["engine-1"])
-        while not one.hosts._lives["engine-1"].late:
+        while not one.hosts._slots["engine-1"].late:
             await anyio.sleep(0.01)
         one.group.start_soon(one.host, "engine-1", "serves")
         while not one.pool.serving:
@@ -208,7 +208,7 @@ async def test_a_start_has_its_whole_time_after_one_that_failed(lives: str, monk
         if lives == "loads":  # the first start of another set: too long
             one.host_lives, name = "loads", "engine-1"
             one.group.start_soon(one.hosts.use, [name])
-            while not one.hosts._lives[name].late:
+            while not one.hosts._slots[name].late:
                 await anyio.sleep(0.01)
         else:  # the only engine in use is started again, which fails
             name = "engine-0"
@@ -245,7 +245,7 @@ async def test_where_no_engine_is_started_again_one_that_does_not_become_ready_e
     with pytest.raises(BaseExceptionGroup) as raised:
         async with started(restarts=0) as one:
             one.host_lives = lives
-            one.hosts._lives["engine-1"]._settings = Engines(restarts=0, start_timeout_s=0.5)
+            one.hosts._slots["engine-1"]._settings = Engines(restarts=0, start_timeout_s=0.5)
             await one.hosts.use(["engine-1"])
     reason = "cannot be loaded" if lives == "dies" else "not ready within 0.5 s of being started"
     assert any("engine-1" in str(error) and reason in str(error) for error in failures(raised.value))
@@ -265,7 +265,7 @@ async def test_an_engine_that_sleeps_wakes_with_the_live_version_and_is_started_
         assert len(one.made) == 2, "no process began"
         one.orders()
         one.scopes["engine-1"].cancel()
-        while not one.hosts._lives["engine-1"].stopped:
+        while not one.hosts._slots["engine-1"].stopped:
             await anyio.sleep(0.01)
         await one.hosts.use(["engine-1"])
         assert one.orders() == [

@@ -18,7 +18,7 @@ from streamrl.control.actions import Decision, LaunchGroup, StepOptimizer
 from streamrl.control.events import StopRequested
 from streamrl.engines.elastic.elastic_engines import ElasticEngines
 from streamrl.engines.elastic.sets import SetChooser
-from streamrl.engines.pool import AWAY
+from streamrl.engines.pool import UNAVAILABLE
 from streamrl.recipe.topology import PreparedSet
 
 WIDE = PreparedSet(count=2, tensor_parallel_size=1, kv_tokens=2_000)
@@ -62,7 +62,7 @@ class World:
 
     # of the pool
     def withdraw(self, names: Iterable[str], reason: str) -> None:
-        assert reason == AWAY
+        assert reason == UNAVAILABLE
         self.told.append(f"withdraw {' '.join(names)}")
 
     def load(self) -> EngineLoad:

@@ -71,7 +71,7 @@ class Controller:
 
     async def order(self, order: SupervisorOrder) -> None:
         self.ordered.append(order)
-        await self.orders_of_engines.obey(order)
+        await self.orders_of_engines.handle(order)
 
     async def emit(self, event: EngineLost | EngineBack) -> None:
         self.events.append(event)
@@ -91,7 +91,7 @@ class Controller:
         self.sync = WeightSync(
             self.pool.attached, self.anchor, in_flight=InFlight.KEEP, timeout_s=300, on_failure=self.hosts.on_failure
         )
-        self.hosts.attend(self.sync)
+        self.hosts.set_weight_sync(self.sync)
         self.live = 0
         await self.sync.push(announced(0, None))
         stage = RolloutStage(self.pool, max_tokens=MAX_TOKENS, temperature=1.0, top_p=1.0)

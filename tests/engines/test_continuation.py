@@ -20,7 +20,7 @@ from streamrl.base.types import (
 from streamrl.engines.resumption import (
     FEWEST_KEPT,
     ROUNDS_KEPT,
-    KeptTokens,
+    CancelledCompletions,
     accepted_part,
     accepted_prefix,
     join_completions,
@@ -129,7 +129,7 @@ def tokens_of(count: int) -> TokenArray:
 
 
 def test_deferred_tokens_are_kept_until_they_are_launched_again() -> None:
-    kept = KeptTokens()
+    kept = CancelledCompletions()
     kept.open(4)
     kept.lost(11, tokens_of(50))
     kept.ended(identity(1), 12, tokens_of(60))
@@ -143,7 +143,7 @@ def test_deferred_tokens_are_kept_until_they_are_launched_again() -> None:
 
 
 def test_kept_tokens_are_bounded() -> None:
-    kept = KeptTokens()
+    kept = CancelledCompletions()
     kept.open(3)
     for seed in range(1_000):
         kept.ended(identity(seed), seed, tokens_of(40))

@@ -16,7 +16,7 @@ from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
 from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory
 from streamrl.base.types import Completion, FinishReason, Prompt, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.engines.pool import AWAY, EnginePool
+from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.resumption import part_id
 from streamrl.engines.routing import REMEMBERED_PROMPTS, SIBLING_SLACK
@@ -289,17 +289,17 @@ async def waited_for(pool: EnginePool, count: int) -> list[str]:
 
 async def test_an_absent_engine_joins_later_and_another_may_leave_before_it() -> None:
     engines = [RecordingEngine(0), RecordingEngine(1)]
-    pool = pool_of(engines[:1], absent=["engine-1"])
+    pool = pool_of(engines[:1], unavailable=["engine-1"])
     await pool.start()
     assert (pool.names, tuple(pool.attached), pool.serving) == (("engine-0", "engine-1"), ("engine-0",), ("engine-0",))
     with pytest.raises(EngineError, match="engine-1 is detached"):
-        pool.readmit("engine-1", AWAY)
-    pool.withdraw(["engine-0"], AWAY)
-    await pool.drain("engine-0", AWAY)
+        pool.readmit("engine-1", UNAVAILABLE)
+    pool.withdraw(["engine-0"], UNAVAILABLE)
+    await pool.drain("engine-0", UNAVAILABLE)
     pool.detach("engine-0")
     assert pool.load().kv_cache_usage == 0.0 and not pool.attached
     assert (await pool.attach("engine-1", engines[1])).engine == "engine-1"
-    pool.readmit("engine-1", AWAY)
+    pool.readmit("engine-1", UNAVAILABLE)
     assert pool.serving == ("engine-1",)
 
 

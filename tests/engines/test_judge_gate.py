@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.base.errors import EngineError
 from streamrl.recipe.judge import Judge, YieldKind
-from streamrl.rewards.judge.gate import JudgeGate, lets_in, look_again_s
+from streamrl.rewards.judge.gate import JudgeBatcher, admits, next_check_s
 
 JUDGE = Judge(batch=4, batch_wait_s=1.0, actor_share=0.5, max_wait_s=10.0)
 AT_ONCE = Judge(batch=1, batch_wait_s=0.0, actor_share=1.0, max_wait_s=3600.0)
@@ -30,19 +30,19 @@ AT_ONCE = Judge(batch=1, batch_wait_s=0.0, actor_share=1.0, max_wait_s=3600.0)
     ],
 )
 def test_who_is_let_in(waiting: int, oldest_s: float, actor: float, awake: bool, goes: bool) -> None:
-    assert lets_in(JUDGE, waiting, oldest_s, actor=actor, awake=awake) == goes
+    assert admits(JUDGE, waiting, oldest_s, actor=actor, awake=awake) == goes
 
 
 def test_time_alone_changes_the_answer_twice() -> None:
-    assert look_again_s(JUDGE, 0, 0.0) is None
-    assert look_again_s(JUDGE, 1, 0.25) == 0.75
-    assert look_again_s(JUDGE, 1, 1.0) == 9.0
+    assert next_check_s(JUDGE, 0, 0.0) is None
+    assert next_check_s(JUDGE, 1, 0.25) == 0.75
+    assert next_check_s(JUDGE, 1, 1.0) == 9.0
 
 
 def test_a_judge_that_never_yields_waits_for_the_actor_only() -> None:
     judge = Judge(model="m", when_idle=YieldKind.NEVER, batch=32, actor_share=0.25)
-    assert lets_in(judge, 1, 0.0, actor=0.25, awake=False)
-    assert not lets_in(judge, 1, 0.0, actor=0.3, awake=False)
+    assert admits(judge, 1, 0.0, actor=0.25, awake=False)
+    assert not admits(judge, 1, 0.0, actor=0.3, awake=False)
 
 
 class Engine:
@@ -50,7 +50,7 @@ class Engine:
 
     def __init__(self, judge: Judge) -> None:
         self.moves: list[str] = []
-        self.gate = JudgeGate(judge, self.wake, self.rest)
+        self.gate = JudgeBatcher(judge, self.wake, self.rest)
         self.resting = anyio.Event()
         self.answering = 0
         self.answers = anyio.Event()
@@ -158,7 +158,7 @@ async def test_an_engine_that_cannot_be_woken_ends_the_judge() -> None:
     async def broken() -> None:
         raise EngineError("judge-0: its process VLLM::EngineCore died")
 
-    gate = JudgeGate(AT_ONCE, broken, engine.rest)
+    gate = JudgeBatcher(AT_ONCE, broken, engine.rest)
     with pytest.raises(ExceptionGroup) as caught:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(gate.run)

@@ -25,7 +25,7 @@ from streamrl.base.stage_messages import (
 from streamrl.base.types import Completion, FinishReason, Prompt, TokenArray, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.contracts import Engine, Sampler
-from streamrl.engines.pool import AWAY, EnginePool
+from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.recipe.scheduling import InFlight
 from streamrl.stages.rollout import RolloutStage
@@ -252,7 +252,7 @@ async def test_an_engine_joins_takes_over_and_stops_while_trajectories_run(
     bench: Bench, hosted: Any, tiny_options: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Two real engines: a host is started, brought to the live version, gets half of the requests, drains and ends."""
-    pool = EnginePool({"engine-0": bench.engine}, absent=["engine-1"])
+    pool = EnginePool({"engine-0": bench.engine}, unavailable=["engine-1"])
     await pool.start()
     with tempfile.TemporaryDirectory(prefix="srl") as directory:
         options = msgspec.structs.replace(tiny_options(Path(directory)), name="engine-1")
@@ -265,7 +265,7 @@ async def test_an_engine_joins_takes_over_and_stops_while_trajectories_run(
             assert await bench.engine.checksums() == await late.checksums()
             prompts, whole = await unending(bench, 12, "join")
             roll = Roll(pool, prompts)
-            pool.readmit("engine-1", AWAY)
+            pool.readmit("engine-1", UNAVAILABLE)
             roll.start(group)
             await roll.launch()
             await until(lambda: late.load().running > 0)

@@ -10,29 +10,29 @@ from streamrl.engines.elastic.hosts import ProgressWatch
 @pytest.mark.parametrize("slower", [1, 10, 100])
 def test_a_slow_engine_is_never_taken_for_dead(slower: int) -> None:
     """A step of 50 ms, ten and a hundred times as long; it reports as seldom as its host has time for that."""
-    watch, tokens, heard = ProgressWatch(silence_timeout_s=30, progress_timeout_s=120), 0, 0
+    watch, tokens, received = ProgressWatch(silence_timeout_s=30, progress_timeout_s=120), 0, 0
     for look in range(4000):
         now = look * 0.5
         tokens = int(now / (0.05 * slower))
-        heard = int(now / (0.2 * slower))
-        assert watch.look(now, heard=heard, progress=(tokens,), owes=True) == ""
+        received = int(now / (0.2 * slower))
+        assert watch.check(now, received=received, progress=(tokens,), busy=True) == ""
 
 
 def test_what_a_looker_missed_because_it_was_held_up_itself_counts_for_little() -> None:
     watch = ProgressWatch(silence_timeout_s=30, progress_timeout_s=120)
-    assert [watch.look(now, heard=1, progress=(1,), owes=True) for now in (0.0, 600.0, 1200.0)] == ["", "", ""]
+    assert [watch.check(now, received=1, progress=(1,), busy=True) for now in (0.0, 600.0, 1200.0)] == ["", "", ""]
 
 
 @pytest.mark.parametrize(
-    ("heard", "owes", "says"), [(0, False, "nothing was heard"), (1, True, "none of its requests")]
+    ("received", "busy", "says"), [(0, False, "nothing was heard"), (1, True, "none of its requests")]
 )
-def test_an_engine_that_is_silent_or_gets_nowhere_is_taken_for_dead(heard: int, owes: bool, says: str) -> None:
+def test_an_engine_that_is_silent_or_gets_nowhere_is_taken_for_dead(received: int, busy: bool, says: str) -> None:
     watch = ProgressWatch(silence_timeout_s=30, progress_timeout_s=120)
-    found = [watch.look(look * 0.5, heard=heard * look, progress=(7,), owes=owes) for look in range(300)]
+    found = [watch.check(look * 0.5, received=received * look, progress=(7,), busy=busy) for look in range(300)]
     first = next(index for index, reason in enumerate(found) if reason)
-    assert says in found[first] and first * 0.5 == pytest.approx(120 if owes else 30, abs=1.0)
+    assert says in found[first] and first * 0.5 == pytest.approx(120 if busy else 30, abs=1.0)
 
 
 def test_an_engine_that_owes_nothing_may_be_idle() -> None:
     watch = ProgressWatch(silence_timeout_s=30, progress_timeout_s=120)
-    assert not any(watch.look(look * 0.5, heard=look, progress=(7,), owes=False) for look in range(1000))
+    assert not any(watch.check(look * 0.5, received=look, progress=(7,), busy=False) for look in range(1000))

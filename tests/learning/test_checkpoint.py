@@ -19,8 +19,8 @@ pytest.importorskip("transformers")
 
 from torch import Tensor, nn  # noqa: E402
 
+from streamrl.base.atomic_files import stage_sidecar  # noqa: E402
 from streamrl.base.errors import StreamRLError  # noqa: E402
-from streamrl.base.whole_files import leave_beside  # noqa: E402
 from streamrl.learning import process_group  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.learning.state import checkpoint, durable_files  # noqa: E402
@@ -208,7 +208,7 @@ def test_files_of_the_controller_are_listed_with_digests_and_go_with_a_write_tha
     weights, optimizer, _ = part(1)
 
     def save() -> None:
-        beside = leave_beside(directory, {"control.msgpack": b"kept"})
+        beside = stage_sidecar(directory, {"control.msgpack": b"kept"})
         checkpoint.save(directory, weights, optimizer, state=STATE, model_path=model_path, beside=beside)
 
     save()

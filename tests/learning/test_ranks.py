@@ -41,7 +41,7 @@ from streamrl.recipe.rules.load import dump_recipe  # noqa: E402
 from streamrl.recipe.sections import (  # noqa: E402
     ComputeDtype,
     Gathered,
-    Launch,
+    LaunchedBy,
     Model,
     Prompts,
     Recipe,
@@ -373,7 +373,7 @@ def test_torchrun_starts_the_ranks_of_a_recipe(
         prompts=Prompts(train="unused.jsonl"),
         rewards=(Reward(function="unused:unused"),),
         training=Training(ranks=2, device="cpu", threads=1, learning_rate=1e-3, micro_batch_tokens=64),
-        transport=Transport(kind=TransportKind.TCP, port=free_ports(16), training=Launch.EXTERNAL),
+        transport=Transport(kind=TransportKind.TCP, port=free_ports(16), training=LaunchedBy.EXTERNAL),
     )
     (tmp_path / "recipe.toml").write_text(dump_recipe(recipe))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -51,7 +51,7 @@ from streamrl.control.settings import ControlSettings
 from streamrl.engines.elastic.elastic_engines import ElasticEngines
 from streamrl.engines.elastic.freeing import Freeing
 from streamrl.engines.elastic.sets import SetChooser
-from streamrl.engines.pool import AWAY, EnginePool
+from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.push.verify import WeightAudit
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
@@ -265,7 +265,7 @@ class MemoryHosts:
     async def use(self, names: Sequence[str]) -> None:
         pool, sync = self.pool, self.run.sync
         for name in list(pool.attached):
-            await pool.drain(name, AWAY)
+            await pool.drain(name, UNAVAILABLE)
             engine = pool.detach(name)
             assert not engine.load().running, "it was not drained"
             sync.remove(engine)
@@ -280,7 +280,7 @@ class MemoryHosts:
             await pool.attach(name, engine)
             await sync.admit(name, engine)
         for name in names:
-            pool.readmit(name, AWAY)
+            pool.readmit(name, UNAVAILABLE)
 
 
 class SimulatedRun:
@@ -334,8 +334,10 @@ class SimulatedRun:
     async def run(self, *, stop_at: tuple[str, int] | None = None) -> str:
         """Until the run ends; when ``stop_at`` is in ``history`` a drain is asked for. Returns the reason."""
         self._stop_at = stop_at
-        absent = [name for one in self._sets[1:] for name in one.engines]
-        pool = EnginePool({f"engine-{index}": engine for index, engine in enumerate(self.engines)}, absent=absent)
+        unavailable = [name for one in self._sets[1:] for name in one.engines]
+        pool = EnginePool(
+            {f"engine-{index}": engine for index, engine in enumerate(self.engines)}, unavailable=unavailable
+        )
         await pool.start()
         rollout = RolloutStage(pool, max_tokens=64, temperature=1.0, top_p=1.0)
         async with anyio.create_task_group() as parts:

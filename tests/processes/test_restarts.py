@@ -332,7 +332,7 @@ async def is_killed(supervisor: Supervisor, order: KillEngine) -> bool:
     """Whether ``order`` would end the host that there is now."""
     process, killed = supervisor._children[order.engine].process, []
     kill, process.kill = process.kill, lambda: killed.append(order)  # type: ignore[method-assign]
-    await EngineOrders(supervisor).obey(order)
+    await EngineOrders(supervisor).handle(order)
     process.kill = kill  # type: ignore[method-assign]
     return bool(killed)
 
@@ -348,13 +348,13 @@ async def test_orders_to_kill_mean_one_host_and_its_death_is_one_like_another(tr
             KillEngine(engine="engine-0", reason="planted", older_than_s=300),
         ):
             assert not await is_killed(supervisor, order), "neither was meant for this one"
-        await orders.obey(KillEngine(engine="engine-0", reason="planted", pid=first))
+        await orders.handle(KillEngine(engine="engine-0", reason="planted", pid=first))
         await until(lambda: one.started("engine-0", 1))
         late = KillEngine(engine="engine-0", reason="late", pid=first)
         assert not await is_killed(supervisor, late), "what came late was about its predecessor"
-        await orders.obey(StopEngine(engine="engine-0"))
+        await orders.handle(StopEngine(engine="engine-0"))
         assert not lives(one.pid("engine-0", 1))
-        await orders.obey(StartEngine(engine="engine-0"))
+        await orders.handle(StartEngine(engine="engine-0"))
         await until(lambda: one.started("engine-0", 2))
         await supervisor.kill()
     one.assert_nothing_left()
@@ -367,8 +367,8 @@ async def test_orders_of_a_controller_that_died_mean_nothing_to_the_next_life(tr
         tasks.start_soon(supervisor.watch)
         began = time.monotonic()
         for order in (StopEngine(engine="engine-0", patience_s=patience_s), StartEngine(engine="engine-1")):
-            tasks.start_soon(orders.obey, order)  # the second waits for the first
-        await until(lambda: "engine-0" in supervisor._deaths.stopped)
+            tasks.start_soon(orders.handle, order)  # the second waits for the first
+        await until(lambda: "engine-0" in supervisor._exits.stopped)
         os.kill(one.pid("controller"), signal.SIGKILL)
         await until(lambda: one.started("controller", 1) and one.started("engine-0", 1))
         assert time.monotonic() - began < patience_s / 2
@@ -435,14 +435,14 @@ async def test_an_engine_that_is_ordered_is_tried_again(
     one = trial()
     async with surviving(one) as supervisor:
         orders, refusals = EngineOrders(supervisor), Refusals(monkeypatch)
-        await orders.obey(StopEngine(engine="engine-0"))
+        await orders.handle(StopEngine(engine="engine-0"))
         refusals.left = engine_orders.STARTS - 1
-        await orders.obey(StartEngine(engine="engine-0"))
+        await orders.handle(StartEngine(engine="engine-0"))
         await until(lambda: one.started("engine-0", 1))
-        await orders.obey(StopEngine(engine="engine-0"))
+        await orders.handle(StopEngine(engine="engine-0"))
         refusals.left = engine_orders.STARTS
         with pytest.raises(BlockingIOError):
-            await orders.obey(StartEngine(engine="engine-0"))
+            await orders.handle(StartEngine(engine="engine-0"))
     one.assert_nothing_left()
 
 
@@ -456,7 +456,7 @@ async def test_an_engine_that_the_kernel_does_not_let_go_is_in_nobody_s_way(
             patch.setattr(held, "terminate", lambda: None)
             patch.setattr(RunProcesses, "end_left_behind", lambda *_: [held.pid])
             await supervisor.stop_engine("engine-0", grace_s=0.0)
-        await EngineOrders(supervisor).obey(StartEngine(engine="engine-0"))
+        await EngineOrders(supervisor).handle(StartEngine(engine="engine-0"))
         await until(lambda: one.started("engine-0", 1))
         assert lives(held.pid)
         await drain(supervisor)

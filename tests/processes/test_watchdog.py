@@ -35,7 +35,7 @@ from streamrl.launch.supervise.watchdog import (
 from streamrl.recipe.scheduling import RoundKind, StalePolicy
 from streamrl.recipe.sections import (
     Engines,
-    Launch,
+    LaunchedBy,
     Model,
     Prompts,
     Recipe,
@@ -183,7 +183,7 @@ async def test_a_signal_asks_where_everything_stands_and_nothing_ends(tmp_path: 
 
 
 async def test_a_person_who_starts_a_process_may_take_their_time(tmp_path: Path) -> None:
-    by_hand = Transport(kind=TransportKind.TCP, engines=Launch.EXTERNAL)
+    by_hand = Transport(kind=TransportKind.TCP, engines=LaunchedBy.EXTERNAL)
     trial = Trial(tmp_path, replace(QUICK, transport=by_hand, run=Run(stall_timeout_s=0.05)))
     async with anyio.create_task_group() as nursery:
         nursery.start_soon(trial.watch.run)

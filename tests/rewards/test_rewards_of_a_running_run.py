@@ -28,7 +28,7 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.launch.attached_rewards import AttachedRewards
 from streamrl.launch.control_socket import serving_control
 from streamrl.launch.pipeline import carry_out
-from streamrl.launch.plan.preflight import preflight, resumed
+from streamrl.launch.plan.preflight import preflight, with_checkpoint_rewards
 from streamrl.launch.reward_workers import change_rewards, open_reward_stage
 from streamrl.recipe.rewards import AdaptiveTimeout, Reward
 from streamrl.recipe.sections import Recipe, ResumedRewards
@@ -227,7 +227,7 @@ async def test_what_is_attached_and_learnt_outlives_the_worker_and_the_run(
             (checkpoint / name).write_bytes(content)
 
     asked = structs.replace(run.recipe, checkpoint=structs.replace(run.recipe.checkpoint, resume_from=str(checkpoint)))
-    recipe, kept = resumed(asked)
+    recipe, kept = with_checkpoint_rewards(asked)
     assert kept is not None
     assert [(r.label, r.shadow) for r in recipe.rewards] == [("takes", False), ("shade", True)]
     again = live_run(recipe.rewards)
@@ -285,7 +285,7 @@ def test_a_resumed_run_reports_which_rewards_it_cannot_have(
     kept = structs.replace(fresh_rewards(recipe), rewards=(*recipe.rewards, style), reward_version=4)
     for name, content in rewards_file(kept).items():
         (tmp_path / name).write_bytes(content)
-    live, begins = resumed(recipe)
+    live, begins = with_checkpoint_rewards(recipe)
     with pytest.raises(RecipeError) as refused:
         preflight(live, begins)
     text = "\n".join(refused.value.problems)
@@ -294,17 +294,17 @@ def test_a_resumed_run_reports_which_rewards_it_cannot_have(
     assert 'checkpoint.advanced.rewards = "recipe"' in text
 
     of_recipe = structs.replace(recipe, checkpoint=structs.replace(recipe.checkpoint, rewards=ResumedRewards.RECIPE))
-    chosen, begins = resumed(of_recipe)
+    chosen, begins = with_checkpoint_rewards(of_recipe)
     assert chosen.rewards == recipe.rewards
     assert begins is not None
     assert (begins.reward_version, begins.since) == (5, {"length": 0})
 
     other = structs.replace(recipe, rewards=(Reward(function="exact"),))
     with pytest.raises(RecipeError, match="has changed since, too"):
-        resumed(other)
+        with_checkpoint_rewards(other)
     (tmp_path / "rewards.msgpack").write_bytes(b"\x93garbage")
     with pytest.raises(RecipeError, match=r"rewards\.msgpack cannot be read"):
-        resumed(recipe)
+        with_checkpoint_rewards(recipe)
 
 
 def test_limits_that_were_learnt_belong_to_one_attachment() -> None:

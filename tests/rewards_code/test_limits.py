@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from streamrl.rewards.sandbox.sandbox import RunReport, Sandbox, SandboxError
+from streamrl.rewards.sandbox.sandbox import ProgramEnd, Sandbox, SandboxError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MIB = 1 << 20
 
 
-async def run(sandbox: Sandbox, source: str, limits: Any, stdin: bytes = b"") -> tuple[RunReport, str]:
+async def run(sandbox: Sandbox, source: str, limits: Any, stdin: bytes = b"") -> tuple[ProgramEnd, str]:
     report, output = await sandbox.run_program(source.encode(), stdin, limits)
     return report, output.decode(errors="replace")
 

@@ -215,7 +215,7 @@ async def test_each_case_of_a_prompt_has_the_limit_that_runs_which_passed_it_hav
         return [case.end for case in (await reward.judge(code, tests, prompt_id=prompt_id)).cases]
 
     assert await ends(program(2.0, "wrong"), "p") == [CaseEnd.WRONG] * 2
-    assert not limits.take_news(), "a wrong one teaches nothing"
+    assert not limits.take_updates(), "a wrong one teaches nothing"
     assert await reward(program(0.0), tests=tests, prompt_id="p") == 1.0
     short, long = (limits.limit_s(f"p case {n}") for n in (0, 1))
     assert 1.0 <= short < 13 <= long < 100
@@ -223,7 +223,7 @@ async def test_each_case_of_a_prompt_has_the_limit_that_runs_which_passed_it_hav
         "the second was known to take longer"
     )
     assert await ends(program(1.2), "q") == [CaseEnd.PASSED] * 2, "another prompt has limits of its own"
-    assert set(limits.take_news()) == {f"{prompt} case {n}" for prompt in "pq" for n in (0, 1)}
+    assert set(limits.take_updates()) == {f"{prompt} case {n}" for prompt in "pq" for n in (0, 1)}
 
     # What was learnt is no limit of the task's own: without late_is_wrong a run beyond it failed, and is not wrong.
     counted = TimeLimits(msgspec.structs.replace(late, late_is_wrong=False))

@@ -203,7 +203,7 @@ def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, requests: zmq.Socket[bytes]) -> None:
             requests.setsockopt(zmq.LINGER, 0)
             self._requests, self._domains, self._stop_fd = requests, {}, -1
-            self._strangers = frozenset()
+            self._unknown_keys = frozenset()
             self.ended_fd = os.eventfd(0)
 
         def close(self) -> None:

@@ -46,7 +46,7 @@ class Recorder(Simulation):
         self._carry_out[do.Drop] = cancelled
 
     def _sampled(self, request: Request) -> None:
-        now = self.agenda.now
+        now = self.queue.now
         if not request.stopped:
             finish = "length" if request.length >= self.model.lengths.cap else "stop"
             self.trajectories[request.id] = self._line(request, finish)
@@ -64,7 +64,7 @@ class Recorder(Simulation):
             self._generated_then = generated
 
     def _line(self, request: Request, finish_reason: str) -> TrajectoryLine:
-        now = self.agenda.now
+        now = self.queue.now
         identity = request.id
         return TrajectoryLine(
             prompt_id=identity.prompt_id, group=identity.group_id, sample=identity.sample, attempt=identity.attempt,

@@ -15,7 +15,7 @@ from streamrl.control import events as on
 from streamrl.control.settings import ControlSettings
 from streamrl.engines.resumption import ROUNDS_KEPT
 from streamrl.recipe.scheduling import DeferredPrompts, LengthSorted, RoundKind, StalePolicy, TailBatching
-from streamrl.simulate.cluster import DEMO, HEAVY, Engines
+from streamrl.simulate.cluster import DEMO, HEAVY, ClusterEngines
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.simulation import Simulation, simulate
 from streamrl.simulate.stages import RewardModel
@@ -204,7 +204,7 @@ def test_a_run_that_control_stops_says_why() -> None:
 
 
 def test_requests_spread_over_many_engines() -> None:
-    model = msgspec.structs.replace(TINY, engines=Engines(count=16))
+    model = msgspec.structs.replace(TINY, engines=ClusterEngines(count=16))
     simulation = Simulation(control_settings(batch_groups=64, steps=1), model, ModelledLengths(model.lengths))
     simulation.run()
     generated = [engine.generated for engine in simulation.rollout.engines]
@@ -247,7 +247,7 @@ def test_a_step_counts_the_groups_of_its_own_batch() -> None:
 
 def test_bubbles_are_measured_against_a_batch_whatever_the_rounds_have_in_flight() -> None:
     """As ``processes.controller_parts.run_report`` does; a capacity that the cluster names is taken as it is."""
-    named = msgspec.structs.replace(TINY, engines=Engines(count=2, prompt_tokens=10, capacity=20))
+    named = msgspec.structs.replace(TINY, engines=ClusterEngines(count=2, prompt_tokens=10, capacity=20))
     for name, policy in POLICIES.items():
         assert simulate(control_settings(**policy), TINY, 2).capacity == 4 * 4, name
         assert simulate(control_settings(**policy), named, 2).capacity == 20, name

@@ -43,7 +43,7 @@ class CompletedGroup(msgspec.Struct, frozen=True):
 
 
 class PlainText(Tokenizer):
-    """Where no model is named: a token is a byte of the text, so that every text comes back as it was."""
+    """Tokenizer where no model is named: a token is a byte of the text, so that every text comes back as it was."""
 
     def __init__(self) -> None:
         self.digest = ""
@@ -91,10 +91,8 @@ class CompletionLine(msgspec.Struct, frozen=True):
 async def groups_from_file(
     path: Path, source: OpenPrompts, prompt_count: int, tokenizer: Tokenizer
 ) -> list[CompletedGroup]:
-    """The completions of ``path`` with their prompts of ``source``, at most ``prompt_count`` prompts.
-
-    Raises ``RecipeError`` naming the line that is none, or when no prompt has a completion.
-    """
+    """The completions of ``path`` with their prompts of ``source``, at most ``prompt_count`` prompts. Raises
+    ``RecipeError`` naming the line that is none, or when no prompt has a completion."""
     by_id, by_text = _read_completions(path)
     groups: list[CompletedGroup] = []
     looked = 0
@@ -184,10 +182,8 @@ def recipe_of_model(model: Path) -> Recipe:
 
 
 async def groups_from_engine(recipe: Recipe, prompts: Sequence[Prompt], samples: int) -> list[CompletedGroup]:
-    """``samples`` completions of each prompt, from an engine of ``recipe`` that lives as long as this takes.
-
-    Raises ``RecipeError`` for a model that cannot be used, ``EngineError`` when it does not start or dies.
-    """
+    """``samples`` completions of each prompt, from an engine of ``recipe`` that lives as long as this takes. Raises
+    ``RecipeError`` for a model that cannot be used, ``EngineError`` when it does not start or dies."""
     from streamrl.launch.roles import engine_of
 
     longest = max(len(prompt.token_ids) for prompt in prompts)

@@ -1,4 +1,4 @@
-"""What came of a reward that was tried alone: numbers, a picture of them, and what they mean for training. Pure."""
+"""Report on a reward that was tried alone: numbers, a picture of them, and what they mean for training. Pure."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Bin(msgspec.Struct, frozen=True):
     count: int
 
 
-class Spread(msgspec.Struct, frozen=True):
-    """Of values, or of seconds."""
+class ValueSpread(msgspec.Struct, frozen=True):
+    """Distribution of values, or of seconds."""
 
     mean: float
     std: float
@@ -51,7 +51,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class FailureCount(msgspec.Struct, frozen=True):
-    """So many failures of one kind with one message."""
+    """Number of failures of one kind with one message."""
 
     kind: str
     message: str
@@ -78,11 +78,11 @@ class RewardReport(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int
     completions: int
     scored: int
-    values: Spread | None
+    values: ValueSpread | None
     histogram: tuple[Bin, ...]
     parts: dict[str, float]
-    seconds: Spread | None
-    waited_s: Spread | None
+    seconds: ValueSpread | None
+    waited_s: ValueSpread | None
     per_second: float
     limit_s: float
     failures: tuple[FailureCount, ...]
@@ -137,12 +137,13 @@ def _examples(outcomes: Sequence[Outcome], decode: Callable[[TokenArray], str]) 
     return tuple(sample_of(ordered[place], decode, step=0, chosen="") for place in places)
 
 
-def spread(values: Sequence[float]) -> Spread | None:
-    """None of no values. ``std`` of the population; quantiles are values that occurred."""
+def spread(values: Sequence[float]) -> ValueSpread | None:
+    """Return the distribution of ``values``; None without values. ``std`` of the population; quantiles are values that
+    occurred."""
     if not values:
         return None
     mean, deviation = statistics.fmean(values), statistics.pstdev(values)
-    return Spread(mean, deviation, min(values), percentile(values, 0.5), percentile(values, 0.95), max(values))
+    return ValueSpread(mean, deviation, min(values), percentile(values, 0.5), percentile(values, 0.95), max(values))
 
 
 def histogram(values: Sequence[float]) -> tuple[Bin, ...]:
@@ -159,7 +160,7 @@ def histogram(values: Sequence[float]) -> tuple[Bin, ...]:
 
 
 def signal_of(groups: Sequence[Sequence[float]]) -> GroupSignal:
-    """Which groups would teach something to a method that compares siblings."""
+    """Count the groups that would teach something to a method that compares siblings."""
     compared = [group for group in groups if len(group) > 1]
     values = [value for group in compared for value in group]
     low, high = min(values, default=0.0), max(values, default=0.0)
@@ -174,7 +175,7 @@ def signal_of(groups: Sequence[Sequence[float]]) -> GroupSignal:
 
 
 def problems_of(report: RewardReport) -> Iterator[str]:
-    """What should be changed before a run is spent on it."""
+    """Yield what should be changed before a run is spent on it."""
     failed = report.completions - report.scored
     if failed and not report.scored:
         yield "every call failed: nothing would be trained"

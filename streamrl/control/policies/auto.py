@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from streamrl.base.types import DropReason
 from streamrl.control.actions import Decision
 from streamrl.control.events import RoundsAdvised, RoundTimed
-from streamrl.control.policies.tail_batching import LONG, TailBatching
+from streamrl.control.policies.tail_batching import LONG, TailBatchingRounds
 from streamrl.control.round_policy import (
     Candidate,
     Launch,
@@ -32,7 +32,7 @@ from streamrl.control.round_policy import (
 )
 from streamrl.control.settings import ControlSettings
 from streamrl.control.synchronous import SynchronousRounds
-from streamrl.recipe.scheduling import SAME_NOISE, RoundKind
+from streamrl.recipe.scheduling import SAME_SEED, RoundKind
 
 SYNCHRONOUS = "synchronous"
 LEAST_GAIN = 0.05
@@ -75,13 +75,13 @@ class Pace(msgspec.Struct):
 
     @property
     def factor(self) -> float:
-        """By which steps take longer than predicted; a few steps say little."""
+        """Factor by which steps take longer than predicted; a few steps say little."""
         prior = _PRIOR_STEPS * self.predicted_s / self.steps if self.steps else 1.0
         return (self.taken_s + prior) / (self.predicted_s + prior)
 
 
 class _State(msgspec.Struct):
-    """What ``snapshot`` gives. ``decided``: version of the last round that opened; ``fresh``: the advice was not
+    """State for ``snapshot``. ``decided``: version of the last round that opened; ``fresh``: the advice was not
     compared yet; ``untimed``: candidate and kind of rounds whose time is not known, by the version that they make."""
 
     current: str = SYNCHRONOUS
@@ -95,7 +95,8 @@ class _State(msgspec.Struct):
 
 
 class AutoRounds(StatelessRounds):
-    """On-policy; a long round of several batches takes several optimizer steps along one gradient."""
+    """Rounds of the policy that is predicted to be fastest. On-policy; a long round of several batches takes several
+    optimizer steps along one gradient."""
 
     on_policy = True
     drop_reason = DropReason.LOST_RACE
@@ -103,10 +104,10 @@ class AutoRounds(StatelessRounds):
     def __init__(self, settings: ControlSettings) -> None:
         self._settings = candidate_settings(settings)
         self._policies: dict[str, RoundPolicy] = {
-            name: SynchronousRounds(one) if name == SYNCHRONOUS else TailBatching(one)
+            name: SynchronousRounds(one) if name == SYNCHRONOUS else TailBatchingRounds(one)
             for name, one in self._settings.items()
         }
-        self.replays = settings.tail_batching.deferred_prompts in SAME_NOISE
+        self.replays = settings.tail_batching.deferred_prompts in SAME_SEED
         self._state = _State()
 
     @property
@@ -115,7 +116,7 @@ class AutoRounds(StatelessRounds):
         return self._state.current
 
     def launch(self, view: RoundView) -> Launch | None:
-        """See ``RoundPolicy``. The candidate is chosen once for each round, before its first launch."""
+        """Launch as the chosen candidate does. It is chosen once for each round, before its first launch."""
         state = self._state
         if view.at_barrier and not view.round_kind and state.decided != view.trainer_version:
             state.decided = view.trainer_version
@@ -132,11 +133,11 @@ class AutoRounds(StatelessRounds):
         return replace(plan, because=because) if because else plan
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
-        """See ``RoundPolicy``."""
+        """Answer as the chosen candidate does."""
         return self._policies[self.current].may_join(view, candidate)
 
     def remainder(self, view: RoundView) -> Remainder:
-        """See ``RoundPolicy``."""
+        """Answer as the chosen candidate does."""
         return self._policies[self.current].remainder(view)
 
     def slots(self) -> int:
@@ -164,13 +165,13 @@ class AutoRounds(StatelessRounds):
         return built
 
     def restore(self, state: dict[str, object]) -> None:
-        """See ``RoundPolicy``. Nothing is taken from the state of another policy, or of candidates that are gone."""
+        """Restore the state of this policy; that of another one, or of candidates that are gone, is ignored."""
         if state.get("current") in self._policies:
             self._state = msgspec.convert(state, _State, str_keys=True)
 
     def _drained(self, view: RoundView) -> bool:
-        """Whether no deferred prompt waits; after a long round fewer than one race leaves, which the next takes. Of
-        several sizes some always wait: synchronous rounds begin with them then."""
+        """Return whether no deferred prompt waits; after a long round fewer than one race leaves, which the next takes.
+        Of several sizes some always wait: synchronous rounds begin with them then."""
         if self.current == SYNCHRONOUS or view.queued == 0:
             return True
         if len(self._settings[self.current].group_sizes) > 1:

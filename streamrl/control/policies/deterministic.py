@@ -46,8 +46,8 @@ _Tick = tuple[int, int, int, int]  # ticks, group, sample, attempt
 
 
 class Arrivals(Record, frozen=True):
-    """What arrived and does not count yet, as a snapshot has it. ``launched``: trajectories that have not ended, with
-    the tick of their launch; ``ended``: outcomes that wait, with the same; ``answers``: those that wait."""
+    """Arrivals that do not count yet, as a snapshot has them. ``launched``: trajectories that have not ended, with the
+    tick of their launch; ``ended``: outcomes that wait, with the same; ``answers``: those that wait."""
 
     now: int = 0
     launched: tuple[tuple[TrajectoryId, int], ...] = ()
@@ -93,11 +93,11 @@ class DeterministicControl(Control):
         return out
 
     def orders_again(self) -> list[ControlAction]:
-        """See ``Control.orders_again``: what is here and does not count yet is not ordered again."""
+        """List orders as ``Control.orders_again`` does, without those whose answer is here and does not count yet."""
         return orders_again(self.state, answered=self._answers.keys(), ended=self._ended.keys())
 
     def snapshot(self) -> Snapshot:
-        """See ``Control.snapshot``."""
+        """Extend ``Control.snapshot`` by the arrivals that do not count yet."""
         arrivals = Arrivals(
             now=self._now,
             launched=tuple(self._launched.items()),
@@ -135,7 +135,7 @@ class DeterministicControl(Control):
         return self._next()
 
     def _next(self) -> ControlEvent | None:
-        """What counts now, after all that counted before; None: something that may come before it is missing."""
+        """Return what counts now, after all that counted before; None: something that may come before it is missing."""
         if self._late:
             return self._late.popleft()
         pending = self.state.pending
@@ -179,7 +179,7 @@ class DeterministicControl(Control):
 
 
 def _is_awaited(answer: Answer, state: RunState) -> bool:
-    """Whether control waits for exactly this one."""
+    """Return whether control waits for exactly this one."""
     pending = state.pending
     match answer:
         case on.PromptsDrawn():

@@ -1,7 +1,5 @@
-"""How large the next groups are: fixed, straggler-aware (SAGC), or random with given shares.
-
-See ``GroupSizer``: asked for ``size`` once a round, given the groups of a step with ``observe``.
-"""
+"""Group sizers: fixed, straggler-aware (SAGC), or random with given shares. Each is asked for ``size`` once a round,
+and given the groups of a step with ``observe``."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def make_group_sizer(settings: GroupSizing, fixed_size: int, seed: int, steps: i
 
 
 class _Draws(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``RandomSize`` keeps: draws of each size so far, the last one, and the steps that it served."""
+    """State of ``RandomSize``: draws of each size, the last one, and the steps that it served."""
 
     drawn: dict[int, int]
     size: int
@@ -71,7 +69,7 @@ class RandomSize:
         return _builtins(self._draws)
 
     def restore(self, state: dict[str, object]) -> None:
-        """Go on after the draws of ``state``; a checkpoint of another kind of sizing: start anew."""
+        """Continue after the draws of ``state``; start over from a checkpoint of another kind of sizing."""
         if "drawn" in state:
             draws = msgspec.convert(state, _Draws, str_keys=True)
             drawn = {size: draws.drawn.get(size, 0) for size in self._settings.sizes}
@@ -149,19 +147,19 @@ class StragglerAwareSize:
             tradeoff=memory.tradeoff,
         )
         self._memory = msgspec.structs.replace(memory, held=memory.held + batches)
-        told = self._calibrate() if calibrating else ""
+        text = self._calibrate() if calibrating else ""
         if not self.budget:
             progress = f"step {memory.steps} without a budget, {memory.calibration_steps} are to measure it"
-            return self._decided(rate, told or f"stays {self.size}: {progress}", notify=bool(told))
+            return self._decided(rate, text or f"stays {self.size}: {progress}", notify=bool(text))
         chosen = self._choose()
-        told = told or self._warning()
-        return self._decided(rate, f"{told}; {chosen}" if told else chosen, notify=bool(told))
+        text = text or self._warning()
+        return self._decided(rate, f"{text}; {chosen}" if text else chosen, notify=bool(text))
 
     def snapshot(self) -> dict[str, object]:
         return _builtins(self._memory)
 
     def restore(self, state: dict[str, object]) -> None:
-        """Go on with what ``state`` knows; a checkpoint of another kind of sizing: start anew.
+        """Continue with what ``state`` knows; start over from a checkpoint of another kind of sizing.
 
         Sizes that the recipe has no more are forgotten; where the current one is among them, the first size is taken.
         Where the recipe asks for another budget (a fork), what was spent of the one before does not count, and one that
@@ -174,8 +172,8 @@ class StragglerAwareSize:
         other_budget = memory.asked != new.asked or other_steps
         if other_budget:
             memory = msgspec.structs.replace(memory, budget=new.budget, queue=0.0, steps=0, rate_sum=0.0, warned=False)
-        anew = memory.size not in self._sizes or (other_budget and not new.asked)
-        size = new.size if anew else memory.size
+        starts_over = memory.size not in self._sizes or (other_budget and not new.asked)
+        size = new.size if starts_over else memory.size
         self._memory = msgspec.structs.replace(
             memory,
             size=size,
@@ -211,10 +209,10 @@ class StragglerAwareSize:
                 f"group size stays {middle}: {seen[fewest]:.0f} groups of size {fewest} are too few to measure a "
                 "budget by; set group_sizing.budget, or more group_sizing.advanced.calibration_steps"
             )
-        budget, told = sagc.measured_budget(sagc.risks_of(memory, sizes, 0.0), self._settings.tightening)
+        budget, text = sagc.measured_budget(sagc.risks_of(memory, sizes, 0.0), self._settings.tightening)
         memory = msgspec.structs.replace(memory, budget=budget, held=max(memory.held, self._settings.dwell))
         self._memory = msgspec.structs.replace(memory, queue=max(memory.overspent, 0.0))
-        return told
+        return text
 
     def _choose(self) -> str:
         memory, settings = self._memory, self._settings

@@ -1,4 +1,4 @@
-"""Which prompts will be long? A prediction of a group's longest completion, made before the group is launched.
+"""Prediction of a group's longest completion, made before the group is launched.
 
 ``length_sorted`` rounds launch prompts in order of it. Only the *order* matters there, so everything is learned on the
 logarithm of the length, in three nested averages:
@@ -62,9 +62,7 @@ class PromptLengthPredictor(msgspec.Struct, kw_only=True):
 
     def predict(self, prompt_id: str, prompt_tokens: int) -> float:
         """Expected longest completion of a group of this prompt in tokens (a geometric mean); 0 before any was seen.
-
-        ``prompt_tokens``: 0 when unknown.
-        """
+        ``prompt_tokens``: 0 when unknown."""
         return math.exp(self._log_length(prompt_id, prompt_tokens)) if self.level.count else 0.0
 
     def observe(self, prompt_id: str, prompt_tokens: int, longest: int, *, cut: bool = False) -> None:
@@ -116,10 +114,8 @@ class PromptLengthPredictor(msgspec.Struct, kw_only=True):
         return expected + known.mean * attempts * share / (1 + (attempts - 1) * share)
 
     def _learn_moments(self, deviation: float, known: FadingMean | None) -> None:
-        """The variance around the bucket, and the part of it that two attempts at a prompt share.
-
-        The product of two attempts' deviations has that part as its mean, however many attempts the older is of.
-        """
+        """The variance around the bucket, and the part of it that two attempts at a prompt share. The product of two
+        attempts' deviations has that part as its mean, however many attempts the older is of."""
         self.variance.add(deviation * deviation, _MOMENT_STEP)
         if known is not None:
             self.persistent.add(deviation * known.mean, _MOMENT_STEP)

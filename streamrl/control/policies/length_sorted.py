@@ -32,8 +32,9 @@ from streamrl.control.settings import ControlSettings
 SORTED = "sorted"
 
 
-class LengthSorted(StatelessRounds):
-    """On-policy or partial. Groups are admitted whole; with ``single`` each trajectory is a group of its own."""
+class LengthSortedRounds(StatelessRounds):
+    """Rounds of prompts in order of their predicted length, on-policy or partial. Groups are admitted whole; with
+    ``single`` each trajectory is a group of its own."""
 
     drop_reason = DropReason.CUT
 
@@ -77,9 +78,9 @@ class LengthSorted(StatelessRounds):
         return Launch(groups=prompts, source=Source.COHORT, size=0, round_kind="", copies=copies)
 
     def _size(self, view: RoundView) -> int:
-        """Of the next groups. A cohort keeps its group size until it is trained: at another one its last prompts, which
-        are long, would weigh more or less than its first, and it would be more batches, or fewer, than it was drawn
-        for."""
+        """Size of the next groups. A cohort keeps its group size until it is trained: at another one its last prompts,
+        which are long, would weigh more or less than its first, and it would be more batches, or fewer, than it was
+        drawn for."""
         waiting = [ref.group_size for ref in view.queue]
         if len(self._sizes) == 1 or not waiting or (view.round_kind and view.group_size in waiting):
             return view.group_size
@@ -106,7 +107,7 @@ class LengthSorted(StatelessRounds):
             self._predictor.observe(seen.prompt_id, seen.prompt_tokens, longest, cut=seen.cut)
 
     def snapshot(self) -> dict[str, object]:
-        """What was learnt of lengths."""
+        """State of the predictor of lengths."""
         built: dict[str, object] = msgspec.to_builtins(self._predictor)
         return built
 

@@ -12,8 +12,8 @@ from streamrl.control.model import Snapshot
 from streamrl.control.policies.auto import AutoRounds
 from streamrl.control.policies.deterministic import DeterministicControl
 from streamrl.control.policies.group_sizing import make_group_sizer
-from streamrl.control.policies.length_sorted import LengthSorted
-from streamrl.control.policies.tail_batching import TailBatching
+from streamrl.control.policies.length_sorted import LengthSortedRounds
+from streamrl.control.policies.tail_batching import TailBatchingRounds
 from streamrl.control.round_policy import RoundPolicy
 from streamrl.control.settings import ControlSettings
 from streamrl.control.synchronous import SynchronousRounds
@@ -22,8 +22,8 @@ from streamrl.recipe.user_code import load_user_object
 
 ROUND_POLICIES: dict[RoundKind, Callable[[ControlSettings], RoundPolicy]] = {
     RoundKind.SYNCHRONOUS: SynchronousRounds,
-    RoundKind.TAIL_BATCHING: TailBatching,
-    RoundKind.LENGTH_SORTED: LengthSorted,
+    RoundKind.TAIL_BATCHING: TailBatchingRounds,
+    RoundKind.LENGTH_SORTED: LengthSortedRounds,
     RoundKind.CONTINUOUS: ContinuousRounds,
     RoundKind.AUTO: AutoRounds,
 }

@@ -1,4 +1,4 @@
-"""What straggler-aware group control rests on: the straggler event, the risk of each size, and what to choose.
+"""Parts of straggler-aware group control: the straggler event, the risk of each size, and what to choose.
 
 After arXiv 2606.02218 ("straggler-aware group sizing"), whose constants and update rule are not public: this is a
 controller of that outline (a discounted Beta posterior for each size and a virtual queue on the long-term rate), not
@@ -54,12 +54,12 @@ class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def overspent(self) -> float:
-        """How far the sum of all straggler rates is above the budget's, in whole steps of rate 1."""
+        """Excess of the sum of all straggler rates over the budget's, in whole steps of rate 1."""
         return self.rate_sum - self.steps * self.budget
 
 
 class SizeRisk(msgspec.Struct, frozen=True, kw_only=True):
-    """What the posterior says of one size: its mean, and the optimistic (lower) bound that decides."""
+    """Posterior of one size: its mean, and the optimistic (lower) bound that decides."""
 
     mean: float
     low: float
@@ -99,10 +99,8 @@ def learn(
     discount: float,
     reuse: bool,
 ) -> SizingMemory:
-    """Forget a little of every size, since the policy drifts, and count the groups of this step.
-
-    With ``reuse`` a group also informs every smaller size; without it only its own.
-    """
+    """Forget a little of every size, since the policy drifts, and count the groups of this step. With ``reuse`` a group
+    also informs every smaller size; without it only its own."""
     straggling, calm = dict(memory.straggling), dict(memory.calm)
     for size in sizes:
         informing = [table_GL for table_GL in groups if reuse or table_GL.shape[1] == size]
@@ -137,8 +135,8 @@ def utilities_of(sizes: Sequence[int]) -> dict[int, float]:
 
 
 def is_out_of_reach(memory: SizingMemory, smallest: int, deviations: float = 0.0) -> bool:
-    """Whether no size meets the budget: the risk of size ``smallest``, so many deviations below its mean, is above it,
-    and risk cannot fall with the size. False while no group told anything of that size."""
+    """Return whether no size meets the budget: the risk of size ``smallest``, so many deviations below its mean, is
+    above it, and risk cannot fall with the size. False while no group told anything of that size."""
     seen = memory.straggling.get(smallest, 0.0) + memory.calm.get(smallest, 0.0)
     return seen >= 1 and risks_of(memory, [smallest], deviations)[smallest].low > memory.budget
 

@@ -15,7 +15,7 @@ from collections import Counter
 from streamrl.base.types import DropReason
 from streamrl.control.round_policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
 from streamrl.control.settings import ControlSettings
-from streamrl.recipe.scheduling import SAME_NOISE, DeferredPrompts, tail_batching_slots
+from streamrl.recipe.scheduling import SAME_SEED, DeferredPrompts, tail_batching_slots
 
 SHORT, LONG = "short", "long"
 """Kinds of rounds."""
@@ -25,8 +25,9 @@ WAITING_IN_ALL = 1.5
 small long round waits for its longest completion as well, but one that never comes leaves long prompts untrained."""
 
 
-class TailBatching(StatelessRounds):
-    """On-policy unless deferred prompts are resumed from their tokens."""
+class TailBatchingRounds(StatelessRounds):
+    """Races of more prompts and samples than a batch takes, and long rounds of those that were deferred. On-policy
+    unless deferred prompts are resumed from their tokens."""
 
     drop_reason = DropReason.LOST_RACE
 
@@ -37,7 +38,7 @@ class TailBatching(StatelessRounds):
         self._sizes = settings.group_sizes
         self._pauses = options.deferred_prompts is DeferredPrompts.RESUME
         self.on_policy = not self._pauses
-        self.replays = options.deferred_prompts in SAME_NOISE
+        self.replays = options.deferred_prompts in SAME_SEED
 
     def launch(self, view: RoundView) -> Launch | None:
         if not view.at_barrier:
@@ -86,7 +87,7 @@ class TailBatching(StatelessRounds):
         return max(full, key=lambda size: waiting[size], default=0)
 
     def _whole_batches(self, groups: int, batch: int) -> int:
-        """Of so many groups those that a long round trains; more would race in it."""
+        """Round groups down to those that a long round trains; more would race in it."""
         return groups if self._pauses or groups < batch else groups - groups % batch
 
     def _waiting(self, view: RoundView, size: int) -> int:
@@ -117,8 +118,8 @@ class TailBatching(StatelessRounds):
         return Launch(groups=groups, source=source, size=size, round_kind=LONG)
 
     def _fresh(self, view: RoundView, groups: int) -> tuple[int, Source]:
-        """From the source, but where deferred prompts are paused: then a queue was left by the run that this one was
-        forked from, and goes first."""
+        """Take prompts from the source, but where deferred prompts are paused: then a queue was left by the run that
+        this one was forked from, and goes first."""
         return view.queue_first(groups) if self._pauses else (groups, Source.FRESH)
 
     def _race(self, view: RoundView, groups: int) -> Launch:

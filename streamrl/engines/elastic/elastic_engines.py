@@ -31,7 +31,7 @@ from streamrl.control.events import ControlEvent, StopRequested
 from streamrl.engines.elastic.freeing import Freeing, OpenRequest, ReleasePlan, ServingEngine
 from streamrl.engines.elastic.hosts import DRAIN_SECONDS, EngineHosts
 from streamrl.engines.elastic.sets import SetChooser, SetPlan
-from streamrl.engines.pool import AWAY, EnginePool
+from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.routing import ServedRequest
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.recipe.topology import PreparedSet, prepared_sets
@@ -152,7 +152,7 @@ class ElasticEngines(Observer):
         plan = self._chooser.launched(round_kind, ids, prompt_tokens, policy_version, self._clock(), load)
         if plan is not None and plan.because is not None and not self._given_up and self._planned is None:
             self._planned = plan
-            self._pool.withdraw(self._set.engines, AWAY)
+            self._pool.withdraw(self._set.engines, UNAVAILABLE)
             await self._decided(plan.because, self._step, True)
             self._switch_planned.set()
 

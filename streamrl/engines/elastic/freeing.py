@@ -132,8 +132,8 @@ class Freeing:
 
     @property
     def is_due(self) -> bool:
-        """Whether ``plan`` has something to decide: in the progress window, once for each step of progress, and where
-        lengths of that kind of round are known."""
+        """Return whether ``plan`` has something to decide: in the progress window, once for each step of progress, and
+        where lengths of that kind of round are known."""
         known = len(self._lengths[self._round_kind]) >= self._settings.least_lengths
         return known and not self._freed and self._next_look <= self.progress <= self._settings.window[1]
 

@@ -1,4 +1,4 @@
-"""The lives of engine hosts: a host is started when its set of engines is used, brought to the live version, and
+"""The lifecycles of engine hosts: a host is started when its set of engines is used, brought to the live version, and
 stopped when another set is used; one that dies in use is started again while the others serve.
 
 Each engine has one task here, whatever happens to it. The supervisor, or a person, starts its hosts; here its two
@@ -26,7 +26,7 @@ from streamrl.base.run_events import EngineBack, EngineLost, KillEngine, StartEn
 from streamrl.comm.zmq_sockets import SocketGuard
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.contracts import Engine
-from streamrl.engines.pool import AWAY, EnginePool
+from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.recipe.sections import Engines
@@ -48,25 +48,24 @@ log = logging.getLogger(__name__)
 
 
 class ProgressWatch:
-    """Tells an engine that makes no progress from a slow one, by what it does and not by what it says of itself.
-
-    ``silence_timeout_s``: it reports a few times a second, so nothing at all for so long means that its process
-    is stopped. ``progress_timeout_s``: requests are open, it is not paused, and none made progress for so long."""
+    """Detector of engines that make no progress, as opposed to slow ones, by what they do and not by what they report.
+    ``silence_timeout_s``: it reports a few times a second, so nothing at all for so long means that its process is
+    stopped. ``progress_timeout_s``: requests are open, it is not paused, and none made progress for so long."""
 
     def __init__(self, *, silence_timeout_s: float, progress_timeout_s: float) -> None:
         self._limits = silence_timeout_s, progress_timeout_s
         self._looked = -math.inf
-        self._heard = -1
+        self._received = -1
         self._progress: tuple[int, ...] = ()
         self._silent = self._stalled = 0.0
 
-    def look(self, now: float, *, heard: int, progress: tuple[int, ...], owes: bool) -> str:
-        """Return why it is to be ended; empty while it is not. ``now`` in seconds; ``heard``: how many events came from
-        it so far; ``progress``: counters that grow when a request makes progress; ``owes``: whether they should."""
+    def check(self, now: float, *, received: int, progress: tuple[int, ...], busy: bool) -> str:
+        """Return why it is to be ended; empty while it is not. ``now`` in seconds; ``received``: how many events came
+        from it; ``progress``: counters that grow when a request makes progress; ``busy``: whether they should."""
         seconds, self._looked = min(now - self._looked, LONGEST_LOOK_S), now
-        self._silent = self._silent + seconds if heard == self._heard else 0.0
-        self._stalled = self._stalled + seconds if owes and progress == self._progress else 0.0
-        self._heard, self._progress = heard, progress
+        self._silent = self._silent + seconds if received == self._received else 0.0
+        self._stalled = self._stalled + seconds if busy and progress == self._progress else 0.0
+        self._received, self._progress = received, progress
         silence_timeout_s, progress_timeout_s = self._limits
         if self._silent >= silence_timeout_s:
             return f"nothing was heard from it for {self._silent:.0f} s (engines.advanced.silence_timeout_s)"
@@ -75,7 +74,7 @@ class ProgressWatch:
         return ""
 
 
-class _Life:
+class _EngineSlot:
     """One engine. ``endpoints``: of its orders and its events. ``in_use``: its set is. ``awake``: it has a host, or one
     is being started, which takes memory. ``stopped``: the supervisor starts one only when it is ordered. ``joined``: it
     holds the live version. ``late``: it died, or waits for the next version, after its set was put to use."""
@@ -211,7 +210,7 @@ class _Life:
                 return False
             self.joined = True
             if self.in_use and not self._hosts.switching:
-                pool.readmit(self.name, AWAY)
+                pool.readmit(self.name, UNAVAILABLE)
             log.warning("%s holds the live weights", self.name)
             self._hosts.notify()
         return self.joined
@@ -233,7 +232,7 @@ class _Life:
         assert pool is not None
         assert sync is not None
         with anyio.move_on_after(DRAIN_SECONDS) as limit:
-            await pool.drain(self.name, AWAY)
+            await pool.drain(self.name, UNAVAILABLE)
         if limit.cancelled_caught:
             engine.give_up(f"requests were not dropped within {DRAIN_SECONDS:g} s of an abort")
             pool.lose(self.name)
@@ -307,7 +306,7 @@ class _Life:
 
 
 class EngineHosts:
-    """``run`` beside everything else; ``start`` the first set; ``attend`` as soon as there is a weight
+    """``run`` beside everything else; ``start`` the first set; ``set_weight_sync`` as soon as there is a weight
     sync; ``use`` another set between rounds; ``aclose`` at the end.
 
     ``endpoints``: of the orders and of the events of all engines, by name. ``settings``: the recipe's section
@@ -335,11 +334,11 @@ class EngineHosts:
         self.alone_since = 0.0
         """When there was an engine last, or a start of one failed: the next one has as much time."""
         self.streams: TaskGroup | None = None
-        """The tasks that listen to hosts; the group ends after the lives do."""
+        """The tasks that listen to hosts; the group ends after the slots do."""
         self._group: TaskGroup | None = None
         self._changed = anyio.Event()
         self._endpoints = endpoints
-        self._lives: dict[str, _Life] = {}
+        self._slots: dict[str, _EngineSlot] = {}
 
     @property
     def figures(self) -> dict[str, float]:
@@ -350,11 +349,11 @@ class EngineHosts:
     @property
     def kv_tokens(self) -> int:
         """Tokens that the KV cache of an engine in use holds; 0: unknown."""
-        return next((life.ready[1].kv_tokens for life in self._in_use if life.ready), 0)
+        return next((slot.ready[1].kv_tokens for slot in self._in_use if slot.ready), 0)
 
     @property
-    def _in_use(self) -> list[_Life]:
-        return [life for life in self._lives.values() if life.in_use]
+    def _in_use(self) -> list[_EngineSlot]:
+        return [slot for slot in self._slots.values() if slot.in_use]
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until ``condition`` holds, which is asked whenever anything changes."""
@@ -373,9 +372,7 @@ class EngineHosts:
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Watch the engines, and wait for those that were lost; until ``aclose``, and until their hosts have ended.
-
-        Raises ``EngineError`` when no engine is there for long, or one comes back with another model.
-        """
+        Raises ``EngineError`` when no engine is there for long, or one comes back with another model."""
         watches: dict[RemoteEngine, ProgressWatch] = {}
         limit = self.settings.start_timeout_s + LONGEST_PAUSE_S
         limits = {
@@ -393,10 +390,12 @@ class EngineHosts:
                     self.alone_since = now
                 elif now - self.alone_since > limit:
                     raise EngineError(f"no engine was there for {limit:g} s; the logs of their hosts say why they died")
-                engines = [life.ready[0] for life in self._lives.values() if life.ready]
+                engines = [slot.ready[0] for slot in self._slots.values() if slot.ready]
                 watches = {engine: watches.get(engine) or ProgressWatch(**limits) for engine in engines}
                 for engine, watch in watches.items():
-                    reason = watch.look(now, heard=engine.heard, progress=engine.progress, owes=engine.owes_progress)
+                    reason = watch.check(
+                        now, received=engine.events_received, progress=engine.progress, busy=engine.has_open_requests
+                    )
                     if reason:
                         self.on_failure(engine, reason)
 
@@ -407,18 +406,18 @@ class EngineHosts:
         Returns the pool of all engines, and what ``names`` are together. Raises ``EngineError`` when they are not of
         one model.
         """
-        self._lives = {n: _Life(n, at, self, in_use=n in names) for n, at in self._endpoints.items()}
-        for life in self._lives.values():
-            self.begin(life.run)
-        await self.until(lambda: self._alive() and all(life.ready or life.late for life in self._in_use))
+        self._slots = {n: _EngineSlot(n, at, self, in_use=n in names) for n, at in self._endpoints.items()}
+        for slot in self._slots.values():
+            self.begin(slot.run)
+        await self.until(lambda: self._alive() and all(slot.ready or slot.late for slot in self._in_use))
         alive = self._alive()
         engines = {name: engine for name, (engine, _) in alive.items()}
         fatal_deaths = self.settings.fatal_deaths if self.settings.restarts else None
-        pool = EnginePool(engines, absent=[n for n in self._lives if n not in alive], fatal_deaths=fatal_deaths)
+        pool = EnginePool(engines, unavailable=[n for n in self._slots if n not in alive], fatal_deaths=fatal_deaths)
         ready = pool.joined([ready for _, ready in alive.values()])
         self.pool, self.switching = pool, False
         for name in alive:
-            self._lives[name].joined = True
+            self._slots[name].joined = True
         return pool, msgspec.structs.replace(
             ready,
             max_num_seqs=ready.max_num_seqs * len(names) // len(alive),
@@ -426,9 +425,9 @@ class EngineHosts:
         )
 
     def _alive(self) -> dict[str, tuple[RemoteEngine, EngineReady]]:
-        return {n: life.ready for n, life in self._lives.items() if life.ready and not life.ready[0].failure}
+        return {n: slot.ready for n, slot in self._slots.items() if slot.ready and not slot.ready[0].failure}
 
-    def attend(self, sync: WeightSync) -> None:
+    def set_weight_sync(self, sync: WeightSync) -> None:
         """Use ``sync``, which has the engines of the pool, for every engine that is started from now on."""
         self.sync = sync
         self.notify()
@@ -438,23 +437,23 @@ class EngineHosts:
         machine. Requests wait until this returns: when each of them serves or is late, since it died or its version
         is not to be had any more, and one serves."""
         assert self.pool is not None
-        self.pool.withdraw(self.pool.names, AWAY)
+        self.pool.withdraw(self.pool.names, UNAVAILABLE)
         self.switching = True
         self._have_in_use(())
-        await self.until(lambda: not any(life.awake for life in self._lives.values()))
+        await self.until(lambda: not any(slot.awake for slot in self._slots.values()))
         self._have_in_use(names)
         joining = self._in_use
         await self.until(
-            lambda: any(life.joined for life in joining) and all(life.joined or life.late for life in joining)
+            lambda: any(slot.joined for slot in joining) and all(slot.joined or slot.late for slot in joining)
         )
         self.switching = False
-        for life in joining:
-            if life.joined:
-                self.pool.readmit(life.name, AWAY)
+        for slot in joining:
+            if slot.joined:
+                self.pool.readmit(slot.name, UNAVAILABLE)
 
     def _have_in_use(self, names: Collection[str]) -> None:
-        for life in self._lives.values():
-            life.use(life.name in names)
+        for slot in self._slots.values():
+            slot.use(slot.name in names)
         self.notify()
 
     async def aclose(self) -> None:
@@ -463,18 +462,18 @@ class EngineHosts:
         assert self._group is not None, "run() was not started"
         self._group.cancel_scope.cancel()
         attached = self.pool.attached if self.pool else {}
-        for name, life in self._lives.items():
-            if life.ready and not life.awake:
-                await life.ready[0].aclose()
+        for name, slot in self._slots.items():
+            if slot.ready and not slot.awake:
+                await slot.ready[0].aclose()
             elif name not in attached:
-                if not life.stopped:
+                if not slot.stopped:
                     await self.order(StopEngine(engine=name))
-                await life.abandon()
+                await slot.abandon()
 
     def on_failure(self, engine: Engine, reason: str) -> bool:
         """End ``engine``, if it has not died, so that it is started again. Returns whether the run continues without
         it."""
         assert isinstance(engine, RemoteEngine)
         if self.settings.restarts and not engine.failure:
-            self._lives[engine.name].fail(engine, reason)
+            self._slots[engine.name].fail(engine, reason)
         return bool(self.settings.restarts)

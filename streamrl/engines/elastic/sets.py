@@ -96,11 +96,8 @@ class SetPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SetPlanner:
-    """Remembers what rounds took, and plans which set serves the next one.
-
-    ``sets``: the one that serves first comes first. ``switch_s``: what one switch is taken to cost. ``cost``: of a
-    decode step of an engine with one worker.
-    """
+    """Remembers what rounds took, and plans which set serves the next one. ``sets``: the one that serves first comes
+    first. ``switch_s``: what one switch is taken to cost. ``cost``: of a decode step of an engine with one worker."""
 
     def __init__(
         self,
@@ -236,7 +233,7 @@ class SetChooser(SetPlanner):
 
     @property
     def is_between_rounds(self) -> bool:
-        """Whether the next group that is launched begins a round."""
+        """Return whether the next group that is launched begins a round."""
         return not self._round_kind
 
     def launched(
@@ -317,9 +314,8 @@ class SetChooser(SetPlanner):
 
 
 class _FadingLine:
-    """Least squares of the seconds of a decode step by how many requests run; earlier observations fade.
-
-    A little ridge decides what the observations leave open: where the load hardly varies, the slope takes it all."""
+    """Least squares of the seconds of a decode step by how many requests run; earlier observations fade. A little ridge
+    decides what the observations leave open: where the load hardly varies, the slope takes it all."""
 
     KEPT, RIDGE = 0.998, 1e-6
 

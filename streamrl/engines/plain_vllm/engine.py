@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
 
+from streamrl.base.dedicated_thread import DedicatedThread
 from streamrl.base.errors import EngineError, ModelRefused, RequestRefused, WeightError
 from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.base.resident_thread import ResidentThread
 from streamrl.base.types import Completion, FinishReason, VersionSpan, float_array, token_array
 from streamrl.engines.file_weights import FilePush
 from streamrl.engines.plain_vllm.options import PlainOptions, vllm_config
@@ -52,7 +52,7 @@ class PlainVllmEngine:
         self._name = options.name
         self._plain = options
         self._weights = weights or FilePush()
-        self._thread = ResidentThread(f"{options.name}-owner")
+        self._thread = DedicatedThread(f"{options.name}-owner")
         self._llm: Any = None
         self._policy_version = UNCOMMITTED
         self._paused = False
@@ -115,7 +115,7 @@ class PlainVllmEngine:
         self._paused = True
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Resume sampling."""
         await self._unless_dead(self._llm.resume_generation)
         self._paused = False
 

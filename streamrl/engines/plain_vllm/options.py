@@ -14,10 +14,8 @@ CPU_BATCH_TOKENS = 8192
 
 
 class PlainOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """One vLLM engine of ``workers`` processes that compute (its tensor-parallel size).
-
-    ``environment`` must be set before vllm is imported: vllm reads it at import, and hands it to its own processes.
-    """
+    """One vLLM engine of ``workers`` processes that compute (its tensor-parallel size). ``environment`` must be set
+    before vllm is imported: vllm reads it at import, and hands it to its own processes."""
 
     name: str
     model_path: str
@@ -30,7 +28,7 @@ class PlainOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether vLLM's CPU build runs it."""
+        """Return whether vLLM's CPU build runs it."""
         return self.device == "cpu"
 
 

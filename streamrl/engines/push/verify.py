@@ -23,11 +23,11 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
+from streamrl.base.atomic_files import append_whole
 from streamrl.base.concurrent_calls import start_unless_ending
 from streamrl.base.errors import EngineError, RequestRefused
 from streamrl.base.messages import Generate, WeightAnnouncement
 from streamrl.base.types import Completion, token_array
-from streamrl.base.whole_files import append_whole
 from streamrl.contracts import CanaryReport, Engine, Observer, PushReport
 from streamrl.learning.canary import canary_bounds, probe_tokens
 from streamrl.pretrained.model_facts import read_model_facts
@@ -122,7 +122,7 @@ class WeightCanary:
             del self._open[engine]
 
     def _note(self, engine: Engine, answer: Completion) -> None:
-        """An aborted question has no answer, and one that was paused half-way none of one version."""
+        """Note an answer. An aborted question has none, and one that was paused half-way none of one version."""
         versions = {span.policy_version for span in answer.version_spans}
         if len(versions) == 1 and len(answer.behavior_logprobs) == len(self._tokens) - 1:
             self._answers[engine] = (versions.pop(), answer.behavior_logprobs)

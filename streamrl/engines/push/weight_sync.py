@@ -227,7 +227,7 @@ class WeightSync:
             )
 
     async def _pause(self, engine: Engine) -> None:
-        """Once: an engine that was paused ahead, or whose commit was refused, is paused already."""
+        """Pause an engine, unless it was paused ahead, or its commit was refused: then it is paused already."""
         if engine in self._paused_engines:
             return
         self._paused_engines.add(engine)

@@ -109,10 +109,8 @@ class _Running:
 
 
 class SimulatedEngine:
-    """Satisfies ``Engine`` with neither torch nor vllm. ``fail`` kills it as a dead process would.
-
-    ``text``: what it samples (None: as ``options`` say). ``weights``: what it holds (None: what was announced).
-    """
+    """Satisfies ``Engine`` with neither torch nor vllm. ``fail`` kills it as a dead process would. ``text``: what it
+    samples (None: as ``options`` say). ``weights``: what it holds (None: what was announced)."""
 
     def __init__(
         self,
@@ -200,7 +198,7 @@ class SimulatedEngine:
         await anyio.lowlevel.checkpoint()
 
     async def resume(self) -> None:
-        """Go on."""
+        """Resume sampling."""
         self._require_alive()
         self._paused = False
         self._notify()
@@ -212,7 +210,7 @@ class SimulatedEngine:
         self._asleep = True
 
     async def wake(self) -> None:
-        """Go on, with the weights that are left."""
+        """Resume sampling, with the weights that are left."""
         self._asleep = False
         await self.resume()
 

@@ -145,10 +145,8 @@ class Sentences:
 
 
 def sentences_of(tokenizer: Vocabulary) -> Sentences:
-    """Sentences of the first tokens that ``tokenizer`` decodes to text, ended by its own end token.
-
-    Raises ``RecipeError`` where it has no end token or next to no text.
-    """
+    """Sentences of the first tokens that ``tokenizer`` decodes to text, ended by its own end token. Raises
+    ``RecipeError`` where it has no end token or next to no text."""
     if not tokenizer.eos_token_ids:
         raise RecipeError(
             ["model.path: the model names no end token, so simulated engines could never end a completion"]

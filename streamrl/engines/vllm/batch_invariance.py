@@ -1,8 +1,6 @@
-"""Whether an engine samples the same bits whatever else runs beside a request: what a deterministic run rests on.
-
-Kernels choose their order of additions by the size of the batch, so most engines do not; the demo's model on one thread
-of a CPU does. An engine that does not runs one request at a time in such a run.
-"""
+"""Check of batch invariance: whether an engine samples the same bits whatever else runs beside a request, which a
+deterministic run rests on. Kernels choose their order of additions by the size of the batch, so most engines do not;
+the demo's model on one thread of a CPU does. An engine that does not runs one request at a time in such a run."""
 
 from __future__ import annotations
 
@@ -20,10 +18,8 @@ PROBE_TOKENS = 64
 
 
 async def batch_invariant(engine: Sampler, prompts: Sequence[TokenArray], *, temperature: float, top_p: float) -> bool:
-    """Sample ``PROBES`` completions one by one, then all at once: are tokens and logprobs the same, bit for bit?
-
-    Raises ``EngineError`` and ``RequestRefused``.
-    """
+    """Sample ``PROBES`` completions one by one, then all at once: are tokens and logprobs the same, bit for bit? Raises
+    ``EngineError`` and ``RequestRefused``."""
     requests = [
         Generate(
             request_id=f"probe-{number}",

@@ -24,7 +24,7 @@ _GREEDY = 1e-5  # vLLM's own bound: below it the temperature is taken to be 0
 
 
 def verifies() -> bool:
-    """Whether the worker's noise can be had again: vLLM's fused sampler on CPU."""
+    """Return whether the worker's noise can be had again: vLLM's fused sampler on CPU."""
     import torch
     from vllm.platforms import current_platform
 
@@ -79,10 +79,8 @@ def _draw(generator: Any, count: int) -> Any:
 
 
 def _choices(runner: Any, request: Any, hidden_states: Any) -> tuple[Any, Any]:
-    """(choices, logprobs of the tokens that are there), each [kept], of the last tokens of a prompt.
-
-    As ``Sampler.forward`` treats the tokens that it samples: temperature, top-p, then logprobs and noise.
-    """
+    """(choices, logprobs of the tokens that are there), each [kept], of the last tokens of a prompt. As
+    ``Sampler.forward`` treats the tokens that it samples: temperature, top-p, then logprobs and noise."""
     import torch
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 

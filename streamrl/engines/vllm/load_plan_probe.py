@@ -1,4 +1,4 @@
-"""Whether vLLM serves a model and takes trained weights for it, found out on meta tensors: no weights are read."""
+"""Check that vLLM serves a model and takes trained weights for it, on meta tensors: no weights are read."""
 
 from __future__ import annotations
 

@@ -26,10 +26,8 @@ SHARED_BY_WORKERS = "vllm_dist_"
 
 
 def fork_engine_core(*, spawn_workers: bool) -> None:
-    """Let the next engine core of this process be a fork of it; ``spawn_workers``: not so the core's own.
-
-    Call it after vLLM's configuration was made, which sets the method too.
-    """
+    """Let the next engine core of this process be a fork of it; ``spawn_workers``: not so the core's own. Call it after
+    vLLM's configuration was made, which sets the method too."""
     os.environ[_METHOD] = "fork"
     register_after_fork(fork_engine_core, lambda _: _begin_core(spawn_workers))
 

@@ -1,4 +1,4 @@
-"""What a run would make of the GPUs of this host: the memory that its processes need, and their placement."""
+"""Demand of a run on the GPUs of this host: the memory that its processes need, and their placement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gpu_placement(recipe: Recipe, *, by_hand: bool = False) -> Placement:
 
 
 def _demand(recipe: Recipe) -> Demand:
-    """Nothing for a model that cannot be read, which ``preflight`` names."""
+    """Return the memory that models need; empty for a model that cannot be read, which ``preflight`` names."""
     model = facts_of(recipe.model.path)
     context = recipe.engines.max_model_len
     with contextlib.suppress(RecipeError):

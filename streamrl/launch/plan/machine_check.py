@@ -34,7 +34,7 @@ CUDA_13_DRIVER = 580
 
 
 class State(StrEnum):
-    """How a finding should be taken."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
@@ -125,10 +125,14 @@ def _packages() -> Iterable[Finding]:
     if torch and engine and transformers:
         yield _version_pair(engine, torch, transformers)
     if torch:
-        strays = [name for name in ("torchvision", "torchaudio", "torchcodec") if _mismatched_build(name, torch)]
-        said = f"{', '.join(strays)} of another build than torch {torch}" if strays else "none that breaks transformers"
-        remedy = f"run: pip uninstall -y {' '.join(strays)} (streamrl does not need them)"
-        yield _finding("torch companions", not strays, said, remedy)
+        mismatched = [name for name in ("torchvision", "torchaudio", "torchcodec") if _mismatched_build(name, torch)]
+        said = (
+            f"{', '.join(mismatched)} of another build than torch {torch}"
+            if mismatched
+            else "none that breaks transformers"
+        )
+        remedy = f"run: pip uninstall -y {' '.join(mismatched)} (streamrl does not need them)"
+        yield _finding("torch companions", not mismatched, said, remedy)
 
 
 def _version_pair(engine: tuple[str, str], torch: str, transformers: str) -> Finding:
@@ -182,7 +186,7 @@ def _cuda() -> Iterable[Finding]:
 
 
 def driver_problem(cuda: str) -> str:
-    """Why the loaded NVIDIA driver cannot run CUDA ``cuda``; empty where it can, or where none is loaded."""
+    """Return why the loaded NVIDIA driver cannot run CUDA ``cuda``; empty where it can, or where none is loaded."""
     try:
         found = re.search(r" (\d{3,})\.[\d.]+ ", DRIVER_VERSION.read_text())
     except OSError:
@@ -247,7 +251,7 @@ def _endpoints() -> Iterable[Finding]:
 
 
 def port_problem(host: str, port: int) -> str | None:
-    """Why nobody can bind ``port`` of ``host`` now; None where it is free. Port 0: any."""
+    """Return why ``port`` of ``host`` cannot be bound now; None where it is free. Port 0: any."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -64,7 +64,7 @@ def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int, judge: Mode
 
 
 def _engine_bytes(recipe: Recipe, one: PreparedSet, facts: ModelFacts, context: int) -> dict[str, int]:
-    """Of each engine of a set; workers share weights and cache."""
+    """Bytes of each engine of a set; workers share weights and cache."""
     if recipe.engines.kind is EngineKind.SIMULATED:
         simulated = SIMULATED_ENGINE_BYTES + SIMULATED_BYTES_PER_PARAMETER * facts.parameters
         return dict.fromkeys(one.engines, simulated)
@@ -76,7 +76,7 @@ def _engine_bytes(recipe: Recipe, one: PreparedSet, facts: ModelFacts, context: 
 
 
 def _activation_bytes(recipe: Recipe, facts: ModelFacts, context: int) -> int:
-    """What one micro-batch keeps for its backward, and the logits of one chunk."""
+    """Bytes that one micro-batch keeps for its backward, and the logits of one chunk."""
     tokens = max(recipe.training.micro_batch_tokens, context)
     return activation_bytes(
         tokens=tokens,
@@ -88,7 +88,7 @@ def _activation_bytes(recipe: Recipe, facts: ModelFacts, context: int) -> int:
 
 
 def training_sizes(recipe: Recipe, facts: ModelFacts, *, on_device: bool = False) -> TrainingSizes:
-    """What the bytes of a trainer rank depend on, as far as the files of the model say."""
+    """Sizes that the memory of a trainer rank depends on, as far as the files of the model say."""
     training, lora = recipe.training, recipe.lora
     outside = min(facts.parameters, 2 * facts.vocabulary * facts.hidden)  # tied embeddings are half of that
     in_layers = facts.parameters - outside

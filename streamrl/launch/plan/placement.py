@@ -1,4 +1,5 @@
-"""Which GPUs the processes of a run get, and whether each GPU has the memory for them. Pure: nothing is looked up."""
+"""Placement of the processes of a run on GPUs, and whether each GPU has the memory for them. Pure: no device is
+queried."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from streamrl.engines.vllm.gpus import Gpu
-from streamrl.recipe.sections import EngineKind, Launch, Recipe
+from streamrl.recipe.sections import EngineKind, LaunchedBy, Recipe
 from streamrl.recipe.topology import JUDGE, PreparedSet, Topology, prepared_sets
 
 
@@ -31,7 +32,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     least: int = 0
 
     def bytes_on(self, gpu: Gpu) -> int:
-        """What it takes of one of its GPUs."""
+        """Bytes that the tenant takes of one of its GPUs."""
         return int(self.share * gpu.memory) or self.size
 
 
@@ -45,7 +46,7 @@ class Placement(msgspec.Struct, kw_only=True):
     problems: list[str] = []
 
     def on(self, gpu: Gpu) -> dict[str, Tenant]:
-        """Who uses one GPU."""
+        """Return the tenants of one GPU, by name."""
         return {name: tenant for name, tenant in self.tenants.items() if gpu in tenant.gpus}
 
     def used(self, gpu: Gpu) -> int:
@@ -56,7 +57,7 @@ class Placement(msgspec.Struct, kw_only=True):
         )
 
     def text(self, gpu: Gpu) -> str:
-        """Who uses one GPU, and how much of it in GiB."""
+        """List the tenants of one GPU, with their GiB."""
         return ", ".join(f"{name} {_gib(tenant.bytes_on(gpu))}" for name, tenant in self.on(gpu).items())
 
     def lines(self) -> list[str]:
@@ -86,10 +87,10 @@ def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand, *, by_hand: bool 
     found = Placement(gpus=tuple(gpus), engine_share=recipe.engines.gpu_memory_utilization)
     if not gpus:
         return found
-    if recipe.engines.kind is EngineKind.VLLM and (by_hand or recipe.transport.engines is Launch.LOCAL):
+    if recipe.engines.kind is EngineKind.VLLM and (by_hand or recipe.transport.engines is LaunchedBy.LOCAL):
         for one in prepared_sets(recipe):
             _place_engines(found, one, demand.engine)
-    if recipe.training.device != "cpu" and (by_hand or recipe.transport.training is Launch.LOCAL):
+    if recipe.training.device != "cpu" and (by_hand or recipe.transport.training is LaunchedBy.LOCAL):
         _place_ranks(found, recipe, demand.rank)
     if by_hand:
         return found
@@ -123,7 +124,8 @@ def _place_engines(found: Placement, one: PreparedSet, least: int) -> None:
 
 
 def _place_ranks(found: Placement, recipe: Recipe, size: int) -> None:
-    """No two ranks on one GPU, which NCCL refuses. ``training.device = "cuda:1"`` names the GPU of the only rank."""
+    """Place each rank on a GPU of its own: NCCL refuses two on one. ``training.device = "cuda:1"`` names the GPU of the
+    only rank."""
     ranks, device, left = recipe.training.ranks, recipe.training.device, list(found.gpus)
     if device.startswith("cuda:"):
         left = [gpu for number, gpu in enumerate(left) if device == f"cuda:{number}"]

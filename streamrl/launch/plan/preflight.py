@@ -39,7 +39,7 @@ from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.pretrained.trainable_models import refuse_untrainable, unknown_modules
 from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.rules.rules import broken_rules
-from streamrl.recipe.sections import EngineKind, Launch, OptimizerKind, Recipe, TransportKind
+from streamrl.recipe.sections import EngineKind, LaunchedBy, OptimizerKind, Recipe, TransportKind
 from streamrl.recipe.topology import RENDEZVOUS, Role, plan_topology, prepared_sets
 from streamrl.rewards.calls.inspect import inspect_in_subprocess
 from streamrl.rewards.calls.reward_set import combining_rewards
@@ -59,7 +59,7 @@ class CheckedModel(msgspec.Struct, frozen=True):
     context: int
 
 
-def resumed(recipe: Recipe) -> tuple[Recipe, RewardsSnapshot | None]:
+def with_checkpoint_rewards(recipe: Recipe) -> tuple[Recipe, RewardsSnapshot | None]:
     """``recipe`` with the rewards that the checkpoint keeps which it resumes from; None where it keeps none. Raises
     ``RecipeError`` where it is unclear which ones are meant."""
     if not recipe.checkpoint.resume_from:
@@ -75,7 +75,7 @@ def resumed(recipe: Recipe) -> tuple[Recipe, RewardsSnapshot | None]:
     return msgspec.structs.replace(recipe, rewards=begins.rewards), begins
 
 
-def going_on(recipe: Recipe, run_directory: Path) -> tuple[Recipe, RewardsSnapshot | None]:
+def recipe_of_resumed_run(recipe: Recipe, run_directory: Path) -> tuple[Recipe, RewardsSnapshot | None]:
     """``recipe`` as the run in ``run_directory`` goes on with it: with the rewards that were attached, and, once it has
     a checkpoint of its own, without the one that it began with. Raises ``StreamRLError`` for a file that cannot be
     read."""
@@ -89,9 +89,7 @@ def going_on(recipe: Recipe, run_directory: Path) -> tuple[Recipe, RewardsSnapsh
 
 def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None, see: SeePrompt | None = None) -> None:
     """Check what ``recipe`` points at. Raises ``RecipeError`` with every problem. Takes about a second; blocking.
-
-    ``kept``: where its rewards come from, in a run that resumes another. ``see`` gets the first prompt to train on.
-    """
+    ``kept``: where its rewards come from, in a run that resumes another. ``see`` gets the first prompt to train on."""
     problems = [f"{path}: {text}" for path, text in broken_rules(recipe)]
     model: CheckedModel | None = None
     try:
@@ -173,10 +171,10 @@ def _devices(recipe: Recipe) -> Iterator[str]:
     if placement.gpus:
         yield from _shared_memory(recipe)
         return
-    if recipe.transport.training is Launch.LOCAL and recipe.training.device.startswith("cuda"):
+    if recipe.transport.training is LaunchedBy.LOCAL and recipe.training.device.startswith("cuda"):
         yield 'training.device: this host has no CUDA device: write "auto" or "cpu", or start the ranks elsewhere'
     vllm = recipe.engines.kind is EngineKind.VLLM and engine_package() is not None
-    if vllm and recipe.transport.engines is Launch.LOCAL and installed_device() == "cuda":
+    if vllm and recipe.transport.engines is LaunchedBy.LOCAL and installed_device() == "cuda":
         yield "engines: vllm is a CUDA build and sees no GPU: nvidia-smi and CUDA_VISIBLE_DEVICES must show one"
 
 
@@ -200,8 +198,8 @@ def _live_rewards(recipe: Recipe, kept: RewardsSnapshot) -> str:
 
 
 def _installation(recipe: Recipe) -> Iterator[str]:
-    local_engines = recipe.transport.engines is Launch.LOCAL
-    local_training = recipe.transport.training is Launch.LOCAL
+    local_engines = recipe.transport.engines is LaunchedBy.LOCAL
+    local_training = recipe.transport.training is LaunchedBy.LOCAL
     remedy = "run `make venv` (CPU) or `pip install 'streamrl[vllm]'` (CUDA); `streamrl check` tells more"
     if local_engines and recipe.engines.kind is EngineKind.VLLM and engine_package() is None:
         yield f"vllm is not installed, and this run would start {recipe.engines.count} engines: {remedy}"
@@ -222,7 +220,7 @@ def _installation(recipe: Recipe) -> Iterator[str]:
 def _ports(recipe: Recipe) -> Iterator[str]:
     """Ports that this run would bind and cannot; those that an external rank binds are not this machine's."""
     topology = plan_topology(recipe, Path("/tmp"))
-    external = recipe.transport.training is Launch.EXTERNAL
+    external = recipe.transport.training is LaunchedBy.EXTERNAL
     theirs = {name for name in topology.endpoints if external and (name.endswith(".weights") or name == RENDEZVOUS)}
     wanted = {name: endpoint for name, endpoint in topology.endpoints.items() if name not in theirs}
     by_tcp = recipe.transport.kind is TransportKind.TCP
@@ -248,8 +246,8 @@ def _keys(recipe: Recipe) -> Iterator[str]:
     """Keys that the processes of this run would read; an external one has its own copy."""
     transport = recipe.transport
     roles = [Role.CONTROLLER]
-    roles += [Role.ENGINE] if transport.engines is Launch.LOCAL else []
-    roles += [Role.TRAINER] if transport.training is Launch.LOCAL else []
+    roles += [Role.ENGINE] if transport.engines is LaunchedBy.LOCAL else []
+    roles += [Role.TRAINER] if transport.training is LaunchedBy.LOCAL else []
     for role in roles:
         try:
             transport_environment(recipe, role)
@@ -291,7 +289,7 @@ def _engine_sets(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
 def _free_space(recipe: Recipe) -> Iterator[str]:
     """Every checkpoint would be refused; how large one is is known when it is written."""
     checkpoint = recipe.checkpoint
-    if not (checkpoint.every or checkpoint.at_end) or recipe.transport.training is not Launch.LOCAL:
+    if not (checkpoint.every or checkpoint.at_end) or recipe.transport.training is not LaunchedBy.LOCAL:
         return
     directory = _existing(Path(recipe.run.directory))
     free_gib = shutil.disk_usage(directory).free / (1 << 30)
@@ -309,7 +307,7 @@ def _existing(directory: Path) -> Path:
 
 
 def _unusable(name: str, path: str) -> list[str]:
-    """Whether a path has no text that could stand in a file or a message of a run."""
+    """Return whether a path has no text that could stand in a file or a message of a run."""
     try:
         str(Path(path).absolute()).encode()
     except UnicodeEncodeError:
@@ -328,10 +326,8 @@ def _run_directory(directory: Path) -> Iterator[str]:
 
 def _checkpoint(recipe: Recipe) -> Iterator[str]:
     """A checkpoint to start from must be there; the ranks compare its files with their digests when they read them.
-
-    Ranks that are started by hand may see another file system than this process.
-    """
-    if recipe.checkpoint.resume_from and recipe.transport.training is Launch.LOCAL:
+    Ranks that are started by hand may see another file system than this process."""
+    if recipe.checkpoint.resume_from and recipe.transport.training is LaunchedBy.LOCAL:
         try:
             read_digests(surviving(Path(recipe.checkpoint.resume_from)))
         except StreamRLError as error:

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process found."""
+    """Result of the child process."""
 
     problems: tuple[str, ...] = ()
     differs: str = ""
 
 
 def problems_of_object(spec: str, timeout_s: float) -> Sequence[str]:
-    """Why the object ``module:name`` or ``file.py:name`` cannot be loaded; each problem names it."""
+    """Return why the object ``module:name`` or ``file.py:name`` cannot be loaded; each problem names it."""
     found, ran = _look("object", spec, timeout_s)
     if found is not None:
         return found.problems
@@ -38,8 +38,8 @@ def problems_of_object(spec: str, timeout_s: float) -> Sequence[str]:
 def problem_of_model(
     options: EngineOptions, timeout_s: float, targets: Sequence[str] = (), prompt: WrittenPrompt | None = None
 ) -> tuple[str | None, str]:
-    """(why no run can train the model of ``options``; empty: one can; None: that was not found out), and how the ids of
-    ``prompt`` differ from those of transformers. About ten seconds, most of which imports vLLM."""
+    """Return why no run can train the model of ``options``; empty: one can; None: not found out. Takes about ten
+    seconds, most of which imports vLLM."""
     found, _ = _look("model", msgspec.json.encode((options, targets, prompt)).decode(), timeout_s)
     return (None, "") if found is None else ("".join(found.problems), found.differs)
 

@@ -1,4 +1,4 @@
-"""What a recipe adds up to, in words, before anything is started: batches, staleness, objective, memory. Pure."""
+"""Summary of a recipe in words, before anything is started: batches, staleness, objective, memory. Pure."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
 
 
 def _sizing_lines(recipe: Recipe) -> list[str]:
-    """What ``[group_sizing]`` comes to, where sizes vary."""
+    """Describe ``[group_sizing]`` where sizes vary."""
     sizing, steps = recipe.group_sizing, recipe.run.steps
     sizes = f"group size  {sizing.kind} over {', '.join(map(str, sizing.sizes))}"
     if sizing.kind is not SizingKind.SAGC:
@@ -106,14 +106,14 @@ def _assignments(settings: msgspec.Struct, *names: str) -> str:
 
 
 def streaming_notice(recipe: Recipe) -> str:
-    """Why nothing streams although the recipe leaves it on; empty where it streams or was turned off."""
+    """Return why nothing streams although the recipe leaves it on; empty where it streams or was turned off."""
     training = recipe.training
     reason = why_not_streaming(recipe.objective_settings, training.updates_per_batch, training.epochs_per_batch)
     return f"off, although training.advanced.streaming = true: {reason}" if training.streaming and reason else ""
 
 
 def streaming_sentence(recipe: Recipe) -> str:
-    """Whether groups are trained while others generate, and why not."""
+    """Return whether groups are trained while others generate, and why not."""
     if not recipe.training.streaming:
         return "off: training.advanced.streaming = false; a batch is trained when it is complete"
     on = "on: groups are trained while others generate, with the gradient of the whole batch"
@@ -121,7 +121,8 @@ def streaming_sentence(recipe: Recipe) -> str:
 
 
 def off_policy_text(recipe: Recipe) -> str:
-    """What corrects tokens that another policy sampled: the keys of ``[off_policy]`` that have an effect."""
+    """Describe the correction of tokens that another policy sampled: the keys of ``[off_policy]`` that have an
+    effect."""
     off_policy = recipe.off_policy
     if recipe.on_policy and not off_policy.correct_mismatch:
         return "nothing to correct: every token is trained by the version that sampled it"
@@ -164,7 +165,7 @@ def staleness_sentence(recipe: Recipe) -> str:
 
 
 def _set_lines(recipe: Recipe) -> list[str]:
-    """What serves, where several sets of engines are prepared, or where it is none of vLLM's."""
+    """Describe the engines where several sets are prepared, or where they are not vLLM's."""
     first, *others = prepared_sets(recipe)
     if not others:
         return [f"engines     {SIMULATED_SENTENCE}"] if recipe.engines.kind is EngineKind.SIMULATED else []
@@ -185,8 +186,8 @@ def _number(count: int, what: str) -> str:
 
 
 def micro_batches(recipe: Recipe, tokens_each: int) -> int:
-    """Of one rank in one batch, where each completion has ``tokens_each``; a sample is never cut, so one may exceed the
-    budget."""
+    """Count the micro-batches of one rank in one batch, where each completion has ``tokens_each``; a sample is never
+    cut, so one may exceed the budget."""
     in_one = max(1, recipe.training.micro_batch_tokens // max(1, tokens_each))
     return math.ceil(math.ceil(recipe.batch_trajectories / recipe.training.ranks) / in_one)
 
@@ -267,7 +268,8 @@ def _started(process: ProcessPlan) -> str:
 
 
 def process_lines(recipe: Recipe, topology: Topology, recipe_path: str) -> list[str]:
-    """What would be started, the endpoints, and the commands for what a person starts (``external``)."""
+    """List the processes that would be started, the endpoints, and the commands for what a person starts
+    (``external``)."""
     lines = [f"  {process.name:<12} {_started(process)}" for process in topology.processes]
     lines += ["endpoints"]
     lines += [f"  {name:<22} {endpoint}" for name, endpoint in topology.endpoints.items() if endpoint]

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 
 class ChildContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What every role is given. ``socket_directory`` is short and private to the run. ``resumes``: a predecessor died,
-    and this process goes on where that one was."""
+    """Context of a role. ``socket_directory`` is short and private to the run. ``resumes``: a predecessor died, and
+    this process continues where that one was."""
 
     plan: ProcessPlan
     recipe: Recipe
@@ -54,7 +54,7 @@ class Terminated(Exception):
 
 
 def parse_arguments() -> tuple[ProcessPlan, Path, bool]:
-    """What a child of the supervisor was started as, the directory of the run, and whether it resumes the run."""
+    """Return the role of a child of the supervisor, the directory of the run, and whether it resumes the run."""
     parser = argparse.ArgumentParser(prog="python -m streamrl.launch")
     parser.add_argument("role", type=Role, choices=list(Role))
     parser.add_argument("--index", type=int, default=0)

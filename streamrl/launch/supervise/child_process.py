@@ -32,12 +32,12 @@ class ChildProcess:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Return whether it has not ended yet."""
         return self.exit_code is None
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """Exit code; None while it runs; negative: the signal that ended it."""
         code = self.process.poll()
         if code is not None and self._ended_s is None:
             self._ended_s = time.monotonic()
@@ -54,11 +54,11 @@ class ChildProcess:
         return 0.0 if self.running or self._ended_s is None else time.monotonic() - self._ended_s
 
     def not_replaced(self) -> None:
-        """No successor could be started: as if one had been, and had died at once."""
+        """Note that no successor could be started: as if one had been, and had died at once."""
         self._started_s = self._ended_s = time.monotonic()
 
     def death(self, run_directory: Path) -> Death:
-        """Its end, with the reason it left behind."""
+        """Return its end, with the reason it left behind."""
         return Death(
             name=self.name,
             exit_code=self.exit_code,

@@ -176,7 +176,7 @@ def remove_half_written(run_directory: Path) -> list[str]:
 
 
 def _half_written_in(run: Path) -> Iterator[Path]:
-    """At most ``_DEEPEST`` levels down, and never through a link."""
+    """Find half-written files at most ``_DEEPEST`` levels down, and never through a link."""
     waiting = [(run, 0)]
     while waiting:
         folder, depth = waiting.pop()
@@ -204,7 +204,7 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Also one whose first thread has ended: the others still hold its memory."""
+    """Return whether a process lives, also if its first thread has ended: the others still hold its memory."""
     try:
         ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) and process.num_threads() <= 1
         return bool(process.is_running() and not ended)

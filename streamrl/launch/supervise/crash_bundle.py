@@ -119,7 +119,7 @@ def write_crash_bundle(
 
 
 def read_manifest(bundle: Path) -> CrashManifest:
-    """What ``bundle`` says of itself. Raises ``StreamRLError`` for a file that is none, or of another schema."""
+    """Read the manifest of ``bundle``. Raises ``StreamRLError`` for a file that is none, or of another schema."""
     try:
         with zipfile.ZipFile(bundle) as archive:
             if archive.getinfo(MANIFEST).file_size > _BLOCK:

@@ -1,4 +1,4 @@
-"""What the controller wants of engine hosts, carried out one order after the other."""
+"""Orders of the controller about engine hosts, carried out one after the other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EngineOrders:
         self._elsewhere = [p.name for p in supervisor.topology.processes if p.role is Role.ENGINE and not p.local]
         self._one = anyio.Lock()
 
-    async def obey(self, order: SupervisorOrder) -> None:
+    async def handle(self, order: SupervisorOrder) -> None:
         """Carry out ``order``: an engine is started again only when its last host and all it started are gone. An order
         of a controller that died before it was its turn means nothing any more. Raises as the supervisor does."""
         if order.engine in self._elsewhere:

@@ -1,4 +1,4 @@
-"""Why processes ended, and which of several deaths was the first cause. Pure, but for one small file a process."""
+"""Reasons of processes' ends, and the first cause among several deaths. Pure, but for one small file a process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base import errors
+from streamrl.base.atomic_files import write_atomic
 from streamrl.base.errors import UNDECODABLE, EngineError, ModelRefused, RecipeError, StreamBroken, leaves
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
-from streamrl.base.whole_files import write_whole
 from streamrl.recipe.topology import Role
 
 DISK_FULL_EXIT_CODE = 74
@@ -30,8 +30,8 @@ _NEVER_A_CONSEQUENCE = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS,
 
 
 class ExitKind(StrEnum):
-    """Whether a process ended of itself, or because another one had ended. ``verdict``: it ended the run on purpose,
-    and a successor would come to the same."""
+    """Kind of an end: of itself, or because another process had ended. ``verdict``: it ended the run on purpose, and a
+    successor would come to the same."""
 
     CAUSE = "cause"
     CONSEQUENCE = "consequence"
@@ -39,7 +39,7 @@ class ExitKind(StrEnum):
 
 
 class ExitReason(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process left behind about its own end. ``monotonic_s``: ``CLOCK_MONOTONIC``, equal for all processes."""
+    """Reason of its end that a process left behind. ``monotonic_s``: ``CLOCK_MONOTONIC``, equal for all processes."""
 
     kind: ExitKind
     message: str
@@ -66,8 +66,8 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
         return 1, when
 
     @property
-    def is_verdict(self) -> bool:
-        """Whether a restarted process would fail the same way."""
+    def is_fatal(self) -> bool:
+        """Return whether a restarted process would fail the same way."""
         return self.exit_code == DISK_FULL_EXIT_CODE or (
             self.reason is not None and self.reason.kind is ExitKind.VERDICT
         )
@@ -114,11 +114,11 @@ def write_reason(run_directory: Path, name: str, reason: ExitReason) -> None:
     """Leave ``exit/<name>.json`` for the supervisor; whole or not at all."""
     path = reason_path(run_directory, name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, msgspec.json.encode(reason))
+    write_atomic(path, msgspec.json.encode(reason))
 
 
 def read_reason(run_directory: Path, name: str) -> ExitReason | None:
-    """What the process wrote, or None when it had no time to write."""
+    """Read the reason that the process wrote; None when it had no time to write."""
     try:
         return msgspec.json.decode(reason_path(run_directory, name).read_bytes(), type=ExitReason)
     except (FileNotFoundError, *UNDECODABLE):
@@ -126,12 +126,12 @@ def read_reason(run_directory: Path, name: str) -> ExitReason | None:
 
 
 def log_of(run_directory: Path, name: str) -> Path:
-    """Where a process logs."""
+    """Path of a process's log."""
     return run_directory / "logs" / f"{name}.log"
 
 
 def reason_path(run_directory: Path, name: str) -> Path:
-    """Where a process leaves its reason."""
+    """Path of a process's exit reason."""
     return run_directory / "exit" / f"{name}.json"
 
 
@@ -160,8 +160,8 @@ def last_lines(path: Path, *, start: int = 0, lines: int = 20) -> list[str]:
 
 
 def notice_of(deaths: Sequence[Death], logs: Mapping[str, tuple[Path, int]], log_directory: Path) -> str:
-    """What people read: the first cause, what followed from it, and the last that it logged. ``logs``: the log of
-    each process, and the byte at which that process began to write."""
+    """Describe deaths for people: the first cause, what followed from it, and the last that it logged. ``logs``: the
+    log of each process, and the byte at which that process began to write."""
     first = first_cause(deaths)
     others = sorted({death.name for death in deaths if death.name != first.name})
     text = [first.describe()]
@@ -181,8 +181,8 @@ def notice_of(deaths: Sequence[Death], logs: Mapping[str, tuple[Path, int]], log
 
 
 def _says_all(death: Death) -> bool:
-    """Whether it ended by an error whose message is for people: a traceback below that would only hide it."""
-    if death.reason is None or not death.is_verdict:
+    """Return whether it ended by an error whose message is for people: a traceback below that would only hide it."""
+    if death.reason is None or not death.is_fatal:
         return False
     return isinstance(getattr(errors, death.reason.message.partition(":")[0], None), type)
 

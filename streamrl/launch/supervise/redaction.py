@@ -41,7 +41,7 @@ _SHAPES = tuple(
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether what ``name`` is called holds a secret: ``HF_TOKEN``, ``api_key``; not ``max_tokens``."""
+    """Return whether what ``name`` is called holds a secret: ``HF_TOKEN``, ``api_key``; not ``max_tokens``."""
     return _SECRET_NAME.search(name) is not None
 
 
@@ -68,8 +68,8 @@ class Redaction:
 
 
 def run_redaction(environment: Mapping[str, str], recipe_toml: str = "", attached: Sequence[Reward] = ()) -> Redaction:
-    """For everything that a run writes. ``recipe_toml``: its recipe as text; one that cannot be read names nothing.
-    ``attached``: rewards that the recipe may not have."""
+    """Make the redaction for everything that a run writes. ``recipe_toml``: its recipe as text; one that cannot be read
+    names nothing. ``attached``: rewards that the recipe may not have."""
     try:
         recipe = parse_toml(recipe_toml)
     except (ValueError, RecursionError):

@@ -1,8 +1,6 @@
-"""When a process that died is started again, and when its death ends the run. Pure.
-
-An engine, a reward worker and the judge are started again alone, while the others go on. The controller and the
-trainer ranks cannot: when one of them dies, the whole run is resumed from its journal (``RestartPolicy.run``).
-"""
+"""Policy of restarts: when a process that died is started again, and when its death ends the run. Pure. An engine, a
+reward worker and the judge are started again alone, while the others continue. The controller and the trainer ranks
+cannot: when one of them dies, the whole run is resumed from its journal (``RestartPolicy.run``)."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ RENEWED_AFTER_S = 600.0
 
 
 class Restarts:
-    """How often a process may be started again. The pause before a restart doubles while deaths follow each other."""
+    """Budget of restarts of a process. The pause before a restart doubles while deaths follow each other."""
 
     def __init__(self, budget: int) -> None:
         self.left = self._budget = budget
@@ -58,6 +56,6 @@ class RestartPolicy:
         self._min_serving = topology.min_serving
 
     def may_retire(self, name: str, stopped: Collection[str]) -> bool:
-        """Whether enough engines are left to serve without ``name``, whose budget is spent."""
+        """Return whether enough engines are left to serve without ``name``, whose budget is spent."""
         gone = {name, *self.retired, *stopped}
         return name in self._engines and len(set(self._engines) - gone) >= self._min_serving

@@ -24,7 +24,7 @@ import msgspec
 from streamrl.base.errors import ProcessDied, StreamRLError
 from streamrl.launch.supervise.child_process import POLL_S, ChildProcess, ended_within, start_child
 from streamrl.launch.supervise.clean_up import RunProcesses, adopt_orphans, marker_of
-from streamrl.launch.supervise.deaths import CONSEQUENCE_S, Deaths
+from streamrl.launch.supervise.exit_monitor import CONSEQUENCE_S, ExitMonitor
 from streamrl.launch.supervise.exit_reason import Death, first_cause
 from streamrl.launch.supervise.restart_policy import RESUMED
 from streamrl.recipe.topology import TOPOLOGY_FILE, ProcessPlan, Topology, local_engine
@@ -65,8 +65,8 @@ class Supervisor:
         self._others_end_s = others_end_s
         self._resumes = resumes
         self._processes = RunProcesses(marker_of(socket_directory))
-        self._deaths = Deaths(topology, run_directory, replacements=restarts, others_end_s=others_end_s)
-        self._children = self._deaths.children
+        self._exits = ExitMonitor(topology, run_directory, replacements=restarts, others_end_s=others_end_s)
+        self._children = self._exits.children
         self._asleep: set[str] = set()
         self._ending = self._adopts = False
         self._one_end = anyio.Lock()
@@ -97,29 +97,29 @@ class Supervisor:
     async def watch(self) -> None:
         """Return when the controller has ended well and the others after it, or when ``kill`` was called meanwhile.
         Raises ``ProcessDied``, which names the first cause."""
-        while not self._ending and not self._deaths.has_ended_well():
-            deaths = self._deaths.look()
-            if deaths and not self._deaths.finishing:
+        while not self._ending and not self._exits.has_ended_well():
+            deaths = self._exits.poll()
+            if deaths and not self._exits.finishing:
                 deaths = await self._settled(deaths)
-            if deaths and self._deaths.finishing:
+            if deaths and self._exits.finishing:
                 break
-            if deaths and not self._deaths.has_ended_well() and not await self._resume(first_cause(deaths)):
-                raise ProcessDied(self._deaths.notice(deaths))
-            for child in self._deaths.overdue:
+            if deaths and not self._exits.has_ended_well() and not await self._resume(first_cause(deaths)):
+                raise ProcessDied(self._exits.notice(deaths))
+            for child in self._exits.overdue:
                 await self._replace(child)
             await anyio.sleep(POLL_S)
         children = list(self._children.values())
         await ended_within(self._others_end_s, *children, unless=lambda: self._ending or self._nobody_ends_them())
-        for death in [] if self._ending else self._deaths.look():
+        for death in [] if self._ending else self._exits.poll():
             log.warning("after the run had finished, %s", death.describe())
 
     def run_finished(self) -> None:
         """The controller has said that all is done: a death from now on is only logged."""
-        self._deaths.finishing = True
+        self._exits.finishing = True
 
     def request_drain(self) -> None:
         """SIGTERM to the controller: it finishes what it is doing, ends the streams, and ends itself."""
-        self._deaths.draining = True
+        self._exits.draining = True
         if (controller := self.controller) is not None and controller.running:
             controller.process.send_signal(signal.SIGTERM)
 
@@ -138,7 +138,7 @@ class Supervisor:
     @property
     def controller(self) -> ChildProcess | None:
         """The last one that was started here."""
-        return self._deaths.controller
+        return self._exits.controller
 
     # ---- engines, on the controller's order --------------------------------------------------------
 
@@ -156,10 +156,10 @@ class Supervisor:
         """
         if self._ending or (child := self.engine_host(name)) is None:
             return
-        if name not in self._deaths.stopped and child.exit_code and not self._deaths.is_survived(name):
+        if name not in self._exits.stopped and child.exit_code and not self._exits.is_survived(name):
             return
-        self._deaths.stopped.add(name)  # before anything ends: the watch must not take it for a death
-        self._deaths.due_s.pop(name, None)
+        self._exits.stopped.add(name)  # before anything ends: the watch must not take it for a death
+        self._exits.due_s.pop(name, None)
         if sleeps:
             self._asleep.add(name)
             return
@@ -177,13 +177,13 @@ class Supervisor:
         if self._ending:
             return
         plan = local_engine(self.topology, name)
-        retired = self._deaths.policy.retired
-        if name not in self._deaths.stopped and name not in retired:
+        retired = self._exits.policy.retired
+        if name not in self._exits.stopped and name not in retired:
             raise StreamRLError(f"{name} was not stopped; stop_engine comes before start_engine")
         if not (name in self._asleep and self._children[name].running):
             self._start(plan)
         self._asleep.discard(name)
-        self._deaths.stopped.discard(name)
+        self._exits.stopped.discard(name)
         retired.pop(name, None)
 
     # ---- inside ----------------------------------------------------------------------------------
@@ -194,14 +194,14 @@ class Supervisor:
         )
 
     def _start_all(self, *, resumes: bool) -> None:
-        self._deaths.begin_life()
+        self._exits.begin_life()
         for plan in self.topology.processes:
             if plan.local and not plan.resting:
                 self._start(plan, resumes=resumes)
 
     async def _replace(self, child: ChildProcess) -> None:
         await self._end_rest_of(child)
-        if self._deaths.due_s.pop(child.name, None) is None or self._ending:
+        if self._exits.due_s.pop(child.name, None) is None or self._ending:
             return  # it was stopped meanwhile
         try:
             self._start(child.plan)
@@ -214,7 +214,7 @@ class Supervisor:
         began_s = time.monotonic()
         while not self._ending:
             await anyio.sleep(POLL_S)
-            deaths = self._deaths.look() or deaths
+            deaths = self._exits.poll() or deaths
             patience_s = CONSEQUENCE_S if first_cause(deaths).is_consequence else _SETTLE_S
             if time.monotonic() >= began_s + patience_s:
                 return deaths
@@ -223,11 +223,11 @@ class Supervisor:
     async def _resume(self, first: Death) -> bool:
         """End every process and start the run again from its journal. False: this death is not survived so."""
         child = self._children[first.name]
-        if self._deaths.draining or first.is_verdict or child.plan.role not in RESUMED:
+        if self._exits.draining or first.is_fatal or child.plan.role not in RESUMED:
             return False
-        if (pause_s := self._deaths.policy.run.next_pause(child.lived_s)) is None:
+        if (pause_s := self._exits.policy.run.next_pause(child.lived_s)) is None:
             return False
-        log.warning("%s; the run is resumed (%d of its restarts left)", first.describe(), self._deaths.policy.run.left)
+        log.warning("%s; the run is resumed (%d of its restarts left)", first.describe(), self._exits.policy.run.left)
         await self._end_all(0.0)
         await anyio.to_thread.run_sync(self._remove_stale_sockets)
         for prepare in self.before_resume:
@@ -242,7 +242,7 @@ class Supervisor:
             for one in self._children.values():
                 if not one.running:
                     one.not_replaced()
-        if self._deaths.draining:
+        if self._exits.draining:
             self.request_drain()  # the controller was gone when that was asked for
         return True
 
@@ -273,6 +273,6 @@ class Supervisor:
         await ended_within(1.0, *children)
 
     def _nobody_ends_them(self) -> bool:
-        """Whether the controller died before it ended the streams of the others."""
+        """Return whether the controller died before it ended the streams of the others."""
         controller = self.controller
         return controller is None or controller.exit_code not in (None, 0)

@@ -32,7 +32,7 @@ from streamrl.base.stage_messages import RolloutStatistics
 from streamrl.base.waits import Waits
 from streamrl.control.model import RunState
 from streamrl.launch.supervise.exit_reason import ExitKind, ExitReason, write_reason
-from streamrl.recipe.sections import Launch, Recipe
+from streamrl.recipe.sections import LaunchedBy, Recipe
 from streamrl.recipe.topology import Role
 from streamrl.run.wait_reason import RunWaits
 
@@ -51,8 +51,8 @@ _LONGEST_STACKS = 1 << 20  # characters: a run has thousands of tasks, most of t
 
 
 def stall_limit_s(recipe: Recipe) -> float:
-    """How long a run may make no progress: ``run.advanced.stall_timeout_s``, and longer than its slowest time limit;
-    0: for ever."""
+    """Seconds that a run may make no progress: ``run.advanced.stall_timeout_s``, and longer than its slowest time
+    limit; 0: for ever."""
     if not recipe.run.stall_timeout_s:
         return 0.0
     limits = [recipe.weights.push_timeout_s, recipe.engines.start_timeout_s, recipe.engines.progress_timeout_s]
@@ -82,7 +82,7 @@ class Watchdog:
         self._stall_s = stall_limit_s(recipe)
         self._limit_s = max(self._stall_s, _STARTS * recipe.engines.start_timeout_s)
         # How long a person takes to start a process is not known.
-        self._waits_for_people = Launch.EXTERNAL in (recipe.transport.engines, recipe.transport.training)
+        self._waits_for_people = LaunchedBy.EXTERNAL in (recipe.transport.engines, recipe.transport.training)
         self._seen: object = None
         self._since_s = self._looked_s = self._beat_s = clock()
         self._worst_lag_s = 0.0
@@ -128,7 +128,7 @@ class Watchdog:
         return worst if worst >= WARN_AFTER_S else 0.0
 
     async def run(self) -> None:
-        """Until ``end``. Raises ``RunStalled``."""
+        """Watch until ``end``. Raises ``RunStalled``."""
         self.beat()
         thread = threading.Thread(target=self._watch_loop, name="watchdog", daemon=True)
         thread.start()
@@ -181,7 +181,7 @@ class Watchdog:
         raise RunStalled(f"{occasion} (run.advanced.stall_timeout_s): {names}; {path} has all waits and stacks")
 
     def _starting(self) -> object:
-        """Which waits are open, and what the processes log while they load."""
+        """Signs of progress of a start: the open waits, and what the processes log while they load."""
         if self._waits_for_people:
             return self._clock()
         return [wait for wait, _ in self.waits.open()], bytes_below(self._directory / "logs")
@@ -224,7 +224,7 @@ class Watchdog:
             before = now
 
     def look_at_loop(self, now_s: float, slept_s: float) -> None:
-        """What the thread does again and again; ``slept_s``: since it did so last. A loop that is blocked for good
+        """Check the event loop from the thread; ``slept_s``: since the last check. A loop that is blocked for good
         cannot be helped: the process ends."""
         if slept_s > 20 * BEAT_S:
             self._beat_s = now_s  # the process was stopped as a whole
@@ -273,7 +273,7 @@ def write_stall(directory: Path, text: str) -> Path:
 
 
 def task_stacks() -> str:
-    """Where all tasks of the running loop wait; those at the same place are listed once, with their number."""
+    """List the stacks of all tasks of the running loop; those at the same place are listed once, with their number."""
     places: dict[str, list[str]] = {}
     for task in asyncio.all_tasks():
         places.setdefault(_stack_of(task), []).append(task.get_name())
@@ -285,7 +285,8 @@ def task_stacks() -> str:
 
 
 def _stack_of(task: asyncio.Task[object]) -> str:
-    """Along the chain of awaits, the outermost first. ``Task.get_stack`` ends at the first async generator."""
+    """Stack of a task along the chain of awaits, the outermost first. ``Task.get_stack`` ends at the first async
+    generator."""
     lines: list[str] = []
     waiting: object = task.get_coro()
     while waiting is not None:

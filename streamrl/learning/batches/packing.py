@@ -109,10 +109,8 @@ def _copied_tokens(size: int, prefix: int, budget: int) -> int:
 
 
 def pack(row: Sequence[PreparedSample], policy_version: int, device: torch.device) -> MicroBatch:
-    """One row as tensors. Neighbours of one group share their prompt.
-
-    Raises ``StreamRLError`` for a sample without trained tokens, or whose first one is trained: nothing predicts it.
-    """
+    """One row as tensors. Neighbours of one group share their prompt. Raises ``StreamRLError`` for a sample without
+    trained tokens, or whose first one is trained: nothing predicts it."""
     samples = [item.sample for item in row]
     trained = [trained_indices(sample) for sample in samples]
     laid = lay_row([[item.sample for item in siblings] for _, siblings in groupby(row, _group_key)])

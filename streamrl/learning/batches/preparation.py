@@ -52,13 +52,15 @@ def _overlong(sample: TrainingSample, options: TrainerOptions) -> float:
 
 
 def has_signal(group: TrainingGroup, options: TrainerOptions) -> bool:
-    """Whether a group can have a gradient at all. Rewards that are compared alone may differ where totals are equal."""
+    """Return whether a group can have a gradient at all. Rewards that are compared alone may differ where totals are
+    equal."""
     compared = [(shaped_reward(sample, options), sample.separate_rewards) for sample in group.samples]
     return options.objective.trains_without_signal or any(rewards != compared[0] for rewards in compared)
 
 
 def counts_in_loss(sample: TrainingSample, options: TrainerOptions) -> bool:
-    """Whether the loss sees the tokens of a sample: truncated ones may be left out (DAPO's overlong filtering)."""
+    """Return whether the loss sees the tokens of a sample: truncated ones may be left out (DAPO's overlong
+    filtering)."""
     return options.objective.train_truncated or not sample.truncated
 
 
@@ -157,7 +159,7 @@ def whitened(samples: Sequence[PreparedSample], moments: Moments) -> list[Prepar
 
 
 def worth_training(item: PreparedSample, options: TrainerOptions) -> bool:
-    """Whether a sample can have a gradient: without KL, entropy or critic an advantage of 0 has none."""
+    """Return whether a sample can have a gradient: without KL, entropy or critic an advantage of 0 has none."""
     settings = options.objective
     if settings.has_critic or settings.has_reference or settings.entropy_coefficient:
         return True

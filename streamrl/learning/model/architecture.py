@@ -36,10 +36,8 @@ def logit_scaling(config: Any) -> LogitScaling:
 
 
 def longest_exact_sequence(config: Any) -> int | None:
-    """Tokens up to which rotary angles do not depend on the other sequences of a row; None: whatever the length.
-
-    The rope types ``dynamic`` and ``longrope`` choose their angles by the longest position of the whole forward.
-    """
+    """Tokens up to which rotary angles do not depend on the other sequences of a row; None: whatever the length. The
+    rope types ``dynamic`` and ``longrope`` choose their angles by the longest position of the whole forward."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]

@@ -186,9 +186,7 @@ def _flash_boundaries(sequences: Sequence[PackedSequence], keys: list[Places], d
 
 class _SpreadRows(torch.autograd.Function):
     """``rows_T.. -> rows_P..``. torch's own backward adds row by row into zeros; here it is a gather and few additions.
-
-    The gradient of padding is not read: it is 0, as no real query attends to it and its outputs are dropped.
-    """
+    The gradient of padding is not read: it is 0, as no real query attends to it and its outputs are dropped."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, spread: Spread) -> Tensor:

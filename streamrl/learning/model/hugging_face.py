@@ -35,7 +35,7 @@ class _LateTransform:
 
 
 def _unmarked(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
-    """Both ``@mark`` and ``@mark(...)``."""
+    """Accept ``@mark`` and ``@mark(...)``, and mark nothing."""
     return function if function is not None else lambda marked: marked
 
 

@@ -115,7 +115,7 @@ def set_sharded(policy: PackedPolicy | None, sharded: bool) -> None:
 
 
 def set_gradient_sync(policy: PackedPolicy, synced: bool) -> None:
-    """Whether a backward reduces gradients over the ranks, or adds them up locally."""
+    """Return whether a backward reduces gradients over the ranks, or adds them up locally."""
     if isinstance(policy, FSDPModule):
         policy.set_requires_gradient_sync(synced)
 
@@ -127,7 +127,7 @@ def drop_unreduced_gradients(policy: PackedPolicy) -> None:
 
 
 def computes_in_sixteen_bits(options: TrainerOptions, device: torch.device) -> bool:
-    """Whether forwards run in bfloat16, as ``options.compute_dtype`` says (``auto``: on CUDA)."""
+    """Return whether forwards run in bfloat16, as ``options.compute_dtype`` says (``auto``: on CUDA)."""
     wanted = options.compute_dtype
     return wanted is ComputeDtype.BFLOAT16 or (wanted is ComputeDtype.AUTO and device.type == "cuda")
 

@@ -36,9 +36,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 @torch.no_grad()
 def check_packing(policy: PackedPolicy) -> None:
     """Compare a packed forward with the model's own forward of each sequence, on tokens spread over the vocabulary.
-
-    Leaves the model on packed attention. Raises ``StreamRLError`` with the measured difference.
-    """
+    Leaves the model on packed attention. Raises ``StreamRLError`` with the measured difference."""
     model = policy.hugging_face
     kind = f"model type {model.config.model_type!r}"
     for name, weight in model.named_parameters():
@@ -104,11 +102,11 @@ def _check_windows(policy: PackedPolicy, tokens_T: Tensor) -> None:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        told = options.get("sliding_window") or _EVERYTHING
-        asked = told if attention_mask is None else int(attention_mask.flatten()[0])
-        if asked != told:
+        got = options.get("sliding_window") or _EVERYTHING
+        asked = got if attention_mask is None else int(attention_mask.flatten()[0])
+        if asked != got:
             names = {_EVERYTHING: "all tokens", _IRREGULAR: "a changing number of tokens"}
-            wrong[names.get(asked, f"{asked} tokens")] = names.get(told, f"{told} tokens")
+            wrong[names.get(asked, f"{asked} tokens")] = names.get(got, f"{got} tokens")
         result: tuple[Tensor, None] = packed_attention(module, query, key, value, None, **options)
         return result
 
@@ -118,9 +116,9 @@ def _check_windows(policy: PackedPolicy, tokens_T: Tensor) -> None:
         _packed_logprobs(policy, tokens_T, [PackedSequence(0, len(tokens_T))])
     finally:
         register_packed_attention()
-    for asked, told in wrong.items():
+    for asked, got in wrong.items():
         kind = policy.hugging_face.config.model_type
-        raise StreamRLError(f"model type {kind!r} masks attention to {asked}, but tells its attention function {told}")
+        raise StreamRLError(f"model type {kind!r} masks attention to {asked}, but tells its attention function {got}")
 
 
 def _reach(function: MaskFunction) -> int:

@@ -33,10 +33,8 @@ def moments_of(values_N: FloatVector) -> Moments:
 
 
 def whiten(values_N: FloatVector, moments: Moments) -> FloatVector:
-    """(values - mean) / deviation of the population, after REINFORCE++ (arXiv 2501.03262). Float32 [N].
-
-    Zeros where there is no deviation: the mean of equal float32 values is exact in float64.
-    """
+    """(values - mean) / deviation of the population, after REINFORCE++ (arXiv 2501.03262). Float32 [N]. Zeros where
+    there is no deviation: the mean of equal float32 values is exact in float64."""
     count = max(1.0, moments.number)
     mean, mean_square = moments.total / count, moments.square / count
     variance = mean_square - mean * mean
@@ -62,8 +60,8 @@ def group_advantages(rewards_S: Tensor, estimator: Advantages) -> Tensor:
 
 
 def separate_advantages(rewards_S: Sequence[Mapping[str, tuple[float, float]]], estimator: Advantages) -> Tensor:
-    """Each reward compared with its siblings' alone, and the advantages added by weight (GDPO, arXiv 2601.05242), so
-    that a reward of small deviation is not lost beside one of a large. ``rewards_S``: (weight, value) by name, of each
+    """Compare each reward with its siblings' alone, and add the advantages by weight (GDPO, arXiv 2601.05242), so that
+    a reward of small deviation is not lost beside one of a large. ``rewards_S``: (weight, value) by name, of each
     sample; a sample that has no value of a name gets nothing for it. Float32 [S]."""
     advantages_S = torch.zeros(len(rewards_S), dtype=torch.float64)
     for name in sorted({name for rewards in rewards_S for name in rewards}):

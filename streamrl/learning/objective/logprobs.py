@@ -1,7 +1,5 @@
-"""Logprobs of sampled tokens under the distribution that the engine sampled from, and its entropy.
-
-Shapes: ``N`` trained tokens, ``V`` vocabulary.
-"""
+"""Logprobs of sampled tokens under the distribution that the engine sampled from, and its entropy. Shapes: ``N``
+trained tokens, ``V`` vocabulary."""
 
 from __future__ import annotations
 

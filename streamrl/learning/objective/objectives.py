@@ -143,7 +143,8 @@ def value_loss(settings: ObjectiveSettings, values_N: Tensor, tokens: TokenInput
 
 
 def needs_whole_sequences(settings: ObjectiveSettings, off_policy: OffPolicy) -> bool:
-    """Whether a token's loss depends on other tokens of its sequence, so that a sequence may not be cut into chunks."""
+    """Return whether a token's loss depends on other tokens of its sequence, so that a sequence may not be cut into
+    chunks."""
     pooled = {RatioLevel.SEQUENCE, RatioLevel.GEOMETRIC}
     return settings.token_surrogate.whole_sequences or off_policy.truncate in pooled or off_policy.mask in pooled
 

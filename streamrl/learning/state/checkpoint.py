@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load as _load
 from torch.distributed.checkpoint.state_dict_saver import save as _save
 
+from streamrl.base.atomic_files import make_directory, sidecar_folder, take_sidecar
 from streamrl.base.errors import UNDECODABLE, DiskFull, StreamRLError
-from streamrl.base.whole_files import beside_folder, make_directory, take_beside
 from streamrl.learning.process_group import all_gather_bytes
 from streamrl.learning.state import durable_files
 from streamrl.learning.state.optimizer import MasterOptimizer
@@ -80,7 +80,7 @@ def save(
     """Write a checkpoint. Collective; every rank must see the same file system. Replaces a checkpoint of that name.
 
     ``extra``: tensors that are equal on every rank, by name. ``beside``: sha256 by name of the files that
-    ``whole_files.leave_beside`` left for it. Raises ``StreamRLError`` on every rank when one of them cannot write, or
+    ``atomic_files.stage_sidecar`` left for it. Raises ``StreamRLError`` on every rank when one of them cannot write, or
     when less than ``min_free_bytes`` would be left on the disk; nothing half-written stays.
     """
     partial = directory.with_name(f".{directory.name}.partial")
@@ -104,7 +104,7 @@ def save(
     def export() -> None:
         save_hugging_face(partial / "hf", published, model_path)
         (partial / SCALARS).write_bytes(msgspec.msgpack.encode(scalars))
-        take_beside(directory, partial, beside or {})
+        take_sidecar(directory, partial, beside or {})
 
     try:
         _on_first_rank(prepare)
@@ -116,7 +116,7 @@ def save(
         _on_first_rank(lambda: durable_files.move_into_place(partial, directory))
     except StreamRLError:
         if first:
-            for half_written in (partial, beside_folder(directory)):
+            for half_written in (partial, sidecar_folder(directory)):
                 shutil.rmtree(half_written, ignore_errors=True)
         raise
 
@@ -128,11 +128,8 @@ def load(
     *,
     extra: Mapping[str, Tensor] | None = None,
 ) -> TrainerState:
-    """Fill masters, optimizer state and ``extra`` of this rank from a checkpoint. Collective.
-
-    Raises ``StreamRLError`` when it is not a checkpoint, has a damaged file, is one of another model, or lacks a tensor
-    of ``extra``.
-    """
+    """Fill masters, optimizer state and ``extra`` of this rank from a checkpoint. Collective. Raises ``StreamRLError``
+    when it is not a checkpoint, has a damaged file, is one of another model, or lacks a tensor of ``extra``."""
     directory = durable_files.surviving(directory)
     _verify_together(directory)
     scalars = _read_scalars(directory)
@@ -212,7 +209,7 @@ def _refuse_full_disk(directory: Path, tensors: list[Tensor], min_free_bytes: in
 
 
 def _verify_together(directory: Path) -> None:
-    """Each rank reads a part of the files; every rank raises what any of them found."""
+    """Verify the files, each rank a part of them; every rank raises what any of them found."""
 
     def my_faults() -> list[str]:
         digests = durable_files.read_digests(directory)

@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from streamrl.base.atomic_files import flush_directory
 from streamrl.base.errors import StreamRLError
-from streamrl.base.whole_files import flush_directory
 
 DIGESTS = "digests"
 _REPLACED = ".replaced"

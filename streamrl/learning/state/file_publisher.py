@@ -1,7 +1,5 @@
-"""A plain weight push, the trainer's side: each version complete in one safetensors file.
-
-For one trainer rank and engines that read the same directory. ``streamrl.weights`` publishes deltas, to any host.
-"""
+"""A plain weight push, the trainer's side: each version complete in one safetensors file. For one trainer rank and
+engines that read the same directory. ``streamrl.weights`` publishes deltas, to any host."""
 
 from __future__ import annotations
 
@@ -13,9 +11,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from streamrl.base.atomic_files import write_durable
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import Published, WeightSource
-from streamrl.base.whole_files import write_durable
 from streamrl.learning.model.local_shards import LocalShard
 from streamrl.learning.options import TrainerOptions
 

@@ -49,10 +49,8 @@ class _Adapted(NamedTuple):
 
 
 class AdapterWeights(PublishedWeights):
-    """Masters are the adapters, A ``[rank, M]`` and B ``[N, rank]`` of each target; nothing else is trained.
-
-    Raises ``StreamRLError`` for targets that the model does not have or that are no plain linear modules.
-    """
+    """Masters are the adapters, A ``[rank, M]`` and B ``[N, rank]`` of each target; nothing else is trained. Raises
+    ``StreamRLError`` for targets that the model does not have or that are no plain linear modules."""
 
     def __init__(self, options: TrainerOptions, policy: PackedPolicy) -> None:
         super().__init__(policy.trained_parameters(), policy.pieces)
@@ -150,10 +148,8 @@ class AdapterWeights(PublishedWeights):
 def _chosen_by_peft(
     options: TrainerOptions, policy: PackedPolicy
 ) -> tuple[dict[str, tuple[Tensor, Tensor, float]], LoraConfig]:
-    """A, B and scale by the name of their module, and the configuration. The model is left as it was.
-
-    The values of A are those of the run's seed. Raises ``StreamRLError``.
-    """
+    """A, B and scale by the name of their module, and the configuration. The model is left as it was. The values of A
+    are those of the run's seed. Raises ``StreamRLError``."""
     lora, model = options.lora, policy.hugging_face
     targets = list(lora.named_targets) or "".join(lora.targets) or None
     refuse_targets(model, lora.named_targets)

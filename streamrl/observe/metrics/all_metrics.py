@@ -1,7 +1,5 @@
 """The metric registry: what every number means is fixed here and nowhere else; docs/metrics.md is made from it.
-
-``<name>`` in a metric's name stands for one word that a run fills in: a reward function, an engine, a reason.
-"""
+``<name>`` in a metric's name stands for one word that a run fills in: a reward function, an engine, a reason."""
 
 from __future__ import annotations
 

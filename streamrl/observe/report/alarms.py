@@ -59,9 +59,9 @@ class Alarms:
     def __init__(self, rules: Sequence[AlarmRule]) -> None:
         self._rules = tuple(rules)
         self._above = dict.fromkeys(self._rules, 0)
-        self._told: dict[AlarmRule, int] = {}
+        self._reported: dict[AlarmRule, int] = {}
         self._failures = 0
-        self._failure_told = -math.inf
+        self._failure_reported = -math.inf
 
     def check(self, step: int, metrics: dict[str, float]) -> list[str]:
         """Alarms to report after ``step``: those that were not reported in the last ``REPEAT_STEPS`` steps."""
@@ -70,9 +70,9 @@ class Alarms:
     def reward_failed(self, step: int, message: str) -> str:
         """Report failed rewards: the first one, and others as seldom as an alarm; empty: nothing to report."""
         self._failures += 1
-        if step - self._failure_told < REPEAT_STEPS:
+        if step - self._failure_reported < REPEAT_STEPS:
             return ""
-        self._failure_told = step
+        self._failure_reported = step
         count = "a reward has failed" if self._failures == 1 else f"{self._failures} rewards have failed so far"
         return f"{count}; what they were for is not trained on. The last one: {message or 'no message'}"
 
@@ -82,8 +82,8 @@ class Alarms:
             return ""
         above = math.isnan(value) or value > rule.bound
         self._above[rule] = self._above[rule] + 1 if above else 0
-        if not above or self._above[rule] < rule.steps or step - self._told.get(rule, -math.inf) < REPEAT_STEPS:
+        if not above or self._above[rule] < rule.steps or step - self._reported.get(rule, -math.inf) < REPEAT_STEPS:
             return ""
-        self._told[rule] = step
+        self._reported[rule] = step
         row = f" for {self._above[rule]} steps" if self._above[rule] > 1 else ""
         return f"{rule.metric} is {value:.3g}, above {rule.bound:g}{row}: {rule.advice}"

@@ -1,7 +1,5 @@
-"""The report of a run: progress inside a step, one record a step, decisions, alarms, the trace.
-
-Measures; decides nothing. The two events that tell control what the engines and a step took come from here.
-"""
+"""The report of a run: progress inside a step, one record a step, decisions, alarms, the trace. Measures; decides
+nothing. The two events that tell control what the engines and a step took come from here."""
 
 from __future__ import annotations
 
@@ -263,7 +261,7 @@ class RunReport(Observer):
         await self._emit(RunProgress(step=step, phase=phase, finished=finished, wanted=wanted))
 
     def engines_measured(self, load: EngineLoad) -> EnginesMeasured:
-        """What the engines did since the last call, for control and the trace. ``load``: of all engines together, at
+        """Measure the engines since the last call, for control and the trace. ``load``: of all engines together, at
         most 0.2 s old."""
         self.waits.look()
         before, self._last_load = self._last_load, load

@@ -60,7 +60,7 @@ class TrajectoryStats:
             self._open[trajectory] = _Open(now, action.round_kind, prompt_tokens, action.policy_version)
 
     def came_back(self, item: RewardOutcome, now: float) -> None:
-        """An outcome arrived."""
+        """Note an outcome."""
         if isinstance(item, TrajectoryPaused):
             return  # it comes back once more
         trajectory = item.id if isinstance(item, TrajectoryLost) else item.outcome.trajectory.id
@@ -124,7 +124,7 @@ class TrajectoryStats:
         self._open.clear()
 
     def _end_failed(self) -> None:
-        """End trajectories without a reward with their own reason, unless control dropped them before it was told."""
+        """End trajectories without a reward with their own reason, unless control dropped them before it knew."""
         for trajectory, one in list(self._open.items()):
             if isinstance(one.outcome, TrajectoryLost):
                 reason = DropReason.CANCELLED if one.outcome.cancelled else DropReason.ENGINE_FAILED

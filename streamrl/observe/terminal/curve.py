@@ -22,7 +22,7 @@ class Curve(msgspec.Struct, frozen=True):
 
     @property
     def joined(self) -> bool:
-        """Whether a line goes through its points."""
+        """Return whether a line goes through its points."""
         return len(self.points) > 2 or not self.marked
 
 
@@ -33,7 +33,7 @@ def finite(curve: Curve) -> Curve:
 
 
 def has_shape(curves: Sequence[Curve]) -> bool:
-    """Whether there is something to see: two steps, and two values of one of the curves."""
+    """Return whether there is something to see: two steps, and two values of one of the curves."""
     return any(len({value for _, value in finite(curve).points}) > 1 for curve in curves)
 
 

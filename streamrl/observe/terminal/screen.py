@@ -37,7 +37,7 @@ class _Screen(io.FileIO):
     """A descriptor that drops what it cannot take. A reader that has gone (``| head``) is still an error."""
 
     drops = True
-    _told = False
+    _shown = False
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -51,7 +51,7 @@ class _Screen(io.FileIO):
         except OSError as error:
             if not self.drops or isinstance(error, BrokenPipeError):
                 raise
-            if self.fileno() == 1 and not self._told:
-                self._told = True
+            if self.fileno() == 1 and not self._shown:
+                self._shown = True
                 log.warning("stdout cannot be written (%s): lines are lost, and nothing else", error.strerror)
             return memoryview(data).nbytes

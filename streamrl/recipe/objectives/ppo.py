@@ -55,9 +55,7 @@ def generalized_advantages(
     rewards_N: Vector, values_N: Vector, *, discount: float, gae_lambda: float
 ) -> tuple[Vector, Vector]:
     """GAE (arXiv 1506.02438) over one sample that ends with its last token: advantages and returns (advantage + value).
-
-    Float32 [N] each. The value after the last token is 0.
-    """
+    Float32 [N] each. The value after the last token is 0."""
     values = values_N.astype(np.float64)
     errors = rewards_N + discount * np.append(values[1:], 0.0)[: values.size] - values
     advantages = np.zeros_like(values)

@@ -8,7 +8,7 @@ from collections import Counter
 from streamrl.recipe.problems import shown
 from streamrl.recipe.rules.rule import Broken, Problem, rule
 from streamrl.recipe.scheduling import RoundKind
-from streamrl.recipe.sections import EngineKind, Launch, Recipe, ReleaseKind
+from streamrl.recipe.sections import EngineKind, LaunchedBy, Recipe, ReleaseKind
 from streamrl.recipe.topology import prepared_sets
 
 COLDEST, HOTTEST = 0.01, 2.0
@@ -21,7 +21,7 @@ _CORES = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 
 
 def are_cores(text: str) -> bool:
-    """Whether ``text`` is such as ``0``, ``0-3`` or ``0,2,4-7``."""
+    """Return whether ``text`` is such as ``0``, ``0-3`` or ``0,2,4-7``."""
     ranges = [_CORES.fullmatch(part) for part in text.split(",")]
     return all(found and int(found[1]) <= int(found[2] or found[1]) for found in ranges)
 
@@ -35,7 +35,7 @@ def prepared_engine_sets(recipe: Recipe) -> Broken:
             yield Problem("engines.rounds", "has no effect without engines.sets: leave it out, or prepare another set")
         return
     yield from _shapes(recipe)
-    if recipe.transport.engines is Launch.EXTERNAL:
+    if recipe.transport.engines is LaunchedBy.EXTERNAL:
         yield Problem(
             "engines.sets",
             'does not fit transport.engines = "external", whose processes this run does not start: '

@@ -1,7 +1,5 @@
-"""Rules inside ``[objective]`` and ``[off_policy]``, and what they need of the other sections.
-
-A field that has no effect is refused where somebody who wrote it would rely on it; a default never is.
-"""
+"""Rules inside ``[objective]`` and ``[off_policy]``, and what they need of the other sections. A field that has no
+effect is refused where somebody who wrote it would rely on it; a default never is."""
 
 from __future__ import annotations
 
@@ -173,7 +171,7 @@ def overlong(recipe: Recipe) -> Broken:
 
 @rule("off_policy")
 def correction_bounds(recipe: Recipe) -> Broken:
-    """An on-policy token, w = 1, is neither cut nor masked."""
+    """Bounds of the correction that would cut or mask an on-policy token, w = 1."""
     off_policy = recipe.off_policy
     if off_policy.truncate is not RatioLevel.NONE and off_policy.cap < 1:
         yield Problem(

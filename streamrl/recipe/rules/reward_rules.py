@@ -44,7 +44,7 @@ def rewards_are_named(recipe: Recipe) -> Broken:
 
 @rule("rewards.weight", "rewards.shadow")
 def some_reward_counts(recipe: Recipe) -> Broken:
-    """Something must be trained on."""
+    """Recipes without a reward that is trained on."""
     trained = [reward for reward in recipe.rewards if not reward.shadow]
     if recipe.rewards and not trained:
         yield Problem(
@@ -58,7 +58,7 @@ def some_reward_counts(recipe: Recipe) -> Broken:
 
 @rule("rewards")
 def limits_fit(recipe: Recipe) -> Broken:
-    """An adaptive limit moves between its floor and the ceiling."""
+    """Adaptive limits whose floor is above their ceiling."""
     for index, reward in enumerate(recipe.rewards):
         adaptive = reward.adaptive_timeout
         if adaptive is not None and adaptive.min_s > reward.timeout_s:

@@ -73,7 +73,7 @@ def broken_rules(recipe: Recipe, bad_paths: Set[str] = frozenset()) -> list[tupl
 
 
 def _reads_any(rule: Rule, bad: Set[str], above_bad: Set[str]) -> bool:
-    """Whether it reads a bad path, something in it, or what holds it."""
+    """Return whether it reads a bad path, something in it, or what holds it."""
     return bool(bad) and not (above_bad.isdisjoint(rule.reads) and bad.isdisjoint(_above_reads(rule.reads)))
 
 

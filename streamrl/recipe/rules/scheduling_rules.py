@@ -88,7 +88,7 @@ has_no_effect("group_sizing.shares", _of_sizing(SizingKind.RANDOM))
 
 @rule("rollout.rounds", "tail_batching", "length_sorted", "rollout.max_staleness")
 def staleness_of_rounds(recipe: Recipe) -> Broken:
-    """Each kind of round says what staleness it needs; none is given less."""
+    """Staleness below what the kind of rounds needs."""
     rollout = recipe.rollout
     bound, kind = rollout.max_staleness, f'rounds = "{rollout.rounds}"'
     needed, why = 0, ""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from streamrl.base.hosts import host_of, is_loopback, is_public, is_wildcard
 from streamrl.recipe.rules.rule import Broken, Problem, rule
-from streamrl.recipe.sections import Launch, Recipe, TransportKind, TransportSecurity
+from streamrl.recipe.sections import LaunchedBy, Recipe, TransportKind, TransportSecurity
 
 _REMEDY = (
     "make keys with `streamrl keys DIRECTORY` and set transport.keys to it, set {field} to a loopback address, "
@@ -20,7 +20,7 @@ def external_needs_tcp(recipe: Recipe) -> Broken:
     if recipe.transport.kind is TransportKind.TCP:
         return
     for name in ("engines", "training"):
-        if getattr(recipe.transport, name) is Launch.EXTERNAL:
+        if getattr(recipe.transport, name) is LaunchedBy.EXTERNAL:
             yield Problem(
                 f"transport.{name}",
                 '"external" needs endpoints that another process can reach: set transport.kind = "tcp"',

@@ -23,17 +23,15 @@ class _Waiting(msgspec.Struct, eq=False):
     score: asyncio.Future[float]
 
 
-def _look(score: asyncio.Future[float]) -> None:
+def _consume_exception(score: asyncio.Future[float]) -> None:
     """Retrieve the exception of a score whose call was cancelled, which nobody awaits."""
     if not score.cancelled():
         score.exception()
 
 
 class BatchedClassifier:
-    """Scores what came in while the batch before was computed, longest with longest. Belongs to one event loop.
-
-    The model is loaded and run on a thread of its own, so the loop stays free.
-    """
+    """Scores what came in while the batch before was computed, longest with longest. Belongs to one event loop. The
+    model is loaded and run on a thread of its own, so the loop stays free."""
 
     def __init__(self, options: RewardModelOptions) -> None:
         self._options = options
@@ -53,7 +51,7 @@ class BatchedClassifier:
             if self._model is None:
                 await loop.run_in_executor(self._thread, self._load)
         ours = _Waiting(self._tokens(prompt, messages, completion), loop.create_future())
-        ours.score.add_done_callback(_look)
+        ours.score.add_done_callback(_consume_exception)
         self._waiting.append(ours)
         # A call that has the turn scores a batch of all that wait; its own score may have come with another batch.
         try:

@@ -1,7 +1,5 @@
-"""``exact``, ``regex``, ``format``: rewards that look at the text of a completion. 1 or 0.
-
-A pattern that backtracks for ever holds the interpreter: the time limit of the reward ends its worker process.
-"""
+"""``exact``, ``regex``, ``format``: rewards that look at the text of a completion. 1 or 0. A pattern that backtracks
+for ever holds the interpreter: the time limit of the reward ends its worker process."""
 
 from __future__ import annotations
 

@@ -44,17 +44,17 @@ def completion_parameter(spec: str, parameters: Sequence[inspect.Parameter]) -> 
 
 
 def takes_group(taker: inspect.Parameter) -> bool:
-    """Whether a function with this completion parameter is called once for each group, in TRL's form."""
+    """Return whether a function with this completion parameter is called once for each group, in TRL's form."""
     return taker.name == GROUP_PARAMETER or taker.name in _FIRST_OF_GROUPS
 
 
 def takes_texts(taker: inspect.Parameter) -> bool:
-    """Whether completions are texts for it also where the prompt is a chat."""
+    """Return whether completions are texts for it also where the prompt is a chat."""
     return not takes_group(taker) or _TEXTS.match(_annotation(taker)) is not None
 
 
 def is_optional(taker: inspect.Parameter, parameter: inspect.Parameter) -> bool:
-    """Whether the function is called without this column where there is none."""
+    """Return whether the function is called without this column where there is none."""
     return parameter.default is not parameter.empty or (taker.name, parameter.name) == (_VERL_TEXT, _VERL_EXTRA)
 
 
@@ -125,7 +125,7 @@ def _score_of(returned: Any) -> Any:
 
 
 def _annotation(parameter: inspect.Parameter) -> str:
-    """As it is written; empty: there is none."""
+    """Return an annotation as it is written; empty: there is none."""
     given = parameter.annotation
     if given is parameter.empty:
         return ""

@@ -23,7 +23,6 @@ import msgspec
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, die_with, set_process_option
 from streamrl.rewards.calls.frames import (
-    CallPage,
     ChildEnded,
     Clock,
     ForkChild,
@@ -32,6 +31,7 @@ from streamrl.rewards.calls.frames import (
     RewardsLoaded,
     ServerEvent,
     ServerOrder,
+    SharedStatus,
     decode_order,
 )
 from streamrl.rewards.calls.loading import load_reward
@@ -54,7 +54,7 @@ class ForkServer:
         self._children: dict[int, int] = {}  # pid -> number of the child
         self._loading = LoadRewards(rewards=[])
         self._functions: list[RewardFunction] = []
-        self._doomed: dict[int, float] = {}  # pid -> when SIGKILL follows
+        self._pending_kills: dict[int, float] = {}  # pid -> when SIGKILL follows
         self._imported: set[int] = set()  # pids of what user modules started when they were imported
 
     def serve(self) -> None:
@@ -66,12 +66,12 @@ class ForkServer:
         poll.register(self._control, select.POLLIN)
         poll.register(wake_read, select.POLLIN)
         while True:
-            ready = {descriptor for descriptor, _ in poll.poll(_EXPLAIN_LOOK_MS if self._doomed else None)}
+            ready = {descriptor for descriptor, _ in poll.poll(_EXPLAIN_LOOK_MS if self._pending_kills else None)}
             if wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_read, 4096)
             self._reap()
-            self._kill_doomed()
+            self._kill_pending()
             if self._control.fileno() in ready:
                 received, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_ORDER, 3)
                 if not received:
@@ -97,15 +97,15 @@ class ForkServer:
     def _kill(self, pid: int, *, explain: bool) -> None:
         """SIGABRT prints the stacks and ends it, also where C code holds the interpreter; SIGKILL follows it."""
         if explain:
-            self._doomed[pid] = Clock.monotonic() + _EXPLAIN_S
+            self._pending_kills[pid] = Clock.monotonic() + _EXPLAIN_S
             os.kill(pid, signal.SIGABRT)
         else:
             _kill_group(pid)
 
-    def _kill_doomed(self) -> None:
+    def _kill_pending(self) -> None:
         now = Clock.monotonic()
-        for pid in [pid for pid, at in self._doomed.items() if now >= at]:
-            del self._doomed[pid]
+        for pid in [pid for pid, at in self._pending_kills.items() if now >= at]:
+            del self._pending_kills[pid]
             _kill_group(pid)
 
     def _load(self) -> None:
@@ -137,13 +137,13 @@ class ForkServer:
             os._exit(1)
         run_call_process(connection, page, self._functions_of_child, loop=order.loop, memory_bytes=order.memory_bytes)
 
-    def _become_child(self, parent: int, descriptors: Sequence[int]) -> tuple[socket.socket, CallPage]:
+    def _become_child(self, parent: int, descriptors: Sequence[int]) -> tuple[socket.socket, SharedStatus]:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
         die_with(parent)
         own_socket, page_at, printed_to = descriptors
-        page = CallPage(page_at)
+        page = SharedStatus(page_at)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.dup2(printed_to, 1)
@@ -169,7 +169,7 @@ class ForkServer:
                 break
             pid = found.si_pid
             child = self._children.pop(pid, None)
-            self._doomed.pop(pid, None)
+            self._pending_kills.pop(pid, None)
             if child is not None:
                 _kill_group(pid)
             _, status = os.waitpid(pid, 0)
@@ -177,9 +177,9 @@ class ForkServer:
             if child is not None:
                 self._report(ChildEnded(child, os.waitstatus_to_exitcode(status)))
         if ended:
-            self._end_strays()
+            self._kill_orphans()
 
-    def _end_strays(self) -> None:
+    def _kill_orphans(self) -> None:
         """Kill what call processes that are gone have left: it is ours now."""
         for pid in _own_children():
             if pid not in self._children and pid not in self._imported:
@@ -194,7 +194,7 @@ class ForkServer:
         while Clock.monotonic() < deadline:
             self._children.clear()
             self._reap()
-            self._end_strays()
+            self._kill_orphans()
             if not _own_children():
                 return
             Clock.sleep(_LOOK_S)

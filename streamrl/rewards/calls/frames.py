@@ -175,7 +175,7 @@ _orders: msgspec.msgpack.Decoder[ServerOrder] = msgspec.msgpack.Decoder(ServerOr
 _events: msgspec.msgpack.Decoder[ServerEvent] = msgspec.msgpack.Decoder(ServerEvent)
 
 
-class CallPage:
+class SharedStatus:
     """Memory that a process shares with the worker. One of coroutines shows there the call whose step runs now, if any:
     which holds the loop, or ended the process. One of plain functions sees there that it is to begin no other call."""
 
@@ -215,7 +215,7 @@ class CallPage:
 
     @property
     def stopped(self) -> bool:
-        """Whether the worker has stopped the process."""
+        """Return whether the worker has stopped the process."""
         return bool(self._words[2])
 
     def close(self) -> None:

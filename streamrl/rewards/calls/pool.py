@@ -35,19 +35,19 @@ import anyio.abc
 import msgspec
 
 from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.notifier import Notifier
 from streamrl.base.types import RewardFailureKind
-from streamrl.base.wakeup import Wakeup
 from streamrl.recipe.rewards import Reward
 from streamrl.rewards.calls.frames import (
     CallAnswer,
     CallOrder,
-    CallPage,
     ForkChild,
     FrameReader,
     KillChild,
     LoadRewards,
     RewardsLoaded,
     ServerOrder,
+    SharedStatus,
     answered_values,
     decode_event,
     to_frame,
@@ -124,8 +124,8 @@ class CallChild:
         self._sequence = 0
         self._socket, self.their_socket = socket.socketpair()
         self._socket.setblocking(False)
-        self.their_page = CallPage.create()
-        self.page = CallPage(self.their_page)
+        self.their_page = SharedStatus.create()
+        self.page = SharedStatus(self.their_page)
 
     async def send(self, calls: Sequence[Call]) -> None:
         """Give it calls, in one write. A process that is gone is seen by ``receive``."""
@@ -322,10 +322,8 @@ class _ForkServer:
 
 
 class CallPool:
-    """Runs calls of ``rewards`` in at most ``processes`` processes, and coroutines in one more.
-
-    ``run`` as a task of its own for as long as it is used; ``opened`` before ``call``.
-    """
+    """Runs calls of ``rewards`` in at most ``processes`` processes, and coroutines in one more. ``run`` as a task of
+    its own for as long as it is used; ``opened`` before ``call``."""
 
     def __init__(self, rewards: Sequence[Reward], processes: int) -> None:
         self._rewards = rewards
@@ -335,7 +333,7 @@ class CallPool:
         self._signatures: list[RewardSignature] = []
         self._problems: list[str] = []
         self._waiting: dict[bool, list[tuple[tuple[int, int], Call]]] = {False: [], True: []}
-        self._changed = Wakeup()
+        self._changed = Notifier()
         self._opened = anyio.Event()
         self._closed = anyio.Event()
         self._scope = anyio.CancelScope()
@@ -500,7 +498,7 @@ class CallPool:
         return _IDLE_S if self._slots > self._warm else None
 
     def remove_slot(self) -> bool:
-        """Whether there was a slot more than usual; then it is gone."""
+        """Return whether there was a slot more than usual; then it is gone."""
         removed = self._slots > self._warm
         self._slots -= removed
         return removed
@@ -525,12 +523,12 @@ class _PlainProcess:
         self.idle = False
         self._child = child
         self._pool = pool
-        self._answered = Wakeup()
+        self._answered = Notifier()
         self._scope = anyio.CancelScope()
 
     @property
     def busy(self) -> bool:
-        """Whether it has a call."""
+        """Return whether it has a call."""
         return bool(self._child.pending)
 
     async def serve(self, calls: list[Call]) -> list[Call]:

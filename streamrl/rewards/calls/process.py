@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from streamrl.base.types import RewardFailureKind
 from streamrl.recipe.user_code import describe_error
-from streamrl.rewards.calls.frames import READY, CallAnswer, CallOrder, CallPage, Clock, FrameReader, to_frame
+from streamrl.rewards.calls.frames import READY, CallAnswer, CallOrder, Clock, FrameReader, SharedStatus, to_frame
 from streamrl.rewards.signature import RewardFunction
 from streamrl.rewards.values import CheckedValue, check_returned, failed
 
@@ -58,17 +58,17 @@ def _usage() -> tuple[int, int, int, int]:
     return int(fields[20]), resident, int(fields[17]), len(os.listdir("/proc/self/fd"))
 
 
-class _Age:
-    """Whether the process should be replaced between two calls, rather than failing in one: it had many calls, or holds
-    so much more than after the first that half of what it may have is gone."""
+class _RecyclePolicy:
+    """Rule of when a process is replaced between two calls, rather than failing in one: it had many calls, or holds so
+    much more than after the first that half of what it may have is gone."""
 
     def __init__(self, memory_bytes: int) -> None:
         self._memory_bytes = memory_bytes
         self._calls = 0
         self._most: tuple[int, ...] = ()
 
-    def is_old(self) -> bool:
-        """Asked once after each call."""
+    def is_due(self) -> bool:
+        """Return whether to replace the process. To be called once after each call."""
         self._calls += 1
         if self._calls > _LOOK_EACH and self._calls % _LOOK_EVERY:
             return False
@@ -88,7 +88,7 @@ class _Age:
 
 
 def _is_exhausted(error: BaseException) -> bool:
-    """Whether user code raised because the process had no memory, threads or descriptors left."""
+    """Return whether user code raised because the process had no memory, threads or descriptors left."""
     cause: BaseException | None = error
     for _ in range(_MOST_CAUSES):  # of a chain that may be a circle
         if cause is None:
@@ -111,13 +111,13 @@ class SyncServer:
     """Answers calls one by one, each before the next begins: so the oldest without an answer is the one that runs."""
 
     def __init__(
-        self, connection: socket.socket, page: CallPage, functions: Sequence[RewardFunction], memory_bytes: int
+        self, connection: socket.socket, page: SharedStatus, functions: Sequence[RewardFunction], memory_bytes: int
     ) -> None:
         self._connection = connection
         self._page = page
         self._retired = False
         self._functions = functions
-        self._age = _Age(memory_bytes)
+        self._recycling = _RecyclePolicy(memory_bytes)
         self._pid = os.getpid()
         self._runner: asyncio.Runner | None = None
         self._cpu_limit_s = 0
@@ -152,7 +152,7 @@ class SyncServer:
             _exit(0)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # user code may have closed or replaced it
             sys.stdout.flush()
-        self._retired = exhausted or self._age.is_old()
+        self._retired = exhausted or self._recycling.is_due()
         answer = CallAnswer(order.sequence, seconds, list(values), self._retired, exhausted)
         self._connection.sendall(to_frame(answer))
 
@@ -189,7 +189,7 @@ async def values_of_coroutine(
 class _Stepped:
     """A coroutine whose every step is noted in the page: so it is known which one blocks the loop."""
 
-    def __init__(self, inner: Generator[Any, Any, Any], page: CallPage, sequence: int) -> None:
+    def __init__(self, inner: Generator[Any, Any, Any], page: SharedStatus, sequence: int) -> None:
         self._inner = inner
         self._page = page
         self._sequence = sequence
@@ -223,12 +223,12 @@ class LoopServer:
     asks to be replaced."""
 
     def __init__(
-        self, connection: socket.socket, page: CallPage, functions: Sequence[RewardFunction], memory_bytes: int
+        self, connection: socket.socket, page: SharedStatus, functions: Sequence[RewardFunction], memory_bytes: int
     ) -> None:
         self._connection = connection
         self._page = page
         self._functions = functions
-        self._age = _Age(memory_bytes)
+        self._recycling = _RecyclePolicy(memory_bytes)
         self._answers: list[bytes] = [to_frame(READY)]
         self._written = asyncio.Event()
         self._written.set()
@@ -296,7 +296,7 @@ class LoopServer:
         retire: bool = False,
         exhausted: bool = False,
     ) -> None:
-        answer = CallAnswer(order.sequence, seconds, list(values), retire or self._age.is_old(), exhausted)
+        answer = CallAnswer(order.sequence, seconds, list(values), retire or self._recycling.is_due(), exhausted)
         self._answers.append(to_frame(answer))
         self._written.set()
 
@@ -308,7 +308,7 @@ def late_message(limit_s: float) -> str:
 
 def run_call_process(
     connection: socket.socket,
-    page: CallPage,
+    page: SharedStatus,
     load: Callable[[], Sequence[RewardFunction]],
     *,
     loop: bool,

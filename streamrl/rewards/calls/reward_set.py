@@ -19,7 +19,7 @@ from streamrl.rewards.calls.trusted import TrustedCoroutines, call_at_once, clos
 from streamrl.rewards.reward_exchange import outcome_of, score_message
 from streamrl.rewards.reward_messages import SampleReward, ScoreGroup
 from streamrl.rewards.reward_queue import RewardQueue
-from streamrl.rewards.scoring import Outcome, SampleTexts, SampleValue, Tokenizer, column_failure, combine
+from streamrl.rewards.scoring import Detokenizer, Outcome, SampleTexts, SampleValue, column_failure, combine
 from streamrl.rewards.signature import RewardFunction, RewardSignature
 from streamrl.rewards.values import CallFailure, CallResult
 
@@ -44,7 +44,7 @@ class RewardSet:
     """
 
     def __init__(
-        self, rewards: Sequence[Reward], limits: RewardLimits, tokenizer: Tokenizer, tasks: asyncio.TaskGroup
+        self, rewards: Sequence[Reward], limits: RewardLimits, tokenizer: Detokenizer, tasks: asyncio.TaskGroup
     ) -> None:
         self.rewards = rewards
         self.limits = limits
@@ -80,7 +80,7 @@ class RewardSet:
 
     @property
     def per_group(self) -> bool:
-        """Whether some function scores whole groups."""
+        """Return whether some function scores whole groups."""
         return any(signature.per_group for signature in self.signatures)
 
     @property
@@ -108,9 +108,7 @@ class RewardSet:
 
     async def score(self, trajectories: Sequence[Trajectory], rank: int = 0) -> tuple[Outcome, ...]:
         """One outcome for each trajectory, in the same order, of version 0. Never raises for what user code does.
-
-        ``rank``: of several orders that wait, the smallest goes first.
-        """
+        ``rank``: of several orders that wait, the smallest goes first."""
         message = score_message(trajectories, rank=rank)
         rewards = await self.begin(message.groups[0], message.prompts).finish()
         return tuple(outcome_of(t, reward, 0) for t, reward in zip(trajectories, rewards, strict=True))
@@ -122,7 +120,7 @@ class RewardSet:
 
     def take_learnt_limits(self) -> dict[str, dict[str, float]]:
         """Slowest correct calls by reward and key, as far as they are news."""
-        return {queue.reward.label: news for queue in self._queues if (news := queue.limits.take_news())}
+        return {queue.reward.label: news for queue in self._queues if (news := queue.limits.take_updates())}
 
     async def aclose(self) -> None:
         """End call processes, and what built-in rewards use. Calls that have not ended are forgotten. Idempotent."""

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 
 from streamrl.base.concurrent_calls import first_error
 from streamrl.base.errors import RecipeError, StreamEnded
+from streamrl.base.notifier import Notifier
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
-from streamrl.base.wakeup import Wakeup
 from streamrl.comm.stream import ReceiveStream, SendStream, send_hello
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
@@ -48,7 +48,7 @@ from streamrl.rewards.reward_messages import (
     ScoreGroup,
     ScoreGroups,
 )
-from streamrl.rewards.scoring import Tokenizer
+from streamrl.rewards.scoring import Detokenizer
 
 _HEARTBEAT_S = 0.5
 _STALL_GRACE_S = 2.0
@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 
 async def run_reward_worker(
     recipe: Recipe,
-    tokenizer: Tokenizer,
+    tokenizer: Detokenizer,
     worker: int,
     orders: ReceiveStream[RewardOrder],
     results: SendStream[RewardResult],
@@ -110,7 +110,7 @@ class _Serving:
     def __init__(
         self,
         recipe: Recipe,
-        tokenizer: Tokenizer,
+        tokenizer: Detokenizer,
         user_calls: asyncio.TaskGroup,
         orders: ReceiveStream[RewardOrder],
         results: SendStream[RewardResult],
@@ -132,7 +132,7 @@ class _Serving:
         self._closed: list[RewardSet] = []  # those of which something still runs
         self._scored: list[GroupScored] = []
         self._ended = False
-        self._changed = Wakeup()
+        self._changed = Notifier()
 
     @property
     def stuck(self) -> int:

@@ -1,5 +1,5 @@
 """Sharing of devices between the actor and a judge beside it: questions wait at a gate and are admitted as a batch,
-after which the judge rests. ``lets_in`` decides and has no clock; ``JudgeGate`` holds the callers and carries it out.
+after which the judge rests. ``admits`` decides and has no clock; ``JudgeBatcher`` holds the callers and carries it out.
 The controller sends ``ActorLoad``, and gets ``JudgeReady`` and ``JudgeReport``."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import anyio
 from msgspec import structs
 
 from streamrl.base.messages import Message
-from streamrl.base.wakeup import Wakeup
+from streamrl.base.notifier import Notifier
 from streamrl.recipe.judge import Judge, YieldKind
 
 
@@ -50,9 +50,9 @@ JudgeOrder = ActorLoad
 JudgeEvent = JudgeReady | JudgeReport
 
 
-def lets_in(judge: Judge, waiting: int, oldest_s: float, *, actor: float, awake: bool) -> bool:
-    """Whether those that wait may go in. ``oldest_s``: for how long the first has waited; ``awake``: the batch before
-    is still being answered, and they join it. A judge that is never idle makes no batches."""
+def admits(judge: Judge, waiting: int, oldest_s: float, *, actor: float, awake: bool) -> bool:
+    """Return whether those that wait may go in. ``oldest_s``: for how long the first has waited; ``awake``: the batch
+    before is still being answered, and they join it. A judge that is never idle makes no batches."""
     if not waiting:
         return False
     if oldest_s >= judge.max_wait_s:
@@ -61,7 +61,7 @@ def lets_in(judge: Judge, waiting: int, oldest_s: float, *, actor: float, awake:
     return actor <= judge.actor_share and (joins or waiting >= judge.batch or oldest_s >= judge.batch_wait_s)
 
 
-def look_again_s(judge: Judge, waiting: int, oldest_s: float) -> float | None:
+def next_check_s(judge: Judge, waiting: int, oldest_s: float) -> float | None:
     """Seconds after which time alone may change the answer; None: never."""
     if not waiting:
         return None
@@ -69,7 +69,7 @@ def look_again_s(judge: Judge, waiting: int, oldest_s: float) -> float | None:
     return min(ahead, default=0.0)
 
 
-class JudgeGate:
+class JudgeBatcher:
     """``wake`` comes before the first of a batch is let in, ``rest`` after the last has left. ``run`` beside it all."""
 
     def __init__(self, judge: Judge, wake: Callable[[], Awaitable[None]], rest: Callable[[], Awaitable[None]]) -> None:
@@ -80,7 +80,7 @@ class JudgeGate:
         self._inside = 0
         self._actor = 0.0
         self._awake_since: float | None = None
-        self._changed = Wakeup()
+        self._changed = Notifier()
         self._questions = self._batches = 0
         self._waited_s = self._awake_s = 0.0
 
@@ -126,15 +126,15 @@ class JudgeGate:
         while True:
             oldest_s = time.monotonic() - self._waiting[0][0] if self._waiting else 0.0
             awake = self._awake_since is not None
-            if lets_in(self._judge, len(self._waiting), oldest_s, actor=self._actor, awake=awake):
-                await self._let_in()
+            if admits(self._judge, len(self._waiting), oldest_s, actor=self._actor, awake=awake):
+                await self._admit()
             elif awake and not self._inside:
                 await self._put_to_rest()
             else:
-                with anyio.move_on_after(look_again_s(self._judge, len(self._waiting), oldest_s)):
+                with anyio.move_on_after(next_check_s(self._judge, len(self._waiting), oldest_s)):
                     await self._changed.wait()
 
-    async def _let_in(self) -> None:
+    async def _admit(self) -> None:
         if self._awake_since is None:
             await self._wake()
             self._awake_since = time.monotonic()

@@ -20,7 +20,7 @@ from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import JUDGE, Topology
 from streamrl.rewards.judge.gate import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
 
-TELL_S = 0.1
+SEND_LOAD_S = 0.1
 PATIENCE_S = 20.0  # for vLLM to stop; the supervisor ends what takes longer
 
 E = TypeVar("E")
@@ -94,9 +94,9 @@ class JudgeLink:
             zmq_sender(JudgeOrder, orders_at, bind=True, name=f"{JUDGE}.orders") as orders,
             zmq_receiver(JudgeEvent, reports_at, bind=True, name=f"{JUDGE}.reports") as reports,
         ):
-            await converse(partial(self._tell, orders), partial(self._hear, reports))
+            await converse(partial(self._send_load, orders), partial(self._hear, reports))
 
-    async def _tell(self, orders: SendStream[JudgeOrder]) -> None:
+    async def _send_load(self, orders: SendStream[JudgeOrder]) -> None:
         await self._may_load.wait()
         last: float | None = None
         with anyio.CancelScope() as self._telling:
@@ -104,7 +104,7 @@ class JudgeLink:
                 if (share := self._share()) != last:
                     await orders.send(ActorLoad(share=share))  # waits for a judge that is being started again
                     last = share
-                await anyio.sleep(TELL_S)
+                await anyio.sleep(SEND_LOAD_S)
         # One that is just being started again has nothing to end.
         self._serving.deadline = anyio.current_time() + (PATIENCE_S if self._connected else 0.0)
         await orders.aclose()

@@ -16,7 +16,7 @@ from streamrl.base.errors import StreamEnded
 from streamrl.base.messages import PauseMode
 from streamrl.comm.stream import ReceiveStream, SendStream, send_hello
 from streamrl.recipe.judge import Judge, YieldKind
-from streamrl.rewards.judge.gate import JudgeEvent, JudgeGate, JudgeOrder, JudgeReady
+from streamrl.rewards.judge.gate import JudgeBatcher, JudgeEvent, JudgeOrder, JudgeReady
 
 if TYPE_CHECKING:
     from streamrl.engines.vllm.engine import VllmEngine
@@ -59,7 +59,7 @@ class _JudgeServer:
 
     def __init__(self, engine: VllmEngine, judge: Judge, socket_path: Path, tasks: TaskGroup, *, sleeps: bool) -> None:
         self._engine, self._judge, self._socket_path, self._tasks = engine, judge, socket_path, tasks
-        self._gate = JudgeGate(judge, *_moves(engine, judge, sleeps=sleeps))
+        self._gate = JudgeBatcher(judge, *_moves(engine, judge, sleeps=sleeps))
 
     async def serve(self, orders: ReceiveStream[JudgeOrder], reports: SendStream[JudgeEvent]) -> None:
         """Serve until orders end. Raises ``StreamEnded`` where there never was one."""

@@ -143,7 +143,8 @@ class _Parts:
         return node
 
     def _is_question(self, node: ast.expr) -> bool:
-        """Whether it is a call of the code's function, or of a method of a new object: ``Solution().add(2, 3)``."""
+        """Return whether it is a call of the code's function, or of a method of a new object: ``Solution().add(2,
+        3)``."""
         if not isinstance(node, ast.Call):
             return False
         called, arguments = node, [*node.args, *(keyword.value for keyword in node.keywords)]
@@ -221,7 +222,7 @@ def _is_of_library(name: str) -> bool:
 
 
 def _compares_identity(node: ast.expr) -> bool:
-    """Whether it asks if two objects are the same, neither of which is ``None``, ``True`` or the like."""
+    """Return whether it asks if two objects are the same, neither of which is ``None``, ``True`` or the like."""
     return isinstance(node, ast.Compare) and any(
         isinstance(op, ast.Is | ast.IsNot) and not isinstance(other, ast.Constant)
         for op, other in zip(node.ops, node.comparators, strict=True)
@@ -246,7 +247,7 @@ def _bound_names(tree: ast.AST) -> set[str]:
 
 
 def passes(test: SimpleTest, answers: Sequence[Any]) -> bool:
-    """Whether the checks hold. Raises whatever an answer of another type than expected makes them raise."""
+    """Return whether the checks hold. Raises whatever an answer of another type than expected makes them raise."""
     names: dict[str, Any] = {f"{ANSWER}{number}": answer for number, answer in enumerate(answers)}
     names |= _FUNCTIONS | {"__builtins__": {}, "math": math}
     for check in test.checks:
@@ -286,7 +287,7 @@ def _rounded(number: Any, digits: int = 0) -> Any:
 
 
 def _is_known(node: ast.expr) -> bool:
-    """Whether it is a function that a test may use outside, or a number of ``math``."""
+    """Return whether it is a function that a test may use outside, or a number of ``math``."""
     match node:
         case ast.Name(id=name):
             return name in _FUNCTIONS

@@ -56,10 +56,8 @@ Case = ProgramCase | SnippetCase | CallCase
 
 
 def extract_code(completion: str, *, whole: bool = False) -> str | None:
-    """The last fenced block that is marked as Python, else the last without a mark; None where there is neither.
-
-    A block that never closes ends with the completion (it may have been cut). ``whole``: the completion as it is.
-    """
+    """The last fenced block that is marked as Python, else the last without a mark; None where there is neither. A
+    block that never closes ends with the completion (it may have been cut). ``whole``: the completion as it is."""
     if whole:
         return completion
     blocks = _blocks(completion)
@@ -93,9 +91,7 @@ def read_cases(
     tests: Any, *, entry_point: str = "", setup: str = "", tolerance: float | None = None
 ) -> tuple[Case, ...]:
     """The cases of a column. Raises ``ValueError`` that says what is wrong with it; no tests: an empty tuple.
-
-    ``tolerance``: by how much numbers that a function returns may differ (``fn_name``).
-    """
+    ``tolerance``: by how much numbers that a function returns may differ (``fn_name``)."""
     try:
         return _cases(tests, entry_point, setup, tolerance)
     except RecursionError:
@@ -115,12 +111,9 @@ def _cases(tests: Any, entry_point: str, setup: str, tolerance: float | None) ->
 
 
 def same_output(given: str, expected: str, comparison: Comparison, tolerance: float | None = None) -> bool:
-    """Whether an output is the expected one.
-
-    ``lines``: but for white space at the ends of lines and empty lines at the end; ``tokens``: but for all white
-    space. ``tolerance``: numbers may differ by that much, absolutely or relative to the expected one; ``exact`` knows
-    none.
-    """
+    """Return whether an output is the expected one. ``lines``: but for white space at the ends of lines and empty lines
+    at the end; ``tokens``: but for all white space. ``tolerance``: numbers may differ by that much, absolutely or
+    relative to the expected one; ``exact`` knows none."""
     if comparison == "exact":
         return given == expected
     if comparison == "tokens":

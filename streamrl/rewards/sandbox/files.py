@@ -49,9 +49,7 @@ _DEVICE = _READ_FILE | _WRITE_FILE
 
 def build(library: str) -> None:
     """Make ``/new`` (what the code will see) and ``/proc`` (the host's) all that this process sees of files.
-
-    ``library``: directory of the standard library. Needs a mount namespace of its own, and the right to mount in it.
-    """
+    ``library``: directory of the standard library. Needs a mount namespace of its own, and the right to mount in it."""
     sc.mount(None, "/", None, sc.MS_REC | sc.MS_PRIVATE)
     sc.mount("tmpfs", _STAGE, "tmpfs", sc.MS_NOSUID | sc.MS_NODEV, "size=1m,mode=755")
     for name in (_OLD, _NEW, "/proc"):

@@ -1,7 +1,5 @@
-"""The reward: a completion's code against its test cases, in the sandbox. 1 for all passed, else 0 (or the share).
-
-A case that could not be judged (the sandbox failed, the test is broken) raises: a failure is recorded, and is no 0.
-"""
+"""The reward: a completion's code against its test cases, in the sandbox. 1 for all passed, else 0 (or the share). A
+case that could not be judged (the sandbox failed, the test is broken) raises: a failure is recorded, and is no 0."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from streamrl.rewards.sandbox.cases import (
     same_output,
 )
 from streamrl.rewards.sandbox.jail import Limits
-from streamrl.rewards.sandbox.sandbox import ALL_LAYERS, LayersFound, RunReport, Sandbox, available_layers
+from streamrl.rewards.sandbox.sandbox import ALL_LAYERS, LayersFound, ProgramEnd, Sandbox, available_layers
 from streamrl.rewards.sandbox.values import same_result
 from streamrl.rewards.time_limits import TimeLimits
 
@@ -223,7 +221,7 @@ class CodeReward:
             raise ValueError("the test can only run in the code's process, and rewards.options.forgeable is false")
         return test
 
-    def _judge_output(self, report: RunReport, output: bytes, expected: str) -> CaseOutcome:
+    def _judge_output(self, report: ProgramEnd, output: bytes, expected: str) -> CaseOutcome:
         options = self.options
         text = output.decode(errors="replace")
         if report.timed_out:
@@ -273,7 +271,7 @@ def _problem(check: Callable[[], bool]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _outcome(end: CaseEnd, report: RunReport, message: str, inside: bool = False) -> CaseOutcome:
+def _outcome(end: CaseEnd, report: ProgramEnd, message: str, inside: bool = False) -> CaseOutcome:
     return CaseOutcome(end, report.seconds, report.cpu_seconds, message, inside)
 
 

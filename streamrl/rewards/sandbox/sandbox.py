@@ -47,7 +47,7 @@ class SandboxError(StreamRLError):
     """The sandbox could not run the code: no verdict, and no reward."""
 
 
-class RunReport(msgspec.Struct, frozen=True, kw_only=True):
+class ProgramEnd(msgspec.Struct, frozen=True, kw_only=True):
     """End of the code's process. ``status``: exit code, or minus the number of the signal that ended it; ``seconds`` of
     wall time and ``cpu_seconds`` until then; ``last_error``: last line on its stderr."""
 
@@ -85,7 +85,8 @@ class LayersFound(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def isolating(self) -> bool:
-        """Whether files, network and other processes are out of reach. Landlock alone leaves UDP and signals open."""
+        """Return whether files, network and other processes are out of reach. Landlock alone leaves UDP and signals
+        open."""
         return "namespaces" in self.held or "seccomp" in self.held
 
 
@@ -93,7 +94,7 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True):
     """End of ``run``, or the ``error`` for which it could not begin."""
 
     run: int
-    report: RunReport | None = None
+    report: ProgramEnd | None = None
     error: str = ""
 
 
@@ -109,10 +110,8 @@ def read_zygote_message(content: bytes) -> LayersFound | RunEnded:
 
 
 class Sandbox:
-    """Runs code in jails. Use it on one event loop; the zygote starts with the first run and after it died.
-
-    ``layers``: which of ``ALL_LAYERS`` to use where the kernel has them.
-    """
+    """Runs code in jails. Use it on one event loop; the zygote starts with the first run and after it died. ``layers``:
+    which of ``ALL_LAYERS`` to use where the kernel has them."""
 
     def __init__(self, layers: Sequence[str] = ALL_LAYERS) -> None:
         self._wanted = tuple(layers)
@@ -136,19 +135,19 @@ class Sandbox:
         """The layers that hold, and why others do not. Raises ``SandboxError`` when no zygote starts."""
         return (await self._ready()).hello
 
-    async def run_program(self, source: bytes, stdin: bytes, limits: Limits) -> tuple[RunReport, bytes]:
+    async def run_program(self, source: bytes, stdin: bytes, limits: Limits) -> tuple[ProgramEnd, bytes]:
         """Run ``source`` as a program: its report, and what it wrote to stdout (up to the limit for files + 1)."""
         with _files(source, stdin, None, None) as files:
             report = await self._run("program", limits, files)
             return report, _content(files[2], limits.file_bytes + 1)
 
-    async def run_module(self, source: bytes, order: Mapping[str, Any], limits: Limits) -> tuple[RunReport, Answer]:
+    async def run_module(self, source: bytes, order: Mapping[str, Any], limits: Limits) -> tuple[ProgramEnd, Answer]:
         """Load ``source`` as a module and carry out ``order`` (see ``program.as_module``) in its process."""
         with _files(source, json.dumps(order).encode(), None, None) as files:
             report = await self._run("module", limits, files)
             return report, read_answer(_content(files[2], limits.file_bytes + 1))
 
-    async def _run(self, kind: str, limits: Limits, files: Sequence[int]) -> RunReport:
+    async def _run(self, kind: str, limits: Limits, files: Sequence[int]) -> ProgramEnd:
         zygote = await self._ready()
         run_id = next(self._run_ids)
         order = {"run": run_id, "kind": kind, "limits": list(limits)}
@@ -207,7 +206,7 @@ class _Zygote:
             raise
         return zygote
 
-    async def run(self, run_id: int, order: dict[str, Any], files: Sequence[int], seconds: float) -> RunReport:
+    async def run(self, run_id: int, order: dict[str, Any], files: Sequence[int], seconds: float) -> ProgramEnd:
         answer = self._answers[run_id] = self._loop.create_future()
         try:
             socket.send_fds(self._control, [json.dumps(order).encode()], list(files))

@@ -1,7 +1,5 @@
-"""System calls that Python 3.11 has no function for, by ctypes. Only the standard library: the zygote loads it.
-
-Every call raises ``OSError`` with the name of the call. Flags and structures: the man pages of each call.
-"""
+"""System calls that Python 3.11 has no function for, by ctypes. Only the standard library: the zygote loads it. Every
+call raises ``OSError`` with the name of the call. Flags and structures: the man pages of each call."""
 
 from __future__ import annotations
 
@@ -112,7 +110,7 @@ def die_with_parent() -> None:
 
 
 def set_dumpable(dumpable: bool) -> None:
-    """Whether processes of the same user may trace this one and open what is its in /proc."""
+    """Return whether processes of the same user may trace this one and open what is its in /proc."""
     prctl(_PR_SET_DUMPABLE, int(dumpable))
 
 

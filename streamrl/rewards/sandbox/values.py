@@ -87,11 +87,8 @@ def decode(data: Any) -> Any:
 
 
 def same_result(given: Any, expected: Any, tolerance: float | None = None) -> bool:
-    """Whether a call gave what a dataset expects, but for what JSON cannot say: a tuple is a list, the keys of a
-    mapping are strings.
-
-    ``tolerance``: numbers may differ by that much, absolutely or relative to the expected one.
-    """
+    """Return whether a call gave what a dataset expects, but for what JSON cannot say: a tuple is a list, the keys of a
+    mapping are strings. ``tolerance``: numbers may differ by that much, absolutely or relative to the expected one."""
     if isinstance(expected, list | tuple):
         if not isinstance(given, list | tuple) or len(given) != len(expected):
             return False
@@ -109,7 +106,7 @@ def same_result(given: Any, expected: Any, tolerance: float | None = None) -> bo
 
 
 def near(given: float, expected: float, tolerance: float) -> bool:
-    """Whether two numbers differ by at most ``tolerance``. Nothing is near infinity."""
+    """Return whether two numbers differ by at most ``tolerance``. Nothing is near infinity."""
     finite = math.isfinite(given) and math.isfinite(expected)
     return finite and abs(given - expected) <= tolerance * max(1.0, abs(expected))
 

@@ -77,7 +77,7 @@ def _fork_inner(namespaces: bool) -> int:
 
 
 def _may_build_as_root() -> bool:
-    """Whether this is a root that may mount, and may become another user."""
+    """Return whether this is a root that may mount, and may become another user."""
     if os.geteuid() != 0:
         return False
     pid = os.fork()
@@ -161,7 +161,7 @@ def _address_space() -> int:
 
 
 def _holds(layer: str, missing: dict[str, str], apply: Any) -> bool:
-    """Whether ``apply()`` works, tried in a process of its own."""
+    """Return whether ``apply()`` works, tried in a process of its own."""
     readable, writable = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -235,7 +235,7 @@ class _Serving:
                     message, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, _MOST_FILES)
                     if not message:
                         return
-                    self._obey(json.loads(message), fds)
+                    self._handle(json.loads(message), fds)
                 else:
                     self._hear(key.data, key.fd)
             now = time.monotonic()
@@ -246,7 +246,7 @@ class _Serving:
     def _patience(self) -> float | None:
         return max(0.01, min(run.ends_at for run in self._runs.values()) - time.monotonic()) if self._runs else None
 
-    def _obey(self, order: dict[str, Any], fds: list[int]) -> None:
+    def _handle(self, order: dict[str, Any], fds: list[int]) -> None:
         if "cancel" in order:
             if order["cancel"] in self._runs:
                 os.kill(self._runs[order["cancel"]].watcher, signal.SIGTERM)  # it kills the code and reports

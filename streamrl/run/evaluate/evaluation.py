@@ -44,7 +44,7 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 256
 
 
-class Evaluation:
+class EvaluationRun:
     """One evaluation of one policy version, on the first ``limit`` prompts (0: all). ``run`` once; outcomes arrive
     through ``take``. Held-out groups have negative ids: they belong to no group of the run."""
 
@@ -110,7 +110,7 @@ class Evaluation:
 
 
 def identity(outcome: EndedOutcome) -> TrajectoryId:
-    """Whose outcome it is."""
+    """Id of an outcome's trajectory."""
     return outcome.id if isinstance(outcome, TrajectoryLost) else outcome.outcome.trajectory.id
 
 
@@ -131,11 +131,11 @@ class HeldOutEvaluations(Evaluations):
     ) -> None:
         self._held_out, self._seed = held_out, seed
         self._emit, self._scored, self._store_outcomes = emit, scored, store
-        self.running: Evaluation | None = None
+        self.running: EvaluationRun | None = None
 
     def begin(self, policy_version: int, limit: int) -> None:
         """``run`` evaluates this version, on the first ``limit`` prompts (0: all)."""
-        self.running = Evaluation(self._held_out, policy_version, limit=limit, seed=self._seed)
+        self.running = EvaluationRun(self._held_out, policy_version, limit=limit, seed=self._seed)
 
     async def run(self, orders: SendStream[RolloutOrder]) -> Callable[[], Awaitable[None]]:
         """Return when all of the evaluation that was begun has ended; what is returned stores it, which may be slow."""

@@ -11,12 +11,12 @@ from typing import Any
 import anyio.to_thread
 import msgspec
 
+from streamrl.base.atomic_files import write_durable
 from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import LineFile
 from streamrl.base.run_events import CompletionSampled
 from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost
 from streamrl.base.types import RewardFailure, ScoredTrajectory, TokenArray, Trajectory, TrajectoryId
-from streamrl.base.whole_files import write_durable
 
 MOST_BYTES = 64 << 20
 """Of ``samples.jsonl``: then it becomes ``older-samples.jsonl``, and another one is begun."""

@@ -40,7 +40,7 @@ import anyio
 import msgspec
 from anyio import to_thread
 
-from streamrl.base.whole_files import flush_directory, hold_lock
+from streamrl.base.atomic_files import flush_directory, hold_lock
 from streamrl.run.journal.log_errors import JournalDamaged, JournalFailed, JournalRefused, failing
 
 GROUP_BYTES = 8 << 20
@@ -349,7 +349,7 @@ class _SegmentFiles:
             self._flush()
 
     def begin(self, base: Sequence[bytes]) -> None:
-        """Go on in a new segment; remove those older than the one before it."""
+        """Begin a new segment; remove those older than the one before it."""
         path = _segment_path(self._directory, self._number + 1)
         unfinished = path.with_name(path.name + UNFINISHED)
         groups = list(_groups(base))

@@ -118,7 +118,7 @@ class RecoveredRun:
 
     @property
     def leads_on(self) -> bool:
-        """Whether every batch is there that was trained after the version which the ranks hold."""
+        """Return whether every batch is there that was trained after the version which the ranks hold."""
         batches = [batch.policy_version for batch in self.trained_since(self._held)]
         return batches == list(range(self._held + 1, self.version + 1))
 

@@ -53,7 +53,7 @@ class RunJournal(Journal):
         self._published = recovered.published if recovered else None
 
     def drawn(self, prompts: Sequence[Prompt]) -> None:
-        """Append prompts before control is told of them."""
+        """Append prompts before control knows of them."""
         for prompt in prompts:
             self._append(JournalPrompt(prompt=prompt))
 
@@ -67,7 +67,7 @@ class RunJournal(Journal):
             self._append(JournalPaused(id=outcome.id, done=outcome.done))
 
     def scored(self, scored: ScoredTrajectory) -> None:
-        """Append a reward before control is told of it."""
+        """Append a reward before control knows of it."""
         self._append(scored_record(scored))
 
     def published(self, policy_version: int, state_hash: int) -> None:

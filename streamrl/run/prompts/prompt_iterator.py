@@ -1,7 +1,5 @@
-"""Prompts from the user's Python object, on a thread with an event loop of its own.
-
-The thread is a daemon: an iterator that waits for ever (an empty queue) must not keep the process from ending.
-"""
+"""Prompts from the user's Python object, on a thread with an event loop of its own. The thread is a daemon: an iterator
+that waits for ever (an empty queue) must not keep the process from ending."""
 
 from __future__ import annotations
 

@@ -113,10 +113,8 @@ def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def find_table_files(path: Path, split: str = "") -> list[Path]:
-    """The files that ``path`` means, in order: itself, or those of one split of a dataset directory.
-
-    Raises ``RecipeError`` naming the splits when there are several and ``split`` names none of them.
-    """
+    """The files that ``path`` means, in order: itself, or those of one split of a dataset directory. Raises
+    ``RecipeError`` naming the splits when there are several and ``split`` names none of them."""
     if not path.is_dir():
         if split:
             raise RecipeError([f'prompts {path} is a file and has no split "{split}": remove the option'])

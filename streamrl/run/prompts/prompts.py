@@ -154,7 +154,7 @@ class StoredPrompts:
 def _prompt_at(
     spec: PromptSpec, store: RowStore, index: int, tokenizer: Tokenizer, max_tokens: int | None = None
 ) -> Prompt:
-    """Raises ``BadRow``."""
+    """Read one prompt. Raises ``BadRow``."""
     return read_prompt(to_form(store.row(index), spec.form), store.number(index), tokenizer, max_tokens)
 
 

@@ -84,11 +84,8 @@ class ExponentClasses(msgspec.Struct, frozen=True, eq=False):
 
 
 class ClassChanges(msgspec.Struct, frozen=True, eq=False):
-    """The changes of one class, in the order of their positions.
-
-    ``gaps``: uint32 [n], members of the class between a change and the one before it. ``steps``: uint16 or
-    uint32 [n], see ``bits.step_symbols``.
-    """
+    """The changes of one class, in the order of their positions. ``gaps``: uint32 [n], members of the class between a
+    change and the one before it. ``steps``: uint16 or uint32 [n], see ``bits.step_symbols``."""
 
     index: int
     gaps: GapArray

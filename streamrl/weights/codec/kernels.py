@@ -85,7 +85,7 @@ def _finalise(x):
 
 @_compiled
 def _term(key, index, pattern):
-    """Two rounds of the splitmix64 finaliser: one over the place, one over place and value."""
+    """Hash a place and its value by two rounds of the splitmix64 finaliser: one over the place, one over both."""
     return _finalise(_finalise(index * GOLDEN + key) ^ ((np.uint64(pattern) + np.uint64(1)) * VALUE))
 
 

@@ -34,10 +34,8 @@ from streamrl.weights.publish.tensor_source import HostTensors
 
 
 def start_publisher(options: TrainerOptions, shards: Sequence[LocalShard], device: torch.device) -> WeightPublisher:
-    """Serve a rank's shards to engines as deltas. Raises ``WeightError`` when the endpoint cannot be bound.
-
-    What changed is found where the weights lie: on a GPU by torch, with a baseline of 2 bytes an element there.
-    """
+    """Serve a rank's shards to engines as deltas. Raises ``WeightError`` when the endpoint cannot be bound. What
+    changed is found where the weights lie: on a GPU by torch, with a baseline of 2 bytes an element there."""
     publisher = WeightPublisher(
         options.weights_endpoint,
         run_id=options.run_id,

@@ -78,7 +78,7 @@ class Decoding:
 
 
 def _decoded_in_turn(encoded: Sequence[_EncodedPatch], base: BitArray | None) -> WeightPatch:
-    """Each patch decoded against what the ones before made; the last value of an element wins."""
+    """Decode each patch against what the ones before made; the last value of an element wins."""
     bits = None if base is None else base.copy()
     positions: list[PositionArray | None] = []
     for one in encoded:

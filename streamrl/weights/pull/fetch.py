@@ -144,11 +144,11 @@ def _find_base(
     while True:
         refusals = [chain.refusal for chain in chains if chain.refusal]
         if refusals:
-            raise _no_way(announced, held, refusals[0])
+            raise _no_path(announced, held, refusals[0])
         manifests = [chain.oldest.manifest for chain in chains if chain.oldest.manifest is not None]
         bases = {manifest.base_version for manifest in manifests}
         if len(bases) > 1:
-            raise _no_way(announced, held, f"trainer ranks serve it on different versions: {sorted(bases, key=str)}")
+            raise _no_path(announced, held, f"trainer ranks serve it on different versions: {sorted(bases, key=str)}")
         (base_version,) = bases
         base_hash = sum(manifest.base_part_hash for manifest in manifests) % HASH_MODULUS
         if base_version is None:
@@ -158,7 +158,7 @@ def _find_base(
         if held is not None and holds is not None and base_version <= holds:
             if (base_version, base_hash) == (holds, held.state_hash):
                 return held
-            raise _no_way(announced, held, f"it is made on version {base_version} with state hash {base_hash:#018x}")
+            raise _no_path(announced, held, f"it is made on version {base_version} with state hash {base_hash:#018x}")
         for chain in chains:
             chain.extend()
         ask_for_manifests()
@@ -168,18 +168,18 @@ def _checkpoint_of(
     announced: WeightAnnouncement, shards: Sequence[ShardSpec], base_hash: int, checkpoint: CheckpointBase | None
 ) -> CheckpointReplica:
     if checkpoint is None:
-        raise _no_way(announced, None, "it is made on a checkpoint, and none is known to be loaded")
+        raise _no_path(announced, None, "it is made on a checkpoint, and none is known to be loaded")
     try:
         base = checkpoint.of(shards)
     except WeightError as error:
-        raise _no_way(announced, None, str(error)) from error
+        raise _no_path(announced, None, str(error)) from error
     if base.state_hash != base_hash:
         reason = f"the checkpoint has state hash {base_hash:#018x} there and {base.state_hash:#018x} here"
-        raise _no_way(announced, None, reason)
+        raise _no_path(announced, None, reason)
     return base
 
 
-def _no_way(announced: WeightAnnouncement, held: CheckpointReplica | None, reason: str) -> WeightError:
+def _no_path(announced: WeightAnnouncement, held: CheckpointReplica | None, reason: str) -> WeightError:
     holds = "no published version yet"
     if held is not None and held.policy_version is not None:
         holds = f"version {held.policy_version} with state hash {held.state_hash:#018x}"

@@ -84,10 +84,8 @@ def _map_bits(file: Path, offset: int, count: int, wanted: np.dtype[np.uint16] |
 
 
 class CheckpointBase:
-    """The published tensors of a checkpoint on disk. Files are mapped when first needed, and read page by page.
-
-    Every method raises ``WeightError`` where the checkpoint is not what is published: other names, shapes, dtypes.
-    """
+    """The published tensors of a checkpoint on disk. Files are mapped when first needed, and read page by page. Every
+    method raises ``WeightError`` where the checkpoint is not what is published: other names, shapes, dtypes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

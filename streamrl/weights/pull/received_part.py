@@ -45,7 +45,7 @@ class ReceivedPart:
 
     @property
     def complete(self) -> bool:
-        """Whether every chunk is here."""
+        """Return whether every chunk is here."""
         return not self._missing
 
     @property
@@ -162,7 +162,7 @@ class ReceivedChain:
 
     @property
     def complete(self) -> bool:
-        """Whether every chunk of every part is here."""
+        """Return whether every chunk of every part is here."""
         return all(part.complete for part in self.parts)
 
     def extend(self) -> None:
@@ -196,10 +196,8 @@ class ReceivedChain:
                 yield from part.requests(credit_bytes - asked, one_at_least=not asked)
 
     def take(self, frames: Sequence[bytes | memoryview]) -> bool:
-        """One reply. Returns whether it brought something new.
-
-        Raises ``WeightError`` when the source does not serve the part, or keeps sending what does not verify.
-        """
+        """One reply. Returns whether it brought something new. Raises ``WeightError`` when the source does not serve
+        the part, or keeps sending what does not verify."""
         reply = self._reply_of(frames)
         if reply is None:
             return False

@@ -54,7 +54,7 @@ class StagedVersion(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_anchor(self) -> bool:
-        """Whether it is complete in itself."""
+        """Return whether it is complete in itself."""
         return self.base_version is None
 
 
@@ -97,7 +97,7 @@ class CheckpointReplica:
 
     @property
     def at_hand(self) -> bool:
-        """Whether ``bits`` are available."""
+        """Return whether ``bits`` are available."""
         return True
 
     @contextmanager

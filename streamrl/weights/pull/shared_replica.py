@@ -43,7 +43,7 @@ class SharedReplica(CheckpointReplica):
 
     @property
     def at_hand(self) -> bool:
-        """Whether the shared bits are those of this worker's version."""
+        """Return whether the shared bits are those of this worker's version."""
         return self._own == (self._shared.policy_version, self._shared.state_hash)
 
     def bits(self, name: str) -> BitArray:

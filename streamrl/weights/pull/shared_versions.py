@@ -2,8 +2,8 @@
 files: a lock, which the kernel gives back when its owner dies, and the state, which says what the memory holds.
 
 A memory file descriptor leaves nothing behind once the last process that has it open ends, however that ended. The
-state says which processes share it (``Segment``); others open it through ``/proc`` of one of those, as long as one
-lives and is of the same user.
+state says which processes share it (``MemorySegment``); others open it through ``/proc`` of one of those, as long as
+one lives and is of the same user.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Holder(msgspec.Struct, frozen=True, array_like=True):
     descriptor: int
 
 
-class Segment(msgspec.Struct, frozen=True):
+class MemorySegment(msgspec.Struct, frozen=True):
     """Shared memory and who has it open. ``inode`` tells it from another file under a number that was used again."""
 
     inode: int
@@ -65,7 +65,7 @@ class SharedMemory:
             raise
 
     @classmethod
-    def attach(cls, segment: Segment) -> SharedMemory | None:
+    def attach(cls, segment: MemorySegment) -> SharedMemory | None:
         """Open what others share; None when none of them is left, or lets us."""
         for holder in segment.holders:
             try:
@@ -78,11 +78,11 @@ class SharedMemory:
             os.close(descriptor)
         return None
 
-    def held_with(self, others: Iterable[Holder] = ()) -> Segment:
+    def held_with(self, others: Iterable[Holder] = ()) -> MemorySegment:
         """Return the segment that this process and the living ones of ``others`` share."""
         own = Holder(os.getpid(), self.descriptor)
         living = (holder for holder in others if holder.pid != own.pid and os.path.exists(f"/proc/{holder.pid}"))
-        return Segment(self.inode, self.size, (own, *living))
+        return MemorySegment(self.inode, self.size, (own, *living))
 
     def bits(self, dtype: BitType, offset: int, count: int) -> BitArray:
         """``count`` bit patterns at byte ``offset``."""
@@ -124,7 +124,7 @@ class SharedVersion(msgspec.Struct, frozen=True):
     payload_bytes: int
     tensors: tuple[TensorSpec, ...]
     pieces: tuple[_Piece, ...]
-    memory: Segment
+    memory: MemorySegment
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -158,7 +158,7 @@ class SharedVersions:
 
     @property
     def locked_here(self) -> bool:
-        """Whether this thread holds the lock."""
+        """Return whether this thread holds the lock."""
         return self._locked_by == threading.get_ident()
 
     def close(self) -> None:

@@ -116,10 +116,8 @@ class LiveWeights:
         self._layers.undo(layers, replica)
 
     def audit(self, replica: CheckpointReplica) -> int:
-        """Compare every live element with the replica, and hash anew: this worker's part of the state hash.
-
-        Raises ``WeightError`` naming the first parameter and element that differ.
-        """
+        """Compare every live element with the replica, and hash anew: this worker's part of the state hash. Raises
+        ``WeightError`` naming the first parameter and element that differ."""
         total = self._layers.audit(replica)
         for name, spec in replica.tensors.items():
             for index, route in self._routes(name):

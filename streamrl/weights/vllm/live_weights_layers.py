@@ -32,9 +32,7 @@ UPPER_HALF = 16
 
 class LayerWrite(msgspec.Struct, frozen=True, eq=False):
     """A layer that a version touches, and all that it is loaded from at that version, by attribute, in host memory.
-
-    ``hash_change``: what the version adds to this worker's part of the state hash by way of the layer.
-    """
+    ``hash_change``: what the version adds to this worker's part of the state hash by way of the layer."""
 
     layer: ReloadedLayer
     loaded: Mapping[str, torch.Tensor]

@@ -64,10 +64,8 @@ class Rectangle(msgspec.Struct, frozen=True):
 
 
 class Route(msgspec.Struct, frozen=True):
-    """One recorded copy: a rectangle of a checkpoint tensor and the equal-sized one of a runtime storage.
-
-    ``parameter`` names the runtime parameter; ``runtime`` counts elements from the start of its storage.
-    """
+    """One recorded copy: a rectangle of a checkpoint tensor and the equal-sized one of a runtime storage. ``parameter``
+    names the runtime parameter; ``runtime`` counts elements from the start of its storage."""
 
     parameter: str
     checkpoint: Rectangle
@@ -271,9 +269,7 @@ def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 
 class _MovedTensor(msgspec.Struct, frozen=True, eq=False):
     """A copy that the loader made of (parts of) one published tensor: where each element of its storage is from.
-
-    ``tensor``: None once its values were changed. ``kept``: the copy, so that no other takes its place in memory.
-    """
+    ``tensor``: None once its values were changed. ``kept``: the copy, so that no other takes its place in memory."""
 
     tensor: str | None
     positions: PositionArray
@@ -298,10 +294,8 @@ def _fit(tensor: str, parameter: str, source: PositionArray, runtime: PositionAr
 def fit_rectangles(
     first: PositionArray, second: PositionArray
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """Sizes, and strides in ``first`` and in ``second``, of one lattice that both int64 [n] walk in step.
-
-    Both begin at their first element. None when there is no such lattice with strides of at least 0.
-    """
+    """Sizes, and strides in ``first`` and in ``second``, of one lattice that both int64 [n] walk in step. Both begin at
+    their first element. None when there is no such lattice with strides of at least 0."""
     dimensions: list[tuple[int, int, int]] = []
     while first.size > 1:
         steps, others = np.diff(first), np.diff(second)

@@ -98,7 +98,7 @@ class ReloadedLayer:
 
     @property
     def known(self) -> bool:
-        """Whether it was rebuilt, or compared with what a rebuild gives."""
+        """Return whether it was rebuilt, or compared with what a rebuild gives."""
         return self._seen is not None
 
     def check_untouched(self, moment: str) -> None:

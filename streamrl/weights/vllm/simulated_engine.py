@@ -1,7 +1,5 @@
 """The weights of a simulated engine: fetched, checked, written and hashed as those of a real one, and used for nothing.
-
-The same transaction, replica and fetch as in vLLM's worker (``weight_receiver``), with arrays in place of a model.
-"""
+The same transaction, replica and fetch as in vLLM's worker (``weight_receiver``), with arrays in place of a model."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class WeightTransaction:
         stop: threading.Event,
         given_up: Future[_Staged] | None,
     ) -> _Staged:
-        _leave_the_cores_of_the_model()
+        _reset_cpu_affinity()
         if given_up is not None:
             wait([given_up])
         with self.replica.staging(announcement, stop):
@@ -128,7 +128,7 @@ class WeightTransaction:
                 return _Staged(_replay(self.replica), [])
             self._refuse_for_tainted(announcement)
             self._audit_when_due(live)
-            checkpoint = self._begin_anew()
+            checkpoint = self._reset_before_first_commit()
 
             def fetch(held: CheckpointReplica) -> FetchedVersion:
                 return fetch_version(announcement, held=held, checkpoint=checkpoint, kept=self._kept, stop=stop)
@@ -193,7 +193,7 @@ class WeightTransaction:
                 f"should hold ({self.tainted}): publish an anchor"
             )
 
-    def _begin_anew(self) -> CheckpointBase | None:
+    def _reset_before_first_commit(self) -> CheckpointBase | None:
         """Forget what was staged before the first commit, and return the checkpoint on which a first delta may be
         made."""
         if self.replica.policy_version not in (None, CHECKPOINT_VERSION):
@@ -332,7 +332,7 @@ def _reason(error: BaseException) -> str:
     return f"{error}" if isinstance(error, StreamRLError) else f"{type(error).__name__}: {error}"
 
 
-def _leave_the_cores_of_the_model() -> None:
+def _reset_cpu_affinity() -> None:
     """vLLM binds a CPU worker to cores, and a thread inherits that: run where the parent process may run."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.base.whole_files import leave_beside, make_directory, write_durable
+from streamrl.base.atomic_files import make_directory, stage_sidecar, write_durable
 from streamrl.launch.pipeline import _make_run_directory
 from streamrl.recipe.rules.load import load_recipe
 
@@ -66,7 +66,7 @@ def test_new_directories_and_what_is_left_beside_a_checkpoint_are_on_the_disk(tm
     make_directory(tmp_path / "runs" / "run" / "checkpoints")
     made = [tmp_path / "runs", tmp_path / "runs" / "run", tmp_path / "runs" / "run" / "checkpoints"]
     assert [path for path in made if not disk.holds(path)] == []
-    leave_beside(made[-1] / "step-000001", {"control.msgpack": b"kept"})
+    stage_sidecar(made[-1] / "step-000001", {"control.msgpack": b"kept"})
     folder = made[-1] / ".step-000001.beside.partial"
     assert disk.holds(folder)
     assert disk.holds(folder / "control.msgpack")

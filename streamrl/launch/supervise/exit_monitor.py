@@ -1,4 +1,4 @@
-"""Which ends of processes are deaths, which of the dead are started again, and when."""
+"""Monitor of exits: which ends of processes are deaths, which of the dead are started again, and when."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 CONSEQUENCE_S = 2.0  # after a death that must have a cause elsewhere: time for the cause to show
 
 
-class Deaths:
-    """Of the local processes of ``topology``. ``children``: the last one that was started of each name; ``stopped``:
-    engines that are meant not to run; ``due_s``: when (monotonic) those that died are started again.
+class ExitMonitor:
+    """Exits of the local processes of ``topology``. ``children``: the last one that was started of each name;
+    ``stopped``: engines that are meant not to run; ``due_s``: when (monotonic) those that died are started again.
 
     ``replacements``: how often reward workers may ask to be replaced (exit code 75), together. ``others_end_s``: how
     far apart the ends of the controller and of the others may be when a run ends well.
@@ -54,11 +54,12 @@ class Deaths:
         return [self.children[name] for name, due_s in self.due_s.items() if due_s <= time.monotonic()]
 
     def is_survived(self, name: str) -> bool:
-        """Whether the run goes on where that process died: it is started again, or the others go on without it."""
+        """Return whether the run goes on where that process died: it is started again, or the others go on without
+        it."""
         restarts = self.policy.alone.get(name)
         return name in self.due_s or name in self.policy.retired or (restarts is not None and restarts.left > 0)
 
-    def look(self) -> list[Death]:
+    def poll(self) -> list[Death]:
         """Deaths that end this life of the run. For others it is noted when the process is started again."""
         deaths = []
         for name, child in self.children.items():
@@ -74,7 +75,7 @@ class Deaths:
                 self._replacements_left -= 1
                 pause_s, left = 0.0, self._replacements_left
                 log.warning("%s asked to be replaced (%d replacements left); see %s", name, left, child.log)
-            elif restarts is not None and not death.is_verdict and (death.exit_code or not self.draining):
+            elif restarts is not None and not death.is_fatal and (death.exit_code or not self.draining):
                 pause_s = restarts.next_pause(child.lived_s)
                 if pause_s is not None:
                     how = f"it is started again ({restarts.left} restarts left)"
@@ -90,7 +91,7 @@ class Deaths:
         return deaths
 
     def _is_missed(self, child: ChildProcess) -> bool:
-        """Whether it ended and should not have."""
+        """Return whether it ended and should not have."""
         if child.running or child.name in self.stopped or child.name in self.policy.retired:
             return False
         if child.plan.role is Role.CONTROLLER:
@@ -104,17 +105,18 @@ class Deaths:
         return child.ended_for_s > limit_s and not self.finishing and not self.has_ended_well()
 
     def _asks(self, child: ChildProcess) -> bool:
-        """Whether it is a reward worker that ended to be replaced."""
+        """Return whether it is a reward worker that ended to be replaced."""
         asks = child.exit_code == REWARD_RESTART_EXIT_CODE and child.plan.role is Role.REWARD
         return asks and self._replacements_left > 0
 
     def has_ended_well(self) -> bool:
-        """Whether the controller has. Before it listens for SIGTERM it dies of it: when draining that is well, too."""
+        """Return whether the controller has. Before it listens for SIGTERM it dies of it: when draining that is well,
+        too."""
         controller = self.controller
         return controller is None or controller.exit_code in ({0, -signal.SIGTERM} if self.draining else {0})
 
     def notice(self, deaths: list[Death]) -> str:
-        """What people read: the first cause, what followed from it, the end of a log."""
+        """Describe deaths for people: the first cause, what followed from it, the end of a log."""
         # The last engine is not the first cause, but the first of them.
         deaths = [*deaths, *self.policy.retired.values()]
         logs = {name: (child.log, child.log_start) for name, child in self.children.items()}

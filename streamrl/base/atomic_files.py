@@ -14,7 +14,7 @@ from typing import IO
 from streamrl.base.errors import StreamRLError
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes) -> None:
     """Write ``content`` beside ``path``, then put it there in one step. Not flushed: a power cut may take it, which is
     for what nobody asks after one (why a process died, what it would leave behind)."""
     partial = _partial(path)
@@ -23,7 +23,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_durable(path: Path, content: bytes) -> None:
-    """Write ``path`` as ``write_whole`` does; durable when it returns."""
+    """Write ``path`` as ``write_atomic`` does; durable when it returns."""
     partial = _partial(path)
     _write_flushed(partial, content)
     partial.replace(path)
@@ -92,10 +92,10 @@ def hold_lock(path: Path, refused: Callable[[str], StreamRLError]) -> IO[bytes]:
 # ---- files for a directory that another process writes ---------------------------------------------
 
 
-def leave_beside(directory: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Put ``files``, of any size, where the writer of ``directory`` takes them from (``take_beside``), in place of
+def stage_sidecar(directory: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Put ``files``, of any size, where the writer of ``directory`` takes them from (``take_sidecar``), in place of
     what an earlier call left there. Returns their sha256 by name. Durable when it returns."""
-    folder = beside_folder(directory)
+    folder = sidecar_folder(directory)
     shutil.rmtree(folder, ignore_errors=True)
     if not files:
         return {}
@@ -106,10 +106,10 @@ def leave_beside(directory: Path, files: Mapping[str, bytes]) -> dict[str, bytes
     return {name: hashlib.sha256(content).digest() for name, content in files.items()}
 
 
-def take_beside(directory: Path, into: Path, digests: Mapping[str, bytes]) -> None:
-    """Move what ``leave_beside`` left for ``directory`` into a directory on the same file system, not flushed. Raises
+def take_sidecar(directory: Path, into: Path, digests: Mapping[str, bytes]) -> None:
+    """Move what ``stage_sidecar`` left for ``directory`` into a directory on the same file system, not flushed. Raises
     ``StreamRLError`` for a file that is not there or has another digest."""
-    folder = beside_folder(directory)
+    folder = sidecar_folder(directory)
     for name, expected in digests.items():
         try:
             with (folder / name).open("rb") as file:
@@ -125,7 +125,7 @@ def take_beside(directory: Path, into: Path, digests: Mapping[str, bytes]) -> No
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def beside_folder(directory: Path) -> Path:
+def sidecar_folder(directory: Path) -> Path:
     """Staging folder of files for ``directory``. Its name is that of a partial file, so it is cleaned up as one."""
     return directory.with_name(f".{directory.name}.beside.partial")
 

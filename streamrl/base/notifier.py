@@ -8,7 +8,7 @@ import anyio
 import anyio.lowlevel
 
 
-class Wakeup:
+class Notifier:
     """Condition without a lock: a coroutine that found nothing to do waits, and looks again after ``notify``."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Wakeup:
         await self._event.wait()
 
 
-class Turns:
+class SerialGate:
     """One operation after another at one end of a stream: each begins when ``ready`` says that it need not wait.
 
     ``changed`` waits until it is worth looking again. A caller that never has to wait yields to the event loop now and

@@ -16,7 +16,7 @@ T = TypeVar("T")
 _Work = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
 
 
-class ResidentThread:
+class DedicatedThread:
     """Runs calls one at a time in one thread, from the first call until ``close`` or the end of the process."""
 
     def __init__(self, name: str) -> None:
