@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
+from streamrl.base.errors import RecipeError
+from streamrl.base.types import token_array
 from streamrl.pretrained.model_facts import read_model_facts
+from streamrl.pretrained.tokenizer import end_tokens, load_tokenizer, tokenizer_digest
 from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors, weight_files
+from streamrl.run.prompts.prompts import check_prompts
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -108,3 +113,75 @@ def test_a_file_that_no_library_opens_is_refused(tmp_path: Path, name: str) -> N
     spoil(folder / "model.safetensors")
     with pytest.raises(ModelDirectoryError, match=said):
         read_model_facts(folder)
+
+
+# ---- what ends a completion, and what the model can take -------------------------------------------
+
+
+WORDS = ("<pad>", "a", "<eos>", "<turn>", "#", "b", "c", "d")
+
+
+def tokens_of(folder: Path, *, config: Any = None, generation: Any = None, eos: str = "", text: Any = None) -> Path:
+    """A folder whose files name these end tokens; <eos> is 2, <turn> is 3, # is 4 and no special token, <new> is 8."""
+    named = {} if config is None else {"eos_token_id": config}
+    nested = {} if text is None else {"text_config": {"eos_token_id": text}}
+    (folder / "config.json").write_text(json.dumps(CONFIG | named | nested))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    words = tokenizers.models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<pad>")
+    backend = tokenizers.Tokenizer(words)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["<eos>", "<turn>"])
+    content = json.loads(backend.to_str())
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 8, "content": "<new>", "special": False})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos} if eos else {}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "ids", "disagree"),
+    [
+        ({"config": 2, "generation": {}}, (2,), False),
+        ({"config": 2, "generation": {"eos_token_id": [2]}, "eos": "<eos>"}, (2,), False),
+        ({"generation": {"eos_token_id": [3, 2]}, "config": 2, "eos": "<turn>"}, (3, 2), False),
+        ({"generation": {"eos_token_id": 2}, "config": 3}, (2, 3), True),
+        ({"config": 2, "eos": "<turn>"}, (2, 3), True),
+        ({"eos": "<turn>"}, (3,), False),
+        ({"eos": "#"}, (4,), False),
+        ({"text": [2, 3]}, (2, 3), False),
+        ({"config": 4, "eos": "<eos>"}, (2,), True),  # the default of a class, of another vocabulary
+        ({"config": 4}, (4,), False),
+        ({"generation": {"eos_token_id": [2, 9]}}, (2,), True),  # 9 has no embedding
+    ],
+)
+def test_every_file_that_names_an_end_token_counts(
+    tmp_path: Path, files: dict[str, Any], ids: tuple[int, ...], disagree: bool
+) -> None:
+    tokenizer = load_tokenizer(tokens_of(tmp_path, **files))
+    assert tokenizer.eos_token_ids == ids and end_tokens(tmp_path).ids == ids
+    assert bool(tokenizer.end_notice) == disagree, tokenizer.end_notice
+    assert tokenizer.digest == tokenizer_digest(tmp_path)
+    assert tokenizer.decode(token_array([1, 1, ids[-1]])) == "a a", "also where it is no special token"
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"eos": "<none>"}, "names no eos_token_id: add it"),
+        ({"config": "2"}, "names no eos_token_id: add it"),
+        ({"eos": "<new>"}, r"no.*embedding for \(8 embeddings; the tokenizer: 8 \(<new>\)\): resize"),
+    ],
+)
+def test_a_model_that_could_never_end_a_completion_is_refused(tmp_path: Path, files: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        load_tokenizer(tokens_of(tmp_path, **files))
+
+
+def test_a_token_that_the_model_has_no_embedding_for_is_found_in_its_line(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tokens_of(tmp_path, config=2))
+    rows = [{"prompt": "a"}, {"prompt": "a <new>"}, {"prompt_token_ids": [1, 8]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found,) = check_prompts(f"{tmp_path}/rows.jsonl", tokenizer, {})
+    assert "line 2 has a prompt with the token 8 ('<new>'), and the model has 8 embeddings (0 to 7): resize" in found
+    assert "(so with 1 of the other 2 rows)" in found

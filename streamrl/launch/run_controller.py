@@ -29,6 +29,7 @@ A supervisor without torch is the parent of the controller, the engine hosts, th
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
@@ -87,6 +88,8 @@ from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 Ends = tuple[SendStream[T], ReceiveStream[T]]
 
 
@@ -133,6 +136,8 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
                 hellos = await training.result()
             await judge.ready(pool.load, min(ready.max_num_seqs, recipe.batch_trajectories))
             tokenizer, rewards = await loading.result(), await scoring.result()
+            if tokenizer.end_notice:
+                log.warning("%s", tokenizer.end_notice)
             await ready_after([f"reward-{index}" for index in range(recipe.reward_limits.workers)])
             digests = {"the controller": tokenizer.digest, "the engines": ready.tokenizer_digest}
             digests |= {f"trainer rank {hello.rank}": hello.tokenizer_digest for hello in hellos}

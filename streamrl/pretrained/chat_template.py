@@ -17,6 +17,7 @@ from streamrl.base.errors import StreamRLError
 if TYPE_CHECKING:
     import jinja2
 
+TEMPLATE_FOLDER = "additional_chat_templates"
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -99,7 +100,7 @@ def _before_tag(text: str, said: str) -> str:
 def read_chat_format(directory: Path, config: Mapping[str, Any], named_tokens: Mapping[str, str]) -> ChatFormat:
     """The templates in ``config`` (of ``tokenizer_config.json``), or, as in transformers, those of ``.jinja`` files in
     place of them all. Raises what a broken ``config`` or file makes Python raise."""
-    files = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    files = sorted((directory / TEMPLATE_FOLDER).glob("*.jinja"))
     templates = {file.stem: file.read_text(encoding="utf-8") for file in files}
     file = directory / "chat_template.jinja"
     if file.is_file():

@@ -15,6 +15,7 @@ import tokenizers
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import TokenArray, token_array
 from streamrl.pretrained.chat_template import ChatError, ChatFormat, read_chat_format
+from streamrl.pretrained.end_tokens import EndTokens, read_end_tokens
 from streamrl.pretrained.special_tokens import SpecialTokens, read_json, read_special_tokens
 
 T = TypeVar("T")
@@ -28,20 +29,21 @@ class Tokenizer:
 
     ``digest``: SHA-256 of the canonical ``tokenizer.json`` (added tokens among it), of the ids that end a completion
     and of the chat templates with their tokens; equal on every process that may exchange token ids.
-    ``eos_token_ids``: what ends a completion, from ``generation_config.json``, else ``config.json``.
+    ``eos_token_ids``: what ends a completion; ``end_notice``: where files of the model disagree about that, else empty.
+    ``embeddings``: tokens that the model can take (0: not known).
     ``vocabulary_size``: one more than the largest token id. ``special_token_ids``: those that ``decode`` leaves out.
     """
 
     special_token_ids: frozenset[int] = frozenset()
+    end_notice = ""
+    embeddings = 0
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, digest: str, eos_token_ids: tuple[int, ...], chat: ChatFormat
-    ) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, digest: str, ends: EndTokens, chat: ChatFormat) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.digest = digest
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids, self.end_notice, self.embeddings = ends.ids, ends.notice, ends.embeddings
         self._chat = chat
         self._said = False
         added = backend.get_added_tokens_decoder()
@@ -96,8 +98,22 @@ class Tokenizer:
         return self._chat.render(messages, tools, arguments)
 
     def decode(self, token_ids: TokenArray, skip_special: bool = True) -> str:
-        """Text of ``token_ids``; special tokens such as EOS are left out unless ``skip_special`` is False."""
-        return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=skip_special))
+        """Text of ``token_ids``; special tokens, and what ends the completion, are left out unless ``skip_special`` is
+        False."""
+        ids = token_ids.tolist()
+        ids = ids[:-1] if skip_special and ids and ids[-1] in self.eos_token_ids else ids
+        return str(self._backend.decode(ids, skip_special_tokens=skip_special))
+
+    def beyond_model(self, token_ids: TokenArray) -> str:
+        """Why the model cannot take ``token_ids``, with the remedy; empty: it can."""
+        largest = max(token_ids, default=0)
+        if not self.embeddings or largest < self.embeddings:
+            return ""
+        return (
+            f"the token {largest} ({self._backend.id_to_token(largest)!r}), and the model has {self.embeddings} "
+            f"embeddings (0 to {self.embeddings - 1}): resize them (resize_token_embeddings) and save the model again, "
+            "or leave the token out"
+        )
 
 
 def _of_library(call: Callable[[], T]) -> T:
@@ -118,16 +134,26 @@ def load_tokenizer(model_path: str | Path) -> Tokenizer:
         backend = _of_library(lambda: tokenizers.Tokenizer.from_str(text))
     except Exception as error:
         raise _unreadable(directory, error) from error
-    end, (special, chat) = _eos_token_ids(directory), _configured(directory)
+    special, chat = _configured(directory)
+    ends = read_end_tokens(directory, content, special.named.get("eos_token", ""))
     special.add_to(backend)
-    return Tokenizer(backend, _digest(content, end, special, chat), end, chat)
+    return Tokenizer(backend, _digest(content, ends.ids, special, chat), ends, chat)
 
 
 def tokenizer_digest(model_path: str | Path) -> str:
     """``load_tokenizer(model_path).digest`` without making the tokenizer, for who compares and does not tokenize."""
     directory = Path(model_path)
     _, content = _read(directory)
-    return _digest(content, _eos_token_ids(directory), *_configured(directory))
+    special, chat = _configured(directory)
+    ends = read_end_tokens(directory, content, special.named.get("eos_token", ""))
+    return _digest(content, ends.ids, special, chat)
+
+
+def end_tokens(model_path: str | Path) -> EndTokens:
+    """The tokens that end a completion of the model in a Hugging Face directory. Raises ``RecipeError``."""
+    directory = Path(model_path)
+    named = _configured(directory)[0].named
+    return read_end_tokens(directory, _read(directory)[1], named.get("eos_token", ""))
 
 
 def _read(directory: Path) -> tuple[str, dict[str, Any]]:
@@ -187,17 +213,3 @@ def _configured(directory: Path) -> tuple[SpecialTokens, ChatFormat]:
         raise RecipeError(
             [f"{path} or a template beside it cannot be read ({error!r}): save the model again"]
         ) from error
-
-
-def _eos_token_ids(directory: Path) -> tuple[int, ...]:
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        if not path.is_file():
-            continue
-        found = read_json(path).get("eos_token_id")
-        ids = found if isinstance(found, list) else [found]
-        if ids and all(type(token_id) is int for token_id in ids):
-            return tuple(ids)
-    raise RecipeError(
-        [f"model directory {directory} names no eos_token_id: add it to its generation_config.json or config.json"]
-    )

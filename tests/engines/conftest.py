@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -36,7 +37,8 @@ CONTEXT = 512
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen2 with 2 layers, width 64, tied embeddings, saved in bf16, with a word-level tokenizer of 32 words."""
+    """Qwen2 with 2 layers, width 64, tied embeddings, saved in bf16, with a word-level tokenizer of 32 words. What ends
+    a completion is named in config.json alone, where vLLM by itself does not look."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     import tokenizers
@@ -66,6 +68,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pad_token_id=0,
     )
     transformers.Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    for file, key in (("generation_config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
+        content = json.loads((directory / file).read_text())
+        (directory / file).write_text(json.dumps({name: value for name, value in content.items() if name != key}))
     return directory
 
 

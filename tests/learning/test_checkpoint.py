@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,6 +28,7 @@ from streamrl.learning.state import checkpoint, durable_files  # noqa: E402
 from streamrl.learning.state.checkpoint import TrainerState  # noqa: E402
 from streamrl.learning.state.optimizer import MasterOptimizer  # noqa: E402
 from streamrl.learning.state.published_weights import FullWeights  # noqa: E402
+from streamrl.pretrained.tokenizer import load_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.torch
 OPTIONS = TrainerOptions(model_path="", run_id="checkpoint", weights_endpoint="", learning_rate=1e-2)
@@ -319,3 +321,41 @@ def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path, model_path: 
     durable_files.write_digests(directory, digests)
     with pytest.raises(StreamRLError, match="has format 99; this version reads 2"):
         checkpoint.load(directory, weights, optimizer)
+
+
+SHORT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+FOLDERS: dict[str, dict[str, Any]] = {
+    "named templates": {
+        "chat_template.jinja": f"{{{{ bos_token }}}}{SHORT}",
+        "additional_chat_templates/tool_use.jinja": f"{{{{ tools | length }}}}{SHORT}",
+    },
+    "templates in the configuration": {
+        "tokenizer_config.json": {"chat_template": [{"name": "default", "template": SHORT}]},
+    },
+    "older files": {
+        "tokenizer_config.json": {"chat_template": f"{{{{ bos_token }}}}{SHORT}"},
+        "special_tokens_map.json": {"bos_token": "<bos>", "eos_token": "<eos>"},
+        "added_tokens.json": {"<new>": 32},
+    },
+    "ends in three files": {
+        "generation_config.json": {"eos_token_id": [1]},
+        "config.json": {"eos_token_id": 2},
+        "chat_template.jinja": SHORT,
+    },
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_prompts_of_a_checkpoint_are_those_of_its_model(tmp_path: Path, name: str) -> None:
+    model = Path(shutil.copytree("examples/sort/model", tmp_path / "model"))
+    for file, content in FOLDERS[name].items():
+        path = model / file
+        path.parent.mkdir(exist_ok=True)
+        known = json.loads(path.read_text()) if path.suffix == ".json" and path.is_file() else {}
+        path.write_text(content if isinstance(content, str) else json.dumps(known | content))
+    checkpoint.save_hugging_face(tmp_path / "hf", {"w": torch.zeros(1, dtype=torch.bfloat16)}, model)
+    before, after = load_tokenizer(model), load_tokenizer(tmp_path / "hf")
+    chat, tools = [{"role": "user", "content": "1,2:"}], [{"type": "function", "function": {"name": "f"}}]
+    for used in (None, tools):
+        assert after.encode_chat(chat, used) == before.encode_chat(chat, used)
+    assert (after.digest, after.eos_token_ids) == (before.digest, before.eos_token_ids)

@@ -20,6 +20,7 @@ from streamrl.base.types import Completion, FinishReason, VersionSpan, float_arr
 from streamrl.engines.file_weights import FilePush
 from streamrl.engines.plain_vllm.options import PlainOptions, vllm_config
 from streamrl.engines.resumption import accepted_part, remaining_tokens, without_kept
+from streamrl.pretrained.tokenizer import end_tokens
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -59,12 +60,14 @@ class PlainVllmEngine:
         self._pauses = 0
         self._death = ""
         self._calls: set[anyio.CancelScope] = set()
+        self._end_tokens: tuple[int, ...] = ()
         self._open_requests = 0
         self._generated_tokens = 0
 
     async def start(self) -> EngineReady:
         """Load the model (15 to 45 s on CPU). Raises ``EngineError`` when vLLM does not start."""
         os.environ.update(self._plain.environment)
+        self._end_tokens = (await self._thread.call(partial(end_tokens, self._plain.model_path))).ids
         try:
             self._llm = await self._thread.call(self._build)
         except ModelRefused:
@@ -195,7 +198,8 @@ class PlainVllmEngine:
         # would not do: what is submitted while paused does not know which version it will be computed by.
         prompt = {"type": "token", "prompt_token_ids": request.token_ids.tolist(), "cache_salt": str(self._pauses)}
         final: RequestOutput | None = None
-        async for output in self._llm.generate(prompt, _sampling_params(request, **changes), request.request_id):
+        params = _sampling_params(request, stop_token_ids=list(self._end_tokens), **changes)
+        async for output in self._llm.generate(prompt, params, request.request_id):
             final = output
         if final is None:
             raise EngineError(f"{self._name}: request {request.request_id} ended without an output")

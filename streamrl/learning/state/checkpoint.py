@@ -33,6 +33,7 @@ from streamrl.learning.process_group import all_gather_bytes
 from streamrl.learning.state import durable_files
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import PublishedWeights
+from streamrl.pretrained.chat_template import TEMPLATE_FOLDER
 
 FORMAT = 2
 SCALARS = "trainer.msgpack"
@@ -160,6 +161,8 @@ def save_hugging_face(directory: Path, published: dict[str, Tensor], model_path:
     for source in sorted(model_path.iterdir()):
         if source.is_file() and not source.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(source, directory / source.name)
+        elif source.name == TEMPLATE_FOLDER:
+            shutil.copytree(source, directory / source.name)
     config = json.loads((model_path / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = "bfloat16"

@@ -197,6 +197,8 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int 
     token_ids = _token_ids(columns, tokenizer)
     if not token_ids:
         raise BadRow("has an empty prompt: remove the row")
+    if beyond := tokenizer.beyond_model(token_ids):
+        raise BadRow(f"has a prompt with {beyond}")
     if max_tokens is not None and len(token_ids) > max_tokens:
         raise BadRow(
             f"has a prompt of {len(token_ids)} tokens, at most {max_tokens} fit: shorten it, "
