@@ -208,8 +208,8 @@ class House:
     def counts(self) -> dict[str, Found]:
         """Every count of ``LIMITS``, with its places."""
         imports = imports_of(self.product, self.root)
-        rooms = sorted({place_of(path, self.root).room for path in self.product} - {""})
-        pairs = sorted(arrows(imports))
+        rooms = sorted({place_of(path, self.root).room for path in self.product} - {"", "contracts"})
+        pairs = sorted((a, b) for a, b in arrows(imports) if "contracts" not in (a, b))
         return {
             "lines of streamrl": self.lines(self.product),
             "lines of tests": self.lines(self.tests),

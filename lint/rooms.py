@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 ORDER = (
-    "base", "recipe", "pretrained", "comm", "buffers", "control", "learning", "weights", "engines", "rewards", "stages",
-    "run", "observe", "simulate", "launch", "cli",
+    "base", "recipe", "pretrained", "comm", "buffers", "control", "contracts", "learning", "weights", "engines", "rewards",
+    "stages", "run", "observe", "simulate", "launch", "cli",
 )  # fmt: skip
-"""A room imports only rooms before it."""
+"""A room imports only rooms before it. ``contracts`` is a file, which stands between two rooms as one would."""
 
 PARTS = {f"learning/{part}" for part in ("objective", "model", "state", "batches")}
 PARTS |= {"recipe/objectives", "weights/codec"}
@@ -29,7 +29,7 @@ OPEN = ("simulate", "launch", "cli")
 WINGS = {
     "cli/trial": ("observe/terminal", "run/evaluate", "run/prompts"),
     "engines/elastic": ("engines/push",),
-    "engines/vllm": ("engines/plain_vllm", "weights/vllm"),
+    "engines/vllm": ("engines/plain_vllm", "weights/pull", "weights/vllm"),
     "launch/plan": (
         "engines/vllm", "recipe/rules", "rewards/calls", "rewards/judge", "run/prompts", "weights/pull", "weights/vllm",
     ),
@@ -46,7 +46,8 @@ WINGS = {
 
 
 class Place(NamedTuple):
-    """Where a module lies. ``room``: empty for a file of ``streamrl`` itself; ``folder``: ``room/wing``, or empty."""
+    """Where a module lies. ``room``: empty for a file of ``streamrl`` itself that the order does not name; ``folder``:
+    ``room/wing``, or empty."""
 
     module: str
     room: str
@@ -80,6 +81,8 @@ def place_of(path: Path, root: Path) -> Place:
     parts = path.relative_to(root).with_suffix("").parts
     module = ".".join(parts).removesuffix(".__init__")
     _, *folders = parts[:-1]
+    if not folders and parts[-1] in ORDER:
+        folders = [parts[-1]]
     return Place(module, "".join(folders[:1]), "/".join(folders[:2]) if len(folders) > 1 else "")
 
 
