@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ORDER = (
-    "base", "recipe", "pretrained", "comm", "buffers", "control", "contracts", "learning", "weights", "engines", "rewards",
-    "stages", "run", "observe", "simulate", "launch", "cli",
+    "base", "recipe", "pretrained", "comm", "buffers", "control", "contracts", "learning", "weights", "engines",
+    "rewards", "stages", "run", "observe", "simulate", "launch", "cli",
 )  # fmt: skip
 """A room imports only rooms before it. ``contracts`` is a file, which stands between two rooms as one would."""
 
