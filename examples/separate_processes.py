@@ -2,8 +2,8 @@
 
     python examples/separate_processes.py examples/sort/recipe.toml --port 5800 --set run.steps=5
 
-It runs what a person would type in three terminals (or on three hosts, with ``transport.host`` the controller's and
-``transport.keys`` a directory that ``streamrl keys`` made, in every command):
+It runs what a person would type in three terminals (the engine's on another host, too, with ``transport.host`` the
+controller's and ``transport.keys`` a directory that ``streamrl keys`` made, in every command):
 
     streamrl train RECIPE --set transport.kind=tcp --set transport.engines=external --set transport.training=external
     streamrl serve engine  RECIPE --index 0   (with the same --set)

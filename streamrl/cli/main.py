@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from streamrl.base.errors import RecipeError, StreamRLError, leaves
+from streamrl.base.home import ensure_home
 from streamrl.base.printable import printable
 from streamrl.cli.command import Command, parse_command
 from streamrl.observe.terminal.screen import open_screen
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         open_screen(drops=command.follows_a_run)
     try:
         _check_surroundings()
+        ensure_home()
         return command.run()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -16,6 +16,7 @@ import msgspec
 
 from streamrl.base.errors import RecipeError
 from streamrl.launch.plan.gpu_demand import gpu_placement
+from streamrl.launch.plan.machine_check import port_problem
 from streamrl.launch.roles import role_main
 from streamrl.launch.supervise.child import ChildContext, run_role
 from streamrl.recipe.sections import Recipe, TransportKind
@@ -57,6 +58,10 @@ def serve_external(role: Role, recipe: Recipe, index: int | None = None, run_dir
         raise RecipeError([f"serve: {role.value} {index} is not in this recipe: it has 0 to {counts[role] - 1}"])
     if recipe.transport.kind is not TransportKind.TCP:
         raise RecipeError([f'transport.kind: {recipe.transport.kind.value} is private to one run; set it to "tcp"'])
+    if role is Role.TRAINER and (problem := port_problem(recipe.transport.host, 0)):
+        where = f'transport.host = "{recipe.transport.host}" is no address of this one ({problem})'
+        remedy = "start it there; engines may run on other hosts"
+        raise RecipeError([f"serve: a trainer rank runs on the host of the controller, and {where}: {remedy}"])
     placement = gpu_placement(recipe, by_hand=True)
     if placement.problems:
         raise RecipeError(placement.problems)

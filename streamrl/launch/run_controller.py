@@ -70,6 +70,7 @@ from streamrl.launch.reward_workers import change_rewards, open_reward_stage
 from streamrl.launch.run_record import JournalledRun, open_record
 from streamrl.launch.supervise.child import ChildContext
 from streamrl.launch.supervise.watchdog import Watchdog
+from streamrl.observe.report.missing_samples import MissingSamples
 from streamrl.observe.sinks import JsonlSink, PublishSink, Reporter
 from streamrl.pretrained.tokenizer import load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.rules.transport_rules import transport_metrics
@@ -192,7 +193,8 @@ async def _run_stages(
     elastic = elastic_engines(recipe, parts, record, report)
     report.engines = lambda: elastic.figures
     audit = WeightAudit(parts.pool.serving_engines, run_directory / "audits.jsonl", recipe.weights.audit_interval)
-    observers: list[Observer] = [elastic, audit, report, *([resumption] if resumption else [])]
+    missing = MissingSamples(record.control, parts.emit, train_truncated=recipe.objective_settings.train_truncated)
+    observers: list[Observer] = [elastic, audit, report, missing, *([resumption] if resumption else [])]
     controller = Controller(
         record,
         prompts=prompts,

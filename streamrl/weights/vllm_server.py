@@ -27,6 +27,7 @@ class VllmServer:
         """``address``: ``http://host:port``. ``timeout_s``: how long one call may take."""
         self._address = address.rstrip("/")
         self._timeout_s = timeout_s
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # an engine is on our own network
 
     async def collective_rpc(self, method: str, args: Sequence[str] = ()) -> list[Any]:
         """Call a method on every worker."""
@@ -59,7 +60,7 @@ class VllmServer:
     def _post_blocking(self, url: str, body: bytes) -> dict[str, Any]:
         request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+            with self._opener.open(request, timeout=self._timeout_s) as response:
                 answer = response.read()
         except urllib.error.HTTPError as error:
             detail = error.read().decode(errors="replace")[:500]

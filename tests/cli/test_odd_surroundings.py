@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,22 @@ def test_a_screen_that_takes_nothing_ends_no_run(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2]
     log = (run / "logs" / "supervisor.log").read_text()
     assert log.count("stdout cannot be written (No space left on device)") == 1
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(os.getuid() != 0, reason="changes the user id")
+def test_a_user_without_home_and_name_trains_where_nothing_else_can_be_written() -> None:
+    """As most containers run programs. The capability only lets it read: the interpreter may be root's."""
+    user = (
+        "setpriv --reuid 12345 --regid 12345 --clear-groups --inh-caps +dac_read_search --ambient-caps +dac_read_search"
+    )
+    with tempfile.TemporaryDirectory() as own:  # sockets need a short path
+        train = f"{STREAMRL} train {shlex.join(arguments(Path(own)))}"
+        environment = f"env -u HOME -u USER -u LOGNAME TMPDIR={own}"
+        done = shell(f"chown -R 12345 {own}; cd /; {user} {environment} {train}")
+        assert done.returncode == 0 and "finished: 2 of 2 steps" in done.stdout, done.stdout + done.stderr
+        home = Path(own, "streamrl-home-12345")
+        assert home.stat().st_mode & 0o777 == 0o700 and home.stat().st_uid == 12345
 
 
 def refused(command: str, **environment: str) -> str:

@@ -11,14 +11,29 @@ pytest.importorskip("transformers")
 
 from sample_groups import make_groups  # noqa: E402
 
-from streamrl.base.types import TrainingGroup, TrajectoryId, float_array, token_array  # noqa: E402
+from streamrl.base.types import (  # noqa: E402
+    FinishReason,
+    Prompt,
+    ScoredTrajectory,
+    Segment,
+    TrainingGroup,
+    Trajectory,
+    TrajectoryId,
+    VersionSpan,
+    float_array,
+    to_training_sample,
+    token_array,
+)
+from streamrl.learning.batches.packing import plan_micro_batches  # noqa: E402
 from streamrl.learning.batches.preparation import (  # noqa: E402
+    OpenBatch,
     SampleScores,
     behavior_of_trained,
     has_signal,
     prepare_group,
     token_moments,
     whitened,
+    worth_training,
 )
 from streamrl.learning.objective.advantages import separate_advantages  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
@@ -135,3 +150,36 @@ def test_ppo_credits_the_first_of_many_tokens_as_the_last() -> None:
     assert wrong is not None
     assert right.tolist() == [1.0] * 200
     assert wrong.tolist() == [-1.0] * 200
+
+
+def test_a_completion_of_one_token_is_trained_and_one_of_none_is_counted() -> None:
+    prompt = Prompt(prompt_id="p", token_ids=token_array([4, 5]))
+    scored = [
+        ScoredTrajectory(
+            trajectory=Trajectory(
+                id=TrajectoryId(prompt_id="p", group_id=0, sample=tokens),
+                prompt=prompt,
+                segments=(
+                    Segment(
+                        token_ids=token_array([2] * tokens),
+                        trained=True,
+                        behavior_logprobs=float_array([-0.5] * tokens),
+                        version_spans=(VersionSpan(start=0, end=tokens, policy_version=0),) if tokens else (),
+                    ),
+                ),
+                finish_reason=FinishReason.STOP,
+            ),
+            reward=float(tokens),
+        )
+        for tokens in range(4)
+    ]
+    group = TrainingGroup(group_id=0, batch_id=0, samples=tuple(map(to_training_sample, scored)))
+    options = options_of()
+    batch = OpenBatch(options)
+    batch.take(group)
+    assert (batch.sums.samples, batch.sums.trained_tokens, len(batch.sample_ids)) == (4, 6, 4)
+    prepared = prepare_group(group, {}, options)
+    assert [item.sample.trained_tokens for item in prepared] == [1, 2, 3]
+    assert all(worth_training(item, options) for item in prepared)
+    rows = plan_micro_batches(prepared, 64)
+    assert sorted(item.sample.id.sample for row in rows for item in row) == [1, 2, 3]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from streamrl.base.errors import RecipeError
@@ -92,6 +93,16 @@ def test_torchrun_that_contradicts_the_recipe_is_refused(served: list[ChildConte
     with pytest.raises(RecipeError, match=re.escape("training.ranks: 4, but torchrun starts 2")):
         external.torchrun_rank(TORCHRUN, 4)
     assert served == []
+
+
+def test_a_rank_on_another_host_is_refused_and_an_engine_is_not(served: list[ChildContext]) -> None:
+    elsewhere = msgspec.structs.replace(RECIPE, transport=Transport(kind=TransportKind.TCP, host="192.0.2.7", keys="k"))
+    with pytest.raises(
+        RecipeError, match=r'on the host of the controller, and transport.host = "192.0.2.7" is no address'
+    ):
+        external.serve_external(Role.TRAINER, elsewhere)
+    external.serve_external(Role.ENGINE, elsewhere)
+    assert [context.plan.name for context in served] == ["engine-0"]
 
 
 def test_the_command_line_hands_on_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

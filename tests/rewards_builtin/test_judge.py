@@ -31,10 +31,13 @@ from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.recipe.rewards import FailurePolicy, Reward, RewardLimits
 from streamrl.rewards.calls.reward_set import RewardSet
-from streamrl.rewards.judge.client import JudgeError
+from streamrl.rewards.judge.client import JudgeError, proxy_of
 from streamrl.rewards.signature import RewardFunction
 
 httpx = pytest.importorskip("httpx")
+
+
+ELSEWHERE = "http://judge.example"
 
 
 class Server(ThreadingHTTPServer):
@@ -71,7 +74,7 @@ class Judging(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"null")
         server = self.server
         server.calls.append((self.path, body))
-        if not self.path.startswith("/v1/"):
+        if not self.path.removeprefix(ELSEWHERE).startswith("/v1/"):
             self.answer(200, {})
             return
         with server.counting:
@@ -258,6 +261,25 @@ def test_the_key_comes_from_the_environment(judge, server: Server, monkeypatch) 
     monkeypatch.setenv("JUDGE_KEY", "secret")
     run(judge(api_key_variable="JUDGE_KEY"), "4")
     assert server.headers[0]["Authorization"] == "Bearer secret"
+
+
+def test_a_judge_elsewhere_is_asked_through_the_proxy_of_the_environment_and_one_here_never(
+    judge, server: Server, monkeypatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", server.root)
+    assert run(judge(endpoint=f"{ELSEWHERE}/v1"), "4") == [0.7]
+    assert server.routes == [f"{ELSEWHERE}/v1/chat/completions"]
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("http_proxy", f"http://me:secret@{place}")
+        assert run(judge(), "4") == [0.7]
+        (error,) = run(judge(endpoint=f"{ELSEWHERE}/v1", retries=0), "4")
+    assert f"through the proxy {place} (no_proxy" in str(error) and "secret" not in str(error)
+    monkeypatch.setenv("no_proxy", "judge.example")
+    assert proxy_of(f"{ELSEWHERE}/v1") == ""
 
 
 # ---- failures ------------------------------------------------------------------------------------

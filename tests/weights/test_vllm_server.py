@@ -120,6 +120,14 @@ def test_an_answer_that_is_an_error_names_the_route_and_the_remedy(server: Threa
         asyncio.run(client_of(server).resume_generation())
 
 
+def test_a_server_is_asked_without_a_proxy(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    asyncio.run(client_of(server).resume_generation())
+    assert [path for path, _ in server.calls] == ["/resume"]  # type: ignore[attr-defined]
+
+
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:1/resume cannot be reached: .*Is the server up"):
         asyncio.run(VllmServer("http://127.0.0.1:1", timeout_s=5).resume_generation())

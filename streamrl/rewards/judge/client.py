@@ -8,9 +8,12 @@ import sqlite3
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment, proxy_bypass
 from weakref import WeakValueDictionary
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.hosts import is_loopback
 
 if TYPE_CHECKING:
     import httpx
@@ -51,6 +54,7 @@ class JudgeClient:
         self._retries = retries
         self._timeout_s = timeout_s
         self._socket_path = socket_path
+        self._proxy = "" if socket_path is not None else proxy_of(self._endpoint)
         self._opened: tuple[httpx.AsyncClient, asyncio.Semaphore] | None = None
 
     @classmethod
@@ -87,9 +91,16 @@ class JudgeClient:
         http = httpx.AsyncClient(
             headers=self._headers,
             timeout=httpx.Timeout(self._timeout_s, connect=_CONNECT_S),
-            transport=httpx.AsyncHTTPTransport(uds=self._socket_path, limits=limits),
+            transport=httpx.AsyncHTTPTransport(uds=self._socket_path, limits=limits, proxy=self._proxy or None),
         )
         return http, asyncio.Semaphore(self._concurrency)
+
+    @property
+    def _through(self) -> str:
+        """The proxy in words, without the password that its address may have."""
+        if not self._proxy:
+            return ""
+        return f" through the proxy {self._proxy.rpartition('@')[2]} (no_proxy names hosts that are asked without it)"
 
     async def _ask(self, http: httpx.AsyncClient, route: str, body: Mapping[str, Any]) -> str:
         import httpx
@@ -107,15 +118,30 @@ class JudgeClient:
                 if attempt > self._retries:
                     what = f"{type(error).__name__} {error}".strip()
                     tried = f"after {attempt} attempts"
-                    raise JudgeError(f"the judge {url} cannot be reached {tried} ({what}): is it up?") from error
+                    raise JudgeError(
+                        f"the judge {url} cannot be reached{self._through} {tried} ({what}): is it up?"
+                    ) from error
                 await asyncio.sleep(_wait_s(attempt, ""))
                 continue
             if response.status_code == 200:
                 return _text(response, url)
             if attempt > self._retries or response.status_code not in _WORTH_A_RETRY:
                 detail = " ".join(response.text[:_LONGEST_DETAIL].split())
-                raise JudgeError(f"the judge {url} answered {response.status_code}: {detail}: {_remedy(response)}")
+                raise JudgeError(
+                    f"the judge {url}{self._through} answered {response.status_code}: {detail}: {_remedy(response)}"
+                )
             await asyncio.sleep(_wait_s(attempt, response.headers.get("Retry-After", "")))
+
+
+def proxy_of(url: str) -> str:
+    """The proxy that http_proxy, https_proxy or all_proxy names for ``url``; empty: none, as for this host itself and
+    for hosts that no_proxy names."""
+    parts = urlsplit(url)
+    proxies = getproxies_environment()
+    if is_loopback(parts.hostname or "") or proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return ""
+    found = proxies.get(parts.scheme) or proxies.get("all", "")
+    return found if not found or "://" in found else f"http://{found}"
 
 
 def _wait_s(attempt: int, retry_after: str) -> float:

@@ -14,7 +14,16 @@ from typing import Any
 import numba  # type: ignore[import-untyped]
 import numpy as np
 
-_compiled = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+
+def compiled(function):
+    """``function`` compiled; kept on disk where some directory for it can be written."""
+    options = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # neither beside the file nor below the home directory
+        return numba.njit(**options)(function)
+
+
 _NEVER = np.int64(1) << 62
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -30,7 +39,7 @@ def frozen(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return view
 
 
-@_compiled
+@compiled
 def count_exponents(bits, lowest, counts):
     """Add to ``counts`` how many patterns have each exponent; ``lowest``: its lowest bit."""
     last = counts.size - 1
@@ -38,7 +47,7 @@ def count_exponents(bits, lowest, counts):
         counts[np.int64(bits[i] >> lowest) & last] += 1
 
 
-@_compiled
+@compiled
 def gaps_between(bits, lowest, class_at, classes, positions, gaps):
     """Count, for each of ``positions`` (increasing), the members of its class since the one before it of that class."""
     last = class_at.size - 1
@@ -53,7 +62,7 @@ def gaps_between(bits, lowest, class_at, classes, positions, gaps):
         since[kind] = 0
 
 
-@_compiled
+@compiled
 def places_of(bits, lowest, class_at, starts, gaps, positions, sources):
     """The inverse: ``positions`` (increasing) of the changes whose ``gaps`` class after class begin at ``starts``, and
     of each its index there (``sources``). The gaps of a class, and a member for each, must add up to its size at most;
@@ -76,20 +85,20 @@ def places_of(bits, lowest, class_at, starts, gaps, positions, sources):
             left[kind] = np.int64(gaps[at + 1]) if at + 1 < starts[kind + 1] else _NEVER
 
 
-@_compiled
+@compiled
 def _finalise(x):
     x = (x ^ (x >> np.uint64(30))) * FIRST
     x = (x ^ (x >> np.uint64(27))) * SECOND
     return x ^ (x >> np.uint64(31))
 
 
-@_compiled
+@compiled
 def _term(key, index, pattern):
     """Hash a place and its value by two rounds of the splitmix64 finaliser: one over the place, one over both."""
     return _finalise(_finalise(index * GOLDEN + key) ^ ((np.uint64(pattern) + np.uint64(1)) * VALUE))
 
 
-@_compiled
+@compiled
 def hash_from(key, offset, bits):
     """Hash terms of the elements from flat index ``offset`` (uint64) on, summed."""
     total = np.uint64(0)
@@ -98,7 +107,7 @@ def hash_from(key, offset, bits):
     return total
 
 
-@_compiled
+@compiled
 def hash_at(key, positions, bits):
     """Hash terms of the elements at ``positions``, summed."""
     total = np.uint64(0)

@@ -11,6 +11,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils  # type: ignore[import-untyped]
 from numba.extending import intrinsic  # type: ignore[import-untyped]
 
+from streamrl.weights.codec.kernels import compiled
+
 _AHEAD = 128
 """Elements between the one that is written and the one whose cache line is asked for."""
 
@@ -39,7 +41,7 @@ def _prefetch(_: Any, array: Any, index: Any) -> Any:
 # What this waits for is memory: so each cache line is asked for in time, which halves it, and fetched once, for both
 # the comparison and the write. What else is stored or branched on beside that makes the processor wait for what is on
 # its way: to keep what was found, in case it is wrong, takes half as long again.
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
 def _scatter(live: Any, elements: Any, old: Any, new: Any, shift: Any) -> int:
     before = 0
     for i in range(elements.size):
@@ -51,7 +53,7 @@ def _scatter(live: Any, elements: Any, old: Any, new: Any, shift: Any) -> int:
     return before
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@compiled  # type: ignore[untyped-decorator]
 def _wrong(live: Any, elements: Any, wanted: Any, shift: Any) -> int:
     wrong = 0
     for i in range(elements.size):
