@@ -106,23 +106,22 @@ class Rounds:
         stage = RolloutStage(self.pool, max_tokens=300, temperature=1.0, top_p=1.0)
         self.finished, self.looks = [], []
         ids = [TrajectoryId(prompt_id="p", group_id=n // 4, sample=n % 4, attempt=self.version) for n in range(32)]
-        with anyio.fail_after(300):
-            async with anyio.create_task_group() as group:
-                group.start_soon(stage.run, orders, outcomes)
-                group.start_soon(self.elastic.run, print)
-                await self.elastic.on_action(launch(ids, self.version))
-                for number, identity in enumerate(ids):
-                    prompt = Prompt(prompt_id="p", token_ids=token_array([2, 3 + number // 4]))
-                    await give.send(LaunchTrajectory(id=identity, prompt=prompt, group_size=4, seed=number))
-                await give.aclose()
-                async for outcome in take:
-                    assert isinstance(outcome, FinishedTrajectory)
-                    self.finished.append(outcome)
-                    self.elastic.on_outcome(Scored(outcome=ScoredTrajectory(trajectory=outcome.trajectory, reward=0.0)))
-                await self.elastic.on_action(
-                    StepOptimizer(batch_id=0, policy_version=1, groups=8, samples=32, trained_tokens=1)
-                )
-                group.cancel_scope.cancel()
+        async with anyio.create_task_group() as group:
+            group.start_soon(stage.run, orders, outcomes)
+            group.start_soon(self.elastic.run, print)
+            await self.elastic.on_action(launch(ids, self.version))
+            for number, identity in enumerate(ids):
+                prompt = Prompt(prompt_id="p", token_ids=token_array([2, 3 + number // 4]))
+                await give.send(LaunchTrajectory(id=identity, prompt=prompt, group_size=4, seed=number))
+            await give.aclose()
+            async for outcome in take:
+                assert isinstance(outcome, FinishedTrajectory)
+                self.finished.append(outcome)
+                self.elastic.on_outcome(Scored(outcome=ScoredTrajectory(trajectory=outcome.trajectory, reward=0.0)))
+            await self.elastic.on_action(
+                StepOptimizer(batch_id=0, policy_version=1, groups=8, samples=32, trained_tokens=1)
+            )
+            group.cancel_scope.cancel()
         assert len({o.trajectory.id for o in self.finished}) == len(self.finished) == 32
         for outcome in self.finished:
             assert outcome.trajectory.oldest_version == outcome.trajectory.newest_version == self.version

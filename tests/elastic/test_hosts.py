@@ -120,7 +120,7 @@ async def started(
     *, first_port: int | None = None, sleeps: bool = False, restarts: int = 3, start_timeout_s: float = 300.0
 ) -> AsyncIterator[Started]:
     settings = Engines(restarts=restarts, start_timeout_s=start_timeout_s)
-    with tempfile.TemporaryDirectory(prefix="srl") as directory, anyio.fail_after(300):
+    with tempfile.TemporaryDirectory(prefix="srl") as directory:
         async with anyio.create_task_group() as group:
             one = Started(directory, group, settings, first_port=first_port, sleeps=sleeps)
             await one.open()

@@ -168,12 +168,10 @@ async def _hosted(options: EngineOptions, directory: Path) -> AsyncIterator[tupl
                     return
 
             group.start_soon(pump)
-            with anyio.fail_after(300):
-                await remote.start()
+            await remote.start()
             yield remote, process
             await remote.aclose()
-        with anyio.fail_after(300):
-            await process.wait()
+        await process.wait()
     finally:
         with anyio.CancelScope(shield=True):
             if process.returncode is None:

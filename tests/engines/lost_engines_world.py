@@ -118,10 +118,9 @@ class Controller:
         self.live += 1
         await self.sync.push(announced(self.live, self.live - 1))
 
-    async def until(self, condition: Callable[[], bool], within_s: float = 300) -> None:
-        with anyio.fail_after(within_s):
-            while not condition():
-                await self.changed.wait()
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self.changed.wait()
 
     async def until_serving(self, names: Sequence[str]) -> None:
         await self.until(lambda: set(names) <= set(self.pool.serving))
@@ -171,7 +170,7 @@ async def world(
     count: int = 2, *, restarts: int = 5, behaviour: dict[str, str] | None = None, **settings: float
 ) -> AsyncIterator[tuple[Topology, Supervisor, Engines]]:
     """A supervisor that starts ``count`` engine hosts again, each ``restarts`` times."""
-    with tempfile.TemporaryDirectory(prefix="srl") as root, anyio.fail_after(300):
+    with tempfile.TemporaryDirectory(prefix="srl") as root:
         directory, sockets = Path(root) / "run", Path(root) / "s"
         (directory / "behaviour").mkdir(parents=True)
         for name, word in (behaviour or {}).items():

@@ -150,15 +150,14 @@ class Roll:
         outcomes, take = memory_stream(64)
         await self.pool.start()
         stage = RolloutStage(self.pool, max_tokens=300, temperature=1.0, top_p=1.0)
-        with anyio.fail_after(300):
-            async with anyio.create_task_group() as group:
-                group.start_soon(stage.run, orders, outcomes)
-                for sample in range(self.launched):
-                    await give.send(self.launch(sample))
-                await self.until(lambda: self.pool.load().running == self.launched)
-                await during()
-                await give.aclose()
-                self.finished = [outcome async for outcome in take]
+        async with anyio.create_task_group() as group:
+            group.start_soon(stage.run, orders, outcomes)
+            for sample in range(self.launched):
+                await give.send(self.launch(sample))
+            await self.until(lambda: self.pool.load().running == self.launched)
+            await during()
+            await give.aclose()
+            self.finished = [outcome async for outcome in take]
         self.check()
 
     @staticmethod

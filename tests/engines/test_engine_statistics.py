@@ -169,9 +169,8 @@ class LongRequests:
 
     async def until(self, holds: Callable[[EngineLoad], bool]) -> EngineLoad:
         """The first report of the engine's for which ``holds``."""
-        with anyio.fail_after(300):
-            while not holds(self.engine.load()):
-                await anyio.sleep(0.005)
+        while not holds(self.engine.load()):
+            await anyio.sleep(0.005)
         return self.engine.load()
 
 

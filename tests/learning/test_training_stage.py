@@ -107,22 +107,21 @@ async def test_every_order_is_carried_out_in_order_in_one_thread() -> None:
     orders_in, orders, reports_in, reports = streams()
     [group] = make_groups(0, [2])
     events: list[TrainingEvent] = []
-    with anyio.fail_after(300):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run_training, trainer, orders, reports_in)
-            events.append(await reports.receive())
-            for item in (
-                PublishAnchor(policy_version=0),
-                WeightsAcknowledged(policy_version=0),
-                TrainGroup(group=group),
-                EnginesFreed(count=1),
-                TrainTogether(),
-                close_of([group], 1),
-                SaveCheckpoint(directory="d", policy_version=1),
-            ):
-                await orders_in.send(item)
-            await orders_in.aclose()
-            events += [await reports.receive() for _ in range(3)]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run_training, trainer, orders, reports_in)
+        events.append(await reports.receive())
+        for item in (
+            PublishAnchor(policy_version=0),
+            WeightsAcknowledged(policy_version=0),
+            TrainGroup(group=group),
+            EnginesFreed(count=1),
+            TrainTogether(),
+            close_of([group], 1),
+            SaveCheckpoint(directory="d", policy_version=1),
+        ):
+            await orders_in.send(item)
+        await orders_in.aclose()
+        events += [await reports.receive() for _ in range(3)]
     assert [type(event) for event in events] == [TrainerReady, AnchorPublished, StepReport, CheckpointSaved]
     assert trainer.calls[trainer.calls.index("close batch") - 1] == "pending"
     assert [call for call in trainer.calls if call != "pending"] == [
@@ -143,16 +142,15 @@ async def test_pending_work_runs_when_nothing_is_ordered() -> None:
     trainer = RecordingTrainer()
     orders_in, orders, reports_in, reports = streams()
     groups = make_groups(0, [2, 2])
-    with anyio.fail_after(300):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run_training, trainer, orders, reports_in)
-            await reports.receive()
-            await orders_in.send(TrainGroup(group=groups[0]))
-            while "pending" not in trainer.calls:
-                await anyio.sleep(0.001)
-            await orders_in.send(close_of(groups[:1], 1))
-            await reports.receive()
-            await orders_in.aclose()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run_training, trainer, orders, reports_in)
+        await reports.receive()
+        await orders_in.send(TrainGroup(group=groups[0]))
+        while "pending" not in trainer.calls:
+            await anyio.sleep(0.001)
+        await orders_in.send(close_of(groups[:1], 1))
+        await reports.receive()
+        await orders_in.aclose()
     assert trainer.calls == ["start", "group 0", "pending", "close batch", "close"]
 
 
@@ -161,17 +159,16 @@ async def test_orders_are_read_while_torch_computes() -> None:
     trainer = RecordingTrainer(gate=gate)
     orders_in, orders, reports_in, reports = streams()
     groups = make_groups(0, [1] * 200)
-    with anyio.fail_after(300):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run_training, trainer, orders, reports_in)
-            await reports.receive()
-            for group in groups:  # three times the window: a stage that stopped reading would stop us here
-                await orders_in.send(TrainGroup(group=group))
-            assert len([call for call in trainer.calls if call.startswith("group")]) <= 1
-            gate.set()
-            await orders_in.send(close_of(groups, 1))
-            await reports.receive()
-            await orders_in.aclose()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run_training, trainer, orders, reports_in)
+        await reports.receive()
+        for group in groups:  # three times the window: a stage that stopped reading would stop us here
+            await orders_in.send(TrainGroup(group=group))
+        assert len([call for call in trainer.calls if call.startswith("group")]) <= 1
+        gate.set()
+        await orders_in.send(close_of(groups, 1))
+        await reports.receive()
+        await orders_in.aclose()
     assert trainer.calls.count("close batch") == 1
 
 
@@ -180,7 +177,7 @@ async def test_the_trainers_error_is_what_the_caller_sees() -> None:
     orders_in, orders, reports_in, _ = streams()
     [group] = make_groups(0, [2])
     await orders_in.send(TrainGroup(group=group))
-    with anyio.fail_after(300), pytest.raises(StreamRLError, match="batch 3 is nan"):
+    with pytest.raises(StreamRLError, match="batch 3 is nan"):
         await run_training(trainer, orders, reports_in)
     assert trainer.calls[-1] == "close"
 
@@ -189,7 +186,7 @@ async def test_a_broken_stream_ends_the_stage_and_closes_the_trainer() -> None:
     trainer = RecordingTrainer()
     _, orders, reports_in, reports = streams()
     await reports.aclose()
-    with anyio.fail_after(300), pytest.raises(StreamBroken):
+    with pytest.raises(StreamBroken):
         await run_training(trainer, orders, reports_in)
     assert trainer.calls == ["start", "close"]
 
@@ -199,12 +196,11 @@ async def test_cancellation_waits_for_torch_and_closes_the_trainer() -> None:
     trainer = RecordingTrainer(gate=gate)
     orders_in, orders, reports_in, reports = streams()
     [group] = make_groups(0, [2])
-    with anyio.fail_after(300):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run_training, trainer, orders, reports_in)
-            await reports.receive()
-            await orders_in.send(TrainGroup(group=group))
-            await anyio.to_thread.run_sync(trainer.entered.wait)
-            tasks.cancel_scope.cancel()
-            threading.Timer(0.05, gate.set).start()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run_training, trainer, orders, reports_in)
+        await reports.receive()
+        await orders_in.send(TrainGroup(group=group))
+        await anyio.to_thread.run_sync(trainer.entered.wait)
+        tasks.cancel_scope.cancel()
+        threading.Timer(0.05, gate.set).start()
     assert trainer.calls == ["start", "group 0", "close"]

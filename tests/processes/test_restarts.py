@@ -238,8 +238,7 @@ async def test_a_drain_that_finds_no_controller_is_meant_for_its_successor(trial
 
         supervisor.before_resume.append(drain)
         os.kill(one.pid("controller"), signal.SIGKILL)
-        with anyio.fail_after(300):
-            await supervisor.watch()
+        await supervisor.watch()
     one.assert_nothing_left()
 
 
@@ -319,11 +318,10 @@ async def test_the_death_of_an_engine_before_it_should_stop_or_after_it_was_star
 async def test_a_stopped_engine_has_time_to_end_by_itself(trial: Callable[..., Trial]) -> None:
     one = trial(engine_0="leave")
     async with surviving(one) as supervisor:
-        with anyio.fail_after(300):
-            async with anyio.create_task_group() as group:
-                group.start_soon(partial(supervisor.stop_engine, "engine-0", patience_s=300))
-                await anyio.lowlevel.checkpoint()
-                one.go("leave")
+        async with anyio.create_task_group() as group:
+            group.start_soon(partial(supervisor.stop_engine, "engine-0", patience_s=300))
+            await anyio.lowlevel.checkpoint()
+            one.go("leave")
         assert not lives(one.pid("engine-0")) and not (one.directory / "was-terminated").exists()
     one.assert_nothing_left()
 

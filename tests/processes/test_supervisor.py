@@ -112,8 +112,7 @@ async def test_a_drain_that_hangs_can_be_cut_short(trial: Callable[..., Trial]) 
         supervisor.request_drain()
         await until((one.directory / "ignored-sigterm").exists)  # the order to drain arrived, and changes nothing
         assert lives(one.pid("controller"))
-        with anyio.fail_after(300):
-            await supervisor.kill()
+        await supervisor.kill()
     one.assert_nothing_left()
 
 
@@ -143,14 +142,12 @@ async def test_after_the_last_word_of_the_controller_a_death_is_only_logged(
     trial: Callable[..., Trial], caplog: pytest.LogCaptureFixture
 ) -> None:
     one = trial(trainer_0="raise")
-    async with surviving(one, resumes=3) as supervisor:
-        with anyio.fail_after(300):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(supervisor.watch)
-                supervisor.run_finished()
-                one.go()
-                await until(lambda: (one.directory / "exit" / "trainer-0.json").exists())
-                one.go("end")  # the others end, and the controller with them
+    async with surviving(one, resumes=3) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        supervisor.run_finished()
+        one.go()
+        await until(lambda: (one.directory / "exit" / "trainer-0.json").exists())
+        one.go("end")  # the others end, and the controller with them
     assert "after the run had finished, trainer-0 ended with exit code 1" in caplog.text
     assert not one.started("trainer-0", 1)
     one.assert_nothing_left()

@@ -79,10 +79,9 @@ def lives(pid: int) -> bool:
         return False
 
 
-async def until(condition: Callable[[], bool], within_s: float = 300) -> None:
-    with anyio.fail_after(within_s):
-        while not condition():
-            await anyio.sleep(0.01)
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await anyio.sleep(0.01)
 
 
 async def drain(supervisor: Supervisor, deadline_s: float = 300) -> None:

@@ -92,9 +92,8 @@ async def strike(pool: Pool, make_trajectory: MakeTrajectory, name: str) -> tupl
     timeout_s = 1.5 if FAULTS.get(name, (None,))[0] is TIMED_OUT else 300.0
     rewards = await pool.open(Reward(function=f"{KILLERS}:{name}", timeout_s=timeout_s, memory_mib=300))
     group = [make_trajectory(text, sample=i) for i, text in enumerate(["abc", "a", "z", "ab"])]
-    async with asyncio.timeout(300):
-        outcomes = await rewards.score(group)
-        again = await rewards.score(group[:2])  # the run goes on
+    outcomes = await rewards.score(group)
+    again = await rewards.score(group[:2])  # the run goes on
     assert [outcome.trajectory for outcome in outcomes] == group
     assert [o.reward for o in again if isinstance(o, ScoredTrajectory)] == [3.0, 1.0]
     struck = outcomes[2]
@@ -139,8 +138,7 @@ async def test_only_the_call_in_progress_pays_when_its_process_ends(
     rewards = await pool.open(Reward(function=f"{KILLERS}:{name}", timeout_s=1.0), processes=4)
     await rewards.score([make_trajectory("ab", sample=i) for i in range(20)])  # now they are known to be quick
     group = [make_trajectory("z" if i % 50 == 49 else "ab", sample=i) for i in range(200)]
-    async with asyncio.timeout(300):
-        outcomes = await rewards.score(group)
+    outcomes = await rewards.score(group)
     failed = [(o.trajectory.id.sample, o.kind) for o in outcomes if isinstance(o, RewardFailure)]
     assert failed == [(i, kind) for i in range(200) if i % 50 == 49]
     assert sum(isinstance(o, ScoredTrajectory) for o in outcomes) == 196
@@ -158,8 +156,7 @@ async def test_of_calls_that_a_process_has_only_the_one_that_runs_fails(
     pool: Pool, make_trajectory: MakeTrajectory, noted: Reward, tmp_path: Path, fault: str, kind: RewardFailureKind
 ) -> None:
     rewards = await pool.open(noted, processes=1)
-    async with asyncio.timeout(300):
-        outcomes = await rewards.score([make_trajectory(text, sample=i) for i, text in enumerate(["aa", fault, "ccc"])])
+    outcomes = await rewards.score([make_trajectory(text, sample=i) for i, text in enumerate(["aa", fault, "ccc"])])
     assert [o.kind for o in outcomes if isinstance(o, RewardFailure)] == [kind]
     assert [o.reward for o in outcomes if isinstance(o, ScoredTrajectory)] == [2.0, 3.0]
     begun = (tmp_path / "begun").read_text().split()
@@ -199,8 +196,7 @@ async def test_process_that_is_replaced_loses_no_call_and_begins_none_twice(
     pool: Pool, make_trajectory: MakeTrajectory, noted: Reward, tmp_path: Path
 ) -> None:
     rewards = await pool.open(noted, processes=1)
-    async with asyncio.timeout(300):
-        outcomes = await rewards.score([make_trajectory("ab", sample=i) for i in range(100)])  # each keeps a thread
+    outcomes = await rewards.score([make_trajectory("ab", sample=i) for i in range(100)])  # each keeps a thread
     assert [o.reward for o in outcomes if isinstance(o, ScoredTrajectory)] == [2.0] * 100
     assert (tmp_path / "begun").read_text().split() == ["ab"] * 100
 
@@ -210,11 +206,10 @@ async def test_calls_that_crash_one_after_the_other_end_nothing(
     pool: Pool, make_trajectory: MakeTrajectory, name: str
 ) -> None:
     rewards = await pool.open(Reward(function=f"{KILLERS}:{name}"), processes=1)
-    async with asyncio.timeout(300):
-        for _ in range(12):
-            (outcome,) = await rewards.score([make_trajectory("z")])
-            assert isinstance(outcome, RewardFailure) and outcome.kind is RAISED, outcome
-        (good,) = await rewards.score([make_trajectory()])
+    for _ in range(12):
+        (outcome,) = await rewards.score([make_trajectory("z")])
+        assert isinstance(outcome, RewardFailure) and outcome.kind is RAISED, outcome
+    (good,) = await rewards.score([make_trajectory()])
     assert good.calls[0].value == 3.0
 
 
@@ -230,8 +225,7 @@ async def test_calls_of_a_function_that_leaks_all_score(pool: Pool, make_traject
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, few[1]))
     try:
         rewards = await pool.open(Reward(function=f"{KILLERS}:{name}", memory_mib=300), processes=2)
-        async with asyncio.timeout(300):
-            outcomes = await rewards.score([make_trajectory(sample=i) for i in range(120)])
+        outcomes = await rewards.score([make_trajectory(sample=i) for i in range(120)])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, few)
     assert [o.message for o in outcomes if isinstance(o, RewardFailure)] == []
@@ -259,10 +253,9 @@ async def test_what_a_killed_call_had_started_is_killed_with_it_and_the_log_says
     rewards = await pool.open(Reward(function=f"{KILLERS}:fault_forks_and_hangs", timeout_s=1.0), processes=1)
     (outcome,) = await rewards.score([make_trajectory("z")])
     assert isinstance(outcome, RewardFailure)
-    async with asyncio.timeout(300):
-        # The server and the process that took the place of the killed one, whose words come by a pipe of their own.
-        while len(everything_left()[0] - before) != 2 or "in fault_forks_and_hangs" not in caplog.text:
-            await rewards.score([make_trajectory("a")])
+    # The server and the process that took the place of the killed one, whose words come by a pipe of their own.
+    while len(everything_left()[0] - before) != 2 or "in fault_forks_and_hangs" not in caplog.text:
+        await rewards.score([make_trajectory("a")])
 
 
 async def test_environment_has_no_keys_but_those_that_the_recipe_names(
@@ -338,8 +331,7 @@ async def test_process_that_never_begins_is_replaced_and_its_calls_are_made_by_a
     monkeypatch.setattr("streamrl.rewards.calls.pool._READY_LIMIT_S", 5.0)
     module = threaded_module(tmp_path, second_import="threading.Event().wait()")
     rewards = await pool.open(Reward(function=f"{module}:{name}", timeout_s=3.0), processes=1)
-    async with asyncio.timeout(300):
-        (outcome,) = await rewards.score([make_trajectory()])
+    (outcome,) = await rewards.score([make_trajectory()])
     assert isinstance(outcome, ScoredTrajectory), outcome
 
 
@@ -350,7 +342,7 @@ async def test_processes_that_never_begin_are_given_up_with_the_reason(
     module = threaded_module(tmp_path, second_import="pass")
     module.write_text(module.read_text().replace("== 2:\n    pass", ">= 2:\n    threading.Event().wait()"))
     with pytest.raises(BaseExceptionGroup) as ended:
-        async with asyncio.timeout(300), asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks:
             rewards = await Pool(model_directory, tasks).open(Reward(function=f"{module}:plain"), processes=1)
             await rewards.score([make_trajectory()])
     error = first_error(ended.value)
@@ -362,8 +354,7 @@ async def test_call_that_leaves_its_output_blocked_is_late_and_its_process_is_re
     pool: Pool, make_trajectory: MakeTrajectory
 ) -> None:
     rewards = await pool.open(Reward(function=f"{KILLERS}:stalls_after_z", timeout_s=1.0), processes=1)
-    async with asyncio.timeout(300):
-        outcomes = [(await rewards.score([make_trajectory(text)]))[0] for text in ("z", "ab")]
+    outcomes = [(await rewards.score([make_trajectory(text)]))[0] for text in ("z", "ab")]
     assert [o.reward for o in outcomes if isinstance(o, ScoredTrajectory)] == [2.0]
     assert isinstance(outcomes[0], RewardFailure) and outcomes[0].kind is TIMED_OUT
 

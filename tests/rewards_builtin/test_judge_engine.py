@@ -54,7 +54,6 @@ async def test_a_real_engine_judges_in_batches_when_the_actor_leaves_it_room(
     monkeypatch.setenv(JUDGE_MODEL, RECIPE.judge.model)
     reward = make("judge", cache=str(tmp_path / "answers.sqlite"), **OPTIONS)
     async with (
-        asyncio.timeout(300),
         asyncio.TaskGroup() as tasks,
         judge_process(tmp_path, msgspec.json.encode(topology)) as process,
         httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), timeout=300) as http,

@@ -125,14 +125,13 @@ async def roll(
     """Launch, let ``during`` interfere once all run, end the orders, and wait for every outcome."""
     bench = Bench(engine or RecordingEngine(lengths), capacity)
     await bench.engine.start()
-    with anyio.fail_after(300):
-        async with anyio.create_task_group() as group:
-            group.start_soon(bench.stage.run, bench.orders, bench.outcomes)
-            group.start_soon(bench.collect)
-            await bench.order(*(launch(sample) for sample in range(launched)))
-            await bench.until(lambda: bench.engine.load().running == launched)
-            await during(bench)
-            await bench.give.aclose()
+    async with anyio.create_task_group() as group:
+        group.start_soon(bench.stage.run, bench.orders, bench.outcomes)
+        group.start_soon(bench.collect)
+        await bench.order(*(launch(sample) for sample in range(launched)))
+        await bench.until(lambda: bench.engine.load().running == launched)
+        await during(bench)
+        await bench.give.aclose()
     ends = Counter(
         outcome.trajectory.id if isinstance(outcome, FinishedTrajectory) else outcome.id
         for outcome in bench.seen
@@ -328,19 +327,18 @@ async def test_a_part_that_is_refused_tells_the_tokens_that_it_had() -> None:
 async def test_requests_go_on_when_the_one_that_was_to_advance_time_is_aborted_before_it_could(between: int) -> None:
     engine = RecordingEngine()
     await engine.start()
-    with anyio.fail_after(300):
-        async with anyio.create_task_group() as group:
-            for sample in range(3):
-                request = Generate(
-                    request_id=str(sample), token_ids=token_array([2]), max_tokens=300, seed=sample, temperature=1.0
-                )
-                group.start_soon(engine.generate, request)
-            while engine.load().generated_tokens < 9:
-                await anyio.lowlevel.checkpoint()
-            engine._finish_open([engine._open["0"]])
-            for _ in range(between):
-                await anyio.lowlevel.checkpoint()
-            await engine.abort(["1"])
+    async with anyio.create_task_group() as group:
+        for sample in range(3):
+            request = Generate(
+                request_id=str(sample), token_ids=token_array([2]), max_tokens=300, seed=sample, temperature=1.0
+            )
+            group.start_soon(engine.generate, request)
+        while engine.load().generated_tokens < 9:
+            await anyio.lowlevel.checkpoint()
+        engine._finish_open([engine._open["0"]])
+        for _ in range(between):
+            await anyio.lowlevel.checkpoint()
+        await engine.abort(["1"])
     assert engine.pieces["2"].finish_reason is not FinishReason.ABORT
 
 
