@@ -262,11 +262,12 @@ def test_check_finds_every_problem_of_a_file(tokenizer: Tokenizer, write_rows) -
         {"prompt": "abc", "answer": "y", "prompt_id": "one"},
         {"prompt_token_ids": [], "answer": "x"},
         '{"prompt": "\\ud800", "answer": "x"}',
+        {"prompt": "[{'role': 'user', 'content': 'a'}]", "answer": "x"},
     )
     problems = check_prompts(str(path), tokenizer, {"exact": ("answer",), "free": ()}, max_tokens=6)
     expected = [
         ("line 2", "is not a JSON object"),
-        ("line 3", "is not a JSON object"),
+        ("line 3", "is not a JSON object (it begins a JSON array): write its rows one a line"),
         ("line 4", 'has no column "answer", which the reward exact needs'),
         ("line 6", "has a prompt of 9 tokens, at most 6 fit: shorten it"),
         ("line 7", 'has no column "prompt"'),
@@ -275,11 +276,14 @@ def test_check_finds_every_problem_of_a_file(tokenizer: Tokenizer, write_rows) -
         ("line 10", 'has the prompt_id "one" of line 1'),
         ("line 11", "has an empty prompt"),
         ("line 12", "is not a JSON object"),
+        ("line 13", "has Python's text of messages as its prompt: write it as JSON"),
     ]
     assert len(problems) == len(expected), problems
     for problem, (line, words) in zip(problems, expected, strict=True):
         assert f"{path}, {line} " in problem
         assert words in problem
+    with pytest.raises(BadRow, match="the file is compressed"):
+        decode_row(b"\x1f\x8b\x08")
 
 
 def test_a_row_that_no_stream_takes_is_refused_where_it_is_read(tokenizer: Tokenizer, write_rows) -> None:

@@ -27,6 +27,14 @@ _LARGEST_ROW = WireLimits().body_bytes // 2
 _SPARE_BYTES = SPARE_BYTES * 3 // 4
 
 
+_COMPRESSED = "the file is compressed): unpack it"
+_OTHER_FILES = {
+    b"[": "it begins a JSON array): write its rows one a line",
+    b"\x1f\x8b": _COMPRESSED,
+    b"(\xb5/\xfd": _COMPRESSED,
+}
+
+
 class BadRow(StreamRLError):
     """A row that is no prompt; the message says why and what to do, without naming the place."""
 
@@ -120,7 +128,8 @@ def decode_row(line: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except UNDECODABLE as error:
-        raise BadRow(f"is not a JSON object ({error}): correct it") from error
+        other = next((what for start, what in _OTHER_FILES.items() if line.startswith(start)), f"{error}): correct it")
+        raise BadRow(f"is not a JSON object ({other}") from error
 
 
 def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
@@ -152,6 +161,8 @@ def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
 
 def as_chat(value: object) -> list[Any] | None:
     """``value`` as messages, which it is as a list, or as the JSON text of a list of messages; None: it is other."""
+    if isinstance(value, str) and value.startswith(("[{'role'", "[{'content'")):
+        raise BadRow("has Python's text of messages as its prompt: write it as JSON")
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = msgspec.json.decode(value, type=list[dict[str, Any]])
