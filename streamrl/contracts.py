@@ -14,7 +14,7 @@ contract          implementations in the product                                
 ================  ===================================================================  ===========================
 
 ``RoundPolicy`` and ``GroupSizer`` are defined beside what they see (``control.round_policy``). A reward is a function
-(docs/rewards.md), as is an iterator of prompts. What a method does not say to raise ends the run.
+(docs/rewards.md), as is an iterator of prompts. Any exception that a method does not document ends the run.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ def write_durable(path: Path, content: bytes) -> None:
 
 
 def append_whole(file: IO[bytes], content: bytes) -> None:
-    """Append ``content`` to an unbuffered file. One takes less than it was given where the disk gets full on the way:
-    what it took is cut off again before that is raised, so that a later line does not go on behind half of this one."""
+    """Append ``content`` to an unbuffered file. One takes less than it was given where the disk gets full on the
+    way: the part that was written is cut off before that is raised, so that a later line does not follow half of
+    this one."""
     begin = file.seek(0, os.SEEK_END)
     try:
         while content:

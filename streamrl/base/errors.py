@@ -36,8 +36,8 @@ class StreamRLError(Exception):
 
 
 class RecipeError(StreamRLError):
-    """The user's input is wrong; nothing was started. Exit code 2. ``problems`` holds one line each; ``outcome``: what
-    became of it, in a few words."""
+    """The user's input is wrong; nothing was started. Exit code 2. ``problems`` holds one line each; ``outcome``: the
+    outcome, in a few words."""
 
     def __init__(self, problems: list[str], outcome: str = "nothing was started") -> None:
         super().__init__("\n".join(problems))

@@ -1,5 +1,5 @@
-"""The items of the ``steps`` stream: what a run tells its parent, and that its observers; what it orders of the
-supervisor, whose the processes are; answers to changes of rewards."""
+"""The items of the ``steps`` stream: what a run reports to its parent, and the parent to its observers; its orders to
+the supervisor, which owns the processes; answers to changes of rewards."""
 
 from __future__ import annotations
 

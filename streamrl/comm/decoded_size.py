@@ -43,8 +43,8 @@ _ARRAY = 400  # an ``array.array``, beside its elements, and the time that it ta
 
 def takes_more(document: Buffer, limit: int) -> bool:
     """Return whether ``document`` takes more than ``limit`` bytes once it is decoded to plain values: lists, maps,
-    texts, numbers, arrays. What is no MessagePack is judged by what comes before; no value is believed to be longer
-    than the document."""
+    texts, numbers, arrays. Bytes that are no MessagePack end the estimate at what comes before; no value is believed to
+    be longer than the document."""
     if len(document) < UNSUSPECTED_BYTES:
         return False
     at, size, end = 0, 0, len(document)
@@ -61,7 +61,7 @@ def takes_more(document: Buffer, limit: int) -> bool:
 
 
 def _one_value(document: Buffer, at: int, end: int) -> tuple[int, int]:
-    """Bytes to go on by, and memory, of the value at ``at``. Of lists and maps only the head."""
+    """Bytes to go on by, and memory, of the value at ``at``. Only the head of a list or a map."""
     code = document[at]
     if code in _EXTENSIONS:
         return 2 + _EXTENSIONS[code], _PLACE + _ARRAY + _EXTENSIONS[code]

@@ -151,7 +151,7 @@ def check_unknown_peers_are_refused(kind: int, endpoint: str, gate: KeyGate) -> 
     public, secret = zmq.curve_keypair()
     gate.expect_unknown_key(public)
     for with_key, refusals in ((True, _REFUSED), (False, _FAILED)):
-        outcome = _knock(kind, _reachable(endpoint), (keys.public, public, secret) if with_key else None)
+        outcome = _try_handshake(kind, _reachable(endpoint), (keys.public, public, secret) if with_key else None)
         if not outcome & refusals:
             said = "let in" if outcome & zmq.EVENT_HANDSHAKE_SUCCEEDED else "not refused"
             who = "an unknown key" if with_key else "no key"
@@ -161,9 +161,9 @@ def check_unknown_peers_are_refused(kind: int, endpoint: str, gate: KeyGate) -> 
             )
 
 
-def _knock(kind: int, endpoint: str, keys: tuple[bytes, bytes, bytes] | None) -> int:
-    """The event that tells what became of a stranger's connection; 0: nothing became of it in time. ``keys``: the
-    server's, and the stranger's own two."""
+def _try_handshake(kind: int, endpoint: str, keys: tuple[bytes, bytes, bytes] | None) -> int:
+    """The event that tells what became of a stranger's connection; 0: no handshake in time. ``keys``: the server's, and
+    the stranger's own two."""
     with (
         zmq.Context(io_threads=1) as context,
         make_socket(context, _PARTNERS[kind], endpoint=endpoint, max_frame_bytes=SMALL_FRAME) as stranger,

@@ -99,7 +99,7 @@ def create_socket(
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    """Bind and return the endpoint with its real port. Who may connect is for a ``SocketGuard`` to decide. Raises
+    """Bind and return the endpoint with its real port. A ``SocketGuard`` decides who may connect. Raises
     ``StreamRLError`` naming the endpoint and the remedy."""
     if transport_of(endpoint) == "ipc" and has_ipc_listener(endpoint):
         raise StreamRLError(f"cannot bind {endpoint}: {_bind_remedy(errno.EADDRINUSE)}")

@@ -281,7 +281,7 @@ class Rules(msgspec.Struct, frozen=True):
 
     @property
     def slots(self) -> int:
-        """Trajectories that may be in flight. What is submitted in advance is so together with the batch that is being
-        trained."""
+        """Trajectories that may be in flight. Groups that are submitted in advance take slots beside the batch that is
+        being trained."""
         ahead = self.settings.presubmit and self.policy.on_policy
         return self.policy.slots() * (2 if ahead else 1)

@@ -4,8 +4,8 @@ An engine can be drained (it gets no request, what it serves is sampled on elsew
 replaced. A drained engine still gets every weight push, so that it may be readmitted at any time; one that was detached
 must hold the live version before it is readmitted (``WeightSync.admit``).
 
-An engine may also be lost: its host died. What it served comes back cut, with nothing, and is submitted again, with the
-seed that it had: the completion is the same.
+An engine may also be lost: its host died. Its requests come back cut, without tokens, and are submitted again with
+their seeds: the completion is the same.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ class EnginePool:
             self._drained.setdefault(name, set()).add(reason)
 
     async def drain(self, name: str, reason: str) -> None:
-        """Send ``name`` no more requests and cut those that it serves; returns when it serves none. What a lost one
-        served comes back by itself."""
+        """Send ``name`` no more requests and cut those that it serves; returns when it serves none. Requests of a lost
+        one come back by themselves."""
         self.withdraw([name], reason)
         while self._router.open_on(name) and name in self._drained and name in self._engines:
             self._emptied[name] = anyio.Event()

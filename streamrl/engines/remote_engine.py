@@ -126,7 +126,7 @@ class RemoteEngine:
             raise
         finally:
             self._requests.pop(request.request_id, None)
-            _seen(future)
+            _retrieve_exception(future)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ask for requests to stop. Those of a host that died have come back."""
@@ -185,7 +185,7 @@ class RemoteEngine:
             return await future
         finally:
             del self._pending_orders[order_id]
-            _seen(future)
+            _retrieve_exception(future)
 
     async def _send(self, order: EngineOrder) -> None:
         try:
@@ -234,7 +234,7 @@ class RemoteEngine:
             raise EngineError(self.failure)
 
 
-def _seen(future: asyncio.Future[Any]) -> None:
+def _retrieve_exception(future: asyncio.Future[Any]) -> None:
     """Retrieve the exception of a future that nobody awaits any more: the engine may have died before it was asked."""
     if future.done() and not future.cancelled():
         future.exception()

@@ -115,11 +115,9 @@ def accepted_part(kept: TokenArray, logprobs: Sequence[float], count: int, polic
 
 
 class CancelledCompletions:
-    """Tokens of trajectories that were cancelled, by the seed that they were sampled with, in bounded memory.
-
-    What ended is held for as long as its round may still lose it. What is missing here is replayed from its start: the
-    result is the same.
-    """
+    """Tokens of trajectories that were cancelled, by the seed that they were sampled with, in bounded memory. What
+    ended is held for as long as its round may still lose it. A completion that is missing here is replayed from its
+    start: the result is the same."""
 
     def __init__(self) -> None:
         self._ended: OrderedDict[TrajectoryId, tuple[int, TokenArray]] = OrderedDict()

@@ -153,13 +153,13 @@ class Pipeline:
     async def _start(self) -> Self:
         # Short, because a socket path has at most 107 bytes, whatever the run directory is called.
         sockets = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX))
-        self._give, self._take = anyio.create_memory_object_stream[RunEvent](math.inf)
+        self._sender, self._receiver = anyio.create_memory_object_stream[RunEvent](math.inf)
         topology = gpu_placement(self.recipe).placed(plan_topology(self.recipe, sockets))
         self._supervisor = Supervisor(topology, self.run_directory, sockets, resumes=self._resumes)
         self._supervisor.before_resume.append(self._await_controller)
         self._orders = EngineOrders(self._supervisor)
         async with AsyncExitStack() as entered:
-            for stream in (self._give, self._take):
+            for stream in (self._sender, self._receiver):
                 entered.callback(stream.close)
             await entered.enter_async_context(self._supervisor)
             await entered.enter_async_context(
@@ -203,7 +203,7 @@ class Pipeline:
 
     async def events(self) -> AsyncIterator[RunEvent]:
         """Everything the run says, from ``RunStarted`` to ``RunFinished``. Raises ``ProcessDied``."""
-        async for event in self._take:
+        async for event in self._receiver:
             yield event
             if isinstance(event, RunFinished):
                 break
@@ -225,7 +225,7 @@ class Pipeline:
         finally:
             self._ended.set()
             self._rewards.close()
-            self._give.close()
+            self._sender.close()
 
     async def _note_failure(self, died: ProcessDied) -> None:
         """End what is left, and put what tells why into one file."""
@@ -263,9 +263,9 @@ class Pipeline:
                     continue
                 if isinstance(event, RunFinished):
                     self._supervisor.run_finished()
-                backlog = self._give.statistics().current_buffer_used
+                backlog = self._sender.statistics().current_buffer_used
                 if not isinstance(event, RunProgress) or backlog < PROGRESS_BACKLOG:
-                    await self._give.send(event)
+                    await self._sender.send(event)
         except anyio.ClosedResourceError:
             return
         except StreamBroken:

@@ -72,8 +72,8 @@ def _as_order(snapshot: RewardsSnapshot) -> LoadRewardSet | None:
 
 
 async def change_rewards(topology: Topology, attached: AttachedRewards, run_directory: Path, note: Note) -> None:
-    """Carry out what is asked for from outside. What the run resumed with is noted first. ``run_directory`` says what
-    scores, for a controller that restarts."""
+    """Carry out what is asked for from outside. The rewards of the resumed run are noted first. ``run_directory`` says
+    what scores, for a controller that restarts."""
 
     def noted(version: int, rewards: tuple[str, ...], change: str) -> None:
         for name, content in attached.file().items():

@@ -105,7 +105,7 @@ class Tokenizer:
         return str(self._backend.decode(ids, skip_special_tokens=skip_special))
 
     def beyond_model(self, token_ids: TokenArray) -> str:
-        """Why the model cannot take ``token_ids``, with the remedy; empty: it can."""
+        """Return why the model cannot take ``token_ids``, with the remedy; empty: it can."""
         largest = max(token_ids, default=0)
         if not self.embeddings or largest < self.embeddings:
             return ""

@@ -33,7 +33,7 @@ class RewardAttachments:
     it raises ``RecipeError`` when the functions cannot be used, and nothing has changed then."""
 
     def __init__(self) -> None:
-        self._give, self._take = anyio.create_memory_object_stream[RewardRequest](math.inf)
+        self._sender, self._receiver = anyio.create_memory_object_stream[RewardRequest](math.inf)
         self._waiting: dict[int, tuple[anyio.Event, list[RewardReply]]] = {}
         self._asked = 0
         self._ended = False
@@ -72,7 +72,7 @@ class RewardAttachments:
         self._asked += 1
         number = self._asked
         done, replies = self._waiting[number] = (anyio.Event(), [])
-        self._give.send_nowait(structs.replace(request, request_id=number))
+        self._sender.send_nowait(structs.replace(request, request_id=number))
         try:
             await done.wait()
         finally:
@@ -87,20 +87,20 @@ class RewardAttachments:
         """Send what is asked for to the controller, which connects to ``endpoint``, or to its successor. Until
         ``close``, or cancelled."""
         self._running = True
-        with self._take, suppress(anyio.EndOfStream):  # the run has ended
+        with self._receiver, suppress(anyio.EndOfStream):  # the run has ended
             while True:
                 with anyio.CancelScope() as self._conversation, suppress(StreamBroken):
                     await self._converse(endpoint)
 
     async def _converse(self, endpoint: str) -> None:
-        first = await self._take.receive()
+        first = await self._receiver.receive()
         async with zmq_sender(RewardRequest, endpoint, bind=True, name="controller.rewards") as changes:
             await changes.send(first)
             while True:
-                await changes.send(await self._take.receive())
+                await changes.send(await self._receiver.receive())
 
     def controller_replaced(self) -> None:
-        """The controller died and another one takes its place: what it was asked and had not answered is not known."""
+        """The controller died and another one takes its place: the outcome of its unanswered requests is unknown."""
         for done, _ in self._waiting.values():
             done.set()
         self._waiting.clear()
@@ -119,6 +119,6 @@ class RewardAttachments:
         for done, _ in self._waiting.values():
             done.set()
         self._waiting.clear()
-        self._give.close()
+        self._sender.close()
         if not self._running:
-            self._take.close()
+            self._receiver.close()

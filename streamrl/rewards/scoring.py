@@ -54,7 +54,7 @@ class SampleValue(msgspec.Struct, frozen=True):
 
     @property
     def value(self) -> float | None:
-        """The reward's value; None: it failed or does not apply. What is late is wrong where the recipe says so."""
+        """The reward's value; None: it failed or does not apply. A late value is wrong where the recipe says so."""
         if self.late_is_wrong:
             return self.reward.wrong_value
         return None if self.checked.failure is not None else total_of(self.reward, self.checked)

@@ -132,8 +132,8 @@ def length_metrics(window: StepWindow, lengths: FirstLengths, *, by_kind: bool) 
 
 
 def discard_metrics(window: StepWindow, *, by_kind: bool) -> dict[str, float]:
-    """``reward/discarded_*``: what the rewards were of that control threw away; ``by_kind``: beside those it kept, for
-    each kind of round."""
+    """``reward/discarded_*``: the rewards of what control threw away; ``by_kind``: beside those it kept, for each kind
+    of round."""
     discarded = [reward for rewards in window.discarded_rewards.values() for reward in rewards]
     metrics = {"reward/discarded_samples": float(len(discarded))}
     if discarded:
@@ -160,8 +160,8 @@ def unbiased_mean(whole: Mapping[int, int], stopped: Mapping[int, int], limit: i
     """Mean length that nobody had stopped: the area under the product-limit estimate of the survivors (Kaplan and
     Meier, JASA 53, 1958). ``whole``, ``stopped``: numbers of trajectories by length in tokens.
 
-    What was stopped counts as longer than it is. 0.0 where that cannot tell the mean: where those that were longer than
-    all whole ones could add more than ``UNSEEN`` of it, if they went on to ``limit``.
+    A stopped completion counts as longer than it is. 0.0 where that cannot tell the mean: where those that were longer
+    than all whole ones could add more than ``UNSEEN`` of it, if they went on to ``limit``.
     """
     at_risk = sum(whole.values()) + sum(stopped.values())
     if not any(whole.values()):

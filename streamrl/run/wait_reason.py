@@ -107,7 +107,7 @@ class RunWaits:
         self._since_s = self._looked_s = clock()
         self._seconds: dict[WaitReason, float] = {}
 
-    def look(self, state: RunState | None = None) -> None:
+    def update(self, state: RunState | None = None) -> None:
         """Ask what the run waits for; of the state that was given last where there is none."""
         self._state = state or self._state
         now = self._clock()

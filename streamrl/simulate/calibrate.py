@@ -1,8 +1,6 @@
-"""A cluster model from what a real run measured, part by part.
-
-What a recorded run cannot tell stays at what the model says by itself, and ``Fit.assumed`` names it: KV capacity where
-no preemption was seen, attention over the context, what it costs to move a request or to change engines.
-"""
+"""A cluster model from what a real run measured, part by part. Parameters that a recorded run cannot tell keep the
+model's values, and ``Fit.assumed`` names them: KV capacity where no preemption was seen, attention over the context,
+what it costs to move a request or to change engines."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def fit_arrivals(lives: LifeTimes, step: StepFit, warm_s: float) -> tuple[float,
     """(seconds of an arrival, of one that waited in a paused engine, median relative error of the life times, which of
     the two was assumed).
 
-    What decoding does not explain of a life, each request that came meanwhile held up. Short completions tell it best:
+    Time that decoding does not explain is shared by the requests that came meanwhile. Short completions tell it best:
     they wait for a burst to arrive, and hardly decode. ``warm_s``: what began before that does not count.
     """
     decoding = lives.decoding_s(step.cost)

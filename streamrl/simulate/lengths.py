@@ -224,7 +224,7 @@ class CappedLengths:
 
 
 def capped(source: LengthSource, max_tokens: int) -> LengthSource:
-    """``source`` with no length beyond ``max_tokens``. What is longer than its own cap nobody knows."""
+    """``source`` with no length beyond ``max_tokens``. Lengths beyond their own cap are unknown."""
     return CappedLengths(source, max_tokens) if max_tokens < source.cap else source
 
 

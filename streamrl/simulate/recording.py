@@ -216,7 +216,7 @@ def agreement(run: RecordedRun, recipe: Recipe, model: ClusterModel, seed: int =
 
 def steps_alone(steps: Sequence[StepLine], recipe: Recipe | None) -> list[StepLine]:
     """Steps without an evaluation beside them. One begins when a version goes live, and the next version waits for it.
-    The simulator does not model it. Of a kind of rounds whose every step has an evaluation, all steps are returned."""
+    The simulator does not model it. All steps of a kind of rounds are returned where each of them has an evaluation."""
     every = control_settings(recipe).evaluate_every if recipe else 0
     beside = {line.policy_version for line in steps if every and (line.policy_version - 1) % every == 0}
     kinds = {line.round_kind for line in steps if line.policy_version not in beside}

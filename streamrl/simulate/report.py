@@ -250,7 +250,8 @@ class StepLedger:
         return tokens
 
     def batch_full(self, now: float, batches: int = 1) -> None:
-        """The trainer steps on so many batches. What joins from here on is of the next, also while this is pushed."""
+        """The trainer steps on so many batches. Groups that join from now on belong to the next one, also while this
+        one is pushed."""
         self._full = now
         self._closed, self._open = self._open, StepSums()
         self._closed.batches = batches

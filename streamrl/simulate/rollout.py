@@ -19,8 +19,8 @@ from streamrl.simulate.stages import EventQueue
 
 
 class DeferredTokens:
-    """Tokens of deferred trajectories until their draw is launched again: as many as the real engines' store has. What
-    lost beside the winners of its own prompt is never sampled again."""
+    """Tokens of deferred trajectories until their draw is launched again: as many as the real engines' store has.
+    Samples that lost beside the winners of their own prompt are never sampled again."""
 
     def __init__(self, rejected_per_token: float) -> None:
         self.most_open = 0
@@ -95,7 +95,8 @@ class SimulatedRollout:
     # ---- other engines -----------------------------------------------------------------------------
 
     def free(self, engines: Sequence[int], moves: Mapping[str, int]) -> None:
-        """Send these engines nothing more; what they serve goes on, from its tokens, where ``moves`` says (by id)."""
+        """Send these engines nothing more; their requests continue from their tokens on the engines that ``moves``
+        names (by id)."""
         self._freed.update(engines)
         self._choose_serving()
         for index in engines:

@@ -39,9 +39,9 @@ class TrainerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     ``optimizer_s``: closing a batch. ``streaming_speed``: share of that speed at which groups are trained while the
     rollout goes on (0: only at the close, or on devices of freed engines); engines that are freed add their share of
-    what is missing to full speed. What comes while it is busy waits; an idle trainer begins once ``streaming_tokens``
-    wait, and then takes all of it. ``rollout_slowdown``: a decode step takes so many times as long while the trainer
-    works, where they share cores.
+    what is missing to full speed. Work that comes while it is busy waits; an idle trainer begins once
+    ``streaming_tokens`` wait, and then takes all of it. ``rollout_slowdown``: a decode step takes so many times as long
+    while the trainer works, where they share cores.
     """
 
     token_s: float
@@ -113,7 +113,7 @@ def _logit(share: float) -> float:
 
 
 class TrainerClock:
-    """The work of the trainer, in seconds at full speed: what it is at, and what waits for it."""
+    """The work of the trainer, in seconds at full speed: the current work, and what waits."""
 
     def __init__(self, model: TrainerModel) -> None:
         self.model = model

@@ -238,7 +238,7 @@ class Search:
 
 
 def grid(recipe: Recipe, budget: Budget) -> dict[str, Recipe]:
-    """Candidates by name. Whatever is not about forming rounds stays as it is in ``recipe``."""
+    """Candidates by name. All other settings of ``recipe`` stay."""
     kept = recipe.tail_batching
     deferred = (
         TailBatching().deferred_prompts if kept.deferred_prompts is DeferredPrompts.RESUME else kept.deferred_prompts

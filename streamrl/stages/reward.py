@@ -1,10 +1,11 @@
 """The reward stage: trajectories in, one outcome out for each, computed by reward workers in their own processes.
 
-A worker that must be replaced (a function that cannot be stopped) shows as a broken stream: what it had been
-scoring for longer than the time limit is recorded as timed out, the rest is scored again by its successor.
+A worker that must be replaced (a function that cannot be stopped) shows as a broken stream: what it had been scoring
+for longer than the time limit is recorded as timed out, the rest is scored again by its successor.
 
-What ends together travels together: an order goes to a worker at once when it is alone, and while a worker is busy the
-orders gather, so that under load a message carries as many as there are, in the order that closes rounds soonest.
+Results that end together are sent together: an order goes to a worker at once when it is alone, and while a worker is
+busy the orders gather, so that under load a message carries as many as there are, in the order that closes rounds
+soonest.
 
 The functions are a value with a version. ``load`` replaces it while trajectories flow. The version that is attached
 when the first of a group arrives scores all of the group, because siblings are compared with each other.

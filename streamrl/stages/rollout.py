@@ -94,8 +94,8 @@ class _Attempt:
         self.resumed.set()
 
     def add(self, piece: Completion) -> None:
-        """Take what the engine returned, and ask for the rest of it under an id and a seed of its own. What was moved
-        before it sampled anything keeps its seed, and so its noise."""
+        """Take what the engine returned, and ask for the rest of it under an id and a seed of its own. A request that
+        was moved before it sampled anything keeps its seed."""
         if self.request.seed == self.order.seed:
             self.own_seed_tokens += len(piece.token_ids)
         self._take(piece, 1)
@@ -142,8 +142,8 @@ class RolloutStage:
         self._counted_at = 0.0
 
     async def run(self, orders: ReceiveStream[RolloutOrder], outcomes: SendStream[RolloutOutcome]) -> None:
-        """Launch until ``orders`` ends and every launched trajectory had its outcome; then end ``outcomes``. What is
-        paused then is lost: nobody is left to resume it."""
+        """Launch until ``orders`` ends and every launched trajectory had its outcome; then end ``outcomes``.
+        Trajectories that are paused then are lost."""
         self._counted_at = anyio.current_time()
         async with anyio.create_task_group() as trajectories:
             async for order in orders:
@@ -167,7 +167,7 @@ class RolloutStage:
         )
 
     def engines_paused(self, paused: bool) -> None:
-        """Note that all engines were paused, or that it has ended: what is submitted meanwhile keeps no engine busy."""
+        """Note that all engines were paused, or that it has ended: requests submitted meanwhile keep no engine busy."""
         self._count()
         self._engines_paused = paused
 

@@ -174,7 +174,7 @@ def digest_of(payload: bytes | memoryview) -> str:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes whose digest is the identity of the part: msgpack in one zstd frame, since names are like each other.
-    Of a small model they would be ten times its changes otherwise."""
+    They would be ten times the changes of a small model otherwise."""
     return zstandard.ZstdCompressor(level=3, write_checksum=False).compress(_encoder.encode(manifest))
 
 

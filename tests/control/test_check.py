@@ -150,7 +150,7 @@ PLANTED = [
     ("accounting", RolloutBuffer, "_dropped", nothing),
     ("accounting", RolloutBuffer, "train", counts_no_training),
     ("indexes", RolloutBuffer, "resume", nothing),
-    ("indexes", RolloutBuffer, "_date", nothing),
+    ("indexes", RolloutBuffer, "_update_oldest_version", nothing),
     ("batch", Batch, "take", takes_one_less),
     ("staleness", decide, "drop_stale", nothing),
     ("drain", RolloutBuffer, "drop_group", drained_later),

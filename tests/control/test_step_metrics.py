@@ -122,8 +122,8 @@ def test_a_slow_reward_costs_what_the_batch_waited_for_it_alone() -> None:
         (returned(3, 90.0, slow), 99.0),
         (returned(4, 5.0, quick, late), 9.5),  # a shadow: scored all the same
     ):
-        calls.came_back(item)
-        stats.came_back(item, now)
+        calls.on_outcome(item)
+        stats.on_outcome(item, now)
     stats.dropped(ids[3:], DropReason.STALE, 99.0)  # the batch did not wait for it
     cost = stats.trained([scored(identity(0, sample), 10) for sample in range(3)], 99.0)
     assert cost == {"reward/round_cost_s": 3.0, "reward/func/slow/round_cost_s": 3.0}
@@ -145,23 +145,23 @@ def test_each_ends_once_whatever_comes_first(tmp_path: Path) -> None:
     work = TrajectoryStats(trace)
     ids = [identity(0, sample) for sample in range(9)]
     work.launched(launch(ids, 4, "short"), 3, 1.0)
-    work.came_back(TrajectoryPaused(id=ids[0], tokens=5), 1.5)
-    work.came_back(Scored(outcome=scored(ids[0], 10)), 2.0)
+    work.on_outcome(TrajectoryPaused(id=ids[0], tokens=5), 1.5)
+    work.on_outcome(Scored(outcome=scored(ids[0], 10)), 2.0)
     work.trained([scored(ids[0], 10)], 2.5)
     work.dropped([ids[1]], DropReason.LOST_RACE, 2.6)  # it still runs: its tokens are not known yet
     work.dropped([ids[1]], DropReason.CANCELLED, 2.6)  # the first reason holds
-    work.came_back(lost(ids[1], 7), 2.7)
-    work.came_back(Scored(outcome=scored(ids[2], 20, reward=0.5)), 3.0)
+    work.on_outcome(lost(ids[1], 7), 2.7)
+    work.on_outcome(Scored(outcome=scored(ids[2], 20, reward=0.5)), 3.0)
     work.dropped([ids[2]], DropReason.ZERO_VARIANCE, 3.1)
     work.dropped([ids[3]], DropReason.CUT, 3.2)
-    work.came_back(Scored(outcome=scored(ids[3], 30, reward=0.25)), 3.3)  # it ended before the cancel reached it
+    work.on_outcome(Scored(outcome=scored(ids[3], 30, reward=0.25)), 3.3)  # it ended before the cancel reached it
     failure = RewardFailure(trajectory=trajectory(ids[4], 40), function="f", kind=RewardFailureKind.RAISED, message="")
-    work.came_back(Scored(outcome=failure), 3.4)
-    work.came_back(lost(ids[5], 0, cancelled=False), 3.5)
+    work.on_outcome(Scored(outcome=failure), 3.4)
+    work.on_outcome(lost(ids[5], 0, cancelled=False), 3.5)
     work.dropped([ids[6]], DropReason.DRAINED, 3.6)
-    work.came_back(lost(identity(9, 9), 99), 3.6)  # of an evaluation: not ours
+    work.on_outcome(lost(identity(9, 9), 99), 3.6)  # of an evaluation: not ours
     late = RewardFailure(trajectory=trajectory(ids[7], 8), function="f", kind=RewardFailureKind.RAISED, message="")
-    work.came_back(Scored(outcome=late), 3.6)
+    work.on_outcome(Scored(outcome=late), 3.6)
     work.dropped([ids[7]], DropReason.STALE, 3.7)  # control had not heard of the failure when it decided
     window = work.take_window()
     work.close(4.0)
@@ -224,7 +224,7 @@ def test_what_nobody_has_seen_whole_is_not_guessed() -> None:
 def test_siblings_that_race_say_nothing_of_the_lengths_that_lost() -> None:
     work = TrajectoryStats(limit=0)
     work.launched(launch([identity(0, 0)], 0, "short"), 3, 0.0)
-    work.came_back(Scored(outcome=scored(identity(0, 0), 10)), 1.0)
+    work.on_outcome(Scored(outcome=scored(identity(0, 0), 10)), 1.0)
     work.trained([scored(identity(0, 0), 10)], 1.0)
     assert "length/bias" not in length_metrics(work.take_window(), work.lengths, by_kind=False)
 
@@ -251,9 +251,9 @@ def test_lengths_of_each_kind_of_round() -> None:
     kept, slow, truncated = identity(0, 0), identity(0, 1), identity(1, 0, attempt=1)
     work.launched(launch([kept, slow], 0, "short"), 3, 0.0)
     work.launched(launch([truncated], 0, "long"), 3, 0.0)
-    work.came_back(Scored(outcome=scored(kept, 10)), 1.0)
-    work.came_back(lost(slow, 30), 1.0)
-    work.came_back(Scored(outcome=scored(truncated, 100, reason=FinishReason.LENGTH)), 1.0)
+    work.on_outcome(Scored(outcome=scored(kept, 10)), 1.0)
+    work.on_outcome(lost(slow, 30), 1.0)
+    work.on_outcome(Scored(outcome=scored(truncated, 100, reason=FinishReason.LENGTH)), 1.0)
     work.trained([scored(kept, 10), scored(truncated, 100, reason=FinishReason.LENGTH)], 1.0)
     window = work.take_window()
     metrics = length_metrics(window, work.lengths, by_kind=True)
@@ -460,11 +460,11 @@ async def test_a_run_that_is_restored_and_one_without_engines_wait_for_recovery(
     story.control.handle(RunBegan())
     story.control.handle(PromptsDrawn(prompt_ids=("a", "b"), exhausted=False))
     waits = story.report.waits
-    waits.look(story.control.state)
+    waits.update(story.control.state)
     assert waits.waits_for()[0] is WaitReason.RECOVERY
     await story.report.on_began(ANCHOR)
-    waits.look()
+    waits.update()
     assert waits.waits_for()[0] is WaitReason.SAMPLING
     story.serving = 0
-    waits.look()
+    waits.update()
     assert waits.waits_for()[0] is WaitReason.RECOVERY

@@ -159,7 +159,7 @@ class Watched(World):
             self.lives.append(RunWaits(lambda: self.now_s, self._shell))
         actions = super().tell(event)
         self.now_s += self.random.expovariate(1.0)
-        self.lives[-1].look(self.state)
+        self.lives[-1].update(self.state)
         found, _ = self.lives[-1].waits_for()
         assert_fits(self.state, found)
         return actions

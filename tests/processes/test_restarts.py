@@ -42,7 +42,7 @@ def test_a_budget_pauses_longer_each_time_and_is_whole_again_after_long_service(
 
 def test_who_lived_for_a_while_is_not_made_to_wait_for_its_successor() -> None:
     one = Restarts(4)
-    assert [one.next_pause(lived_s) for lived_s in (0.0, SETTLED_AFTER_S, SETTLED_AFTER_S - 1)] == [0.0, 0.0, 1.0]
+    assert [one.next_pause(uptime_s) for uptime_s in (0.0, SETTLED_AFTER_S, SETTLED_AFTER_S - 1)] == [0.0, 0.0, 1.0]
     assert one.left == 1, "the budget is spent as before"
 
 

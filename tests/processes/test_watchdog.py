@@ -91,7 +91,7 @@ class Trial:
         self.watch = Watchdog(recipe, run_directory, self.emit, **({"clock": clock} if clock else {}))
         self.state = control().state
         self.waits = RunWaits(anyio.current_time if clock is None else clock, ShellView)
-        self.waits.look(self.state)
+        self.waits.update(self.state)
 
     async def emit(self, seen: StallSeen) -> None:
         self.seen.append(seen)
@@ -157,10 +157,10 @@ async def test_time_in_which_the_process_was_stopped_is_not_counted(tmp_path: Pa
     trial.follow()
     for seconds, still_s in ((0.0, 0.0), (3.0, 3.0), (3600.0, 3.0), (4.0, 7.0)):  # a laptop that slept, SIGSTOP
         clock.now_s += seconds
-        trial.watch.look()
+        trial.watch.check()
         assert trial.watch.still_s == still_s
     trial.tokens += 1
-    trial.watch.look()
+    trial.watch.check()
     assert trial.watch.still_s == 0.0
 
 

@@ -171,7 +171,7 @@ class AutoRounds(StatelessRounds):
 
     def _drained(self, view: RoundView) -> bool:
         """Return whether no deferred prompt waits; after a long round fewer than one race leaves, which the next takes.
-        Of several sizes some always wait: synchronous rounds begin with them then."""
+        With several sizes some groups always wait: synchronous rounds begin with them then."""
         if self.current == SYNCHRONOUS or view.queued == 0:
             return True
         if len(self._settings[self.current].group_sizes) > 1:

@@ -11,8 +11,8 @@ exactly engines and trainer compute. With it an answer waits until it is certain
    ticks go by group and sample. So *everything that was launched must have ended before the first of it counts*.
 
 A race then has the winners that it would have on an ideal engine, but it has waited for all its unfinished
-trajectories: what a race gains in time is given away. The same holds of a batch whose groups could be trained while
-others still run. This is for verification: a run that was killed trains the batches of one that was not, bit for bit.
+trajectories: the time that a race gains is lost. The same holds of a batch whose groups could be trained while others
+still run. This is for verification: a run that was killed trains the batches of one that was not, bit for bit.
 
 It needs rounds that are on-policy (what a token is must not depend on when weights changed) and that decide by outcomes
 alone; times that are measured are not told to policies. A stop takes effect at once, whenever it comes.

@@ -22,7 +22,8 @@ SURE = 2.0
 
 def make_group_sizer(settings: GroupSizing, fixed_size: int, seed: int, steps: int) -> GroupSizer:
     """The sizer of a run of ``steps``. ``fixed_size``: ``rollout.group_size``, which the straggler-aware one starts
-    with where its budget is known. What does not fit together was refused (``recipe.rules.scheduling_rules``)."""
+    with where its budget is known. Settings that do not fit together were refused
+    (``recipe.rules.scheduling_rules``)."""
     if settings.kind is SizingKind.SAGC:
         return StragglerAwareSize(settings, fixed_size, steps)
     if settings.kind is SizingKind.RANDOM:

@@ -45,10 +45,8 @@ class FadingMean(msgspec.Struct, array_like=True):
 
 class PromptLengthPredictor(msgspec.Struct, kw_only=True):
     """Learns from groups that ended, in the order of the events. Costs a few microseconds a call. Its fields are all
-    that it learnt: what is decoded from its encoding answers as it does.
-
-    ``level``, ``longest``: of logarithms of lengths; ``buckets``: by about how many tokens a prompt has; ``prompts``:
-    in order of their last observation."""
+    that it learnt: a decoded copy answers as it does. ``level``, ``longest``: of logarithms of lengths; ``buckets``: by
+    about how many tokens a prompt has; ``prompts``: in order of their last observation."""
 
     level: FadingMean = msgspec.field(default_factory=FadingMean)
     buckets: dict[int, FadingMean] = {}

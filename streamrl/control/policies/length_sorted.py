@@ -112,7 +112,7 @@ class LengthSortedRounds(StatelessRounds):
         return built
 
     def restore(self, state: dict[str, object]) -> None:
-        """The inverse; what another policy learnt is no use here."""
+        """The inverse; the state of another policy is ignored."""
         if "buckets" in state:
             self._predictor = msgspec.convert(state, PromptLengthPredictor, str_keys=True)
 

@@ -68,9 +68,9 @@ class SizeRisk(msgspec.Struct, frozen=True, kw_only=True):
 def count_stragglers(groups: Sequence[LengthTable], size: int, ratio: float) -> tuple[int, int]:
     """(groups that straggled, groups) of ``size``, after each group is split into such by generation index.
 
-    Members are exchangeable given their prompt, so that any fixed split is an unbiased sample of the smaller size. What
-    is left over of a group is not counted. A group straggles when its longest length is at least ``ratio`` times its
-    median one. Lengths are 1 or more.
+    Members are exchangeable given their prompt, so that any fixed split is an unbiased sample of the smaller size.
+    Samples left over are not counted. A group straggles when its longest length is at least ``ratio`` times its median
+    one. Lengths are 1 or more.
     """
     straggled = number = 0
     for table_GL in groups:
@@ -180,12 +180,12 @@ def measured_budget(risks: Mapping[int, SizeRisk], tightening: float) -> tuple[f
 
 
 def with_cut_members(lengths: Sequence[int]) -> list[float]:
-    """``lengths`` of a group, with an estimate for members that a race cut (0): mirrored about the median.
-    With k cut, the i-th longest is the longest that ended x (length k+1 / length i), lengths ascending.
+    """``lengths`` of a group, with an estimate for members that a race cut (0): mirrored about the median. With k cut,
+    the i-th longest is the longest that ended x (length k+1 / length i), lengths ascending.
 
     A race cuts the longest, so that the others say nothing of stragglers. Where log lengths of a prompt are spread
     alike above and below their median, and fewer than half are cut, groups straggle about as often as without a race.
-    Which of the shortest stands for which member is left to the order of samples, so that parts of a group are fair.
+    The order of samples decides which of the shortest stands for which member, so that parts of a group are fair.
     """
     ended = sorted(length for length in lengths if length)
     cut = len(lengths) - len(ended)

@@ -44,7 +44,7 @@ class TailBatchingRounds(StatelessRounds):
         if not view.at_barrier:
             return None
         if view.round_kind:
-            return self._go_on(view)
+            return self._resume_paused(view)
         due = self._size_due(view)
         size = due or view.group_size
         batch, waiting = view.batch_trajectories // view.trajectories_of(size), self._waiting(view, size)
@@ -101,7 +101,7 @@ class TailBatchingRounds(StatelessRounds):
     def _queued_at(self, view: RoundView, size: int) -> int:
         return 0 if len(self._sizes) == 1 or view.exhausted else size
 
-    def _go_on(self, view: RoundView) -> Launch | None:
+    def _resume_paused(self, view: RoundView) -> Launch | None:
         """Groups that were dropped are refilled, so that the round can fill its batch."""
         size = view.group_size
         missing = math.ceil(view.missing / size) - view.untrained

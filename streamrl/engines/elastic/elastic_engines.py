@@ -1,5 +1,5 @@
-"""Engines that are freed late in a round, or exchanged for a set of another shape, as the controller sees them: what
-``freeing`` and ``sets`` decide is done here. Without either, only restarts are reported.
+"""Engines that are freed late in a round, or exchanged for a set of another shape, as the controller sees them: this
+module carries out the decisions of ``freeing`` and ``sets``. Without either, only restarts are reported.
 
 At the boundary of two rounds: freed engines of the set in use serve again; then the set of the next round is chosen;
 then the round's requests are submitted, to engines of that set alone.
@@ -8,7 +8,7 @@ A freed engine is drained: the others sample on what it serves, from its tokens.
 push, and serves again in the next round; the trainer has its cores until the next version is live.
 
 A set is chosen when the first group of a round is launched: only then is its kind known. Engines that leave get no more
-requests; what they serve is cut and sampled on where the set that joins serves. Requests wait until it does.
+requests; their requests are cut and continue on the set that joins. Requests wait until it does.
 """
 
 from __future__ import annotations
@@ -202,9 +202,9 @@ class ElasticEngines(Observer):
                 await self._changed.wait()
             self._changed = anyio.Event()
             async with self._one_at_a_time:
-                await self._look(freeing)
+                await self._try_to_free(freeing)
 
-    async def _look(self, freeing: Freeing) -> None:
+    async def _try_to_free(self, freeing: Freeing) -> None:
         if self.freed and not self._pool.serving:  # those that served were lost
             self._readmit_freed()
             await self._set_idle(0)

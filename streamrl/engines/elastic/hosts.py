@@ -2,9 +2,9 @@
 stopped when another set is used; one that dies in use is started again while the others serve.
 
 Each engine has one task here, whatever happens to it. The supervisor, or a person, starts its hosts; here its two
-streams are bound anew for each: nothing that one sends late is taken for the next one's. An engine that makes no
-progress, or fails in a weight push, is ended first, and is then a dead one. What it served is submitted to the others.
-A host of a set that is not in use ends, or sleeps (on CUDA): it gives the device's memory back. One that dies asleep is
+streams are bound anew for each: a late message of one is never taken for the next one's. An engine that makes no
+progress, or fails in a weight push, is ended first, and is then a dead one. Its requests are submitted to the others. A
+host of a set that is not in use ends, or sleeps (on CUDA): it gives the device's memory back. One that dies asleep is
 started when its set is used next.
 """
 

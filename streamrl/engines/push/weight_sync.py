@@ -87,14 +87,14 @@ class WeightSync:
             return report
 
     async def pause(self) -> None:
-        """Pause all engines until the next push or ``resume``: what is submitted from now on waits for it, and its
+        """Pause all engines until the next push or ``resume``: requests submitted from now on wait for it, and their
         first token is computed after the commit. Requests in flight are treated as a push would treat them."""
         async with self._one_at_a_time:
             await self._on_each(self._pause, list(self._engines), self._limit("not every engine was paused"))
             self._note_pause(True)
 
     async def resume(self) -> None:
-        """Resume paused engines without a push: what was submitted meanwhile is sampled by the live version."""
+        """Resume paused engines without a push: requests submitted meanwhile are sampled by the live version."""
         async with self._one_at_a_time:
             paused = [engine for engine in self._engines if engine in self._paused_engines]
             await self._on_each(self._resume, paused, self._limit("not every engine was resumed"))

@@ -74,7 +74,7 @@ class VllmEngine(PlainVllmEngine):
         self._paused = True
 
     async def wake(self) -> None:
-        """Take the device's memory again. What it holds must be brought to the live version before it samples."""
+        """Take the device's memory again. Its weights must be brought to the live version before it samples."""
         await self._unless_dead(self._llm.wake_up)
         self._paused = False
 

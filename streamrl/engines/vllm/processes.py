@@ -56,7 +56,8 @@ class ProcessWatch:
         self._shared = {path for _, process in self._processes for path in _shared_memory(process)}
 
     def first_death(self) -> str | None:
-        """A sentence about the first dead one, or None. Of several the parent is named: a child follows its parent."""
+        """A sentence about the first dead one, or None. The parent is named among several: a child follows its
+        parent."""
         for title, process in self._processes:
             if not _alive(process):
                 return f"its process {title} (pid {process.pid}) died{_how(process)}"

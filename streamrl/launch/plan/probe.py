@@ -27,7 +27,7 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
 
 def problems_of_object(spec: str, timeout_s: float) -> Sequence[str]:
     """Return why the object ``module:name`` or ``file.py:name`` cannot be loaded; each problem names it."""
-    found, ran = _look("object", spec, timeout_s)
+    found, ran = _run_child("object", spec, timeout_s)
     if found is not None:
         return found.problems
     if ran.late:
@@ -40,11 +40,11 @@ def problem_of_model(
 ) -> tuple[str | None, str]:
     """Return why no run can train the model of ``options``; empty: one can; None: not found out. Takes about ten
     seconds, most of which imports vLLM."""
-    found, _ = _look("model", msgspec.json.encode((options, targets, prompt)).decode(), timeout_s)
+    found, _ = _run_child("model", msgspec.json.encode((options, targets, prompt)).decode(), timeout_s)
     return (None, "") if found is None else ("".join(found.problems), found.differs)
 
 
-def _look(kind: str, argument: str, timeout_s: float) -> tuple[_Found | None, ThrowawayAnswer]:
+def _run_child(kind: str, argument: str, timeout_s: float) -> tuple[_Found | None, ThrowawayAnswer]:
     ran = run_throwaway("streamrl.launch.plan.probe", [kind, argument], timeout_s)
     found = msgspec.msgpack.decode(ran.written, type=_Found) if ran.written and not ran.failure else None
     return found, ran

@@ -44,7 +44,7 @@ class ChildProcess:
         return code
 
     @property
-    def lived_s(self) -> float:
+    def uptime_s(self) -> float:
         """Seconds since it was started, or from then until its end was noticed."""
         return (self._ended_s if self._ended_s is not None else time.monotonic()) - self._started_s
 

@@ -56,6 +56,6 @@ class EngineOrders:
         child = self._supervisor.engine_host(order.engine)
         if child is None or not child.running or order.pid not in (0, child.process.pid):
             return
-        if order.pid or child.lived_s >= order.older_than_s:
+        if order.pid or child.uptime_s >= order.older_than_s:
             log.warning("%s is ended by SIGKILL: %s", order.engine, order.reason)
             child.process.kill()

@@ -76,7 +76,7 @@ class ExitMonitor:
                 pause_s, left = 0.0, self._replacements_left
                 log.warning("%s asked to be replaced (%d replacements left); see %s", name, left, child.log)
             elif restarts is not None and not death.is_fatal and (death.exit_code or not self.draining):
-                pause_s = restarts.next_pause(child.lived_s)
+                pause_s = restarts.next_pause(child.uptime_s)
                 if pause_s is not None:
                     how = f"it is started again ({restarts.left} restarts left)"
                     log.warning("%s; %s; see %s", death.describe(), how, child.log)

@@ -27,12 +27,12 @@ class Restarts:
         self.left = self._budget = budget
         self._pause_s = 0.0
 
-    def next_pause(self, lived_s: float) -> float | None:
-        """Seconds to wait before the process that died after ``lived_s`` is started again, which is counted; None:
+    def next_pause(self, uptime_s: float) -> float | None:
+        """Seconds to wait before the process that died after ``uptime_s`` is started again, which is counted; None:
         the budget is spent."""
-        if lived_s >= RENEWED_AFTER_S:
+        if uptime_s >= RENEWED_AFTER_S:
             self.left = self._budget
-        if lived_s >= SETTLED_AFTER_S:
+        if uptime_s >= SETTLED_AFTER_S:
             self._pause_s = 0.0
         if not self.left:
             return None

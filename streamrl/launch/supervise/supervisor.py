@@ -225,7 +225,7 @@ class Supervisor:
         child = self._children[first.name]
         if self._exits.draining or first.is_fatal or child.plan.role not in RESUMED:
             return False
-        if (pause_s := self._exits.policy.run.next_pause(child.lived_s)) is None:
+        if (pause_s := self._exits.policy.run.next_pause(child.uptime_s)) is None:
             return False
         log.warning("%s; the run is resumed (%d of its restarts left)", first.describe(), self._exits.policy.run.left)
         await self._end_all(0.0)

@@ -61,8 +61,8 @@ def stall_limit_s(recipe: Recipe) -> float:
 
 
 class Watchdog:
-    """``run`` is a child of the nursery, ended by ``end``. ``waits``: where code that waits long says for what. Until
-    ``follow`` was called the run starts up. ``emit``: takes what is seen."""
+    """``run`` is a child of the nursery, ended by ``end``. ``waits``: where code that waits long says for what. The run
+    is starting until ``follow`` is called. ``emit``: takes what is seen."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Watchdog:
         """Seconds without progress."""
         return self._looked_s - self._since_s
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Look at the progress. Time in which it could not look (the process was stopped as a whole) counts as one
         look: what others did meanwhile is seen only at the next one."""
         now, gap_s = self._clock(), self._clock() - self._looked_s
@@ -167,7 +167,7 @@ class Watchdog:
 
     async def _watch_progress(self) -> None:
         while True:
-            self.look()
+            self.check()
             if self.still_s >= self._limit_s:
                 await self._stalled()
             await anyio.sleep(min(self._limit_s / _LOOKS, _LONGEST_PAUSE_S))
@@ -244,7 +244,7 @@ class Watchdog:
 
 
 def bytes_below(folder: Path) -> int:
-    """Bytes of all files in ``folder`` and below; what vanishes meanwhile does not count."""
+    """Bytes of all files in ``folder`` and below; files that vanish meanwhile do not count."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:

@@ -13,10 +13,10 @@ def nucleus_mask(logits_NV: Tensor, top_p: float, targets_N: Tensor) -> Tensor:
     """True where vLLM's top-p sampler removes a token. Bool [N, V].
 
     Repeats ``apply_top_k_top_p_pytorch`` of vLLM 0.32 operation for operation in float32 (ascending sort, softmax,
-    cumulative sum, ``<= 1 - p``, the last one always kept), so that equal logits give an equal nucleus. Of tied tokens
-    at the edge either may be cut; both weigh the same, so the renormalised rest does not depend on which. Logits that
-    differ in the last bits can move a token at the very edge. The sampled token was inside by construction, so it is
-    kept in any case: its logprob stays finite.
+    cumulative sum, ``<= 1 - p``, the last one always kept), so that equal logits give an equal nucleus. Either of two
+    tied tokens at the edge may be cut; both weigh the same, so the renormalised rest does not depend on which. Logits
+    that differ in the last bits can move a token at the very edge. The sampled token was inside by construction, so it
+    is kept in any case: its logprob stays finite.
     """
     sorted_NV, order_NV = logits_NV.sort(dim=-1, descending=False)
     cumulative_NV = torch.cumsum(sorted_NV.softmax(dim=-1), dim=-1)

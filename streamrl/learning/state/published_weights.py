@@ -173,7 +173,7 @@ class FullWeights(PublishedWeights):
 
     @torch.no_grad()
     def _take_over(self, forward_L: Tensor) -> Tensor:
-        """Parameters become views of one vector, which gets their values; what they held is freed one by one."""
+        """Parameters become views of one vector, which gets their values; their memory is freed one by one."""
         for shard, parameter in self._pairs():
             forward_L[shard.place] = parameter.flatten()
             parameter.data = forward_L[shard.place].view(shard.shape)

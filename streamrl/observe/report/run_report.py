@@ -98,7 +98,7 @@ class RunReport(Observer):
         self._rewards_in_flight, self._loop_lag = rewards_in_flight, loop_lag
         self._alarms, self._evaluations, self._resumption = alarms or Alarms(()), evaluations, resumption
         self._trace, self._samples, self._clock = trace, samples, clock
-        self._lived_s = resumption.recovered.elapsed_s if resumption else 0.0
+        self._previous_lives_s = resumption.recovered.elapsed_s if resumption else 0.0
         self._began = False
         self._started = self._progressed_at = clock()
         self._timer = StepTimer(clock, rollout, capacity)
@@ -114,12 +114,12 @@ class RunReport(Observer):
 
     def elapsed(self) -> float:
         """Seconds since the run began."""
-        return self._lived_s + self._clock() - self._started
+        return self._previous_lives_s + self._clock() - self._started
 
     async def prepare(self) -> None:
         """Count the time of a recovery from here on."""
         if self._resumption is not None:
-            self.waits.look(self._resumption.recovered.state)
+            self.waits.update(self._resumption.recovered.state)
 
     async def run(self, notify: Callable[[ControlEvent], None]) -> None:
         """Measure the engines a few times a second, until ``end``."""
@@ -186,8 +186,8 @@ class RunReport(Observer):
     def on_outcome(self, outcome: RewardOutcome) -> None:
         """Count an outcome and the calls of rewards in it."""
         if isinstance(outcome, Scored):
-            self._rewards.came_back(outcome)
-        self._trajectories.came_back(outcome, self.elapsed())
+            self._rewards.on_outcome(outcome)
+        self._trajectories.on_outcome(outcome, self.elapsed())
 
     def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: dict[str, float]) -> None:
         """Keep the figures of the batch until its version is live."""
@@ -245,7 +245,7 @@ class RunReport(Observer):
     async def on_progress(self) -> None:
         """Say how far the open round is, or the evaluation when all else waits for it; at most a few times a second."""
         now, state = self._clock(), self._control.state
-        self.waits.look(state)
+        self.waits.update(state)
         if now - self._progressed_at < PROGRESS_INTERVAL_S:
             return
         self._progressed_at = now
@@ -263,7 +263,7 @@ class RunReport(Observer):
     def engines_measured(self, load: EngineLoad) -> EnginesMeasured:
         """Measure the engines since the last call, for control and the trace. ``load``: of all engines together, at
         most 0.2 s old."""
-        self.waits.look()
+        self.waits.update()
         before, self._last_load = self._last_load, load
         if load.generated_tokens < before.generated_tokens:
             before = load  # an engine left, and its counters with it: from here on again

@@ -39,7 +39,7 @@ class _Open(msgspec.Struct):
     policy_version: int
     dropped: DropReason | None = None
     outcome: EndedOutcome | None = None
-    came_back_s: float = 0.0
+    returned_s: float = 0.0
 
 
 class TrajectoryStats:
@@ -59,14 +59,14 @@ class TrajectoryStats:
         for trajectory in action.ids:
             self._open[trajectory] = _Open(now, action.round_kind, prompt_tokens, action.policy_version)
 
-    def came_back(self, item: RewardOutcome, now: float) -> None:
+    def on_outcome(self, item: RewardOutcome, now: float) -> None:
         """Note an outcome."""
         if isinstance(item, TrajectoryPaused):
             return  # it comes back once more
         trajectory = item.id if isinstance(item, TrajectoryLost) else item.outcome.trajectory.id
         if (one := self._open.get(trajectory)) is None:
             return
-        one.outcome, one.came_back_s = item, now
+        one.outcome, one.returned_s = item, now
         length = _length(item, one.round_kind)
         self._window.sampled.append(length)
         if trajectory.attempt == 0 and self.lengths.limit:
@@ -92,7 +92,7 @@ class TrajectoryStats:
             one = self._open.pop(scored.trajectory.id, None)
             if one is None or not isinstance(one.outcome, Scored):
                 continue
-            members.append((one.came_back_s, one.outcome))
+            members.append((one.returned_s, one.outcome))
             length = _length(one.outcome, one.round_kind)
             self._window.trained.append(length)
             self._window.kept_rewards[one.round_kind].append(scored.reward)
@@ -128,9 +128,9 @@ class TrajectoryStats:
         for trajectory, one in list(self._open.items()):
             if isinstance(one.outcome, TrajectoryLost):
                 reason = DropReason.CANCELLED if one.outcome.cancelled else DropReason.ENGINE_FAILED
-                self._end(trajectory, reason, one.came_back_s)
+                self._end(trajectory, reason, one.returned_s)
             elif one.outcome is not None and isinstance(one.outcome.outcome, RewardFailure):
-                self._end(trajectory, DropReason.REWARD_FAILED, one.came_back_s)
+                self._end(trajectory, DropReason.REWARD_FAILED, one.returned_s)
 
     def _end(self, trajectory: TrajectoryId, reason: DropReason, now: float) -> None:
         one = self._open.pop(trajectory)
@@ -162,7 +162,7 @@ def _length(outcome: EndedOutcome, round_kind: str) -> SampledLength:
 
 def _line(trajectory: TrajectoryId, one: _Open, outcome: str, now: float) -> TrajectoryLine:
     sampled = _sampled(one.outcome)
-    came_back = one.outcome.outcome if isinstance(one.outcome, Scored) else None
+    scored = one.outcome.outcome if isinstance(one.outcome, Scored) else None
     return TrajectoryLine(
         prompt_id=trajectory.prompt_id,
         group=trajectory.group_id,
@@ -175,9 +175,9 @@ def _line(trajectory: TrajectoryId, one: _Open, outcome: str, now: float) -> Tra
         round_kind=one.round_kind,
         launched_s=round(one.launched_s, 4),
         ended_s=round(now, 4),
-        rollout_s=round((one.came_back_s or now) - one.launched_s if sampled is None else sampled.rollout_seconds, 4),
-        reward_s=0.0 if came_back is None else round(came_back.reward_seconds, 5),
-        reward=came_back.reward if isinstance(came_back, ScoredTrajectory) else None,
+        rollout_s=round((one.returned_s or now) - one.launched_s if sampled is None else sampled.rollout_seconds, 4),
+        reward_s=0.0 if scored is None else round(scored.reward_seconds, 5),
+        reward=scored.reward if isinstance(scored, ScoredTrajectory) else None,
         oldest_version=one.policy_version if sampled is None else sampled.oldest_version,
         newest_version=one.policy_version if sampled is None else sampled.newest_version,
     )
@@ -190,7 +190,7 @@ class RewardCalls:
         self._calls: defaultdict[str, list[RewardCall]] = defaultdict(list)
         self._failures: Counter[str] = Counter()
 
-    def came_back(self, item: Scored) -> None:
+    def on_outcome(self, item: Scored) -> None:
         """The outcome of one trajectory arrived, also of one that was dropped."""
         outcome = item.outcome
         for call in outcome.calls:

@@ -1,8 +1,6 @@
-r"""``math``: the answer is the same mathematics, by math-verify (LaTeX and plain expressions, sympy behind it).
-
-What of a text is the answer is found here: of several ``\boxed{}`` the library takes all from the first to the last
-for one, and a space between thousands for a product, so ``10\,000`` would be 0.
-"""
+r"""``math``: the answer is the same mathematics, by math-verify (LaTeX and plain expressions, sympy behind it). Finds
+the answer in a text: of several ``\boxed{}`` the library takes all from the first to the last for one, and a space
+between thousands for a product, so ``10\,000`` would be 0."""
 
 from __future__ import annotations
 

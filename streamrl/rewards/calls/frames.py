@@ -80,7 +80,7 @@ class RewardsLoaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForkChild(msgspec.Struct, frozen=True, tag=True):
-    """Fork one. With it travel descriptors: its socket, its page, where it may print. ``loop``: for coroutines."""
+    """Fork one. Descriptors travel with it: its socket, its page, where it may print. ``loop``: for coroutines."""
 
     child: int
     loop: bool
@@ -137,7 +137,8 @@ def to_frame(content: Any) -> bytes:
 
 
 def answered_values(answer: CallAnswer, count: int) -> tuple[CheckedValue, ...]:
-    """The values of a call about ``count`` completions. What the process made up itself is a failure of all of them."""
+    """The values of a call about ``count`` completions. A reply that the process made up is a failure of all of
+    them."""
     if len(answer.values) != count:
         problem = f"answered {len(answer.values)} values for {count} completions"
     elif not all(map(_is_finite, answer.values)):

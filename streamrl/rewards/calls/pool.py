@@ -174,7 +174,7 @@ class CallChild:
         except OSError:
             return b""
 
-    async def how_it_ended(self) -> str:
+    async def end_reason(self) -> str:
         """``exit code 3`` or ``killed by SIGSEGV``, with what is likely."""
         with anyio.move_on_after(_STATUS_LIMIT_S):
             await self.ended.wait()
@@ -380,7 +380,7 @@ class CallPool:
     async def call(
         self, function: int, completion: Any, arguments: Mapping[str, Any], *, count: int, limit_s: float, rank: int
     ) -> CallResult:
-        """The result of one call, whatever user code does. Of those that wait, the smallest ``rank`` begins first."""
+        """The result of one call, whatever user code does. The waiting call with the smallest ``rank`` begins first."""
         call = Call(function, completion, arguments, count, limit_s, anyio.Event())
         self.enqueue(call, rank)
         await call.done.wait()
@@ -435,7 +435,7 @@ class CallPool:
             await anyio.sleep(_TICK_S)
             now = anyio.current_time()
             for process in self._plain:
-                process.look(now)
+                process.check(now)
             busy = [process for process in self._plain if process.busy and process.since < now - _TICK_S]
             if self._waiting[False] and len(busy) == self._slots < self._most:
                 self._add_slot()
@@ -462,7 +462,7 @@ class CallPool:
                 if await child.receive() is not None:
                     self._server.starts_since_ready = 0
                     return child
-                reason = await child.how_it_ended()
+                reason = await child.end_reason()
             child.hangs = not child.ended.is_set()
             self._end(child)
             # Otherwise the end of the fork server was counted.
@@ -537,12 +537,12 @@ class _PlainProcess:
         again: list[Call] = []
         with self._scope:
             async with anyio.create_task_group() as serving:
-                serving.start_soon(self._give, calls)
+                serving.start_soon(self._send_calls, calls)
                 again = await self._take_answers()
                 self._scope.cancel()
         return again
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """End the process where its oldest call is late. The calls behind one that is slow go elsewhere."""
         child = self._child
         if not child.pending or child.unread() is not None:
@@ -556,7 +556,7 @@ class _PlainProcess:
         elif now - self.since > _SLOW_S and len(child.pending) > 1:
             child.pending = {sequence: self._take_oldest()}
 
-    async def _give(self, calls: list[Call]) -> None:
+    async def _send_calls(self, calls: list[Call]) -> None:
         """Send calls; ``calls`` first."""
         child = self._child
         while not self.idle:
@@ -591,7 +591,7 @@ class _PlainProcess:
             if answer is None:
                 if child.pending:
                     oldest = self._take_oldest()
-                    how = await child.how_it_ended()
+                    how = await child.end_reason()
                     oldest.fail(RewardFailureKind.RAISED, f"ended its process ({how})")
                 break
             self.since = anyio.current_time()
@@ -628,12 +628,12 @@ class _LoopProcess:
     async def serve(self) -> None:
         """Serve until the process ends, or is to end; calls that are pending then have to run in another."""
         async with anyio.create_task_group() as serving:
-            serving.start_soon(self._give)
+            serving.start_soon(self._send_calls)
             serving.start_soon(self._watch, serving.cancel_scope)
             await self._take_answers()
             serving.cancel_scope.cancel()
 
-    async def _give(self) -> None:
+    async def _send_calls(self) -> None:
         while not self._child.retired:
             calls = await self._pool.next_calls(coroutines=True)
             if self._child.retired:
@@ -647,10 +647,10 @@ class _LoopProcess:
             try:
                 answer = await self._child.receive()
             except msgspec.DecodeError as error:
-                await self._blame(f"wrote to its channel ({error})")
+                await self._fail_running_call(f"wrote to its channel ({error})")
                 return
             if answer is None:
-                await self._blame(f"ended its process ({await self._child.how_it_ended()})")
+                await self._fail_running_call(f"ended its process ({await self._child.end_reason()})")
                 return
             first = not self._child.retired  # calls that find it exhausted after the first did not cause it
             if (answer.retire or answer.exhausted) and first:
@@ -663,7 +663,7 @@ class _LoopProcess:
             elif call is not None:
                 call.finish(answered_values(answer, call.count), answer.seconds)
 
-    async def _blame(self, message: str) -> None:
+    async def _fail_running_call(self, message: str) -> None:
         """The call whose step ran failed; others are run again, and no more than twice where no step ran."""
         guilty = self._child.pending.pop(self._child.page.running()[0], None)
         if guilty is not None:

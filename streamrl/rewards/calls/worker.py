@@ -74,12 +74,12 @@ async def run_reward_worker(
 ) -> None:
     """Answer every ``ScoreGroup`` with a ``GroupScored``, until ``orders`` ends; nothing that it started is left then.
 
-    What the recipe says is version 0 to orders. ``owns_process`` False (tests): nothing ends the process, so a trusted
-    function that never stops makes this hang. Otherwise the process ends by ``os._exit`` when trusted code
-    cannot be stopped: with code 75 while orders may come, with code 0 when they ended and all are answered (``results``
-    is closed, hence flushed, before). Raises ``RecipeError`` when a function cannot be loaded,
-    ``StreamBroken`` when the controller is gone, and ``StreamRLError`` when call processes cannot be started any more
-    (exit code 1: the supervisor restarts the worker).
+    Orders call the recipe's rewards version 0. ``owns_process`` False (tests): nothing ends the process, so a trusted
+    function that never stops makes this hang. Otherwise the process ends by ``os._exit`` when trusted code cannot be
+    stopped: with code 75 while orders may come, with code 0 when they ended and all are answered (``results`` is
+    closed, hence flushed, before). Raises ``RecipeError`` when a function cannot be loaded, ``StreamBroken`` when the
+    controller is gone, and ``StreamRLError`` when call processes cannot be started any more (exit code 1: the
+    supervisor restarts the worker).
     """
     timer = _open_timer() if owns_process else None
     user_calls = asyncio.TaskGroup()
@@ -105,7 +105,7 @@ async def run_reward_worker(
 
 
 class _Serving:
-    """Receives orders and answers them. What was scored since the last message goes out with the next one."""
+    """Receives orders and answers them. Each message has all that was scored since the one before."""
 
     def __init__(
         self,

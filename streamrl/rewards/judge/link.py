@@ -94,7 +94,7 @@ class JudgeLink:
             zmq_sender(JudgeOrder, orders_at, bind=True, name=f"{JUDGE}.orders") as orders,
             zmq_receiver(JudgeEvent, reports_at, bind=True, name=f"{JUDGE}.reports") as reports,
         ):
-            await converse(partial(self._send_load, orders), partial(self._hear, reports))
+            await converse(partial(self._send_load, orders), partial(self._receive_reports, reports))
 
     async def _send_load(self, orders: SendStream[JudgeOrder]) -> None:
         await self._may_load.wait()
@@ -109,7 +109,7 @@ class JudgeLink:
         self._serving.deadline = anyio.current_time() + (PATIENCE_S if self._connected else 0.0)
         await orders.aclose()
 
-    async def _hear(self, reports: ReceiveStream[JudgeEvent]) -> None:
+    async def _receive_reports(self, reports: ReceiveStream[JudgeEvent]) -> None:
         async for event in reports:
             if isinstance(event, JudgeReady):
                 self._connected = True

@@ -1,8 +1,6 @@
-"""Plain Python values as JSON data, from the code's process to the one that compares. Only the standard library.
-
-What arrives is not trusted: only values of exact built-in types are made of it, and few enough members of sets and
-mappings that no choice of members makes them slow (numbers with equal hashes).
-"""
+"""Plain Python values as JSON data, from the code's process to the one that compares. Only the standard library. Input
+is not trusted: only values of exact built-in types are made of it, and few enough members of sets and mappings that no
+choice of members makes them slow (numbers with equal hashes)."""
 
 from __future__ import annotations
 
@@ -59,8 +57,7 @@ def limited(items: Any) -> Any:
 
 
 def encode(value: Any) -> Any:
-    """JSON data of ``value``. What an iterator gives is taken out of it; other objects are
-    only named by their type."""
+    """JSON data of ``value``. An iterator is exhausted; other objects are only named by their type."""
     kind = type(value)
     if value is None or kind in (bool, str, float) or (kind is int and abs(value) < _LARGEST_PLAIN_INT):
         return value

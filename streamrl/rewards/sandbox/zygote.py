@@ -92,7 +92,7 @@ def _may_build_as_root() -> bool:
 
 
 def _inner(control: socket.socket, wanted: list[str], namespaces: bool, missing: dict[str, str], failed: int) -> None:
-    """The zygote itself. What goes wrong before it can serve is written to ``failed``, which is closed when it can."""
+    """The zygote itself. An error before it can serve is written to ``failed``, which is closed when it serves."""
     try:
         sc.die_with_parent()
         library = os.path.dirname(os.__file__)
@@ -237,7 +237,7 @@ class _Serving:
                         return
                     self._handle(json.loads(message), fds)
                 else:
-                    self._hear(key.data, key.fd)
+                    self._read_report(key.data, key.fd)
             now = time.monotonic()
             for run in self._runs.values():
                 if run.ends_at <= now:
@@ -291,7 +291,7 @@ class _Serving:
             flags |= sc.CLONE_NEWNET | sc.CLONE_NEWIPC | sc.CLONE_NEWUTS
         return sc.fork_into(flags)
 
-    def _hear(self, run: _Run, fd: int) -> None:
+    def _read_report(self, run: _Run, fd: int) -> None:
         part = os.read(fd, _MESSAGE_BYTES)
         run.reported.extend(part)
         if part:

@@ -10,7 +10,7 @@
     await journal.close()
 
 A journal is a directory of segments, ``000001.journal`` and so on. A segment begins with a *base*: records that stand
-for everything before it. So the newest segment alone is enough to go on; the one before it stays as a second chance.
+for everything before it. So the newest segment alone is enough to resume; the one before it stays as a second chance.
 
 ::
 

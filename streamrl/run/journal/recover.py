@@ -186,7 +186,7 @@ class Resumption(Observer):
         self.reports: Sequence[StepReport] = ()
 
     async def prepare(self) -> None:
-        """Train again what the ranks lack: nothing is sampled again for that. Raises ``StreamRLError`` for ranks that
+        """Train again what the ranks lack: no sampling is repeated for that. Raises ``StreamRLError`` for ranks that
         are ahead, or that hold a version from before the journal's base."""
         with self._waits.waiting_for("the trainer to train again what the journal has"):
             await self._retrain()

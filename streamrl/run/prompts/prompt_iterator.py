@@ -54,8 +54,8 @@ class UserRows:
         return True, row
 
     async def skip(self, count: int) -> None:
-        """Skip the first ``count`` rows, which an earlier life of the run had, so that none is trained twice.
-        Of a live object none is skipped: what it gives now is new. Raises as ``next_row``."""
+        """Skip the first ``count`` rows, which an earlier life of the run had, so that none is trained twice. No row of
+        a live object is skipped: what it gives now is new. Raises as ``next_row``."""
         if count and self._rows is None:
             await self._open()
         if count and self._live:

@@ -169,8 +169,8 @@ def check_prompts(
 ) -> list[str]:
     """Everything that is wrong with a source, one line each, at most 20 of them; empty: nothing is.
 
-    Stored rows are all read, of a task the first 16. Of an iterator the first row is drawn, in a throw-away process
-    and within ``timeout_s``. ``needed_columns``: columns by the name of the reward that needs them
+    Stored rows are all read, of a task the first 16. The first row of an iterator is drawn in a throw-away process,
+    within ``timeout_s``. ``needed_columns``: columns by the name of the reward that needs them
     (``streamrl.rewards.needed_columns``). ``see`` gets the first prompt, where that is one.
     """
     try:

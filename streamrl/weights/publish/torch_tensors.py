@@ -1,5 +1,5 @@
-"""A trainer rank's torch tensors, published (``start_publisher``). What changed in weights that lie on a GPU is found
-there: only changes come to the host, to be encoded.
+"""A trainer rank's torch tensors, published (``start_publisher``). Changes of weights on a GPU are found there: only
+changes come to the host, to be encoded.
 
 The same changes as ``weights.codec`` finds, element for element, by torch alone: a comparison, a running count for each
 exponent, and gathers at the places that changed. On a CPU the compiled loops are many times faster.
@@ -34,8 +34,8 @@ from streamrl.weights.publish.tensor_source import HostTensors
 
 
 def start_publisher(options: TrainerOptions, shards: Sequence[LocalShard], device: torch.device) -> WeightPublisher:
-    """Serve a rank's shards to engines as deltas. Raises ``WeightError`` when the endpoint cannot be bound. What
-    changed is found where the weights lie: on a GPU by torch, with a baseline of 2 bytes an element there."""
+    """Serve a rank's shards to engines as deltas. Raises ``WeightError`` when the endpoint cannot be bound. Changes are
+    found where the weights lie: on a GPU by torch, with a baseline of 2 bytes an element there."""
     publisher = WeightPublisher(
         options.weights_endpoint,
         run_id=options.run_id,

@@ -1,10 +1,10 @@
 """Writes checkpoint bits into live runtime parameters, and reads them back.
 
-Everything is done on integer views. A runtime parameter holds either the published type, or float32 holding
-published bfloat16: the upper half of its bits, with the lower half zero.
+Everything is done on integer views. A runtime parameter holds either the published type, or float32 holding published
+bfloat16: the upper half of its bits, with the lower half zero.
 
-What can be known before the engine pauses is made ready by ``prepare``: where every element goes, what is there now,
-what it adds to the state hash. ``apply`` then only compares, writes and reads back.
+``prepare`` does all work that is possible before the engine pauses: where every element goes, what is there now, what
+it adds to the state hash. ``apply`` then only compares, writes and reads back.
 """
 
 from __future__ import annotations

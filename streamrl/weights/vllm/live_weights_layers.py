@@ -1,10 +1,10 @@
 """The part of a commit that goes through layers which must be rebuilt: see ``load_plan_reload``.
 
-What a layer is loaded from is made ready while the engine samples: its loading-time parameters, at the new version,
-in host memory. The commit rebuilds from them. No element of a packed tensor can be compared with a checkpoint's, so the
-state hash counts the bits that the layers were loaded from, and is right as long as a layer is what comes of those.
-That is compared once, when the first delta is made on the files of the checkpoint that vLLM loaded; from then on each
-layer's served tensors must be those of its last rebuild, in every commit that touches it and in audits.
+The inputs of a layer are made ready while the engine samples: its loading-time parameters, at the new version, in host
+memory. The commit rebuilds from them. No element of a packed tensor can be compared with a checkpoint's, so the state
+hash counts the bits that the layers were loaded from, and is right as long as a layer is what comes of those. That is
+compared once, when the first delta is made on the files of the checkpoint that vLLM loaded; from then on each layer's
+served tensors must be those of its last rebuild, in every commit that touches it and in audits.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The model's own ``load_weights`` is run once over meta tensors under a dispatch 
 the destination view of each copy and suppresses the write. Each pair is an affine map from flat checkpoint positions to
 runtime elements: fused projections, tensor-parallel shards, experts and tied embeddings need no code of their own.
 Where the engine packed, rearranged or quantised a layer after loading it, the map leads to what that was loaded as, and
-the layer is rebuilt from there (``load_plan_reload``). What is no such copy is refused by name.
+the layer is rebuilt from there (``load_plan_reload``). Any other tensor is refused by name.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ class ReloadedLayer:
                 )
 
     def _built(self, loaded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return, by attribute, what the layer's quantisation method makes of ``loaded``. Whatever else it sets, a
-        packed kernel without tensors, say, is in service from now on."""
+        """Return, by attribute, what the layer's quantisation method makes of ``loaded``. Anything else that it sets (a
+        packed kernel without tensors, say) is in service from now on."""
         derived = dict(_plain_tensors(self._module))
         with torch.no_grad(), self.as_loaded({n: _as_parameter(self.loading[n], t) for n, t in loaded.items()}):
             self._module.__dict__.pop(_FINISHED, None)

@@ -1,8 +1,8 @@
 """The ``streamrl`` weight transfer backend: runs in every worker process of an engine.
 
-A version is *staged* in a thread while the engine samples (fetch, check, decode, locate), and *committed*
-between two steps of a paused engine. Worker methods never raise for a version that does not fit: they report,
-so that the reason reaches the owner in one piece. What vLLM calls itself does raise: its update session must end.
+A version is *staged* in a thread while the engine samples (fetch, check, decode, locate), and *committed* between two
+steps of a paused engine. Worker methods never raise for a version that does not fit: they report, so that the reason
+reaches the owner in one piece. Methods that vLLM calls do raise: its update session must end.
 """
 
 from __future__ import annotations
