@@ -171,7 +171,7 @@ def run_report(
 def _alarms(recipe: Recipe) -> Alarms:
     """Simulated engines need not agree with the trainer."""
     mismatch = recipe.off_policy.alarm if recipe.compares_logprobs else 0.0
-    return Alarms(alarm_rules(mismatch, canary_bounds(recipe, installed_device()).alarm))
+    return Alarms(alarm_rules(mismatch, canary_bounds(recipe.training, recipe.engines, installed_device()).alarm))
 
 
 def elastic_engines(recipe: Recipe, parts: Parts, record: JournalledRun, report: RunReport) -> ElasticEngines:

@@ -118,7 +118,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
                 reporter.record(event)
             await steps.send(event)
 
-        trainer, judge = TrainerRanks(ranks), JudgeLink(recipe, topology)
+        trainer, judge = TrainerRanks(ranks), JudgeLink(recipe.judge, topology)
         watch = Watchdog(recipe, run_directory, emit)
         async with anyio.create_task_group() as nursery:
             nursery.start_soon(watch.run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.recipe.sections import ComputeDtype, Recipe
+from streamrl.recipe.sections import ComputeDtype, Engines, Training
 
 PROBE_TOKENS = 33
 """One is given, 32 are scored: one short prefill of the engine, one short row of the trainer."""
@@ -32,9 +32,9 @@ def probe_tokens(vocabulary: int) -> tuple[int, ...]:
     return tuple((_START + _STEP * place * (place + 3)) % max(vocabulary, 1) for place in range(PROBE_TOKENS))
 
 
-def canary_bounds(recipe: Recipe, device: str) -> CanaryBounds:
-    """Bounds for ``recipe`` where its engines run on ``device`` (``cpu`` or ``cuda``)."""
-    on_cpu = {"auto": device == "cpu", "cpu": True}.get(recipe.training.device, False)
-    compute, sampled = recipe.training.compute_dtype, recipe.engines.dtype
+def canary_bounds(training: Training, engines: Engines, device: str) -> CanaryBounds:
+    """Return the bounds where engines run on ``device`` (``cpu`` or ``cuda``)."""
+    on_cpu = {"auto": device == "cpu", "cpu": True}.get(training.device, False)
+    compute, sampled = training.compute_dtype, engines.dtype
     exact = compute is ComputeDtype.FLOAT32 or (compute is ComputeDtype.AUTO and on_cpu)
     return EXACT if exact and (sampled == "float32" or (sampled == "auto" and device == "cpu")) else ROUNDED

@@ -77,7 +77,7 @@ def trainer_options(
         weights_endpoint=weights_endpoint,
         rank=rank,
         rendezvous=rendezvous,
-        idle_threads=idle_threads(recipe, os.cpu_count() or 1),
+        idle_threads=idle_threads(training, recipe.run, os.cpu_count() or 1),
         freed_threads=tuple(threads(freed) for freed in range(1, recipe.engines.count + 1)),
         temperature=recipe.sampling.temperature,
         top_p=recipe.sampling.top_p,

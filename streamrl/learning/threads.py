@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from streamrl.recipe.sections import LaunchedBy, Recipe
+from streamrl.recipe.judge import Judge
+from streamrl.recipe.sections import Engines, LaunchedBy, Recipe, Run, Training
 
 
-def engine_threads(recipe: Recipe, cores: int) -> int:
+def engine_threads(engines: Engines, run: Run, cores: int) -> int:
     """OpenMP threads of one CPU engine: half of the host's ``cores`` for all engines that this run starts here. With
     more than one, what it samples is not the same again."""
-    if recipe.run.deterministic:
-        return 1
-    return max(cores // (2 * recipe.engines.count), 1)
+    return 1 if run.deterministic else max(cores // (2 * engines.count), 1)
 
 
-def judge_threads(recipe: Recipe, cores: int) -> int:
+def judge_threads(judge: Judge, cores: int) -> int:
     """OpenMP threads of the run's own judge on a CPU: ``judge.advanced.threads``, or a quarter of the host's (0: no
     judge)."""
-    if not recipe.judge.model:
-        return 0
-    return recipe.judge.threads or max(cores // 4, 1)
+    return (judge.threads or max(cores // 4, 1)) if judge.model else 0
 
 
-def idle_threads(recipe: Recipe, cores: int) -> int:
+def idle_threads(training: Training, run: Run, cores: int) -> int:
     """Torch threads of one rank while the engines of this host do nothing: all cores, shared by the ranks."""
-    if recipe.run.deterministic:
-        return recipe.training.threads or 1
-    return recipe.training.threads or max(cores // recipe.training.ranks, 1)
+    return training.threads or (1 if run.deterministic else max(cores // training.ranks, 1))
 
 
 def trainer_threads(recipe: Recipe, cores: int, *, engines_on_cpu: bool, freed: int = 0) -> int:
@@ -33,7 +28,8 @@ def trainer_threads(recipe: Recipe, cores: int, *, engines_on_cpu: bool, freed: 
     the ranks. ``freed``: so many of the engines do nothing until the next round."""
     if recipe.training.threads or recipe.run.deterministic:
         return recipe.training.threads or 1
-    shared = engines_on_cpu and recipe.transport.engines is LaunchedBy.LOCAL
-    left = cores - (recipe.engines.count - freed) * engine_threads(recipe, cores) if shared else cores
-    left -= judge_threads(recipe, cores) if engines_on_cpu else 0
+    left = cores
+    if engines_on_cpu and recipe.transport.engines is LaunchedBy.LOCAL:
+        left -= (recipe.engines.count - freed) * engine_threads(recipe.engines, recipe.run, cores)
+    left -= judge_threads(recipe.judge, cores) if engines_on_cpu else 0
     return max(left // recipe.training.ranks, 1)

@@ -27,8 +27,7 @@ from streamrl.learning.batches.preparation import (
 )
 from streamrl.learning.batches.scoring import score_samples
 from streamrl.learning.model.loading import load_models
-from streamrl.learning.model.micro_batch import empty_micro_batch
-from streamrl.learning.model.policy import drop_unreduced_gradients, set_gradient_sync, set_sharded
+from streamrl.learning.model.policy import drop_unreduced_gradients, empty_micro_batch, set_gradient_sync, set_sharded
 from streamrl.learning.objective.advantages import Moments
 from streamrl.learning.objective.objectives import loss_denominator
 from streamrl.learning.options import TrainerOptions

@@ -37,11 +37,11 @@ def test_the_judge_is_one_more_process_with_restarts_of_its_own(tmp_path: Path) 
 
 def test_its_threads_are_taken_from_the_trainer(tmp_path: Path) -> None:
     recipe = load(tmp_path, OWN + ASKING)
-    assert [judge_threads(recipe, cores) for cores in (1, 2, 8)] == [1, 1, 2]
+    assert [judge_threads(recipe.judge, cores) for cores in (1, 2, 8)] == [1, 1, 2]
     assert trainer_threads(recipe, 8, engines_on_cpu=True) == 2  # 4 for the engine
     assert trainer_threads(recipe, 2, engines_on_cpu=True) == 1
-    assert judge_threads(load(tmp_path, OWN + "[judge.advanced]\nthreads = 3\n" + ASKING), 8) == 3
-    assert judge_threads(load(tmp_path, '[[rewards]]\nfunction = "a:b"\n'), 8) == 0
+    assert judge_threads(load(tmp_path, OWN + "[judge.advanced]\nthreads = 3\n" + ASKING).judge, 8) == 3
+    assert judge_threads(load(tmp_path, '[[rewards]]\nfunction = "a:b"\n').judge, 8) == 0
 
 
 def test_a_model_that_cannot_judge_is_found_before_the_start(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_the_sort_model_of_the_demo_takes_no_chats(tmp_path: Path) -> None:
     ) == ["judge.advanced.max_model_len: 2048 is more than the model's 1024 positions: lower it"]
     options = judge_options(recipe, "/s", device="cpu")
     assert (options.max_model_len, options.pushed, options.sleeps) == (1024, False, False)
-    assert options.environment["OMP_NUM_THREADS"] == str(judge_threads(recipe, os.cpu_count() or 1))
+    assert options.environment["OMP_NUM_THREADS"] == str(judge_threads(recipe.judge, os.cpu_count() or 1))
 
 
 def test_paths_among_options_are_relative_to_the_recipe(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from sample_groups import make_groups, master_values, train_batch  # noqa: E402
 
 from streamrl.base.messages import SaveCheckpoint  # noqa: E402
 from streamrl.learning.model.critic import Critic  # noqa: E402
-from streamrl.learning.model.micro_batch import empty_micro_batch  # noqa: E402
+from streamrl.learning.model.policy import empty_micro_batch  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.recipe.objective import Objective, objective_settings  # noqa: E402
 from streamrl.recipe.objectives.ppo import ValueModel  # noqa: E402

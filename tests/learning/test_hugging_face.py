@@ -11,7 +11,7 @@ MODEL = "examples/sort/model"
 TRAINS_AND_COMPILES = f"""
 import sys, torch
 from streamrl.learning.model.loading import load_policy
-from streamrl.learning.model.micro_batch import empty_micro_batch
+from streamrl.learning.model.policy import empty_micro_batch
 device = torch.device("cpu")
 policy = load_policy({MODEL!r}, device)
 policy(empty_micro_batch(device)).sum().backward()

@@ -55,7 +55,7 @@ async def until_asked(link: JudgeLink, questions: float) -> dict[str, float]:
 
 async def test_it_hears_of_the_actor_and_its_figures_outlive_it(tmp_path: Path) -> None:
     topology = plan_topology(recipe(), tmp_path)
-    link = JudgeLink(recipe(), topology)
+    link = JudgeLink(recipe().judge, topology)
     now = load(0)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(link.run)
@@ -91,7 +91,7 @@ async def test_it_hears_of_the_actor_and_its_figures_outlive_it(tmp_path: Path) 
 
 async def test_a_run_ends_while_its_judge_is_being_started_again(tmp_path: Path) -> None:
     topology = plan_topology(recipe(), tmp_path)
-    link = JudgeLink(recipe(), topology)
+    link = JudgeLink(recipe().judge, topology)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(link.run)
         async with judge(topology) as (orders, reports):
@@ -104,7 +104,7 @@ async def test_a_run_ends_while_its_judge_is_being_started_again(tmp_path: Path)
 
 async def test_a_recipe_without_a_judge_has_nothing_of_it(tmp_path: Path) -> None:
     topology = plan_topology(recipe(""), tmp_path)
-    link = JudgeLink(recipe(""), topology)
+    link = JudgeLink(recipe("").judge, topology)
     await link.run()
     await link.ready(lambda: load(0), 8)
     link.retire()

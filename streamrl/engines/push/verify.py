@@ -133,7 +133,7 @@ def canary_of(recipe: Recipe, device: str) -> WeightCanary | None:
     if not recipe.canary:
         return None
     tokens = probe_tokens(read_model_facts(Path(recipe.model.path)).vocabulary)
-    return WeightCanary(tokens, canary_bounds(recipe, device).limit)
+    return WeightCanary(tokens, canary_bounds(recipe.training, recipe.engines, device).limit)
 
 
 def deviation(found: Sequence[float], expected: Sequence[float]) -> float:

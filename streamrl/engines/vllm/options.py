@@ -194,7 +194,9 @@ def _environment(
             environment |= workers_on_cores(numbers or sorted(os.sched_getaffinity(0)), place, mine)
         else:
             environment |= openmp_places(numbers)
-            environment.setdefault("OMP_NUM_THREADS", str(engine_threads(recipe, os.cpu_count() or 1)))
+            environment.setdefault(
+                "OMP_NUM_THREADS", str(engine_threads(recipe.engines, recipe.run, os.cpu_count() or 1))
+            )
     return environment
 
 

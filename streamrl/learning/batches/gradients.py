@@ -11,8 +11,7 @@ from torch import Tensor
 
 from streamrl.base.errors import StreamRLError
 from streamrl.learning.model.critic import Critic
-from streamrl.learning.model.micro_batch import MicroBatch
-from streamrl.learning.model.policy import PackedPolicy, chunks, compute_context
+from streamrl.learning.model.policy import MicroBatch, PackedPolicy, chunks, compute_context
 from streamrl.learning.objective.logprobs import token_logprobs
 from streamrl.learning.objective.objectives import TokenInputs, TokenLoss, needs_whole_sequences, token_loss, value_loss
 from streamrl.learning.options import TrainerOptions

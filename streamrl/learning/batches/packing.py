@@ -24,7 +24,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.types import FloatArray, TokenArray, TrainingSample
 from streamrl.learning import process_group
 from streamrl.learning.model.attention import PackedSequence, packed_layout
-from streamrl.learning.model.micro_batch import MicroBatch, empty_micro_batch
+from streamrl.learning.model.policy import MicroBatch, empty_micro_batch
 from streamrl.learning.objective.advantages import FloatVector
 from streamrl.learning.objective.objectives import TokenInputs
 

@@ -24,7 +24,7 @@ from streamrl.learning.objective.advantages import (
 from streamrl.learning.objective.objectives import reference_kl, token_weight
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.process_group import all_gather_bytes
-from streamrl.recipe.objectives.method import KlPlace, SampleCredit
+from streamrl.recipe.objectives.method import KlPlace
 
 
 class SampleScores(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,8 +129,9 @@ def _prepare(
     settings = options.objective
     advantages = returns = None
     if settings.estimator.whole_batch:
-        credit = SampleCredit(value, penalties, scores.values, settings.discount, settings.gae_lambda)
-        advantages, returns = settings.estimator.of_tokens(credit)
+        advantages, returns = settings.estimator.of_tokens(
+            value, penalties, scores.values, discount=settings.discount, gae_lambda=settings.gae_lambda
+        )
     return PreparedSample(
         sample,
         advantage=value,

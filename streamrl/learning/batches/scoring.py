@@ -14,8 +14,14 @@ from streamrl.learning.batches.preparation import SampleScores
 from streamrl.learning.canary import probe_tokens
 from streamrl.learning.model.attention import PackedSequence, packed_layout
 from streamrl.learning.model.critic import Critic
-from streamrl.learning.model.micro_batch import MicroBatch, empty_micro_batch
-from streamrl.learning.model.policy import PackedPolicy, chunks, compute_context, set_sharded
+from streamrl.learning.model.policy import (
+    MicroBatch,
+    PackedPolicy,
+    chunks,
+    compute_context,
+    empty_micro_batch,
+    set_sharded,
+)
 from streamrl.learning.objective.advantages import FloatVector
 from streamrl.learning.objective.logprobs import token_logprobs
 from streamrl.learning.options import TrainerOptions

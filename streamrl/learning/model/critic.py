@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from streamrl.learning.model.micro_batch import MicroBatch
-from streamrl.learning.model.policy import PackedPolicy
+from streamrl.learning.model.policy import MicroBatch, PackedPolicy
 from streamrl.learning.options import TrainerOptions
 
 VALUE_STEP = 0.04

@@ -19,8 +19,7 @@ from streamrl.learning.model.attention import (
 )
 from streamrl.learning.model.hugging_face import AttentionInterface, AttentionMaskInterface
 from streamrl.learning.model.local_shards import local_part
-from streamrl.learning.model.micro_batch import empty_micro_batch
-from streamrl.learning.model.policy import PackedPolicy
+from streamrl.learning.model.policy import PackedPolicy, empty_micro_batch
 
 TOLERANCE = 1e-3
 """Largest difference of logprobs, in nats. Rounding of deep float32 models stays below; a missing cap does not."""

@@ -63,17 +63,6 @@ class Surrogate(Section, frozen=True):
         raise NotImplementedError
 
 
-class SampleCredit(NamedTuple):
-    """Credit of a sample with ``N`` trained tokens. ``value``: its advantage within the group, or its reward where
-    siblings are not compared; ``penalties_N``: KL to the reference; ``values_N``: of the critic, if there is one."""
-
-    value: float
-    penalties_N: Vector
-    values_N: Vector | None
-    discount: float
-    gae_lambda: float
-
-
 class Advantages(Section, frozen=True):
     """Baseline and scale of an advantage. Text and keys as those of a ``Surrogate``.
 
@@ -94,12 +83,14 @@ class Advantages(Section, frozen=True):
         ``centred_S``: the rewards minus their mean."""
         return centred_S
 
-    def of_tokens(self, credit: SampleCredit) -> tuple[Vector, Vector | None]:
+    def of_tokens(
+        self, value: float, penalties_N: Vector, values_N: Vector | None, *, discount: float, gae_lambda: float
+    ) -> tuple[Vector, Vector | None]:
         """Return the advantages of a sample's tokens before they are whitened, and the critic's returns, if
-        ``whole_batch``. Float32 [N] each."""
+        ``whole_batch``. Float32 [N] each. ``value``: its advantage within the group, or its reward where siblings are
+        not compared; ``penalties_N``: KL to the reference; ``values_N``: of the critic, if there is one."""
         # Siblings were compared by rewards minus penalties of the whole sample: these are in ``value`` then.
-        penalties_N = np.zeros_like(credit.penalties_N) if self.compares_siblings else credit.penalties_N
-        return token_returns(credit.value, penalties_N), None
+        return token_returns(value, np.zeros_like(penalties_N) if self.compares_siblings else penalties_N), None
 
 
 def token_returns(reward: float, penalties_N: Vector) -> Vector:

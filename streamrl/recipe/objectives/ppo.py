@@ -9,7 +9,7 @@ import numpy as np
 
 from streamrl.recipe.fields import NaturalFloat, Section, Share, advanced
 from streamrl.recipe.objectives.grpo import TokenClip
-from streamrl.recipe.objectives.method import Advantages, KlPlace, Method, SampleCredit, Vector
+from streamrl.recipe.objectives.method import Advantages, KlPlace, Method, Vector
 
 
 class ValueModel(StrEnum):
@@ -42,13 +42,13 @@ class Gae(Advantages, frozen=True):
     name = "gae"
     whole_batch = of_critic = True
 
-    def of_tokens(self, credit: SampleCredit) -> tuple[Vector, Vector | None]:
-        assert credit.values_N is not None
-        rewards_N = -credit.penalties_N
-        rewards_N[-1:] += np.float32(credit.value)
-        return generalized_advantages(
-            rewards_N, credit.values_N, discount=credit.discount, gae_lambda=credit.gae_lambda
-        )
+    def of_tokens(
+        self, value: float, penalties_N: Vector, values_N: Vector | None, *, discount: float, gae_lambda: float
+    ) -> tuple[Vector, Vector | None]:
+        assert values_N is not None
+        rewards_N = -penalties_N
+        rewards_N[-1:] += np.float32(value)
+        return generalized_advantages(rewards_N, values_N, discount=discount, gae_lambda=gae_lambda)
 
 
 def generalized_advantages(

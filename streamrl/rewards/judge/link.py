@@ -16,7 +16,7 @@ from streamrl.base.run_events import StepFinished
 from streamrl.comm.stream import ReceiveStream, SendStream, converse
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.engines.vllm.options import installed_device
-from streamrl.recipe.sections import Recipe
+from streamrl.recipe.judge import Judge
 from streamrl.recipe.topology import JUDGE, Topology
 from streamrl.rewards.judge.gate import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
 
@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 class JudgeLink:
     """One judge after another (see ``Supervisor``), or none where the recipe has none. ``run`` beside everything."""
 
-    def __init__(self, recipe: Recipe, topology: Topology) -> None:
+    def __init__(self, judge: Judge, topology: Topology) -> None:
         self._topology = topology
-        self._there = bool(recipe.judge.model)
+        self._there = bool(judge.model)
         self._share: Callable[[], float] = lambda: 0.0
         # Two engines that look at the same device's free memory at the same time mistake each other's for theirs.
         self._may_load = anyio.Event()

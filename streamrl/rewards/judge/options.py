@@ -51,7 +51,7 @@ def judge_options(recipe: Recipe, socket_directory: str | Path, *, device: str =
     if on_cpu:
         # vLLM's own packed weights, without the plain ones beside them: nothing is pushed to a judge.
         environment |= cpu_environment("stock") | openmp_places(core_numbers(judge.cores))
-        environment.setdefault("OMP_NUM_THREADS", str(judge_threads(recipe, os.cpu_count() or 1)))
+        environment.setdefault("OMP_NUM_THREADS", str(judge_threads(recipe.judge, os.cpu_count() or 1)))
     return EngineOptions(
         name=JUDGE,
         model_path=judge.model,
