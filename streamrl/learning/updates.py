@@ -27,14 +27,20 @@ from streamrl.learning.batches.preparation import (
 )
 from streamrl.learning.batches.scoring import score_samples
 from streamrl.learning.model.loading import load_models
-from streamrl.learning.model.policy import drop_unreduced_gradients, empty_micro_batch, set_gradient_sync, set_sharded
+from streamrl.learning.model.policy import (
+    PackedPolicy,
+    drop_unreduced_gradients,
+    empty_micro_batch,
+    set_gradient_sync,
+    set_sharded,
+)
 from streamrl.learning.objective.advantages import Moments
 from streamrl.learning.objective.objectives import loss_denominator
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.optimizer import MasterOptimizer
-from streamrl.learning.state.published_weights import global_norm
-from streamrl.learning.state.trained_weights import make_weights
+from streamrl.learning.state.published_weights import FullWeights, PublishedWeights, global_norm
 from streamrl.learning.step_metrics import update_lengths
+from streamrl.recipe.sections import OptimizerKind
 
 
 class Updates:
@@ -201,3 +207,23 @@ class Updates:
             min_free_bytes=order.min_free_bytes,
             beside=order.beside,
         )
+
+
+def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeights:
+    """The weights that ``options`` train: all of them, or adapters. The policy must be sharded (if it is) and loaded.
+
+    Collective. Raises ``StreamRLError`` for targets of an adapter that the model does not have, and for adapters whose
+    masters should be in host memory.
+    """
+    on_host = options.optimizer is OptimizerKind.ADAMW_OFFLOADED
+    if options.lora.rank:
+        if on_host:
+            raise StreamRLError(
+                f'training.optimizer is "{options.optimizer}" with lora.rank {options.lora.rank}: masters and moments '
+                'of adapters are small and stay on the device; set it to "adamw"'
+            )
+        # Only here: peft takes more than a second to import.
+        from streamrl.learning.state.lora import AdapterWeights
+
+        return AdapterWeights(options, policy)
+    return FullWeights(policy.trained_parameters(), policy.pieces, masters_on_host=on_host)

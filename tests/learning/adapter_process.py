@@ -21,7 +21,7 @@ from streamrl.learning.model.policy import PackedPolicy, set_gradient_sync, set_
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import global_norm
-from streamrl.learning.state.trained_weights import make_weights
+from streamrl.learning.updates import make_weights
 from streamrl.recipe.sections import Gathered, Lora
 
 SAMPLES, STEPS = 3, 2

@@ -110,22 +110,16 @@ def groups_have_a_baseline(recipe: Recipe) -> Broken:
         )
 
 
-@rule("objective")
-def clips(recipe: Recipe) -> Broken:
-    """Clip fields that the surrogate does not read, and bounds that cut what must stay."""
-    objective = recipe.objective
+@rule("objective", "sampling.max_tokens")
+def values_with_an_effect(recipe: Recipe) -> Broken:
+    """Clips spare on-policy tokens; the KL is a penalty where it stands, and policies are not cut by top-p; the critic
+    is trained; DAPO's soft punishment has a length that is not punished, and a penalty."""
+    objective, settings, limit = recipe.objective, recipe.objective_settings, recipe.sampling.max_tokens
     if 0 < objective.dual_clip <= 1:
         yield Problem(
             "objective.dual_clip",
             f"{shown(objective.dual_clip)} clips on-policy tokens (r = 1): set it above 1, such as 3, or remove it",
         )
-
-
-@rule("objective")
-def reference_kl(recipe: Recipe) -> Broken:
-    """KL fields without a coefficient; an estimator that is no penalty where it stands; policies cut by top-p."""
-    objective = recipe.objective
-    settings = recipe.objective_settings
     if settings.has_reference and settings.kl_estimator is KlEstimator.K1 and settings.kl_in is KlPlace.LOSS:
         # The gradient of log pi - log reference is the score, whose mean is 0 (arXiv 2506.09477, section 3).
         yield Problem(
@@ -140,23 +134,11 @@ def reference_kl(recipe: Recipe) -> Broken:
             f"{shown(recipe.sampling.top_p)}, which cuts policy and reference to different tokens: "
             "set sampling.top_p = 1, or remove kl_coefficient",
         )
-
-
-@rule("objective")
-def advantage_fields(recipe: Recipe) -> Broken:
-    """Fields of the critic and of the cohort where there is none."""
-    objective = recipe.objective
-    if recipe.objective_settings.has_critic and objective.value_coefficient == 0:
+    if settings.has_critic and objective.value_coefficient == 0:
         yield Problem(
             "objective.value_coefficient",
             '0 never trains the value head that advantages = "gae" reads: set it above 0, such as 0.5',
         )
-
-
-@rule("objective", "sampling.max_tokens")
-def overlong(recipe: Recipe) -> Broken:
-    """DAPO's soft punishment needs a length that is not punished, and a penalty."""
-    objective, limit = recipe.objective, recipe.sampling.max_tokens
     if objective.overlong_buffer >= limit:
         yield Problem(
             "objective.overlong_buffer",
@@ -180,15 +162,11 @@ def correction_bounds(recipe: Recipe) -> Broken:
         )
     if off_policy.mask is RatioLevel.NONE:
         return
-    if off_policy.mask_low > 1:
-        yield Problem(
-            "off_policy.mask_low", f"{shown(off_policy.mask_low)} masks on-policy tokens (w = 1): set it to 1 or less"
-        )
-    if off_policy.mask_high < 1:
-        yield Problem(
-            "off_policy.mask_high",
-            f"{shown(off_policy.mask_high)} masks on-policy tokens (w = 1): set it to 1 or more",
-        )
+    wrong = {"mask_low": "less"} if off_policy.mask_low > 1 else {}
+    wrong |= {"mask_high": "more"} if off_policy.mask_high < 1 else {}
+    for name, side in wrong.items():
+        value = shown(getattr(off_policy, name))
+        yield Problem(f"off_policy.{name}", f"{value} masks on-policy tokens (w = 1): set it to 1 or {side}")
     if off_policy.mask_low >= off_policy.mask_high:
         yield Problem(
             "off_policy.mask_low",
