@@ -18,8 +18,8 @@ ROOMS = (
 )  # fmt: skip
 # Parts of a room (lint/house.py), and the wings that the example asks for.
 WITH = (
-    *(f"learning/{part}" for part in ("batches", "model", "objective", "state")), "weights/codec", "recipe/rules",
-    "engines/simulated", "engines/plain_vllm", "rewards/calls", "rewards/builtin",
+    *(f"learning/{part}" for part in ("batches", "model", "objective", "state")), "weights/codec",
+    "recipe/objectives", "recipe/rules", "engines/simulated", "engines/plain_vllm", "rewards/calls", "rewards/builtin",
 )  # fmt: skip
 # The checkout is installed editable: a package that is not in the folder would be imported from there.
 NO_CHECKOUT = """
