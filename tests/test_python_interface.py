@@ -47,5 +47,5 @@ def test_what_is_wrong_with_them_is_said() -> None:
         streamrl.Pipeline(table(rollout={"num_generations": 4}))
     with pytest.raises(RecipeError, match=r"overrides is one text: write load_recipe\(..., \['run.steps=3'\]\)"):
         streamrl.load_recipe(DEMO / "recipe.toml", "run.steps=3")
-    with pytest.raises(RecipeError, match="cannot be imported by a reward process"):
+    with pytest.raises(RecipeError, match="cannot be imported by another process"):
         streamrl.Pipeline(table(rewards=[lambda completion: 1.0]))

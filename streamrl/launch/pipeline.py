@@ -21,6 +21,7 @@ from typing import IO, Any, Self
 
 import anyio
 import anyio.to_thread
+from msgspec import structs
 
 from streamrl.base.atomic_files import make_directory, write_durable, write_link
 from streamrl.base.errors import ProcessDied, RecipeError, StreamBroken, StreamRLError
@@ -35,6 +36,7 @@ from streamrl.base.run_events import (
 )
 from streamrl.comm.stream import ReceiveStream
 from streamrl.comm.zmq_stream import zmq_receiver
+from streamrl.contracts import Observer, Sink
 from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, Draining, DrainRun, ParentMessage
 from streamrl.launch.control_socket import serving_control
 from streamrl.launch.plan.gpu_demand import gpu_placement
@@ -47,9 +49,11 @@ from streamrl.launch.supervise.engine_orders import EngineOrders
 from streamrl.launch.supervise.exit_reason import failures
 from streamrl.launch.supervise.supervisor import Supervisor
 from streamrl.launch.supervise.watchdog import ask_for_stacks
-from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.launch.user_calls import UserCalls
+from streamrl.recipe.rules.load import check_recipe, dump_recipe, load_recipe, resolve_function
 from streamrl.recipe.sections import JournalKind, Recipe
 from streamrl.recipe.topology import control_socket, plan_topology, rewards_endpoint
+from streamrl.recipe.user_code import spec_of
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.decorated import as_reward
 from streamrl.rewards.reward_messages import ListRewards, RewardReply
@@ -69,14 +73,32 @@ STACKS_S = 0.2
 class Pipeline:
     """One run of a recipe: the path of a file, a ``Recipe``, or nested dicts, in which a reward may be a function.
 
+    ``sinks`` are given every event of the run, in this process. ``observers``, classes or their names, are called in
+    the controller's process, beside those of ``run.observers``. Both on threads of their own (docs/extending.md).
+
     Raises ``RecipeError`` on entering when something is wrong with the recipe, ``ProcessDied`` from the iteration when
     a process ends that should not have. Leaving early drains the run; leaving with an exception kills it."""
 
-    def __init__(self, recipe: Recipe | str | Path | Mapping[str, Any], *, drain_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        recipe: Recipe | str | Path | Mapping[str, Any],
+        *,
+        sinks: Sequence[Sink] = (),
+        observers: Sequence[type[Observer] | str] = (),
+        drain_s: float = 60.0,
+    ) -> None:
         if isinstance(recipe, Mapping):
             recipe = load_recipe({**recipe, "rewards": [_named(reward) for reward in recipe.get("rewards", ())]})
         self.recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+        if observers:
+            named = [one if isinstance(one, str) else spec_of(one) for one in observers]
+            names = tuple(resolve_function(name, Path.cwd()) for name in named)
+            run = structs.replace(self.recipe.run, observers=(*self.recipe.run.observers, *names))
+            self.recipe = structs.replace(self.recipe, run=run)
+            check_recipe(self.recipe, "observers")
         self.run_directory = Path()
+        self._sinks = tuple(sinks)
+        self._sink_calls: list[UserCalls] = []
         self._resumes = False
         self._despite_changes = False
         self._changed_now: Set[str] = frozenset()
@@ -96,13 +118,14 @@ class Pipeline:
         *,
         overrides: Sequence[str] = (),
         despite_changes: bool = False,
+        sinks: Sequence[Sink] = (),
         drain_s: float = 60.0,
     ) -> Self:
         """The run in ``run_directory``, to go on where its journal ends, however it ended. ``overrides``: such as
         ``run.steps=200``, which is kept as the run's from now on. Raises ``RecipeError``, here and on entering: where
         it runs, or was begun with other data, another model, other code or other settings (unless
         ``despite_changes``; ``run.steps`` may be overridden)."""
-        pipeline = cls(recipe_of_run(run_directory, overrides), drain_s=drain_s)
+        pipeline = cls(recipe_of_run(run_directory, overrides), sinks=sinks, drain_s=drain_s)
         pipeline.run_directory = run_directory.resolve()
         pipeline._resumes, pipeline._despite_changes = True, despite_changes
         pipeline._changed_now = {override.partition("=")[0].strip() for override in overrides}
@@ -157,6 +180,7 @@ class Pipeline:
         topology = gpu_placement(self.recipe).placed(plan_topology(self.recipe, sockets))
         self._supervisor = Supervisor(topology, self.run_directory, sockets, resumes=self._resumes)
         self._supervisor.before_resume.append(self._await_controller)
+        self._sink_calls = [UserCalls(sink, f"sink {type(sink).__name__}") for sink in self._sinks]
         self._orders = EngineOrders(self._supervisor)
         async with AsyncExitStack() as entered:
             for stream in (self._sender, self._receiver):
@@ -189,6 +213,7 @@ class Pipeline:
             self._tasks.cancel_scope.cancel()
             self._rewards.close()
             await self._open.__aexit__(None, None, None)
+            await self._close_sinks()
         finally:
             self._let_go()
 
@@ -196,6 +221,16 @@ class Pipeline:
     def rewards(self) -> RewardAttachments:
         """Attach, replace or detach rewards while the run goes on."""
         return self._rewards
+
+    @property
+    def sink_errors(self) -> int:
+        """Calls of ``sinks`` that raised, and those that were not made because a sink was too far behind."""
+        return sum(calls.errors + calls.dropped for calls in self._sink_calls)
+
+    async def _close_sinks(self) -> None:
+        async with anyio.create_task_group() as closing:
+            for calls in self._sink_calls:
+                closing.start_soon(calls.aclose, "close")
 
     def drain(self) -> None:
         """Ask the run to finish what is closed, save, and end. The iteration goes on until it did."""
@@ -263,6 +298,8 @@ class Pipeline:
                     continue
                 if isinstance(event, RunFinished):
                     self._supervisor.run_finished()
+                for calls in self._sink_calls:
+                    calls.call("record", event)
                 backlog = self._sender.statistics().current_buffer_used
                 if not isinstance(event, RunProgress) or backlog < PROGRESS_BACKLOG:
                     await self._sender.send(event)

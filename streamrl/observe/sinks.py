@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -14,6 +15,8 @@ from streamrl.base.run_events import EvaluationFinished, StepFinished
 from streamrl.contracts import Sink
 from streamrl.observe.telemetry import TelemetryPublisher
 from streamrl.observe.topics import finite_or_none, topic_and_fields
+
+E = TypeVar("E", bound=Message)
 
 MOST_NAMES = 4096
 LONGEST_NAME = 256
@@ -29,14 +32,15 @@ class Reporter:
         self._names: set[str] = set()
         self._refused = 0
 
-    def record(self, event: Message) -> None:
-        """Report something that happened."""
+    def record(self, event: E) -> E:
+        """Report something that happened. Returns the event as the sinks got it."""
         if isinstance(event, StepFinished):
             event = msgspec.structs.replace(event, metrics=self._bounded(event.metrics | self._standing))
         elif isinstance(event, EvaluationFinished):
             event = msgspec.structs.replace(event, metrics=self._bounded(event.metrics))
         for sink in self._sinks:
             sink.record(event)
+        return event
 
     def close(self) -> None:
         """Close every sink; the first error is raised after all were closed."""

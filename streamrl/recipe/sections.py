@@ -70,6 +70,13 @@ class Run(Section, frozen=True):
         bool,
         doc("batches and weights are the same however often the run is killed and resumed; slower, for verification"),
     ] = False
+    observers: Annotated[
+        tuple[str, ...],
+        advanced(
+            "classes (module:Class or file.py:Class) that inherit streamrl.contracts.Observer, and are called with "
+            "what happens in the run"
+        ),
+    ] = ()
     stall_timeout_s: Annotated[
         NaturalFloat,
         advanced(

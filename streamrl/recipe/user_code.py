@@ -14,6 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from streamrl.base.errors import RecipeError
 
@@ -68,6 +69,18 @@ def load_user_object(spec: str) -> object:
         public = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
         there = f" (it has {', '.join(public[:8])})" if public else ""
         raise RecipeError([f'"{spec}": {source} has no "{name}"{there}: correct the name']) from error
+
+
+def spec_of(named: Any) -> str:
+    """Return the name by which another process imports a function or class. Raises ``RecipeError`` for one that has
+    none, such as a lambda."""
+    name, module = getattr(named, "__qualname__", ""), getattr(named, "__module__", "")
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if not name.isidentifier() or not module or (module == "__main__" and file is None):
+        raise RecipeError(
+            [f"{named!r} cannot be imported by another process: define it at the top level of a module or a file"]
+        )
+    return f"{Path(str(file)).absolute()}:{name}" if module == "__main__" else f"{module}:{name}"
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -7,7 +7,6 @@ import math
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -33,7 +32,7 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.launch.controller_parts import read_held_out
+from streamrl.launch.sampling import read_held_out
 from streamrl.observe.report.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Evaluation as EvaluationSettings
@@ -132,8 +131,7 @@ def test_what_counts_as_solved_is_a_key_of_the_recipe() -> None:
     recipe = load_recipe(
         DEMO, ["evaluation.advanced.success_reward=0.25", "evaluation.prompts=''", "evaluation.every=0"]
     )
-    parts = SimpleNamespace(ready=SimpleNamespace(max_num_seqs=3))
-    held_out = anyio.run(read_held_out, recipe, parts)
+    held_out = anyio.run(read_held_out, recipe, None, 3)
     assert (held_out.settings.success_reward, held_out.in_flight) == (0.25, 3)
 
 

@@ -391,7 +391,7 @@ class SimulatedRun:
                 rollout.statistics,
                 64,
                 load=pool.load,
-                engines=lambda: elastic.figures,
+                figures=lambda: elastic.figures,
                 alarms=Alarms(alarm_rules(0.05)),
                 evaluations=evaluations,
                 resumption=resumption,

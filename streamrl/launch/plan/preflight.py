@@ -163,6 +163,9 @@ def _other_code(recipe: Recipe) -> Iterator[str]:
     spec = recipe.rollout.policy
     if ":" in spec:
         yield from (f"rollout.policy: {problem}" for problem in problems_of_object(spec, USER_CODE_TIMEOUT_S))
+    for spec in recipe.run.observers:
+        problems = problems_of_object(spec, USER_CODE_TIMEOUT_S, kind="observer")
+        yield from (f"run.observers: {problem}" for problem in problems)
 
 
 def _devices(recipe: Recipe) -> Iterator[str]:

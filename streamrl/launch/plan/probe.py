@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.launch.plan.first_prompt import WrittenPrompt, difference_from_transformers
+from streamrl.launch.user_calls import observer_class
 from streamrl.recipe.throwaway_process import ThrowawayAnswer, answer_parent, run_throwaway
 from streamrl.recipe.user_code import load_user_object
 
@@ -25,9 +27,10 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
     differs: str = ""
 
 
-def problems_of_object(spec: str, timeout_s: float) -> Sequence[str]:
-    """Return why the object ``module:name`` or ``file.py:name`` cannot be loaded; each problem names it."""
-    found, ran = _run_child("object", spec, timeout_s)
+def problems_of_object(spec: str, timeout_s: float, *, kind: str = "object") -> Sequence[str]:
+    """Problems of the object ``module:name`` or ``file.py:name``: each names it, and why it cannot be loaded or is no
+    ``kind`` (``object``: any; ``observer``)."""
+    found, ran = _run_child(kind, spec, timeout_s)
     if found is not None:
         return found.problems
     if ran.late:
@@ -50,9 +53,9 @@ def _run_child(kind: str, argument: str, timeout_s: float) -> tuple[_Found | Non
     return found, ran
 
 
-def _look_at_object(spec: str) -> _Found:
+def _look_at(load: Callable[[str], object], spec: str) -> _Found:
     try:
-        load_user_object(spec)
+        load(spec)
     except RecipeError as error:
         return _Found(problems=tuple(error.problems))
     return _Found()
@@ -79,7 +82,8 @@ def _look_at_model(argument: str) -> _Found:
 
 
 _KINDS: dict[str, Callable[[str], _Found]] = {
-    "object": _look_at_object,
+    "object": partial(_look_at, load_user_object),
+    "observer": partial(_look_at, observer_class),
     "model": _look_at_model,
 }
 

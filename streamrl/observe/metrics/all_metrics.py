@@ -401,6 +401,18 @@ METRICS: tuple[Metric, ...] = (
         "Not recorded: their names were more than a run may have (4,096), or too long: rewards name their parts.",
     ),
     Metric(
+        "health/observer_errors_total",
+        "errors",
+        TOTAL,
+        "Calls of the recipe's observers (`run.advanced.observers`) that raised; the first of each is in the log.",
+    ),
+    Metric(
+        "health/observer_calls_dropped_total",
+        "calls",
+        TOTAL,
+        "Not made: an observer of the recipe was more than 4,096 calls behind.",
+    ),
+    Metric(
         "health/insecure_transport",
         "0 or 1",
         LAST,

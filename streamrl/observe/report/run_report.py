@@ -68,8 +68,8 @@ class RunReport(Observer):
     ``control`` and ``store``: of the run, only read. ``rollout``: counters of the rollout stage; ``capacity``:
     trajectories that the engines can run at once, the same for both bubble ratios; ``load``: of all engines together;
     ``serving``: the number of engines that are sent requests; ``rewards_in_flight``: what the reward stage holds;
-    ``loop_lag``: longest time without an answer of this loop since the last call; ``engines``: figures of the sets of
-    engines, one call a step. ``resumption``: of a run that goes on. ``trace``, ``samples`` None: not recorded.
+    ``loop_lag``: longest time without an answer of this loop since the last call; ``figures``: more metrics of a step,
+    one call each. ``resumption``: of a run that goes on. ``trace``, ``samples`` None: not recorded.
     ``length_limit``: of ``FirstLengths``."""
 
     def __init__(
@@ -84,7 +84,7 @@ class RunReport(Observer):
         serving: Callable[[], int] = lambda: 1,
         rewards_in_flight: Callable[[], int] = lambda: 0,
         loop_lag: Callable[[], float] = lambda: 0.0,
-        engines: Callable[[], dict[str, float]] = dict,
+        figures: Callable[[], dict[str, float]] = dict,
         alarms: Alarms | None = None,
         evaluations: HeldOutEvaluations | None = None,
         resumption: Resumption | None = None,
@@ -94,7 +94,7 @@ class RunReport(Observer):
         length_limit: int = 0,
     ) -> None:
         self._emit, self._control, self._store, self._rollout = emit, control, store, rollout
-        self._capacity, self._load, self._serving, self.engines = capacity, load, serving, engines
+        self._capacity, self._load, self._serving, self._figures = capacity, load, serving, figures
         self._rewards_in_flight, self._loop_lag = rewards_in_flight, loop_lag
         self._alarms, self._evaluations, self._resumption = alarms or Alarms(()), evaluations, resumption
         self._trace, self._samples, self._clock = trace, samples, clock
@@ -300,7 +300,7 @@ class RunReport(Observer):
             "perf/groups_s": trained.groups / times.seconds,
         }
         metrics |= work_metrics(self._trajectories, self._rounds, trained.tokens)
-        metrics |= control_metrics(self._control.state) | self._rewards.take() | self.engines()
+        metrics |= control_metrics(self._control.state) | self._rewards.take() | self._figures()
         metrics["reward/in_flight"] = float(self._rewards_in_flight())
         return metrics | self.waits.take(times.ended_at)
 

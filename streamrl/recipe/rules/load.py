@@ -151,6 +151,7 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
     resume_from = _absolute_if_given(recipe.checkpoint.resume_from, Path.cwd())
     return structs.replace(
         recipe,
+        run=structs.replace(recipe.run, observers=tuple(resolve_function(o, directory) for o in recipe.run.observers)),
         model=structs.replace(recipe.model, path=str(_absolute(recipe.model.path, directory))),
         prompts=structs.replace(recipe.prompts, train=resolve_spec(recipe.prompts.train, directory)),
         rollout=structs.replace(recipe.rollout, policy=resolve_function(recipe.rollout.policy, directory)),

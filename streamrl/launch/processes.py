@@ -1,0 +1,159 @@
+"""Connections of the controller to the other processes of a run: engines, trainer ranks, reward workers, judge."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import msgspec
+
+from streamrl.base.concurrent_calls import BackgroundCall
+from streamrl.base.messages import EngineReady, TrainerReady, TrainingEvent, TrainingOrder
+from streamrl.base.run_events import RunEvent, StartProgress
+from streamrl.base.waits import Waits
+from streamrl.comm.guarded_sockets import KeyGuard
+from streamrl.comm.transport_keys import KeyRole
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.engines.elastic.hosts import EngineHosts
+from streamrl.engines.pool import EnginePool
+from streamrl.engines.vllm.options import installed_device
+from streamrl.launch.attached_rewards import AttachedRewards
+from streamrl.launch.control_protocol import ParentMessage
+from streamrl.launch.reward_workers import open_reward_stage
+from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer, refuse_different_tokenizers
+from streamrl.recipe.sections import Recipe
+from streamrl.recipe.topology import Topology, prepared_sets
+from streamrl.rewards.judge.link import JudgeLink
+from streamrl.rewards.reward_messages import RewardReply
+from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
+from streamrl.stages.reward import RewardStage
+
+log = logging.getLogger(__name__)
+
+Emit = Callable[[RunEvent | RewardReply], Awaitable[None]]
+
+
+class Processes(msgspec.Struct, frozen=True, kw_only=True):
+    """Processes that are ready for a run. ``ready``: of the engines of the first set together, which needed
+    ``start_s`` seconds; ``rank``: of the first trainer rank."""
+
+    tokenizer: Tokenizer
+    reward: RewardStage
+    attached: AttachedRewards
+    pool: EnginePool
+    hosts: EngineHosts
+    ready: EngineReady
+    start_s: float
+    trainer: TrainerRanks
+    rank: TrainerReady
+    judge: JudgeLink
+
+    async def aclose(self) -> None:
+        """End the orders of all: a process ends when its orders end. Those of the ranks ended with the controller."""
+        await self.hosts.aclose()
+        await self.pool.aclose()
+        self.judge.retire()
+
+
+async def connect_ranks(recipe: Recipe, topology: Topology, streams: AsyncExitStack) -> TrainerRanks:
+    """Bind the streams to all trainer ranks, which are closed with ``streams``."""
+    return TrainerRanks(
+        [await _connect_rank(recipe, topology, index, streams) for index in range(recipe.training.ranks)]
+    )
+
+
+async def connect_processes(
+    recipe: Recipe,
+    topology: Topology,
+    run_directory: Path,
+    *,
+    trainer: TrainerRanks,
+    judge: JudgeLink,
+    order: Callable[[ParentMessage], Awaitable[None]],
+    emit: Emit,
+    waits: Waits,
+    nursery: anyio.abc.TaskGroup,
+) -> Processes:
+    """Wait until every process is ready, all at once: after the death of a controller nobody has work until then.
+    ``order``: gives orders to the supervisor. What serves them runs in ``nursery``. Raises ``StreamRLError`` for
+    processes that have different tokenizers."""
+    began = anyio.current_time()
+
+    async def say_ready(names: Iterable[str]) -> None:
+        seconds = anyio.current_time() - began
+        await emit(StartProgress(process=", ".join(names), state="ready", seconds=seconds))
+
+    async def ready_ranks() -> list[TrainerReady]:
+        hellos = await trainer.ready()
+        await say_ready(f"trainer-{hello.rank}" for hello in hellos)
+        return hellos
+
+    nursery.start_soon(judge.run)
+    loading = BackgroundCall(nursery, partial(anyio.to_thread.run_sync, load_tokenizer, recipe.model.path))
+    scoring = BackgroundCall(nursery, partial(open_reward_stage, recipe, topology, run_directory, emit))
+    training = BackgroundCall(nursery, ready_ranks)
+    with waits.waiting_for("the engines to start"):
+        hosts, pool, ready = await _start_engines(recipe, topology, order, emit, nursery)
+    await say_ready(prepared_sets(recipe)[0].engines)
+    start_s = anyio.current_time() - began
+    with waits.waiting_for("the trainer ranks to load"):
+        hellos = await training.result()
+    await judge.ready(pool.load, min(ready.max_num_seqs, recipe.batch_trajectories))
+    tokenizer, (reward, attached) = await loading.result(), await scoring.result()
+    if tokenizer.end_notice:
+        log.warning("%s", tokenizer.end_notice)
+    await say_ready([f"reward-{index}" for index in range(recipe.reward_limits.workers)])
+    digests = {"the controller": tokenizer.digest, "the engines": ready.tokenizer_digest}
+    digests |= {f"trainer rank {hello.rank}": hello.tokenizer_digest for hello in hellos}
+    refuse_different_tokenizers(recipe.model.path, digests)
+    nursery.start_soon(trainer.run)
+    return Processes(
+        tokenizer=tokenizer,
+        reward=reward,
+        attached=attached,
+        pool=pool,
+        hosts=hosts,
+        ready=ready,
+        start_s=start_s,
+        trainer=trainer,
+        rank=hellos[0],
+        judge=judge,
+    )
+
+
+async def _start_engines(
+    recipe: Recipe,
+    topology: Topology,
+    order: Callable[[ParentMessage], Awaitable[None]],
+    emit: Emit,
+    nursery: anyio.abc.TaskGroup,
+) -> tuple[EngineHosts, EnginePool, EngineReady]:
+    """Wait for the engines of the first set. On a CPU, where vLLM's sleep does nothing, engines of sets that are not in
+    use end."""
+    sleeps = bool(recipe.engines.sets and recipe.engines.sleep_level) and installed_device() != "cpu"
+    sets, at, guard = prepared_sets(recipe), topology.endpoint, KeyGuard(KeyRole.ENGINE)
+    endpoints = {name: (at(name, "orders"), at(name, "completions")) for one in sets for name in one.engines}
+    hosts = EngineHosts(endpoints, recipe.engines, order=order, emit=emit, guard=guard, sleeps=sleeps)
+    await nursery.start(hosts.run)
+    return hosts, *await hosts.start(sets[0].engines)
+
+
+async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams: AsyncExitStack) -> RankStreams:
+    name = f"trainer-{index}"
+    # All that may be in flight fits twice, each trajectory a group of its own: control never waits for a busy rank.
+    window = 2 * recipe.max_in_flight + 64
+    guard = KeyGuard(KeyRole.TRAINER)
+    batches_at, reports_at = topology.endpoint(name, "batches"), topology.endpoint(name, "reports")
+    batches = await streams.enter_async_context(
+        zmq_sender(TrainingOrder, batches_at, bind=True, window=window, name=f"{name}.batches", guard=guard)
+    )
+    reports = await streams.enter_async_context(
+        zmq_receiver(TrainingEvent, reports_at, bind=True, name=f"{name}.reports", guard=guard)
+    )
+    return batches, reports

@@ -1,0 +1,88 @@
+"""Prompts of a run, the stage that samples their completions, and the push of weights that they are sampled with."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import anyio.to_thread
+
+from streamrl.base.run_events import RunWarning
+from streamrl.base.types import Prompt, token_array
+from streamrl.base.waits import Waits
+from streamrl.engines.push.verify import canary_of
+from streamrl.engines.push.weight_sync import WeightSync
+from streamrl.engines.vllm.batch_invariance import PROBES, batch_invariant
+from streamrl.engines.vllm.options import installed_device
+from streamrl.launch.processes import Emit, Processes
+from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.recipe.sections import Recipe
+from streamrl.run.evaluate.evaluation import HeldOut
+from streamrl.run.prompts.mixed_prompts import MixedPrompts
+from streamrl.run.prompts.prompts import OpenPrompts, open_prompts
+from streamrl.stages.rollout import RolloutStage
+
+MOST_HELD_OUT = 10_000
+
+
+def training_prompts(recipe: Recipe, tokenizer: Tokenizer, *, start: int) -> OpenPrompts:
+    """Open the prompts that are trained on. ``start``: number of prompts that earlier lives of the run drew."""
+    source, mix = recipe.prompts, recipe.tail_batching
+    opened = partial(open_prompts, source.train, tokenizer, seed=recipe.run.seed, shuffle=source.shuffle)
+    return MixedPrompts(opened(), mix.domain_column, mix.domains, start) if mix.domains else opened(start=start)
+
+
+async def read_held_out(recipe: Recipe, tokenizer: Tokenizer, in_flight: int) -> HeldOut:
+    """Read all held-out prompts, in file order; of an iterator at most ``MOST_HELD_OUT``. ``in_flight``: requests of an
+    evaluation that are open at once."""
+    evaluation = recipe.evaluation
+    prompts: list[Prompt] = []
+    if evaluation.prompts:
+        source = open_prompts(evaluation.prompts, tokenizer, seed=0, shuffle=False)
+        try:
+            prompts = await source.draw(source.size or MOST_HELD_OUT)
+        finally:
+            await source.aclose()
+    return HeldOut(prompts=prompts, settings=evaluation, reward=recipe.score, in_flight=in_flight)
+
+
+async def open_rollout(recipe: Recipe, processes: Processes, held_out: HeldOut, emit: Emit) -> RolloutStage:
+    """Return the rollout stage. In a deterministic run an engine that samples other bits in a batch than alone gets one
+    request at a time, and the run says so."""
+    alone = False
+    if recipe.run.deterministic and recipe.compares_logprobs:
+        probes = [prompt.token_ids for prompt in held_out.prompts[:PROBES]] or [token_array((1, 2, 3))]
+        temperature, top_p = recipe.sampling.temperature, recipe.sampling.top_p
+        alone = not await batch_invariant(processes.pool, probes, temperature=temperature, top_p=top_p)
+    if alone:
+        message = "engines sample other bits in a batch than alone: run.deterministic gives them one request at a time"
+        await emit(RunWarning(step=0, message=message))
+    return RolloutStage(
+        processes.pool,
+        max_tokens=recipe.sampling.max_tokens,
+        temperature=recipe.sampling.temperature,
+        top_p=recipe.sampling.top_p,
+        verifies_deferred=recipe.tail_batching.verifies(deterministic=recipe.run.deterministic),
+        one_at_a_time=alone,
+        capacity=capacity(recipe, processes),
+    )
+
+
+def capacity(recipe: Recipe, processes: Processes) -> int:
+    """Trajectories that bubble ratios count as full engines, whatever the rounds."""
+    return min(processes.ready.max_num_seqs, recipe.batch_trajectories)
+
+
+async def open_weight_sync(recipe: Recipe, processes: Processes, rollout: RolloutStage, waits: Waits) -> WeightSync:
+    """Return what makes versions live on the engines, also on those that start later."""
+    sync = WeightSync(
+        processes.pool.attached,
+        processes.trainer.publish_anchor,
+        in_flight=recipe.rollout.in_flight,
+        timeout_s=recipe.weights.push_timeout_s,
+        on_pause=rollout.engines_paused,
+        on_failure=processes.hosts.on_failure,
+        canary=await anyio.to_thread.run_sync(canary_of, recipe, installed_device()),
+        waits=waits,
+    )
+    processes.hosts.set_weight_sync(sync)
+    return sync
