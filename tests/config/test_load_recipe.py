@@ -97,7 +97,7 @@ every = 5
 GOLDEN = [
     (
         'demo.toml:2: run.stepz: unknown key; did you mean "steps"? Keys of [run]: name, directory, seed, steps, '
-        "journal, deterministic; below [run.advanced]: restarts, stall_timeout_s"
+        "journal, deterministic; below [run.advanced]: restarts, observers, stall_timeout_s"
     ),
     (
         'demo.toml:4: modle: unknown section; did you mean "model"? Sections: model, prompts, rewards, run, rollout, '

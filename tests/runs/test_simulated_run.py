@@ -201,9 +201,11 @@ def test_a_reward_that_blocks_now_and_then_is_recorded_and_the_run_goes_on(tmp_p
 def test_the_example_follows_a_run_from_python_and_drains_it(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "pipeline_from_python.py"), str(EXAMPLE), "--until", "0"]
     command += _flags(tmp_path, run__steps=500)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1: reward" in done.stdout
+    assert (tmp_path / "events.txt").read_text().endswith("RunFinished\n"), "of the sink"
+    assert (tmp_path / "best.txt").read_text().startswith("1: "), "of the observer"
     assert read_run(tmp_path / "runs" / "latest").summary.accounting.in_flight == 0
 
 
