@@ -246,7 +246,7 @@ def test_a_step_counts_the_groups_of_its_own_batch() -> None:
 
 
 def test_bubbles_are_measured_against_a_batch_whatever_the_rounds_have_in_flight() -> None:
-    """As ``processes.controller_parts.run_report`` does; a capacity that the cluster names is taken as it is."""
+    """As ``launch.sampling.capacity`` does; a capacity that the cluster names is taken as it is."""
     named = msgspec.structs.replace(TINY, engines=ClusterEngines(count=2, prompt_tokens=10, capacity=20))
     for name, policy in POLICIES.items():
         assert simulate(control_settings(**policy), TINY, 2).capacity == 4 * 4, name
