@@ -16,6 +16,7 @@ from streamrl.base.errors import RecipeError
 from streamrl.base.types import token_array
 from streamrl.pretrained.model_facts import read_model_facts
 from streamrl.pretrained.tokenizer import end_tokens, load_tokenizer, tokenizer_digest
+from streamrl.pretrained.trainable_models import refuse_untrainable
 from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors, weight_files
 from streamrl.run.prompts.prompts import check_prompts
 
@@ -74,6 +75,22 @@ REFUSED: dict[str, tuple[dict[str, str], dict[str, str] | None, str]] = {
     "an index without a tensor": (SHARDS, {}, f"a broken {INDEX}"),
     "nothing": ({}, None, r"no \*\.safetensors weights"),
 }
+UNTRAINABLE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a vision model": (
+        {"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {}},
+        "a",
+        "more than text",
+    ),
+    "a model without a head": ({"architectures": ["Qwen2Model"]}, "a", "is a Qwen2Model: only causal language models"),
+    "quantised weights": ({"quantization_config": {"quant_method": "awq"}}, "a", r"is quantised .awq.: training needs"),
+    "padding beyond the embedding": ({"pad_token_id": 8}, "a", r"pad_token_id = 8 in .* 8 embeddings .0 to 7.: resize"),
+    "another vocabulary": (
+        {},
+        "model.embed_tokens.weight",
+        "has 2 rows of model.embed_tokens.weight, and vocab_size = 8",
+    ),
+    "a layer too few": ({}, "model.layers.0.a", "has 1 layers in its weights, and num_hidden_layers = 2"),
+}
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -91,6 +108,28 @@ def test_files_that_are_not_one_model_are_refused_by_name(tmp_path: Path, name: 
     files, index, said = REFUSED[name]
     with pytest.raises(ModelDirectoryError, match=said):
         read_model_facts(folder_of(tmp_path, files, index))
+
+
+@pytest.mark.parametrize("name", UNTRAINABLE)
+def test_what_is_no_causal_model_of_text_is_refused_by_its_configuration(tmp_path: Path, name: str) -> None:
+    config, tensor, said = UNTRAINABLE[name]
+    folder = folder_of(tmp_path, {}, None)
+    write_weights(folder / "model.safetensors", tensor, shape=(2, 4))
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    with pytest.raises(ModelDirectoryError, match=said):
+        refuse_untrainable(folder)
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"), [(False, "is an adapter and no model: merge"), (True, "beside config.json")]
+)
+def test_an_adapter_is_no_model(tmp_path: Path, beside: bool, said: str) -> None:
+    folder = folder_of(tmp_path, {"model.safetensors": "a"}, None)
+    (folder / "adapter_config.json").write_text("{}")
+    if not beside:
+        (folder / "config.json").unlink()
+    with pytest.raises(ModelDirectoryError, match=said):
+        refuse_untrainable(folder)
 
 
 def cut(file: Path) -> None:

@@ -19,6 +19,8 @@ _OTHER_NAMES = {
     "num_attention_heads": "n_head n_heads num_heads",
     "max_position_embeddings": "n_positions n_ctx max_seq_len max_sequence_length max_seq_length seq_length",
 }
+ADAPTER_FILE = "adapter_config.json"
+MERGED = "merge the adapter into its base model (peft: merge_and_unload) and save that with save_pretrained"
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +77,10 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelDirectoryError("has no config.json") from None
+        adapter = (directory / ADAPTER_FILE).exists()
+        raise ModelDirectoryError(
+            f"is an adapter and no model: {MERGED}" if adapter else "has no config.json"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelDirectoryError(f"has a config.json that cannot be read: {error}") from error
     if not isinstance(config, dict):

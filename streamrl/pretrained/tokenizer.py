@@ -47,7 +47,7 @@ class Tokenizer:
         self._chat = chat
         self._said = False
         added = backend.get_added_tokens_decoder()
-        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special) | {*ends.ids}
         self.vocabulary_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str) -> TokenArray:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.pretrained.model_facts import read_model_config
+from streamrl.pretrained.model_facts import ADAPTER_FILE, MERGED, read_model_config
 from streamrl.pretrained.weight_files import ModelDirectoryError, StoredTensor, stored_tensors
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -21,6 +21,11 @@ def refuse_untrainable(directory: Path) -> None:
     """Raises ``ModelDirectoryError`` for a model of another kind than a causal language model of text, for quantised
     weights, and for weights and a configuration that are not of one model."""
     config = read_model_config(directory)
+    if (directory / ADAPTER_FILE).exists():
+        raise ModelDirectoryError(
+            f"has {ADAPTER_FILE} beside config.json: transformers loads the base model that it names, vLLM the weights "
+            f"of this folder: remove it if they are the whole model, or {MERGED}"
+        )
     problem = other_kind(config) or quantised(config) or _misfit(config, stored_tensors(directory))
     if problem:
         raise ModelDirectoryError(problem)

@@ -329,6 +329,8 @@ def test_what_is_no_whole_plain_model_is_refused(tmp_path: Path) -> None:
 
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     refused(r"is quantised \(awq\): training needs plain weights")
+    (directory / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    refused("names LlamaForCausalLM, which vLLM follows, and model_type 'qwen2', which transformers makes a Qwen2For")
     (directory / "config.json").write_text(json.dumps(config))
     save_file({n: t for n, t in tensors.items() if "layers.1.mlp" not in n}, weights, metadata={"format": "pt"})
     refused(r"has no weights for 3 parameters \(model\.layers\.1\.mlp\.down_proj\.weight")

@@ -67,6 +67,11 @@ def empty_policy(model_path: str) -> PackedPolicy:
                 config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
             )
         model.tie_weights()
+    if (made := type(model).__name__) not in (config.architectures or [made]):
+        raise StreamRLError(
+            f"the config.json of {model_path!r} names {', '.join(config.architectures)}, which vLLM follows, and "
+            f"model_type {config.model_type!r}, which transformers makes a {made} of: correct one of the two"
+        )
     with _training_errors(model_path):
         return PackedPolicy(model.eval())
 
