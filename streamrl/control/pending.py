@@ -63,7 +63,7 @@ def groups_in_batch(state: RunState) -> list[do.TrainGroupNow]:
 def _launches(state: RunState, ended: Collection[TrajectoryId]) -> list[ControlAction]:
     """List launches of what has no outcome, oldest first; what was stopped is stopped again."""
     launches: list[ControlAction] = []
-    stopped: list[TrajectoryId] = []
+    paused: list[TrajectoryId] = []
     for group in state.buffer.untrained.values():
         ids = tuple(i for i in group.open_ids if i not in ended)
         if not ids:
@@ -80,5 +80,5 @@ def _launches(state: RunState, ended: Collection[TrajectoryId]) -> list[ControlA
             )
         )
         if group.paused:
-            stopped.extend(ids)
-    return [*launches, do.PauseTrajectories(ids=tuple(stopped))] if stopped else launches
+            paused.extend(ids)
+    return [*launches, do.PauseTrajectories(ids=tuple(paused))] if paused else launches

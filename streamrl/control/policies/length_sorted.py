@@ -1,5 +1,4 @@
-"""SortedRL's rounds (arXiv 2603.23414, section 3): a cohort of prompts, cut when a batch is
-ready.
+"""SortedRL's rounds (arXiv 2603.23414, section 3): a cohort of prompts, cut when a batch is ready.
 
 A cohort of n batches of prompts is loaded at once and oversubscribes the engines. The batch takes what is ready first,
 hence short completions; then everything that still runs is cut and either sampled again from its start under the next
