@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from streamrl.base.types import DropReason, FinishReason
-from streamrl.buffers.rollout_buffer import PromptRef, RolloutBuffer
+from streamrl.buffers.rollout_buffer import Group, Member, PromptRef, RolloutBuffer
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
 from streamrl.control.model import GroupLengths
@@ -154,9 +154,21 @@ def buffer_costs(options: argparse.Namespace) -> list[str]:
     buffer, events = RolloutBuffer(), 0
 
     def admit(group: int) -> int:
-        ticket = PromptRef(prompt_id=f"p{group}")
+        version = group // 1000
+        members = {sample: Member(oldest_version=version) for sample in range(GROUP_SIZE)}
         buffer.admit(
-            ticket, group, GROUP_SIZE, keep=GROUP_SIZE, weight=GROUP_SIZE, policy_version=group // 1000, round_kind=""
+            Group(
+                group_id=group,
+                prompt=PromptRef(prompt_id=f"p{group}"),
+                launch_version=version,
+                oldest_version=version,
+                round_kind="",
+                members=members,
+                open=GROUP_SIZE,
+                size=GROUP_SIZE,
+                keep=GROUP_SIZE,
+                weight=GROUP_SIZE,
+            )
         )
         return GROUP_SIZE
 

@@ -25,11 +25,6 @@ class Accounting(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, int]
     in_flight: int
 
-    @property
-    def balanced(self) -> bool:
-        """The accounting invariant."""
-        return self.issued == self.trained + sum(self.dropped.values()) + self.in_flight
-
 
 class PromptRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A prompt that may be launched. ``attempt``: how often it was launched before; ``seed_base``: what its seeds are
@@ -165,38 +160,13 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         group = self.find(trajectory.group_id)
         return None if group is None else group.members.get(trajectory.sample)
 
-    def admit(
-        self,
-        prompt: PromptRef,
-        group_id: int,
-        size: int,
-        *,
-        keep: int,
-        weight: int,
-        policy_version: int,
-        round_kind: str,
-        queued: bool = False,
-    ) -> Group:
-        """Launch a group of ``size`` trajectories that ``policy_version`` will sample."""
-        if self.find(group_id) is not None:
-            raise ValueError(f"group {group_id} is in the buffer already")
-        group = Group(
-            group_id=group_id,
-            prompt=prompt,
-            launch_version=policy_version,
-            oldest_version=policy_version,
-            size=size,
-            keep=keep,
-            weight=weight,
-            round_kind=round_kind,
-            members={sample: Member(oldest_version=policy_version) for sample in range(size)},
-            open=size,
-            queued=queued,
-        )
-        self.untrained[group_id] = group
+    def admit(self, group: Group) -> None:
+        """Count ``group``, which is launched now, as in flight."""
+        if self.find(group.group_id) is not None:
+            raise ValueError(f"group {group.group_id} is in the buffer already")
+        self.untrained[group.group_id] = group
         self._count_version(group, 1)
-        self.issued += size
-        return group
+        self.issued += group.size
 
     def score(
         self,

@@ -23,44 +23,39 @@ Actions = list[ControlAction]
 def apply(state: RunState, event: ControlEvent, rules: Rules, out: Actions) -> bool:
     """Change ``state`` by ``event``; actions that follow from it at once are appended to ``out``. Returns whether
     anything may have to be decided: not for an answer that comes twice."""
+    if isinstance(event, on.Answer) and not state.pending.awaits(event):
+        return False
     match event:
         case on.TrajectoryScored():
             return _scored(state, event, rules, out)
         case on.TrajectoryFailed():
             return _failed(state, event, rules, out)
         case on.PromptsDrawn():
-            return _drawn(state, event)
+            _drawn(state, event)
         case on.RunBegan():
-            return _began(state, event, rules.settings, out)
+            _began(state, event, rules.settings, out)
         case on.BatchTrained():
-            return _trained(state, event, rules, out)
+            _trained(state, event, rules, out)
         case on.WeightsLive():
-            return _live(state, event, rules.settings, out)
+            _live(state, event, rules.settings, out)
         case on.EvaluationDone():
-            expected = state.pending.evaluation
-            if expected is None or expected.policy_version != event.policy_version:
-                return False
             state.pending.evaluation = None
-            return True
         case on.CheckpointDone():
-            if state.pending.checkpoint != event.policy_version:
-                return False
             state.pending.checkpoint = None
-            return True
         case on.StopRequested():
-            return _stop(state, event, out)
+            _stop(state, event, out)
         case on.RunContinued():
             _continue(state, event)
-            return True
         case on.EnginesMeasured() | on.RoundTimed() | on.RoundsAdvised():
             rules.policy.observe(event)
             return False
+    return True
 
 
 # ---- the run -------------------------------------------------------------------------------------
 
 
-def _began(state: RunState, event: on.RunBegan, settings: ControlSettings, out: Actions) -> bool:
+def _began(state: RunState, event: on.RunBegan, settings: ControlSettings, out: Actions) -> None:
     version = event.policy_version
     if state.live_version >= 0:
         raise ValueError(
@@ -77,7 +72,6 @@ def _began(state: RunState, event: on.RunBegan, settings: ControlSettings, out: 
         end(state, do.End(reason=reason), out)
     elif settings.evaluate_at_start:
         order_evaluation(state, version, 0, out)
-    return True
 
 
 def _continue(state: RunState, event: on.RunContinued) -> None:
@@ -89,12 +83,11 @@ def _continue(state: RunState, event: on.RunContinued) -> None:
         state.recent_failures.clear()
 
 
-def _stop(state: RunState, event: on.StopRequested, out: Actions) -> bool:
+def _stop(state: RunState, event: on.StopRequested, out: Actions) -> None:
     if not state.draining:
         state.stop_reason = event.reason
         if state.pending.evaluation is not None:  # the run ends once EvaluationDone says that nothing is left of it
             out.append(do.CancelEvaluation(policy_version=state.pending.evaluation.policy_version))
-    return True
 
 
 def end(state: RunState, action: do.End, out: Actions) -> None:
@@ -107,16 +100,13 @@ def end(state: RunState, action: do.End, out: Actions) -> None:
 # ---- prompts and trajectories --------------------------------------------------------------------
 
 
-def _drawn(state: RunState, event: on.PromptsDrawn) -> bool:
-    if not state.pending.draw:
-        return False
+def _drawn(state: RunState, event: on.PromptsDrawn) -> None:
     state.pending.draw = 0
     pool = state.prompts
     pool.drawn += len(event.prompt_ids)
     pool.exhausted = event.exhausted
     tokens = event.prompt_tokens or (0,) * len(event.prompt_ids)
     pool.waiting += [PromptRef(prompt_id=p, tokens=n) for p, n in zip(event.prompt_ids, tokens, strict=True)]
-    return True
 
 
 def _scored(state: RunState, event: on.TrajectoryScored, rules: Rules, out: Actions) -> bool:
@@ -216,9 +206,7 @@ def drop_group(state: RunState, group: Group, reason: DropReason, out: Actions) 
 
 
 def _observe_complete(state: RunState, group: Group, cut: tuple[TrajectoryId, ...], rules: Rules) -> None:
-    members = group.members.values()
-    truncated = sum(m.finish_reason is FinishReason.LENGTH for m in members)
-    rules.policy.observe(_observed(group, tuple(m.tokens for m in members), truncated))
+    rules.policy.observe(_observed(group))
     # To the group sizing a group is the first members of those that were launched: any are a fair sample of its size.
     launched = sorted([*group.members.items(), *((trajectory.sample, None) for trajectory in cut)], key=itemgetter(0))
     judged = [member for _, member in launched[: group.keep]]
@@ -237,20 +225,17 @@ def _length(member: Member, unit: Straggler) -> int:
 
 def observe_deferred(group: Group, longest: int, rules: Rules) -> None:
     """``group`` was stopped; ``longest``: the longest completion of its round by then."""
+    rules.policy.observe(_observed(group, cut=True, cut_at=longest))
+
+
+def _observed(group: Group, *, cut: bool = False, cut_at: int = 0) -> GroupObserved:
     scored = [m for m in group.members.values() if m.scored]
-    truncated = sum(m.finish_reason is FinishReason.LENGTH for m in scored)
-    rules.policy.observe(_observed(group, tuple(m.tokens for m in scored), truncated, cut=True, cut_at=longest))
-
-
-def _observed(
-    group: Group, lengths: tuple[int, ...], truncated: int, *, cut: bool = False, cut_at: int = 0
-) -> GroupObserved:
     return GroupObserved(
         prompt_id=group.prompt.prompt_id,
         round_kind=group.round_kind,
         size=group.keep,
-        lengths=lengths,
-        truncated=truncated,
+        lengths=tuple(m.tokens for m in scored),
+        truncated=sum(m.finish_reason is FinishReason.LENGTH for m in scored),
         prompt_tokens=group.prompt.tokens,
         cut=cut,
         cut_at=cut_at,
@@ -260,11 +245,9 @@ def _observed(
 # ---- versions ------------------------------------------------------------------------------------
 
 
-def _trained(state: RunState, event: on.BatchTrained, rules: Rules, out: Actions) -> bool:
-    step = state.pending.step
-    if step is None or (event.batch_id, event.policy_version) != (step.batch_id, step.policy_version):
-        return False  # the answer to a step that was asked for twice
-    state.pending.step = None
+def _trained(state: RunState, event: on.BatchTrained, rules: Rules, out: Actions) -> None:
+    step, state.pending.step = state.pending.step, None
+    assert step is not None
     state.slots.consume(event.policy_version, state.buffer.train())
     state.trainer_version = event.policy_version
     state.batch, state.next_batch = state.next_batch or batch_after(state, rules.settings), None
@@ -274,7 +257,6 @@ def _trained(state: RunState, event: on.BatchTrained, rules: Rules, out: Actions
     state.lengths, state.sizing_figures = [], decision.figures
     if decision.size != before or decision.notify:
         out.append(do.Decision(subject="group_size", reason=decision.reason, figures=decision.figures))
-    return True
 
 
 def batch_after(state: RunState, settings: ControlSettings) -> Batch:
@@ -282,10 +264,8 @@ def batch_after(state: RunState, settings: ControlSettings) -> Batch:
     return Batch(batch_id=state.batch.batch_id + 1, target=settings.batch_weight)
 
 
-def _live(state: RunState, event: on.WeightsLive, settings: ControlSettings, out: Actions) -> bool:
+def _live(state: RunState, event: on.WeightsLive, settings: ControlSettings, out: Actions) -> None:
     version = event.policy_version
-    if version != state.pending.push:
-        return False  # the answer to a push that was asked for twice
     state.pending.push = state.pending.paused_for = None
     state.live_version = version
     state.slots.version_live(version)
@@ -294,7 +274,6 @@ def _live(state: RunState, event: on.WeightsLive, settings: ControlSettings, out
         order_evaluation(state, version, settings.evaluate_limit, out)
     if settings.checkpoint_every and version % settings.checkpoint_every == 0 and not last:
         order_checkpoint(state, version, out)
-    return True
 
 
 def order_evaluation(state: RunState, version: int, limit: int, out: Actions) -> None:

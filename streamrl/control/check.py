@@ -13,159 +13,142 @@ from streamrl.control.model import RunState
 from streamrl.control.round_policy import Rules
 from streamrl.recipe.scheduling import RoundKind, StalePolicy
 
+Claims = Iterator[tuple[bool, str]]
+"""Claims that hold, or what is wrong where they do not."""
+
 
 def violations(state: RunState, rules: Rules) -> list[str]:
     """A sentence for each thing that must hold of ``state`` after every event and does not. It begins with the name of
     the invariant (``INVARIANTS``) and a colon. Costs time in proportion to what is in flight."""
-    return [f"{name}: {text}" for name, check in INVARIANTS.items() for text in check(state, rules)]
+    return [
+        f"{name}: {wrong}" for name, claim in INVARIANTS.items() for holds, wrong in claim(state, rules) if not holds
+    ]
 
 
-def _accounting(state: RunState, rules: Rules) -> Iterator[str]:
+def _accounting(state: RunState, rules: Rules) -> Claims:
     said = state.accounting()
-    if not said.balanced:
-        dropped = sum(said.dropped.values())
-        yield (
-            f"{said.issued} trajectories were issued, and {said.trained} trained, {dropped} dropped and "
-            f"{said.in_flight} in flight are {said.trained + dropped + said.in_flight}"
-        )
+    ends = said.trained, sum(said.dropped.values()), said.in_flight
+    yield said.issued == sum(ends), f"{said.issued} were issued, and {ends} trained, dropped and in flight"
 
 
-def _groups(state: RunState, rules: Rules) -> Iterator[str]:
+def _groups(state: RunState, rules: Rules) -> Claims:
     buffer = state.buffer
-    for group_id in buffer.untrained.keys() & buffer.batched.keys():
-        yield f"group {group_id} is in a batch and waits for one"
-    for group in buffer.groups():
-        yield from (f"group {group.group_id} {text}" for text in _group(group, state, rules))
+    both = buffer.untrained.keys() & buffer.batched.keys()
+    yield not both, f"groups {both} are in a batch and wait for one"
     for group in buffer.batched.values():
-        if group.open or group.paused:
-            yield f"group {group.group_id} is in a batch, and {group.open} of its members have no reward"
+        open_ = f"group {group.group_id} is in a batch, and {group.open} of its members have no reward"
+        yield not group.open and not group.paused, open_
+    for group in buffer.groups():
+        for holds, wrong in _group(group, state, rules):
+            yield holds, f"group {group.group_id} {wrong}"
 
 
-def _group(group: Group, state: RunState, rules: Rules) -> Iterator[str]:
-    if not group.members:
-        yield "has ended and is kept"
-        return
-    unscored = sum(not member.scored for member in group.members.values())
-    if group.open != unscored:
-        yield f"counts {group.open} members without a reward, and has {unscored}"
-    if not 1 <= group.keep <= group.size or not set(group.members) <= set(range(group.size)):
-        yield f"keeps {group.keep} of {group.size} trajectories and has the members {sorted(group.members)}"
-    if len(group.members) - unscored > group.keep:
-        yield f"has {len(group.members) - unscored} rewards, and a batch takes {group.keep}"
-    if group.weight != rules.settings.weight_of(group.keep):
-        yield f"weighs {group.weight} and keeps {group.keep} trajectories"
-    if group.group_id >= state.next_group_id:
-        yield f"has a number that will be given again: the next is {state.next_group_id}"
-    if group.launch_version > state.live_version and group.launch_version != state.pending.paused_for:
-        yield f"is sampled by version {group.launch_version}, and engines serve {state.live_version}"
+def _group(group: Group, state: RunState, rules: Rules) -> Claims:
+    members, version = group.members, group.launch_version
+    scored = sum(member.scored for member in members.values())
+    yield bool(members), "has ended and is kept"
+    yield group.open == len(members) - scored, f"counts {group.open} members without a reward, {scored} have one"
+    whole = 1 <= group.keep <= group.size and set(members) <= set(range(group.size))
+    yield whole, f"keeps {group.keep} of {group.size} trajectories and has the members {sorted(members)}"
+    yield scored <= group.keep, f"has {scored} rewards, and a batch takes {group.keep}"
+    weight = rules.settings.weight_of(group.keep)
+    yield group.weight == weight, f"weighs {group.weight} in place of {weight}"
+    yield group.group_id < state.next_group_id, f"has a number that will be given again, after {state.next_group_id}"
+    live = version <= state.live_version or version == state.pending.paused_for
+    yield live, f"is sampled by version {version}, and engines serve {state.live_version}"
 
 
-def _indexes(state: RunState, rules: Rules) -> Iterator[str]:
+def _indexes(state: RunState, rules: Rules) -> Claims:
     buffer, weights = state.buffer, Counter[int]()
     for group in (*buffer.untrained.values(), *buffer.batched.values()):
         oldest = min((member.oldest_version for member in group.members.values()), default=group.oldest_version)
-        if group.oldest_version != oldest:
-            yield f"group {group.group_id} says version {group.oldest_version} is its oldest, its members {oldest}"
+        yield group.oldest_version == oldest, f"group {group.group_id} says {group.oldest_version}, members {oldest}"
     for group in buffer.untrained.values():
         weights[group.oldest_version] += group.weight
-    ready = sorted(group_id for group_id, group in buffer.untrained.items() if group.ready)
-    paused = sorted(group_id for group_id, group in buffer.untrained.items() if group.paused and group.open)
-    for name, index, found in (
-        ("ready", sorted(buffer.ready), ready),
-        ("paused", sorted(buffer.paused), paused),
-        ("by_version", buffer.by_version, weights),
-    ):
-        if index != found:
-            yield f"{name} is {index}, and the groups say {found}"
+    ready = [group_id for group_id, group in buffer.untrained.items() if group.ready]
+    paused = [group_id for group_id, group in buffer.untrained.items() if group.paused and group.open]
+    yield sorted(buffer.ready) == sorted(ready), f"ready is {buffer.ready}, and the groups say {ready}"
+    yield sorted(buffer.paused) == sorted(paused), f"paused is {buffer.paused}, and the groups say {paused}"
+    yield buffer.by_version == weights, f"by_version is {buffer.by_version}, and the groups say {dict(weights)}"
 
 
-def _batch(state: RunState, rules: Rules) -> Iterator[str]:
+def _batch(state: RunState, rules: Rules) -> Claims:
     batch, following, groups = state.batch, state.next_batch, list(state.buffer.batched.values())
-    if batch.groups != list(state.buffer.batched):
-        yield f"batch {batch.batch_id} has the groups {batch.groups}, and the buffer {list(state.buffer.batched)}"
-        return
-    found = (sum(g.weight for g in groups), sum(len(g.members) for g in groups), sum(g.tokens for g in groups))
-    if found != (batch.filled, batch.samples, batch.tokens):
-        said = (batch.filled, batch.samples, batch.tokens)
-        yield f"batch {batch.batch_id} says {said} of weight, samples and tokens, its groups {found}"
-    if groups and batch.filled - groups[-1].weight >= batch.target:
-        yield f"group {groups[-1].group_id} joined batch {batch.batch_id}, which was full"
-    if state.batch_closed and batch.missing > 0 and not state.prompts.exhausted:
-        yield f"batch {batch.batch_id} is closed, with {batch.missing} of {batch.target} missing, and there are prompts"
-    if following is not None and (following.groups or not state.batch_closed):
-        yield f"batch {following.batch_id} is open beside batch {batch.batch_id}"
+    inside = list(state.buffer.batched)
+    yield batch.groups == inside, f"batch {batch.batch_id} has the groups {batch.groups}, and the buffer {inside}"
+    said = batch.filled, batch.samples, batch.tokens
+    found = sum(g.weight for g in groups), sum(len(g.members) for g in groups), sum(g.tokens for g in groups)
+    yield said == found, f"batch {batch.batch_id} says {said} of weight, samples and tokens, its groups {found}"
+    had_room = not groups or batch.filled - groups[-1].weight < batch.target
+    yield had_room, f"the last group of batch {batch.batch_id} joined when it was full"
+    full = not state.batch_closed or batch.missing <= 0 or state.prompts.exhausted
+    yield (
+        full,
+        f"batch {batch.batch_id} is closed, with {batch.missing} of {batch.target} missing, and there are prompts",
+    )
+    alone = following is None or (state.batch_closed and not following.groups)
+    yield alone, f"another batch is open beside batch {batch.batch_id}"
 
 
-def _staleness(state: RunState, rules: Rules) -> Iterator[str]:
-    settings, buffer = rules.settings, state.buffer
-    for groups, trained_at in (
-        (buffer.batched, state.trainer_version),
-        (buffer.untrained, state.trainer_version + int(state.batch_closed)),
-    ):
+def _staleness(state: RunState, rules: Rules) -> Claims:
+    most, buffer, trainer = rules.settings.max_staleness, state.buffer, state.trainer_version
+    for groups, trained_at in ((buffer.batched, trainer), (buffer.untrained, trainer + int(state.batch_closed))):
         for group in groups.values():
-            if staleness(trained_at, group.oldest_version) > settings.max_staleness:
-                yield (
-                    f"group {group.group_id} has a token of version {group.oldest_version}, is trained by version "
-                    f"{trained_at} at the earliest, and {settings.max_staleness} steps are allowed"
-                )
+            old = (
+                f"group {group.group_id} has a token of version {group.oldest_version}, {trained_at} trains it at best"
+            )
+            yield staleness(trained_at, group.oldest_version) <= most, old
+    waits = rules.settings.when_stale is StalePolicy.WAIT and rules.settings.rounds is not RoundKind.CUSTOM
     stale = buffer.dropped.get(DropReason.STALE, 0)
-    if stale and settings.when_stale is StalePolicy.WAIT and settings.rounds is not RoundKind.CUSTOM:
-        yield f"{stale} trajectories were dropped as stale, and when_stale is wait"
+    yield not (stale and waits), f"{stale} trajectories were dropped as stale, and when_stale is wait"
 
 
-def _slots(state: RunState, rules: Rules) -> Iterator[str]:
-    slots = state.slots
+def _slots(state: RunState, rules: Rules) -> Claims:
+    slots, live, trainer = state.slots, state.live_version, state.trainer_version
     used = sum(group.size for group in state.buffer.groups()) + sum(slots.consumed.values())
-    if slots.in_use != used:
-        yield f"{slots.in_use} are in use, and groups and versions that are not live have {used}"
-    if slots.in_use > rules.slots:
-        yield f"{slots.in_use} are in use, and there are {rules.slots}"
-    for version in slots.consumed:
-        if not state.live_version < version <= state.trainer_version:
-            yield f"version {version} keeps some: {state.live_version} is live, {state.trainer_version} trained"
+    yield slots.in_use == used, f"{slots.in_use} are in use, and groups and versions that are not live have {used}"
+    yield slots.in_use <= rules.slots, f"{slots.in_use} are in use, and there are {rules.slots}"
+    awaited = all(live < version <= trainer for version in slots.consumed)
+    yield awaited, f"versions {list(slots.consumed)} keep some: {live} is live, {trainer} trained"
 
 
-def _versions(state: RunState, rules: Rules) -> Iterator[str]:
-    trainer, live = state.trainer_version, state.live_version
-    if live not in (trainer - 1, trainer):
-        yield f"engines serve {live}, the trainer holds {trainer}"
-    if state.batch.batch_id != trainer or (state.next_batch is not None and state.next_batch.batch_id != trainer + 1):
-        yield f"version {trainer} trains batch {state.batch.batch_id}"
-    if state.saved_version > trainer:
-        yield f"{state.saved_version} is saved, the trainer holds {trainer}"
+def _versions(state: RunState, rules: Rules) -> Claims:
+    trainer, live, batch, following = state.trainer_version, state.live_version, state.batch, state.next_batch
+    yield live in (trainer - 1, trainer), f"engines serve {live}, the trainer holds {trainer}"
+    numbered = batch.batch_id == trainer and (following is None or following.batch_id == trainer + 1)
+    yield numbered, f"version {trainer} trains batch {batch.batch_id}"
+    yield state.saved_version <= trainer, f"{state.saved_version} is saved, the trainer holds {trainer}"
 
 
-def _orders(state: RunState, rules: Rules) -> Iterator[str]:
+def _orders(state: RunState, rules: Rules) -> Claims:
     pending, batch, trainer, live = state.pending, state.batch, state.trainer_version, state.live_version
-    step = pending.step
-    if step is not None and (step.batch_id, step.policy_version, step.groups, step.samples, step.trained_tokens) != (
-        *(batch.batch_id, trainer + 1, len(batch.groups), batch.samples, batch.tokens),
-    ):
-        yield f"{step} is not of batch {batch.batch_id} and trainer version {trainer}"
-    if step is not None and (pending.checkpoint is not None or live != trainer):
-        yield f"the trainer steps from version {trainer} before it is live and saved"
-    if pending.push is not None and (pending.push != trainer or live == trainer):
-        yield f"version {pending.push} is pushed: {live} is live, {trainer} trained"
-    if pending.evaluation is not None and (pending.evaluation.policy_version != live or pending.push is not None):
-        yield f"weights change under the evaluation of version {pending.evaluation.policy_version}"
-    if pending.checkpoint is not None and not pending.checkpoint == state.saved_version == trainer:
-        yield f"version {pending.checkpoint} is saved, and the trainer holds {trainer}"
-    made = trainer + int(state.batch_closed)
-    if pending.paused_for is not None and (pending.paused_for != made or made == live):
-        yield f"engines are paused for version {pending.paused_for}, and {made} is made"
+    step, made = pending.step, trainer + int(state.batch_closed)
+    if step is not None:
+        ordered = step.batch_id, step.policy_version, step.groups, step.samples, step.trained_tokens
+        fits = ordered == (batch.batch_id, trainer + 1, len(batch.groups), batch.samples, batch.tokens)
+        yield fits, f"{step} is not of batch {batch.batch_id} and trainer version {trainer}"
+        yield pending.checkpoint is None and live == trainer, f"version {trainer} is left before it is live and saved"
+    push = pending.push is None or live < pending.push == trainer
+    yield push, f"version {pending.push} is pushed: {live} is live, {trainer} trained"
+    kept = pending.evaluation is None or (pending.evaluation.policy_version == live and pending.push is None)
+    yield kept, f"weights change under {pending.evaluation}"
+    saved = pending.checkpoint is None or pending.checkpoint == state.saved_version == trainer
+    yield saved, f"version {pending.checkpoint} is saved, and the trainer holds {trainer}"
+    paused = pending.paused_for is None or live < pending.paused_for == made
+    yield paused, f"engines are paused for version {pending.paused_for}, and {made} is made"
 
 
-def _drain(state: RunState, rules: Rules) -> Iterator[str]:
+def _drain(state: RunState, rules: Rules) -> Claims:
     buffer, end = state.buffer, state.pending.end
     if end is not None and end.error:
         return  # it was not wound down
-    if state.ending and state.live_version >= 0 and (buffer.untrained or (buffer.batched and not state.batch_closed)):
-        yield f"the run ends, and {len(buffer.untrained)} groups are in flight"
-    if end is not None and (buffer or state.busy or state.batch_closed or state.live_version < state.trainer_version):
-        yield f"the run has ended ({end.reason}), and something is under way"
+    left = bool(buffer.untrained or (buffer.batched and not state.batch_closed))
+    yield not (left and state.ending and state.live_version >= 0), f"the run ends, with {buffer.accounting()}"
+    under_way = buffer or state.busy or state.batch_closed or state.live_version < state.trainer_version
+    yield end is None or not under_way, f"the run has ended ({end and end.reason}), and something is under way"
 
 
-INVARIANTS: dict[str, Callable[[RunState, Rules], Iterator[str]]] = {
+INVARIANTS: dict[str, Callable[[RunState, Rules], Claims]] = {
     "accounting": _accounting,
     "groups": _groups,
     "indexes": _indexes,

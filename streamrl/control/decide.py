@@ -18,6 +18,7 @@ from streamrl.control.apply import (
 )
 from streamrl.control.launch import launch, view
 from streamrl.control.model import Batch, RunState, next_attempt, requeue_interrupted
+from streamrl.control.pending import train_order
 from streamrl.control.round_policy import Candidate, Remainder, Rules
 from streamrl.recipe.scheduling import StalePolicy
 
@@ -83,11 +84,7 @@ def _fill_once(state: RunState, rules: Rules, out: Actions) -> bool:
         buffer.batch(group)
         batch.take(group)
         joined, seen = True, view(state, rules)
-        out.append(
-            do.TrainGroupNow(
-                batch_id=batch.batch_id, group_id=group.group_id, ids=group.ids, round_kind=group.round_kind
-            )
-        )
+        out.append(train_order(batch, group))
         if rules.policy.cut_tokens and batch.tokens >= rules.policy.cut_tokens:
             batch.target = batch.filled
     return joined

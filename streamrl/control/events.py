@@ -127,18 +127,10 @@ class RunContinued(Event, frozen=True):
     steps: int = 0
 
 
-ControlEvent = (
-    RunBegan
-    | RunContinued
-    | PromptsDrawn
-    | TrajectoryScored
-    | TrajectoryFailed
-    | EnginesMeasured
-    | RoundTimed
-    | RoundsAdvised
-    | BatchTrained
-    | WeightsLive
-    | EvaluationDone
-    | CheckpointDone
-    | StopRequested
-)
+Outcome = TrajectoryScored | TrajectoryFailed
+Answer = PromptsDrawn | CheckpointDone | EvaluationDone | BatchTrained | WeightsLive
+"""Answers to an order, each of which control waits for (``Pending.awaits``), in the order in which a deterministic run
+takes them."""
+Measurement = EnginesMeasured | RoundTimed | RoundsAdvised
+
+ControlEvent = RunBegan | RunContinued | Outcome | Answer | Measurement | StopRequested

@@ -9,11 +9,12 @@ from __future__ import annotations
 import msgspec
 
 from streamrl.base.types import TrajectoryId
-from streamrl.buffers.rollout_buffer import PromptRef
+from streamrl.buffers.rollout_buffer import Group, Member, PromptRef
 from streamrl.buffers.slots import last_version
 from streamrl.control import actions as do
 from streamrl.control.apply import Actions, batch_after
 from streamrl.control.model import Batch, RunState
+from streamrl.control.pending import launch_order
 from streamrl.control.round_policy import Launch, RoundView, Rules, Source
 
 
@@ -129,27 +130,23 @@ def _take(state: RunState, plan: Launch, rules: Rules) -> PromptRef | None:
 def _launch_group(state: RunState, plan: Launch, ref: PromptRef, rules: Rules, out: Actions) -> None:
     version = state.live_version + _launches_ahead(state, rules)
     keep = plan.keep or plan.size
-    group = state.buffer.admit(
-        ref,
-        state.next_group_id,
-        plan.size,
+    group = Group(
+        group_id=state.next_group_id,
+        prompt=ref,
+        launch_version=version,
+        oldest_version=version,
+        size=plan.size,
         keep=keep,
         weight=rules.settings.weight_of(keep),
-        policy_version=version,
         round_kind=plan.round_kind,
+        members={sample: Member(oldest_version=version) for sample in range(plan.size)},
+        open=plan.size,
         queued=plan.source is Source.QUEUE,
     )
+    state.buffer.admit(group)
     state.next_group_id += 1
     state.slots.charge(group.size)
-    out.append(
-        do.LaunchGroup(
-            group_id=group.group_id,
-            ids=group.ids,
-            policy_version=version,
-            seed_base=group.seed_base,
-            round_kind=group.round_kind,
-        )
-    )
+    out.append(launch_order(group, group.ids, version))
 
 
 def _open_round(state: RunState, plan: Launch, rules: Rules, size: int, out: Actions) -> None:

@@ -15,6 +15,14 @@ from streamrl.base.types import Record
 from streamrl.buffers.rollout_buffer import Accounting, Group, PromptRef, RolloutBuffer
 from streamrl.buffers.slots import Slots
 from streamrl.control.actions import End, Evaluate, StepOptimizer
+from streamrl.control.events import (
+    Answer,
+    BatchTrained,
+    CheckpointDone,
+    EvaluationDone,
+    PromptsDrawn,
+    WeightsLive,
+)
 
 SNAPSHOT_SCHEMA = 4
 
@@ -59,6 +67,24 @@ class Pending(msgspec.Struct, kw_only=True, omit_defaults=True):
     checkpoint: int | None = None
     paused_for: int | None = None
     end: End | None = None
+
+    @property
+    def awaited(self) -> dict[type[Answer], tuple[int, ...]]:
+        """Kinds of answers that are awaited, in the order of ``Answer``, with the fields that tell the right one."""
+        step, evaluation = self.step, self.evaluation
+        asked: dict[type[Answer], tuple[int, ...] | None] = {
+            PromptsDrawn: () if self.draw else None,
+            CheckpointDone: None if self.checkpoint is None else (self.checkpoint,),
+            EvaluationDone: None if evaluation is None else (evaluation.policy_version,),
+            BatchTrained: None if step is None else (step.batch_id, step.policy_version),
+            WeightsLive: None if self.push is None else (self.push,),
+        }
+        return {kind: fields for kind, fields in asked.items() if fields is not None}
+
+    def awaits(self, answer: Answer) -> bool:
+        """True when exactly this answer is awaited, and not one that was taken before."""
+        fields = () if isinstance(answer, PromptsDrawn) else msgspec.structs.astuple(answer)
+        return self.awaited.get(type(answer)) == fields
 
 
 class PromptPool(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -155,7 +181,7 @@ class RunState(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.buffer.batched[self.batch.groups[0]].round_kind
 
     def accounting(self) -> Accounting:
-        """Trajectory counts; ``balanced`` at every instant."""
+        """Trajectory counts, of which ``control.check`` says that they balance."""
         return self.buffer.accounting()
 
 

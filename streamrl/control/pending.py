@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from streamrl.base.types import TrajectoryId
+from streamrl.buffers.rollout_buffer import Group
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
-from streamrl.control.model import RunState
+from streamrl.control.model import Batch, RunState
 
 
 def orders_again(
@@ -52,12 +53,19 @@ def orders_again(
 
 def groups_in_batch(state: RunState) -> list[do.TrainGroupNow]:
     """The groups of the open or closed batch, as they were handed over."""
-    return [
-        do.TrainGroupNow(
-            batch_id=state.batch.batch_id, group_id=group.group_id, ids=group.ids, round_kind=group.round_kind
-        )
-        for group in state.buffer.batched.values()
-    ]
+    return [train_order(state.batch, group) for group in state.buffer.batched.values()]
+
+
+def train_order(batch: Batch, group: Group) -> do.TrainGroupNow:
+    """The order that hands ``group`` over as part of ``batch``."""
+    ids, kind = group.ids, group.round_kind
+    return do.TrainGroupNow(batch_id=batch.batch_id, group_id=group.group_id, ids=ids, round_kind=kind)
+
+
+def launch_order(group: Group, ids: tuple[TrajectoryId, ...], version: int) -> do.LaunchGroup:
+    """The order to sample ``ids`` of ``group`` by ``version``."""
+    seed, kind = group.seed_base, group.round_kind
+    return do.LaunchGroup(group_id=group.group_id, ids=ids, policy_version=version, seed_base=seed, round_kind=kind)
 
 
 def _launches(state: RunState, ended: Collection[TrajectoryId]) -> list[ControlAction]:
@@ -69,16 +77,7 @@ def _launches(state: RunState, ended: Collection[TrajectoryId]) -> list[ControlA
         if not ids:
             continue
         # What was under way when weights changed is sampled by those that are live now.
-        version = max(group.launch_version, state.live_version)
-        launches.append(
-            do.LaunchGroup(
-                group_id=group.group_id,
-                ids=ids,
-                policy_version=version,
-                seed_base=group.seed_base,
-                round_kind=group.round_kind,
-            )
-        )
+        launches.append(launch_order(group, ids, max(group.launch_version, state.live_version)))
         if group.paused:
             paused.extend(ids)
     return [*launches, do.PauseTrajectories(ids=tuple(paused))] if paused else launches

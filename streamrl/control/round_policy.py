@@ -21,7 +21,7 @@ from streamrl.base.types import DropReason
 from streamrl.buffers.rollout_buffer import PromptRef
 from streamrl.buffers.slots import may_take
 from streamrl.control.actions import Decision
-from streamrl.control.events import EnginesMeasured, RoundsAdvised, RoundTimed
+from streamrl.control.events import Measurement
 from streamrl.control.model import GroupLengths
 from streamrl.control.settings import ControlSettings
 from streamrl.recipe.scheduling import StalePolicy
@@ -162,7 +162,7 @@ class GroupObserved(msgspec.Struct, frozen=True, kw_only=True):
     cut_at: int = 0
 
 
-Observation = GroupObserved | EnginesMeasured | RoundTimed | RoundsAdvised
+Observation = GroupObserved | Measurement
 
 
 class RoundPolicy(Protocol):

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from streamrl.buffers.rollout_buffer import Accounting
+from streamrl.control.actions import StepOptimizer
 from streamrl.control.policies.sagc import LengthTable, straggler_rate
 from streamrl.control.settings import ControlSettings
 from streamrl.recipe.scheduling import SMALLEST_SIZE
@@ -145,14 +146,10 @@ class KindSums(msgspec.Struct):
 
 
 class StepSums(msgspec.Struct):
-    """Sums over what joined before one step. ``batches``: number that it trains; ``longest``: completion; ``tables``:
-    lengths of each group."""
+    """Sums over what joined before one step, beside what its order says. ``longest``: completion; ``tables``: lengths
+    of each group."""
 
     kind: str = ""
-    batches: int = 1
-    groups: int = 0
-    samples: int = 0
-    tokens: int = 0
     longest: int = 0
     tables: list[LengthTable] = []
 
@@ -165,14 +162,10 @@ class Sums(msgspec.Struct):
     kinds: defaultdict[str, KindSums] = msgspec.field(default_factory=lambda: defaultdict(KindSums))
     unbiased: Counter[int] = msgspec.field(default_factory=Counter)
     batches: int = 0
-    samples: int = 0
-    groups: int = 0
-    trained_tokens: int = 0
     stragglers: float = 0.0
     generated: float = 0.0
     busy_step: float = 0.0
     busy_rollout: float = 0.0
-    rollout_s: float = 0.0
     staleness: int = 0
     staleness_max: int = 0
     waits: int = 0
@@ -207,6 +200,7 @@ class StepLedger:
         self._busy_began = self._busy_full = self._generated_began = 0.0
         self._open = StepSums()
         self._closed = StepSums()
+        self._step: StepOptimizer | None = None
 
     # ---- what happens ------------------------------------------------------------------------------
 
@@ -229,9 +223,6 @@ class StepLedger:
         oldest = [request.first_version for request in requests]
         size, tokens, longest = len(lengths), sum(lengths), max(lengths)
         sums.kinds[kind].lengths.update(lengths)
-        sums.groups += 1
-        sums.samples += size
-        sums.trained_tokens += tokens
         sums.group_sizes[size] += 1
         sums.staleness += sum(trainer_version - version for version in oldest)
         sums.staleness_max = max(sums.staleness_max, trainer_version - min(oldest))
@@ -241,25 +232,23 @@ class StepLedger:
             sums.wait_total += trainer_version - first
             sums.wait_max = max(sums.wait_max, trainer_version - first)
         batch.kind = kind
-        batch.groups += 1
-        batch.samples += size
-        batch.tokens += tokens
         batch.longest = max(batch.longest, longest)
         if size >= SMALLEST_SIZE:
             batch.tables.append(np.array([[math.inf if length >= self._cap else length for length in lengths]]))
         return tokens
 
-    def batch_full(self, now: float, batches: int = 1) -> None:
-        """The trainer steps on so many batches. Groups that join from now on belong to the next one, also while this
-        one is pushed."""
+    def batch_full(self, now: float, step: StepOptimizer) -> None:
+        """The trainer steps. What joins from here on is of the next, also while this is pushed."""
         self._full = now
         self._closed, self._open = self._open, StepSums()
-        self._closed.batches = batches
+        self._step = step
         self._advance(now)
         self._busy_full = self._together.busy_s
 
-    def live(self, now: float, version: int) -> StepRow:
+    def live(self, now: float) -> StepRow:
         """Every engine holds the version that the step made: the step is over."""
+        step = self._step
+        assert step is not None
         self._advance(now)
         busy = self._together.busy_s
         generated = sum(engine.generated for engine in self._engines)
@@ -267,24 +256,24 @@ class StepLedger:
         busy_rollout, busy_step = self._busy_full - self._busy_began, busy - self._busy_began
         batch, sums = self._closed, self._sums
         row = StepRow(
-            policy_version=version,
+            policy_version=step.policy_version,
             round_kind=batch.kind,
             began_s=self._began,
             step_s=step_s,
             rollout_s=rollout_s,
             training_s=self.trained_s - self._full,
             push_s=now - self.publishing_s,
-            groups=batch.groups,
-            samples=batch.samples,
-            trained_tokens=batch.tokens,
+            groups=step.groups,
+            samples=step.samples,
+            trained_tokens=step.trained_tokens,
             generated_tokens=generated - self._generated_began,
             longest=batch.longest,
             rollout_bubble=_idle(busy_rollout, self.capacity * rollout_s),
             step_bubble=_idle(busy_step, self.capacity * step_s),
         )
         straggled = straggler_rate(batch.tables, self._settings.group_sizing.straggler_ratio)
-        sums.batches += batch.batches
-        sums.stragglers += batch.batches * (straggled or 0.0)
+        sums.batches += step.batches
+        sums.stragglers += step.batches * (straggled or 0.0)
         kind = sums.kinds[batch.kind]
         kind.steps += 1
         kind.step_s += step_s
@@ -293,7 +282,6 @@ class StepLedger:
         sums.generated += row.generated_tokens
         sums.busy_rollout += busy_rollout
         sums.busy_step += busy_step
-        sums.rollout_s += rollout_s
         sums.recent.append(row)
         self._began, self._busy_began, self._generated_began = now, busy, generated
         return row
@@ -314,31 +302,31 @@ class StepLedger:
         """Report over the steps that count."""
         sums, cap = self._sums, self._cap
         seconds = max(self._began - sums.began_s, 1e-12)
-        steps = sum(kind.steps for kind in sums.kinds.values())
+        kinds = sums.kinds.values()
+        steps = sum(kind.steps for kind in kinds)
         step_s = sorted(row.step_s for row in sums.recent) or [0.0]
-        trained: Counter[int] = Counter()
-        for kind in sums.kinds.values():
-            trained.update(kind.lengths)
+        trained = sum((kind.lengths for kind in kinds), Counter[int]())
+        tokens = sum(length * count for length, count in trained.items())
         return SimulationReport(
             rounds=str(self._settings.rounds),
             steps=steps,
             seconds=seconds,
-            trajectories=sums.samples,
+            trajectories=trained.total(),
             capacity=self.capacity,
             step_s_mean=seconds / max(steps, 1),
             step_s_p50=step_s[len(step_s) // 2],
             step_s_p95=step_s[len(step_s) * 95 // 100],
-            goodput=sums.trained_tokens / seconds,
-            groups_s=sums.groups / seconds,
-            rollout_bubble=_idle(sums.busy_rollout, self.capacity * sums.rollout_s),
+            goodput=tokens / seconds,
+            groups_s=sums.group_sizes.total() / seconds,
+            rollout_bubble=_idle(sums.busy_rollout, self.capacity * sum(kind.rollout_s for kind in kinds)),
             step_bubble=_idle(sums.busy_step, self.capacity * seconds),
-            staleness_mean=sums.staleness / max(sums.samples, 1),
+            staleness_mean=sums.staleness / max(trained.total(), 1),
             staleness_max=sums.staleness_max,
             unbiased=summary_of(sums.unbiased, cap),
             trained=summary_of(trained, cap),
             kinds=tuple(_kind_summary(name, kind, cap) for name, kind in sorted(sums.kinds.items())),
             generated_tokens=sums.generated,
-            trained_tokens=sums.trained_tokens,
+            trained_tokens=tokens,
             wait_mean=sums.wait_total / max(sums.waits, 1),
             wait_max=sums.wait_max,
             straggler_rate=sums.stragglers / max(sums.batches, 1),

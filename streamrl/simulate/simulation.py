@@ -323,7 +323,7 @@ class Simulation:
 
     def _step(self, action: do.StepOptimizer) -> None:
         now = self.queue.now
-        self.ledger.batch_full(now, action.batches)
+        self.ledger.batch_full(now, action)
         ends = self._trainer.close(now, engines_idle=action.engines_idle)
         if self._switch is not None:
             self._switch.round_closed()
@@ -352,7 +352,7 @@ class Simulation:
             self._release.begin_round()
         self.rollout.resume_engines(recompute=self._recompute)
         self._trainer.advance(now)
-        row = self.ledger.live(now, version)
+        row = self.ledger.live(now)
         if version == self._warm_up:
             self.ledger.begin(now)
         if self._progress is not None:

@@ -44,6 +44,7 @@ from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.control.actions import Decision
+from streamrl.control.check import violations
 from streamrl.control.events import ControlEvent
 from streamrl.control.machine import Control
 from streamrl.control.policies.round_policies import make_control
@@ -420,7 +421,9 @@ class SimulatedRun:
             parts.start_soon(rollout.run, orders[1], MortalOutcomes(journal, outcomes[0], self.outcomes_to_live))
             parts.start_soon(reward.run, self.scorer.noting_held_out(outcomes[1]), scored[0])
             try:
-                return await self.controller.run(orders[0], scored[1])
+                reason = await self.controller.run(orders[0], scored[1])
+                assert not (found := violations(control.state, control.rules)), found
+                return reason
             except BaseException:
                 parts.cancel_scope.cancel()
                 raise

@@ -161,8 +161,7 @@ class AutoRounds(StatelessRounds):
 
     def snapshot(self) -> dict[str, object]:
         """Return all of it: a restored policy answers as this one would."""
-        built: dict[str, object] = msgspec.to_builtins(self._state)
-        return built
+        return msgspec.structs.asdict(self._state)
 
     def restore(self, state: dict[str, object]) -> None:
         """Restore the state of this policy; that of another one, or of candidates that are gone, is ignored."""

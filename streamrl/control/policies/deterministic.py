@@ -33,14 +33,10 @@ from streamrl.control import events as on
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
 from streamrl.control.machine import Control
-from streamrl.control.model import RunState, Snapshot
+from streamrl.control.model import Snapshot
 from streamrl.control.pending import orders_again
 from streamrl.control.round_policy import GroupSizer, RoundPolicy
 from streamrl.control.settings import ControlSettings
-
-Outcome = on.TrajectoryScored | on.TrajectoryFailed
-Answer = on.PromptsDrawn | on.CheckpointDone | on.EvaluationDone | on.BatchTrained | on.WeightsLive
-MEASURED = (on.EnginesMeasured, on.RoundTimed, on.RoundsAdvised)
 
 _Tick = tuple[int, int, int, int]  # ticks, group, sample, attempt
 
@@ -51,8 +47,8 @@ class Arrivals(Record, frozen=True):
 
     now: int = 0
     launched: tuple[tuple[TrajectoryId, int], ...] = ()
-    ended: tuple[tuple[int, Outcome], ...] = ()
-    answers: tuple[Answer, ...] = ()
+    ended: tuple[tuple[int, on.Outcome], ...] = ()
+    answers: tuple[on.Answer, ...] = ()
 
 
 class DeterministicControl(Control):
@@ -70,17 +66,17 @@ class DeterministicControl(Control):
         super().__init__(settings, policy, sizer, snapshot)
         self._now = 0
         self._launched: dict[TrajectoryId, int] = {}
-        self._ended: dict[TrajectoryId, tuple[int, Outcome]] = {}
+        self._ended: dict[TrajectoryId, tuple[int, on.Outcome]] = {}
         self._ticks: list[tuple[_Tick, TrajectoryId]] = []  # of those that ended; some were cancelled since
-        self._late: deque[Outcome] = deque()
-        self._answers: dict[type[Answer], Answer] = {}
+        self._late: deque[on.Outcome] = deque()
+        self._answers: dict[type[on.Answer], on.Answer] = {}
         if snapshot is not None:
             self._restore(msgspec.convert(snapshot.order or {}, Arrivals))
 
     def handle(self, event: ControlEvent) -> list[ControlAction]:
         """Take ``event`` and all that counts now, and return what is to be done, in order."""
         out: list[ControlAction] = []
-        if isinstance(event, MEASURED):
+        if isinstance(event, on.Measurement):
             return out
         counts: ControlEvent | None = event
         if not isinstance(event, on.RunContinued):
@@ -113,7 +109,7 @@ class DeterministicControl(Control):
         self._answers = {type(answer): answer for answer in arrivals.answers}
 
     @property
-    def waiting_answers(self) -> frozenset[type[Answer]]:
+    def waiting_answers(self) -> frozenset[type[on.Answer]]:
         """Kinds of answers that are here and do not count yet."""
         return frozenset(self._answers)
 
@@ -126,28 +122,20 @@ class DeterministicControl(Control):
                 if event.id not in self._launched:
                     return event  # dropped before: it decides nothing
                 self._end(event, self._launched.pop(event.id))
-            case on.PromptsDrawn() | on.CheckpointDone() | on.EvaluationDone() | on.BatchTrained() | on.WeightsLive():
-                if not _is_awaited(event, self.state):
-                    return None  # it came twice
-                self._answers.setdefault(type(event), event)
-            case _:
+            case _ if not isinstance(event, on.Answer):
                 return event
+            case _ if not self.state.pending.awaits(event):
+                return None  # it came twice
+            case _:
+                self._answers.setdefault(type(event), event)
         return self._next()
 
     def _next(self) -> ControlEvent | None:
         """Return what counts now, after all that counted before; None: something that may come before it is missing."""
         if self._late:
             return self._late.popleft()
-        pending = self.state.pending
-        for kind, asked in (
-            (on.PromptsDrawn, pending.draw > 0),
-            (on.CheckpointDone, pending.checkpoint is not None),
-            (on.EvaluationDone, pending.evaluation is not None),
-            (on.BatchTrained, pending.step is not None),
-            (on.WeightsLive, pending.push is not None),
-        ):
-            if asked:
-                return self._answers.pop(kind, None)
+        for kind in self.state.pending.awaited:
+            return self._answers.pop(kind, None)
         if self._launched:
             return None
         while self._ticks:
@@ -171,28 +159,11 @@ class DeterministicControl(Control):
                 case do.End():
                     self._late.clear()  # nothing counts any more, and these decide nothing
 
-    def _end(self, outcome: Outcome, launched: int) -> None:
+    def _end(self, outcome: on.Outcome, launched: int) -> None:
         identity = outcome.id
         self._ended[identity] = (launched, outcome)
         tick = (launched + outcome.tokens, identity.group_id, identity.sample, identity.attempt)
         heapq.heappush(self._ticks, (tick, identity))
-
-
-def _is_awaited(answer: Answer, state: RunState) -> bool:
-    """Return whether control waits for exactly this one."""
-    pending = state.pending
-    match answer:
-        case on.PromptsDrawn():
-            return pending.draw > 0
-        case on.CheckpointDone(policy_version=version):
-            return pending.checkpoint == version
-        case on.EvaluationDone(policy_version=version):
-            return pending.evaluation is not None and pending.evaluation.policy_version == version
-        case on.BatchTrained(batch_id=batch_id, policy_version=version):
-            step = pending.step
-            return step is not None and (batch_id, version) == (step.batch_id, step.policy_version)
-        case on.WeightsLive(policy_version=version):
-            return pending.push == version
 
 
 def check_order(snapshot: Snapshot, *, deterministic: bool) -> None:

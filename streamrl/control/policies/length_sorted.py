@@ -107,8 +107,7 @@ class LengthSortedRounds(StatelessRounds):
 
     def snapshot(self) -> dict[str, object]:
         """State of the predictor of lengths."""
-        built: dict[str, object] = msgspec.to_builtins(self._predictor)
-        return built
+        return msgspec.structs.asdict(self._predictor)
 
     def restore(self, state: dict[str, object]) -> None:
         """The inverse; the state of another policy is ignored."""
