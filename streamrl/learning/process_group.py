@@ -179,12 +179,7 @@ def meet_at(rendezvous: str, rank: int, ranks: int, timeout: timedelta) -> Store
     family = socket.AF_INET6 if ":" in place.hostname else socket.AF_INET
     listener = socket.create_server((place.hostname, place.port), family=family, backlog=ranks + 16)
     return TCPStore(
-        place.hostname,
-        place.port,
-        ranks,
-        is_master=True,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
+        place.hostname, place.port, ranks, is_master=True, timeout=timeout, master_listen_fd=listener.detach()
     )
 
 

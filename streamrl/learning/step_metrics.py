@@ -41,10 +41,7 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
     mine = b"".join(differences_N.cpu().numpy().tobytes() for differences_N in sums.differences)
     gathered = np.frombuffer(b"".join(all_gather_bytes(mine)), dtype=np.float32)
     denominator = loss_denominator(
-        options.objective.loss_normalization,
-        samples=samples,
-        trained_tokens=loss_tokens,
-        max_tokens=options.max_tokens,
+        options.objective.loss_normalization, samples=samples, trained_tokens=loss_tokens, max_tokens=options.max_tokens
     )
     denominator *= options.epochs_per_batch  # the sums are over all passes
     metrics = {

@@ -151,10 +151,7 @@ class Updates:
         set_sharded(self.policy, True)
         tokens, samples, computed = process_group.all_reduce([loss_tokens, samples, computed], self._device)
         denominator = loss_denominator(
-            options.objective.loss_normalization,
-            samples=samples,
-            trained_tokens=tokens,
-            max_tokens=options.max_tokens,
+            options.objective.loss_normalization, samples=samples, trained_tokens=tokens, max_tokens=options.max_tokens
         )
         gradient_L = self.weights.collect_gradient()
         mean_of_ranks = dist.get_world_size()  # FSDP2 averages over the ranks

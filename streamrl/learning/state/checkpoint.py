@@ -123,11 +123,7 @@ def save(
 
 
 def load(
-    directory: Path,
-    weights: PublishedWeights,
-    optimizer: MasterOptimizer,
-    *,
-    extra: Mapping[str, Tensor] | None = None,
+    directory: Path, weights: PublishedWeights, optimizer: MasterOptimizer, *, extra: Mapping[str, Tensor] | None = None
 ) -> TrainerState:
     """Fill masters, optimizer state and ``extra`` of this rank from a checkpoint. Collective. Raises ``StreamRLError``
     when it is not a checkpoint, has a damaged file, is one of another model, or lacks a tensor of ``extra``."""
