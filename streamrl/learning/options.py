@@ -23,8 +23,7 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     ``streaming``: groups may be trained before their batch is closed.
     ``shortest_first``: several updates on a batch take its groups in the order of their lengths.
     ``canary``: engines want to know what each version finds for the canary's tokens.
-    ``resume_from``: a directory that ``save_checkpoint`` wrote; empty: the weights of ``model_path``.
-    """
+    ``resume_from``: a directory that ``save_checkpoint`` wrote; empty: the weights of ``model_path``."""
 
     model_path: str
     run_id: str

@@ -2,8 +2,7 @@
 
 Ranks meet over TCP on one named interface, because neither torch's store nor gloo nor NCCL authenticates a peer. By
 itself torch's store listens on every interface whatever address it is given, and gloo on the one that the host's name
-resolves to.
-"""
+resolves to."""
 
 from __future__ import annotations
 
@@ -130,8 +129,7 @@ def return_freed_memory() -> None:
     By itself glibc moves the limit above which a block is mapped on its own up to the largest block that was freed, to
     32 MiB. From then on activations of every size come from one heap, which does not shrink while something small lies
     at its end: a step's peak and the next allocation add up. Measured with fixed limits on a 30 M-parameter model:
-    41 MiB less at 256 tokens a micro-batch, 75 MiB at 512, for 5 to 10 % more CPU time.
-    """
+    41 MiB less at 256 tokens a micro-batch, 75 MiB at 512, for 5 to 10 % more CPU time."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, MAPPED_BYTES)

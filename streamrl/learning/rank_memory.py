@@ -33,8 +33,7 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
     ``layer``: of the largest layer. ``trained`` 0: all of them; else those of adapters, below which lie weights of
     ``adapted`` elements. ``moment_bytes``: of the optimizer, for a trained parameter. ``masters_on_host``: masters and
     moments lie in host memory. ``sixteen_bit``: the forward computes in bfloat16. ``on_device``: weights lie on a GPU.
-    ``reference``: there is a reference model; ``critic``: a value model of its own.
-    """
+    ``reference``: there is a reference model; ``critic``: a value model of its own."""
 
     parameters: int
     outside: int

@@ -7,8 +7,7 @@ divides once, which makes the gradient that of the whole batch. Where that canno
 (``why_not_streaming``), everything waits for the close.
 
 With ``streaming`` the rows depend on when groups arrive, so weights repeat to rounding only; without it all work
-is done at the close, in canonical order, and the same groups give the same bits.
-"""
+is done at the close, in canonical order, and the same groups give the same bits."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ class TorchTrainer:
     """One trainer rank: masters in float32, forward on the published bfloat16 bits.
 
     ``start_publisher``: starts to serve this rank's weights. ``tokenizer_digest``: of the model's directory, for the
-    controller to compare (None: nothing to compare).
-    """
+    controller to compare (None: nothing to compare)."""
 
     def __init__(
         self,

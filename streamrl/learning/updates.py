@@ -83,8 +83,7 @@ class Updates:
         """Train what waits and step: in each of ``epochs_per_batch`` passes ``updates_per_batch`` times, each on its
         share of the batch, all against the logprobs and the values before the first. Returns metrics. Collective.
 
-        Raises ``StreamRLError`` when the gradient is not finite.
-        """
+        Raises ``StreamRLError`` when the gradient is not finite."""
         updates = self._options.updates_per_batch
         in_all = updates * self._options.epochs_per_batch
         started = time.perf_counter()
@@ -210,8 +209,7 @@ def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeig
     """The weights that ``options`` train: all of them, or adapters. The policy must be sharded (if it is) and loaded.
 
     Collective. Raises ``StreamRLError`` for targets of an adapter that the model does not have, and for adapters whose
-    masters should be in host memory.
-    """
+    masters should be in host memory."""
     on_host = options.optimizer is OptimizerKind.ADAMW_OFFLOADED
     if options.lora.rank:
         if on_host:

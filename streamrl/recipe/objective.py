@@ -1,8 +1,7 @@
 """The recipe's ``[objective]`` and ``[off_policy]``: what is differentiated, and how stale tokens are corrected.
 
 ``algorithm`` names a published method; a field that is left out (``None``) is what that method's paper says. What a
-recipe comes to is ``objective_settings``.
-"""
+recipe comes to is ``objective_settings``."""
 
 from __future__ import annotations
 
@@ -138,8 +137,7 @@ class Proximal(StrEnum):
     ``behavior``: the version that sampled the token. ``decoupled``: the trainer's own policy before this step, so that
     r starts at 1 and staleness is left to the correction (AReaL, arXiv 2505.24298); with one update a batch nothing is
     clipped then, and delayed steps overshoot (docs/log.md). ``interpolated``, the default: between the two in log
-    space, nearer to the trainer's the staler the token (A-3PO, arXiv 2512.06547), so that the clip still holds.
-    """
+    space, nearer to the trainer's the staler the token (A-3PO, arXiv 2512.06547), so that the clip still holds."""
 
     BEHAVIOR = "behavior"
     DECOUPLED = "decoupled"

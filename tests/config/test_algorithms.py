@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from streamrl.recipe.objective import KlEstimator, Objective, ObjectiveSettings, objective_settings, why_not_streaming
-from streamrl.recipe.objectives.catalog import METHODS
+from streamrl.recipe.objectives.catalog import ADVANTAGES, METHODS
+from streamrl.recipe.objectives.grpo import GroupStd
 from streamrl.recipe.objectives.method import KlPlace
 from streamrl.recipe.objectives.ppo import ValueModel
 
@@ -108,6 +109,22 @@ def test_what_compares_with_the_whole_batch_does_not_stream(algorithm: str) -> N
         assert reason == ""
     assert why_not_streaming(resolved(algorithm=algorithm), 2).startswith("training.updates_per_batch = 2 ")
     assert why_not_streaming(resolved(algorithm="grpo"), 1, 2).startswith("training.epochs_per_batch = 2 ")
+
+
+def test_a_part_with_keys_of_its_own_is_the_one_that_the_recipe_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bounded(GroupStd, frozen=True):
+        """as group_std, bounded"""
+
+        name = "bounded"
+        bound: float = 4.0
+
+    class WithBounded(ObjectiveSettings, frozen=True):
+        bounded: Bounded = Bounded()
+
+    monkeypatch.setitem(ADVANTAGES, "bounded", Bounded())
+    settings = WithBounded(advantages="bounded", bounded=Bounded(bound=2.5))
+    assert settings.estimator == Bounded(bound=2.5) and settings.estimator.compares_siblings
+    assert msgspec.structs.replace(settings, advantages="group_std").estimator == GroupStd()
 
 
 def test_where_group_sizes_vary_advantages_do_not_depend_on_them() -> None:

@@ -24,8 +24,7 @@ class TokenSums:
     """Sums over the tokens that went through the model. Ranks are added to each other at the close, field by field.
 
     ``mismatch``: absolute difference of trainer and engine logprobs over ``on_policy_tokens``, those that the version
-    which is trained sampled itself.
-    """
+    which is trained sampled itself."""
 
     packed_tokens: float = 0.0
     computed_tokens: float = 0.0
@@ -78,8 +77,7 @@ def accumulate(
     The head and the loss run over chunks of trained positions, each with its own backward, then one backward goes
     through the model: the logits of the whole row never exist, and nothing is computed twice unless a sequence is
     longer than a chunk under an objective that needs it whole.
-    Raises ``StreamRLError`` naming batch and samples when the loss is not finite.
-    """
+    Raises ``StreamRLError`` naming batch and samples when the loss is not finite."""
     alone = critic is not None and critic.trunk is not None
     with compute_context(options, row.tokens_T.device):
         # A model of its own first: its activations are gone before those of the policy are made.

@@ -3,8 +3,7 @@
 Only tokens that a trained token is predicted from are packed: tokens from the last trained one on are left out.
 Siblings that follow each other in a row share their longest common beginning without trained tokens: it becomes a
 sequence of its own (the prefix), whose last token predicts the first token of each sibling. Exact: every token sees the
-same tokens at the same positions as in a sequence alone.
-"""
+same tokens at the same positions as in a sequence alone."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class PreparedSample(msgspec.Struct, frozen=True):
     """A sample with what its batch, its group, the reference model and the critic say about its trained tokens.
 
     Arrays are float32, one entry for each trained token, in order. ``weight``: of each trained token in the
-    un-normalised sum. ``token_advantages`` None: ``advantage`` for every token.
-    """
+    un-normalised sum. ``token_advantages`` None: ``advantage`` for every token."""
 
     sample: TrainingSample
     advantage: float = 0.0
@@ -54,8 +52,7 @@ def plan_micro_batches(samples: Sequence[PreparedSample], budget: int) -> list[l
 
     Siblings are neighbours, so that ``pack`` lays their prompt down once; where a group is cut, each part has a copy.
     Canonical: the same set gives the same rows however it arrived. Groups are sorted by their longest sample, as
-    attention is cheapest among nearly equal lengths.
-    """
+    attention is cheapest among nearly equal lengths."""
     groups: dict[tuple[str, int], list[PreparedSample]] = {}
     for item in sorted(samples, key=lambda item: (needed_tokens(item.sample), item.sample.id)):
         groups.setdefault(_group_key(item), []).append(item)

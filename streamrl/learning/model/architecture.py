@@ -97,8 +97,7 @@ def checkpoint_pieces(model: PreTrainedModel) -> list[CheckpointPiece]:
 
     transformers renames and fuses weights at load (experts of one layer become one parameter); engines know the names
     and shapes of the file. Its own conversion is run backwards over meta tensors; every result must be one contiguous
-    part of a parameter. Raises ``StreamRLError`` where it is not.
-    """
+    part of a parameter. Raises ``StreamRLError`` where it is not."""
     parameters = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in parameters.items()}
     with _WithoutCopies():  # type: ignore[no-untyped-call]

@@ -5,8 +5,7 @@ times slower on CPU. Here sequences of nearly equal length are gathered into buc
 ``scaled_dot_product_attention`` each. On CUDA the whole row is one flash variable-length call.
 
 A sequence may continue another one, its prefix: its tokens attend to the prefix and to themselves, and the tokens of
-the prefix go through the rest of the model once for all that continue it.
-"""
+the prefix go through the rest of the model once for all that continue it."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ class Spread(msgspec.Struct, frozen=True, eq=False):
     """Copies the ``T`` tokens of a row to the ``P`` places of its buckets. All int64.
 
     ``tokens_P``: what is copied to each place. ``places_T``: one place of each token. ``repeats_R``, ``repeated_R``:
-    further places, and the token there, of tokens that are copied more than once. Other places are padding.
-    """
+    further places, and the token there, of tokens that are copied more than once. Other places are padding."""
 
     tokens_P: Tensor
     places_T: Tensor
@@ -237,8 +235,7 @@ def packed_attention(
     """Causal attention inside each sequence, for transformers: query ``[1, heads, T, D]``, out ``[1, T, heads, D]``.
 
     ``sliding_window``: a token sees so many, itself included. Raises ``StreamRLError`` for soft caps of the scores, and
-    for a model that does not hand on ``packed``.
-    """
+    for a model that does not hand on ``packed``."""
     if packed is None:
         raise StreamRLError("its layers do not hand keyword arguments on to their attention, which has to know the row")
     if softcap is not None:

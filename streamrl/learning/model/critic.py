@@ -21,8 +21,7 @@ class Critic:
     value loss trains with). Every rank holds all of both; gradients are summed over the ranks at the close.
 
     It is trained and saved with the policy and never published. A step of AdamW moves a value by about its rate times
-    ``D``, so that rates for the layers of a policy would leave the head at 0: it has one of its own, not warmed up.
-    """
+    ``D``, so that rates for the layers of a policy would leave the head at 0: it has one of its own, not warmed up."""
 
     def __init__(
         self, options: TrainerOptions, hidden: int, device: torch.device, trunk: PackedPolicy | None = None

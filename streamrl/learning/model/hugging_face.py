@@ -3,8 +3,7 @@
 transformers and the initialisation of a model on the meta device import ``torch._dynamo`` only to mark functions for
 ``torch.compile``. While ``without_compiler`` lasts, a stand-in takes those marks and drops them; whatever else is asked
 of it imports the real one. A policy that is compiled loses nothing: what transformers marks are fp8 kernels, the cache
-of its own serving loop and mask building, none of which packed rows go through.
-"""
+of its own serving loop and mask building, none of which packed rows go through."""
 
 from __future__ import annotations
 

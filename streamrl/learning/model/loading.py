@@ -3,8 +3,7 @@
 Decoder layers may trade time for memory (activation checkpointing) or start-up time for speed (``torch.compile``). Both
 change layers in place, keep parameter names, and are called once, before ``shard`` and before the first forward; with
 both, checkpointing comes last. Gradients stay those of the plain layers: bit for bit with checkpointing, to rounding
-with compiled layers.
-"""
+with compiled layers."""
 
 from __future__ import annotations
 
@@ -90,8 +89,7 @@ def load_policy(
     Packing is checked in float32 before the bfloat16 model (``sixteen_bit``, of several ranks only) is made.
     Raises ``StreamRLError`` for a directory that is not a whole model or holds code or pickles, for quantised weights,
     and for a model that packed rows or published weights would get wrong. Auxiliary losses of routers (mixtures of
-    experts) are not trained.
-    """
+    experts) are not trained."""
     policy = _placed(model_path, device)
     if over is not None:
         shard(policy, over, gathered, sixteen_bit=False)

@@ -34,8 +34,7 @@ class MicroBatch(NamedTuple):
 
     ``tokens_T``, ``positions_T``: int64. ``predictors_N``: index in the row of the token whose output predicts
     the target ``targets_N`` (the one before it; siblings that share a prompt share it). ``sample_ids``: of the row's
-    sequences, in the order of ``inputs.sequence_N``.
-    """
+    sequences, in the order of ``inputs.sequence_N``."""
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -66,8 +65,7 @@ class PackedPolicy(nn.Module):
 
     ``pieces``: where each tensor of the checkpoint lies in the parameters; they are published under its names.
     ``hugging_face``: the transformers model itself.
-    The output head is not applied here but in chunks by the caller, so that the logits of a whole row never exist.
-    """
+    The output head is not applied here but in chunks by the caller, so that the logits of a whole row never exist."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -116,8 +114,7 @@ def shard(policy: PackedPolicy, over: DeviceMesh, gathered: Gathered, *, sixteen
     are exact bfloat16.
 
     ``gathered``: for the forward and the backward of a unit, with the gradient reduced in each backward; or until
-    ``set_sharded``, with gradients added up on each rank until ``set_gradient_sync``.
-    """
+    ``set_sharded``, with gradients added up on each rank until ``set_gradient_sync``."""
     by_layer = gathered is Gathered.LAYER
     mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
     if sixteen_bit:

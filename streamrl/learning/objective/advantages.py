@@ -48,8 +48,7 @@ def group_advantages(rewards_S: Tensor, estimator: Advantages) -> Tensor:
     compared. Float32 [S].
 
     A group of one sample, or of equal rewards, has advantage exactly 0 where siblings are compared: rounding, of the
-    mean or of a sum of parts, must not make a gradient out of nothing.
-    """
+    mean or of a sum of parts, must not make a gradient out of nothing."""
     rewards_S = rewards_S.double()
     if not estimator.compares_siblings:
         return rewards_S.float()

@@ -2,8 +2,7 @@
 
 Three policies: ``behavior`` sampled the token (an older version, in another engine), ``proximal`` is what the clipped
 ratio is taken against, and the trainer's own. The surrogate of a token is multiplied by w = pi_proximal / pi_behavior
-(the decoupled objective, AReaL, arXiv 2505.24298, section 5.2). Shapes: ``N`` trained tokens, ``S`` sequences.
-"""
+(the decoupled objective, AReaL, arXiv 2505.24298, section 5.2). Shapes: ``N`` trained tokens, ``S`` sequences."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def proximal_logprobs(proximal: Proximal, own_N: Tensor, behavior_N: Tensor, sta
     ``own_N``: the trainer's, before the first update on the batch. It is the answer wherever ``staleness_N`` is 0: that
     version sampled the token, and what its engine reported differs by rounding only. ``interpolated``, after A-3PO
     (arXiv 2512.06547; AReaL's ``prox_logp_method="loglinear"``): log pi_proximal = log pi_behavior / d +
-    (1 - 1 / d) log pi_own at staleness d, hence the behaviour policy at d = 1.
-    """
+    (1 - 1 / d) log pi_own at staleness d, hence the behaviour policy at d = 1."""
     own_N = own_N.detach()
     if proximal is Proximal.DECOUPLED:
         return own_N
@@ -67,8 +65,7 @@ def off_policy_correction(
     (unbiased, and its variance grows with length); ``geometric``: its length-th root. Mask: w at the level of ``mask``
     outside [mask_low, mask_high]. Known methods: ``token`` for both and cap >= mask_high is IcePop
     (https://ringtech.notion.site/icepop); ``sequence`` for both, cap = mask_high and mask_low 0 is masked importance
-    sampling (https://richardli.xyz/post/rl-collapse-part3, which also has the geometric mask).
-    """
+    sampling (https://richardli.xyz/post/rl-collapse-part3, which also has the geometric mask)."""
     # A token of the trained version differs by engine rounding alone: corrected only when asked for.
     corrected_N = torch.ones_like(staleness_N, dtype=torch.bool) if off_policy.correct_mismatch else staleness_N > 0
     difference_N = proximal_N - behavior_N

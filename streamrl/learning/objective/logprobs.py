@@ -16,8 +16,7 @@ def nucleus_mask(logits_NV: Tensor, top_p: float, targets_N: Tensor) -> Tensor:
     cumulative sum, ``<= 1 - p``, the last one always kept), so that equal logits give an equal nucleus. Either of two
     tied tokens at the edge may be cut; both weigh the same, so the renormalised rest does not depend on which. Logits
     that differ in the last bits can move a token at the very edge. The sampled token was inside by construction, so it
-    is kept in any case: its logprob stays finite.
-    """
+    is kept in any case: its logprob stays finite."""
     sorted_NV, order_NV = logits_NV.sort(dim=-1, descending=False)
     cumulative_NV = torch.cumsum(sorted_NV.softmax(dim=-1), dim=-1)
     threshold = 1 - torch.tensor(top_p, dtype=torch.float32, device=logits_NV.device)
@@ -32,8 +31,7 @@ class _SampledLogprobs(torch.autograd.Function):
 
     ``log_softmax`` followed by ``exp`` keeps two such buffers and takes the exponential twice more (for the entropy and
     in its backward). Here exp(logits - max) is taken once; backward scales it in place into the gradient, so a second
-    backward through the same result raises. A sum over the row is pairwise, so the result is also nearer to float64.
-    """
+    backward through the same result raises. A sum over the row is pairwise, so the result is also nearer to float64."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
@@ -79,8 +77,7 @@ def token_logprobs(
     """Logprobs of the targets under the processed distribution, and its entropy in nats. Float32 [N] and [N].
 
     Processed as the engine does it: divide by the temperature, cut the nucleus, renormalise. Only with
-    ``entropy_gradient`` can the entropy be differentiated (it keeps the logits for it). Logits must be finite.
-    """
+    ``entropy_gradient`` can the entropy be differentiated (it keeps the logits for it). Logits must be finite."""
     # float64 stays what it is, for the references of the tests
     scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if temperature != 1.0:

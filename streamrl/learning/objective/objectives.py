@@ -2,8 +2,7 @@
 
 Shapes: ``N`` trained tokens of whole sequences. A batch's loss is
 ``sum over tokens of (token weight * token loss) / denominator``: the numerator can be accumulated while groups arrive,
-the denominator is known when the batch is closed. That is what makes streaming training exact.
-"""
+the denominator is known when the batch is closed. That is what makes streaming training exact."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ class TokenInputs(NamedTuple):
     ``weights_N``: of each token in the un-normalised sum. ``staleness_N``: int64, versions between the one that sampled
     the token and the one that is differentiated. ``sequence_N``: int64, ascending, index of its sample among the
     ``sequences`` of the row. ``proximal_N`` None: the policy that is differentiated, before this step. ``reference_N``:
-    logprobs of the reference model. ``old_values_N``, ``returns_N``: of the critic.
-    """
+    logprobs of the reference model. ``old_values_N``, ``returns_N``: of the critic."""
 
     behavior_N: Tensor
     advantages_N: Tensor
@@ -52,8 +50,7 @@ class TokenLoss(NamedTuple):
     """``loss_N``: loss of each token before ``weights_N``, differentiable. The rest is for metrics, without gradient:
     ``clipped_N``: bool, the clip removed its gradient (``token_weight``: bounded its weight); ``masked_N``: bool, the
     correction left it out; ``correction_N``: its off-policy weight (0 where masked); ``reference_kl_N``: estimated KL
-    to the reference (0 without).
-    """
+    to the reference (0 without)."""
 
     loss_N: Tensor
     clipped_N: Tensor
@@ -69,8 +66,7 @@ def token_loss(
 
     correction * surrogate + kl_coefficient * KL - entropy_coefficient * entropy, as in TRL and verl: a token that the
     correction leaves out is still kept near the reference. ``tokens.proximal_N``, when several updates are made on one
-    batch: the trainer's logprobs before the first of them; without it, those of this very forward.
-    """
+    batch: the trainer's logprobs before the first of them; without it, those of this very forward."""
     own_N = logprobs_N.detach() if tokens.proximal_N is None else tokens.proximal_N
     proximal_N = proximal_logprobs(off_policy.proximal, own_N, tokens.behavior_N, tokens.staleness_N)
     correction_N, masked_N = off_policy_correction(
@@ -113,8 +109,7 @@ def reference_kl(logprobs_N: Tensor, reference_N: Tensor, estimator: KlEstimator
     that of the other direction, KL(reference, policy), equal to first order where the two are close; multiplied by the
     differentiable ratio (DeepSeek-V3.2, arXiv 2512.02556; TRL's default), it has k2's at a ratio of 1. In a reward,
     which is not differentiated, k1 is exact and k2 and k3 are not
-    (https://xihuai18.github.io/reinforcement-learning/2025/12/01/kl-estimators-en.html).
-    """
+    (https://xihuai18.github.io/reinforcement-learning/2025/12/01/kl-estimators-en.html)."""
     difference_N = logprobs_N - reference_N
     if estimator is KlEstimator.K1:
         return difference_N
@@ -130,8 +125,7 @@ def value_loss(settings: ObjectiveSettings, values_N: Tensor, tokens: TokenInput
 
     max((V - R)^2, (V clipped to old V +- value_clip - R)^2) / 2: the error is PPO's (arXiv 1707.06347, equation 9), the
     clip is of OpenAI's baselines. Without old values (first update on a batch) or with ``value_clip`` 0: not clipped.
-    Raises ``ValueError`` without returns.
-    """
+    Raises ``ValueError`` without returns."""
     if tokens.returns_N is None:
         raise ValueError("the value loss needs the returns of each token: TokenInputs.returns_N is None")
     error_N = (values_N - tokens.returns_N).square()

@@ -3,8 +3,7 @@ latter is the merged model, and ``adapter/`` is the adapter in peft's format.
 
 Everything is written beside the final name, flushed, listed with its sha256 in ``digests``, and renamed at the end: a
 directory of that name is a whole checkpoint, also after a power cut. Trainer state is ``torch.distributed.checkpoint``
-on safetensors files (its default metadata is a pickle), scalars are msgpack; any number of ranks can load it.
-"""
+on safetensors files (its default metadata is a pickle), scalars are msgpack; any number of ranks can load it."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ def save(
 
     ``extra``: tensors that are equal on every rank, by name. ``beside``: sha256 by name of the files that
     ``atomic_files.stage_sidecar`` left for it. Raises ``StreamRLError`` on every rank when one of them cannot write, or
-    when less than ``min_free_bytes`` would be left on the disk; nothing half-written stays.
-    """
+    when less than ``min_free_bytes`` would be left on the disk; nothing half-written stays."""
     partial = directory.with_name(f".{directory.name}.partial")
     first = dist.get_rank() == 0
     moments, extra = optimizer.moments(), extra or {}

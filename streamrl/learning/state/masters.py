@@ -8,8 +8,7 @@ not have. It is written with 2**15 - 1: the next float32 towards zero, which rou
 element in 131,072, moved by less than one part in 8 million, the same way on every number of ranks; what is once
 written is read back exactly. (Splitting a float32 into a bfloat16 and 16 more bits: Split-SGD-BF16 of Kalamkar et al.,
 "Optimizing Deep Learning Recommender Systems Training On CPU Cluster Architectures" (2020), which truncates; published
-bits are rounded to nearest.)
-"""
+bits are rounded to nearest.)"""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ class SplitMasters(Masters):
     """The forward's float32 values and a 16-bit remainder of each: 2 bytes an element of its own.
 
     ``forward``: the vectors that the forward runs on, flat float32, one after the other in the masters; a function that
-    gives each, as FSDP2 may replace what a parameter holds. Their values now are the masters: they are rounded here.
-    """
+    gives each, as FSDP2 may replace what a parameter holds. Their values now are the masters: they are rounded here."""
 
     @torch.no_grad()
     def __init__(self, forward: Sequence[Callable[[], Tensor]], sizes: Sequence[int], device: torch.device) -> None:

@@ -5,8 +5,7 @@ before the moments' step, over matrices only, so that the step itself stays one 
 
 Bytes an element beside the masters: ``adamw`` 8; ``adamw_8bit`` 2.03; ``adamw_offloaded`` none on the device, and in
 host memory 18 (masters 4, moments 8, the gradient that comes over 4, the bits that go back 2).
-A step goes chunk by chunk over the masters, which may be stored in another form (``masters.SplitMasters``).
-"""
+A step goes chunk by chunk over the masters, which may be stored in another form (``masters.SplitMasters``)."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class MasterOptimizer:
 
     ``decayed``: the places to which weight decay applies (``PublishedWeights.decayed``).
     Masters may lie in host memory: the gradient is fetched, and the step taken there.
-    Raises ``StreamRLError`` when the library of ``adamw_8bit`` is missing.
-    """
+    Raises ``StreamRLError`` when the library of ``adamw_8bit`` is missing."""
 
     def __init__(self, options: TrainerOptions, masters: Masters, decayed: Sequence[slice]) -> None:
         quantized = options.optimizer is OptimizerKind.ADAMW_8BIT
@@ -185,8 +183,7 @@ def quantize_again(values_BK: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     The largest value of a block gives its scale only up to its own level: the signed map of bitsandbytes has 1 and no
     -1, so a block whose largest value is negative would shrink by 0.7 % at each save and load. Every scale within one
     rounding of the two outermost levels is tried; the first that reproduces its block is taken. Other values get the
-    nearest levels with the scale max |value|, as the library would give them.
-    """
+    nearest levels with the scale max |value|, as the library would give them."""
     largest_B = values_BK.abs().amax(dim=1)
     scales_B = largest_B.clone()
     codes_BK = _nearest(values_BK, scales_B, levels)

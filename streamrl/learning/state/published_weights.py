@@ -6,8 +6,7 @@ tensor after tensor). AdamW is elementwise, so that is exact for any sharding.
 
 Bytes an element, without optimizer and activations: forward 4, the rest of the masters 2 (``masters.SplitMasters``),
 gradient 4. Published bits are the upper halves of the forward's float32 values: no copy on a CPU. The model of the
-caller is taken over tensor by tensor, so loading never holds more than that.
-"""
+caller is taken over tensor by tensor, so loading never holds more than that."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class PublishedWeights(ABC):
     """Masters, gradients and published bits of one rank. Parameters must be sharded (if they are) and loaded.
 
     ``shards``: the published tensors, with the names and shapes of the checkpoint (``pieces``; None: those of the
-    parameters). ``master_shards``: the tensors that the masters, ``gradient_L`` and optimizer moments consist of.
-    """
+    parameters). ``master_shards``: the tensors that the masters, ``gradient_L`` and optimizer moments consist of."""
 
     master_shards: list[LocalShard]
     masters: Masters

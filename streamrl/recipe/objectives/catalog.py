@@ -19,8 +19,8 @@ METHODS = {
     method.name: method
     for method in (GRPO, DR_GRPO, DAPO, RLOO, REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE, GSPO, CISPO, PPO)
 }
-SURROGATES: Mapping[str, Surrogate] = {method.surrogate.name: method.surrogate for method in METHODS.values()}
-ADVANTAGES: Mapping[str, Advantages] = {
+SURROGATES: dict[str, Surrogate] = {method.surrogate.name: method.surrogate for method in METHODS.values()}
+ADVANTAGES: dict[str, Advantages] = {
     part.name: part for part in (*(method.advantages for method in METHODS.values()), OverCohort())
 }
 

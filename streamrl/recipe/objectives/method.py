@@ -47,11 +47,10 @@ class Clip(NamedTuple):
 
 class Surrogate(Section, frozen=True):
     """Loss of a token, given its advantage A and r = pi / pi_proximal. The docstring of a subclass is its text in
-    docs/recipe.md; its fields are keys of its own, below ``[objective.NAME]``.
+    docs/recipe.md; its fields are keys of its own, below ``[objective.NAME]`` (a field of ``Objective`` by that name).
 
     ``clips``: ``clip_low`` and ``clip_high`` have an effect; ``dual_clips``: ``dual_clip`` has one.
-    ``whole_sequences``: r is the geometric mean of the ratios of a sequence, the same for each of its tokens.
-    """
+    ``whole_sequences``: r is the geometric mean of the ratios of a sequence, the same for each of its tokens."""
 
     name: ClassVar[str]
     clips: ClassVar[bool] = True
@@ -68,8 +67,7 @@ class Advantages(Section, frozen=True):
 
     ``compares_siblings``: a group of one, or of equal rewards, has none. ``varies_with_size``: larger or smaller with
     the group, so that groups of several sizes would weigh differently. ``whole_batch``: whitened over the batch: known
-    when it is complete, and not before. ``of_cohort``: over ``cohort_batches`` batches. ``of_critic``: from values.
-    """
+    when it is complete, and not before. ``of_cohort``: over ``cohort_batches`` batches. ``of_critic``: from values."""
 
     name: ClassVar[str]
     compares_siblings: ClassVar[bool] = False
