@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import builders
 import pytest
 
 from streamrl.base.errors import RecipeError, StreamRLError
@@ -86,32 +87,13 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "<sum> of
 
 def tokenizer_json(**changes: Any) -> dict[str, Any]:
     """One token a character, "ab" one token; text begins with BOS unless special tokens are not asked for."""
-    vocabulary = {text: index for index, text in enumerate([*SPECIAL, *CHARACTERS, "ab"])}
-    start = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
-    text = {"Sequence": {"id": "A", "type_id": 0}}
-    flags = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": index, "content": content, **flags} for index, content in enumerate(SPECIAL)],
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [start, text],
-            "pair": [start, text, {"Sequence": {"id": "B", "type_id": 0}}],
-            "special_tokens": {"<bos>": {"id": "<bos>", "ids": [1], "tokens": ["<bos>"]}},
-        },
-        "decoder": {"type": "Fuse"},
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": [["a", "b"]], "unk_token": "<unk>"},
-    } | changes
+    made = builders.tokenizer_json(SPECIAL, [*CHARACTERS, "ab"], bos=1)
+    model = made["model"] | {"type": "BPE", "merges": [["a", "b"]]}
+    return made | {"pre_tokenizer": None, "model": model} | changes
 
 
 def write_model(directory: Path, template: str | None = None, **changes: Any) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer_json(**changes)))
-    (directory / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    builders.write_tokenizer(directory, tokenizer_json(**changes), eos=2)
     (directory / "tokenizer_config.json").write_text(
         json.dumps(
             {

@@ -6,19 +6,10 @@ from pathlib import Path
 
 import anyio
 import pytest
+from builders import trajectory
 
 from streamrl.base.stage_messages import EndedOutcome, Scored, TrajectoryLost
-from streamrl.base.types import (
-    FinishReason,
-    Prompt,
-    ScoredTrajectory,
-    Segment,
-    TokenArray,
-    Trajectory,
-    TrajectoryId,
-    float_array,
-    token_array,
-)
+from streamrl.base.types import ScoredTrajectory, TokenArray, TrajectoryId
 from streamrl.cli.main import main
 from streamrl.run.evaluate.sample_files import TrainingSamples, write_evaluation
 
@@ -28,18 +19,9 @@ def decode(token_ids: TokenArray) -> str:
 
 
 def scored(number: int, text: str, reward: float, *, group: int = 1, **parts: float) -> ScoredTrajectory:
-    tokens = token_array(list(text.encode()))
-    segment = Segment(token_ids=tokens, trained=True, behavior_logprobs=float_array([-1.0] * len(tokens)))
-    return ScoredTrajectory(
-        trajectory=Trajectory(
-            id=TrajectoryId(prompt_id=f"p{number}", group_id=group, sample=number),
-            prompt=Prompt(prompt_id=f"p{number}", token_ids=token_array(list(f"question {number}".encode()))),
-            segments=(segment,),
-            finish_reason=FinishReason.STOP,
-        ),
-        reward=reward,
-        reward_parts=parts or {"exact": reward},
-    )
+    question = f"question {number}".encode()
+    made = trajectory(number, group, prompt_id=f"p{number}", prompt=list(question), tokens=list(text.encode()))
+    return ScoredTrajectory(trajectory=made, reward=reward, reward_parts=parts or {"exact": reward})
 
 
 BATCH = [

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from builders import small_recipe
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,11 +42,8 @@ from streamrl.recipe.sections import (
     Evaluation,
     LaunchedBy,
     Lora,
-    Model,
     OptimizerKind,
-    Prompts,
     Recipe,
-    Reward,
     Run,
     Sampling,
     Training,
@@ -54,7 +52,7 @@ from streamrl.recipe.sections import (
 )
 from streamrl.recipe.topology import plan_topology
 
-RECIPE = Recipe(model=Model(path="m"), prompts=Prompts(train="t"), rewards=(Reward(function="a:b"),))
+RECIPE = small_recipe()
 FACTS = ModelFacts(parameters=300_000, hidden=96, layers=4, vocabulary=32, max_position=512, key_value_bytes=1024)
 
 

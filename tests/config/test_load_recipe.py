@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from builders import small_recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -164,14 +165,8 @@ def test_a_checkpoint_is_named_from_the_current_directory(tmp_path: Path, monkey
 
 
 def test_recipes_made_in_python_meet_the_same_rules() -> None:
-    recipe = Recipe(
-        model=Model(path="m"),
-        prompts=Prompts(train="t.jsonl"),
-        rewards=(Reward(function="a:b"),),
-        rollout=Rollout(max_staleness=3),
-    )
     with pytest.raises(RecipeError, match="does not fit rounds"):
-        check_recipe(recipe)
+        check_recipe(small_recipe(rollout=Rollout(max_staleness=3)))
 
 
 def test_missing_file_and_directory(tmp_path: Path) -> None:

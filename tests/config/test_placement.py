@@ -7,22 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from builders import small_recipe
 
 from streamrl.engines.vllm.gpus import Gpu
 from streamrl.launch.plan.placement import Demand, Placement, place
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import RewardLimits
-from streamrl.recipe.sections import (
-    Engines,
-    EngineShape,
-    LaunchedBy,
-    Model,
-    Prompts,
-    Recipe,
-    Reward,
-    Training,
-    Transport,
-)
+from streamrl.recipe.sections import Engines, EngineShape, LaunchedBy, Recipe, Training, Transport
 from streamrl.recipe.topology import plan_topology
 
 GIB = 1 << 30
@@ -34,10 +25,7 @@ def gpus(count: int, *, hosts: int = 1) -> list[Gpu]:
 
 
 def recipe(count: int = 1, ranks: int = 1, *, device: str = "auto", judge: str = "", **engines: Any) -> Recipe:
-    return Recipe(
-        model=Model(path="m"),
-        prompts=Prompts(train="t.jsonl"),
-        rewards=(Reward(function="a:b"),),
+    return small_recipe(
         judge=Judge(model=judge),
         reward_limits=RewardLimits(workers=2),
         training=Training(ranks=ranks, device=device),

@@ -5,20 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from builders import small_recipe
+
 from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
 from streamrl.recipe.rules.load import dump_recipe, load_recipe
-from streamrl.recipe.sections import Model, Prompts, Recipe
+from streamrl.recipe.sections import Prompts, Recipe
 
 HEAD = '[model]\npath = "m"\n\n[prompts]\ntrain = "t.jsonl"\n\n'
 
 
 def recipe_of(*rewards: Reward, **limits: Any) -> Recipe:
-    return Recipe(
-        model=Model(path="/m"),
-        prompts=Prompts(train="/t.jsonl"),
-        rewards=rewards,
-        reward_limits=RewardLimits(**limits),
-    )
+    return small_recipe("/m", prompts=Prompts(train="/t.jsonl"), rewards=rewards, reward_limits=RewardLimits(**limits))
 
 
 def test_everything_survives_a_round_trip(tmp_path: Path) -> None:

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from builders import small_recipe as recipe
+
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings
 from streamrl.learning.threads import trainer_threads
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.scheduling import Rollout, RoundKind
-from streamrl.recipe.sections import (
-    Engines,
-    LaunchedBy,
-    Model,
-    Prompts,
-    Recipe,
-    Reward,
-    Transport,
-)
+from streamrl.recipe.sections import Engines, LaunchedBy, Transport
 from streamrl.recipe.sections import TransportKind as Kind
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "custom_rounds.py")
-
-
-def recipe(**changes: object) -> Recipe:
-    rewards = (Reward(function="reward.py:f"),)
-    return Recipe(model=Model(path="m"), prompts=Prompts(train="p.jsonl"), rewards=rewards, **changes)  # type: ignore[arg-type]
 
 
 def test_a_policy_of_the_users_is_a_file() -> None:

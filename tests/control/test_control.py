@@ -7,6 +7,7 @@ from random import Random
 
 import msgspec
 import pytest
+from builders import trajectory as finished
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,16 +16,7 @@ from oracle.control_world import World, begun, control_settings
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.stage_messages import Scored
-from streamrl.base.types import (
-    FinishReason,
-    Prompt,
-    ScoredTrajectory,
-    Segment,
-    Trajectory,
-    TrajectoryId,
-    float_array,
-    token_array,
-)
+from streamrl.base.types import ScoredTrajectory, TrajectoryId
 from streamrl.control import events as on
 from streamrl.control.policies.deterministic import check_order
 from streamrl.control.policies.round_policies import make_control
@@ -306,13 +298,7 @@ def test_the_objective_says_whether_siblings_are_compared(algorithm: str, compar
 
 def score_apart(world: World, trajectory: TrajectoryId, rewards: dict[str, float]) -> None:
     """A sample whose rewards are compared with its siblings' each alone; one of weight 0 is among them."""
-    sample = Trajectory(
-        id=trajectory,
-        prompt=Prompt(prompt_id=trajectory.prompt_id, token_ids=token_array([1])),
-        segments=(Segment(token_ids=token_array([2]), trained=True, behavior_logprobs=float_array([-1.0])),),
-        finish_reason=FinishReason.STOP,
-        rollout_seconds=1.5,
-    )
+    sample = msgspec.structs.replace(finished(rollout_seconds=1.5), id=trajectory)
     separate = {name: (1.0, value) for name, value in rewards.items()} | {"nothing": (0.0, float(trajectory.sample))}
     scored = ScoredTrajectory(trajectory=sample, reward=sum(rewards.values()), separate_rewards=separate)
     world.running.pop(trajectory)

@@ -9,6 +9,7 @@ from itertools import combinations
 from pathlib import Path
 
 import anyio
+import builders
 import pytest
 
 from streamrl.base.errors import RecipeError, StreamRLError
@@ -21,15 +22,12 @@ from streamrl.base.stage_messages import (
     TrajectoryLost,
 )
 from streamrl.base.types import (
-    FinishReason,
     Prompt,
     RewardFailure,
     RewardFailureKind,
     ScoredTrajectory,
-    Segment,
     Trajectory,
     TrajectoryId,
-    float_array,
     token_array,
 )
 from streamrl.launch.sampling import read_held_out
@@ -43,14 +41,8 @@ DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 
 
 def trajectory(prompt: int, sample: int, tokens: int = 2) -> Trajectory:
-    segment = Segment(
-        token_ids=token_array(range(tokens)), trained=True, behavior_logprobs=float_array([-1.0] * tokens)
-    )
-    return Trajectory(
-        id=TrajectoryId(prompt_id=f"p{prompt}", group_id=-1 - prompt, sample=sample, attempt=7),
-        prompt=Prompt(prompt_id=f"p{prompt}", token_ids=token_array([9, 8])),
-        segments=(segment,),
-        finish_reason=FinishReason.STOP,
+    return builders.trajectory(
+        sample, -1 - prompt, prompt_id=f"p{prompt}", attempt=7, prompt=(9, 8), tokens=range(tokens)
     )
 
 

@@ -15,6 +15,7 @@ import anyio
 import anyio.abc
 import msgspec
 import pytest
+from builders import small_recipe
 
 from streamrl.base.errors import EngineError
 from streamrl.base.messages import EngineEvent, EngineOrder, Generate
@@ -25,7 +26,7 @@ from streamrl.contracts import WatchedEngine
 from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.vllm.options import EngineOptions, engine_options
-from streamrl.recipe.sections import Engines, Model, Prompts, Recipe, Reward, Sampling
+from streamrl.recipe.sections import Engines, Sampling
 
 Served = Callable[[WatchedEngine], AbstractAsyncContextManager[RemoteEngine]]
 Hosted = Callable[[EngineOptions, Path], AbstractAsyncContextManager[tuple[RemoteEngine, anyio.abc.Process]]]
@@ -99,14 +100,8 @@ def tiny_options(tiny_model: Path) -> Callable[[Path], EngineOptions]:
     """Options of an engine for the tiny model, with vLLM's sockets in the directory given."""
 
     def options(sockets: Path) -> EngineOptions:
-        recipe = Recipe(
-            model=Model(path=str(tiny_model)),
-            prompts=Prompts(train="unused.jsonl"),
-            rewards=(Reward(function="unused:unused"),),
-            engines=Engines(max_num_seqs=64, max_model_len=CONTEXT),
-            sampling=Sampling(max_tokens=256),
-        )
-        return engine_options(recipe, 0, sockets)
+        engines, sampling = Engines(max_num_seqs=64, max_model_len=CONTEXT), Sampling(max_tokens=256)
+        return engine_options(small_recipe(str(tiny_model), engines=engines, sampling=sampling), 0, sockets)
 
     return options
 

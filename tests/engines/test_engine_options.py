@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from builders import small_recipe
 
 from streamrl.base.errors import RecipeError
 from streamrl.engines.vllm.options import (
@@ -21,7 +22,7 @@ from streamrl.engines.vllm.options import (
 )
 from streamrl.pretrained.model_facts import read_model_config
 from streamrl.recipe.rules.rules import broken_rules
-from streamrl.recipe.sections import Engines, EngineShape, Model, Prompts, Recipe, Reward, Sampling
+from streamrl.recipe.sections import Engines, EngineShape, Recipe, Sampling
 
 CONFIG = {
     "hidden_size": 64,
@@ -39,13 +40,7 @@ def model_directory(tmp_path: Path) -> Path:
 
 
 def recipe(model: Path, *, max_tokens: int = 100, **engines: object) -> Recipe:
-    return Recipe(
-        model=Model(path=str(model)),
-        prompts=Prompts(train="prompts.jsonl"),
-        rewards=(Reward(function="rewards:exact"),),
-        sampling=Sampling(max_tokens=max_tokens),
-        engines=Engines(**engines),
-    )
+    return small_recipe(str(model), sampling=Sampling(max_tokens=max_tokens), engines=Engines(**engines))
 
 
 def test_context_is_capped_by_the_model(model_directory: Path) -> None:

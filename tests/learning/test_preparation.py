@@ -9,17 +9,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from builders import trajectory  # noqa: E402
 from sample_groups import make_groups  # noqa: E402
 
 from streamrl.base.types import (  # noqa: E402
-    FinishReason,
-    Prompt,
     ScoredTrajectory,
-    Segment,
     TrainingGroup,
-    Trajectory,
     TrajectoryId,
-    VersionSpan,
     float_array,
     to_training_sample,
     token_array,
@@ -153,26 +149,8 @@ def test_ppo_credits_the_first_of_many_tokens_as_the_last() -> None:
 
 
 def test_a_completion_of_one_token_is_trained_and_one_of_none_is_counted() -> None:
-    prompt = Prompt(prompt_id="p", token_ids=token_array([4, 5]))
-    scored = [
-        ScoredTrajectory(
-            trajectory=Trajectory(
-                id=TrajectoryId(prompt_id="p", group_id=0, sample=tokens),
-                prompt=prompt,
-                segments=(
-                    Segment(
-                        token_ids=token_array([2] * tokens),
-                        trained=True,
-                        behavior_logprobs=float_array([-0.5] * tokens),
-                        version_spans=(VersionSpan(start=0, end=tokens, policy_version=0),) if tokens else (),
-                    ),
-                ),
-                finish_reason=FinishReason.STOP,
-            ),
-            reward=float(tokens),
-        )
-        for tokens in range(4)
-    ]
+    made = [trajectory(tokens, tokens=[2] * tokens, logprob=-0.5, version=0) for tokens in range(4)]
+    scored = [ScoredTrajectory(trajectory=each, reward=float(tokens)) for tokens, each in enumerate(made)]
     group = TrainingGroup(group_id=0, batch_id=0, samples=tuple(map(to_training_sample, scored)))
     options = options_of()
     batch = OpenBatch(options)

@@ -20,6 +20,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from builders import small_recipe  # noqa: E402
 from rank_process import SIZES, Phase, odd_weights  # noqa: E402
 from sample_groups import close_of, make_groups  # noqa: E402
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: E402
@@ -38,18 +39,7 @@ from streamrl.pretrained.model_facts import read_model_facts  # noqa: E402
 from streamrl.recipe.objective import Objective, objective_settings  # noqa: E402
 from streamrl.recipe.objectives.ppo import ValueModel  # noqa: E402
 from streamrl.recipe.rules.load import dump_recipe  # noqa: E402
-from streamrl.recipe.sections import (  # noqa: E402
-    ComputeDtype,
-    Gathered,
-    LaunchedBy,
-    Model,
-    Prompts,
-    Recipe,
-    Reward,
-    Training,
-    Transport,
-    TransportKind,
-)
+from streamrl.recipe.sections import ComputeDtype, Gathered, LaunchedBy, Training, Transport, TransportKind  # noqa: E402
 from streamrl.recipe.topology import Topology, plan_topology  # noqa: E402
 from streamrl.run.trainer_ranks import TrainerRanks  # noqa: E402
 
@@ -368,10 +358,8 @@ async def train_two_batches(topology: Topology, ranks: int) -> list[list[StepRep
 def test_torchrun_starts_the_ranks_of_a_recipe(
     tiny_model: str, tmp_path: Path, free_ports: Callable[[int], int]
 ) -> None:
-    recipe = Recipe(
-        model=Model(path=tiny_model),
-        prompts=Prompts(train="unused.jsonl"),
-        rewards=(Reward(function="unused:unused"),),
+    recipe = small_recipe(
+        tiny_model,
         training=Training(ranks=2, device="cpu", threads=1, learning_rate=1e-3, micro_batch_tokens=64),
         transport=Transport(kind=TransportKind.TCP, port=free_ports(16), training=LaunchedBy.EXTERNAL),
     )

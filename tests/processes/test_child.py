@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from builders import small_recipe
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import PARENT_PID
@@ -18,11 +19,11 @@ from streamrl.launch.roles import role_main
 from streamrl.launch.supervise.child import load_context
 from streamrl.launch.supervise.exit_reason import TERMINATED_CODE, ExitKind, read_reason
 from streamrl.recipe.rules.load import dump_recipe, load_recipe
-from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Transport, TransportKind
+from streamrl.recipe.sections import Transport, TransportKind
 from streamrl.recipe.topology import ProcessPlan, Role, plan_topology
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
-RECIPE = Recipe(model=Model(path="model"), prompts=Prompts(train="train.jsonl"), rewards=(Reward(function="m:f"),))
+RECIPE = small_recipe()
 
 
 def start(role: Role, run_directory: Path, **environment: str) -> subprocess.Popen[str]:

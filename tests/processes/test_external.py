@@ -9,23 +9,18 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
+from builders import small_recipe
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.main import main
 from streamrl.launch import external
 from streamrl.launch.supervise.child import ChildContext
 from streamrl.learning.state.durable_files import flush_and_digest, write_digests
-from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Training, Transport, TransportKind
+from streamrl.recipe.sections import Training, Transport, TransportKind
 from streamrl.recipe.topology import RENDEZVOUS, Role
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-RECIPE = Recipe(
-    model=Model(path="model"),
-    prompts=Prompts(train="train.jsonl"),
-    rewards=(Reward(function="m:f"),),
-    training=Training(ranks=2),
-    transport=Transport(kind=TransportKind.TCP),
-)
+RECIPE = small_recipe(training=Training(ranks=2), transport=Transport(kind=TransportKind.TCP))
 
 
 @pytest.fixture

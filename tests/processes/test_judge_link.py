@@ -8,6 +8,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from builders import small_recipe
 
 from streamrl.base.errors import StreamEnded
 from streamrl.base.messages import EngineLoad
@@ -16,7 +17,7 @@ from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import Reward
-from streamrl.recipe.sections import Model, Prompts, Recipe
+from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import JUDGE, Topology, plan_topology
 from streamrl.rewards.judge.gate import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
 from streamrl.rewards.judge.link import JudgeLink
@@ -25,12 +26,7 @@ STEP = StepFinished(step=1, policy_version=1, metrics={"reward/mean": 0.5})
 
 
 def recipe(model: str = "/j") -> Recipe:
-    return Recipe(
-        model=Model(path="/m"),
-        prompts=Prompts(train="t.jsonl"),
-        rewards=(Reward(function="judge"),),
-        judge=Judge(model=model),
-    )
+    return small_recipe("/m", rewards=(Reward(function="judge"),), judge=Judge(model=model))
 
 
 def load(running: int, waiting: int = 0) -> EngineLoad:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from builders import small_recipe
 from msgspec.structs import replace
 
 from streamrl.base.concurrent_calls import first_error
@@ -33,23 +34,10 @@ from streamrl.launch.supervise.watchdog import (
     task_stacks,
 )
 from streamrl.recipe.scheduling import RoundKind, StalePolicy
-from streamrl.recipe.sections import (
-    Engines,
-    LaunchedBy,
-    Model,
-    Prompts,
-    Recipe,
-    Reward,
-    Run,
-    Transport,
-    TransportKind,
-    Weights,
-)
+from streamrl.recipe.sections import Engines, LaunchedBy, Recipe, Reward, Run, Transport, TransportKind, Weights
 from streamrl.run.wait_reason import RunWaits, ShellView
 
-QUICK = Recipe(
-    model=Model(path="model"),
-    prompts=Prompts(train="train.jsonl"),
+QUICK = small_recipe(
     rewards=(Reward(function="m:f", timeout_s=0.01, backoff_s=0.01),),
     run=Run(stall_timeout_s=0.2),
     engines=Engines(start_timeout_s=0.05, progress_timeout_s=0.01),

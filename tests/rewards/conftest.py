@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from builders import small_recipe, tokenizer_json, trajectory, write_tokenizer
 
-from streamrl.base.types import FinishReason, Prompt, Segment, Trajectory, TrajectoryId, float_array, token_array
+from streamrl.base.types import Trajectory
 from streamrl.recipe.rewards import Reward, RewardLimits
-from streamrl.recipe.sections import Model, Prompts, Recipe
+from streamrl.recipe.sections import Recipe
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789:"
 SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -19,27 +19,7 @@ KILLERS = Path(__file__).parent / "killers.py"
 
 def write_model(directory: Path) -> Path:
     """A model directory with a character tokenizer; EOS is token 1, "a" is token 3."""
-    vocabulary = {text: index for index, text in enumerate((*SPECIAL, *ALPHABET))}
-    added = [
-        {"id": index, "content": text, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-         "normalized": False}
-        for index, text in enumerate(SPECIAL)
-    ]  # fmt: skip
-    content = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False},
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
-    }
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "tokenizer.json").write_text(json.dumps(content))
-    (directory / "config.json").write_text(json.dumps({"eos_token_id": 1}))
-    return directory
+    return write_tokenizer(directory, tokenizer_json(SPECIAL, ALPHABET))
 
 
 def tokens(text: str) -> list[int]:
@@ -54,13 +34,8 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def make_trajectory() -> Callable[..., Trajectory]:
     def make(text: str = "abc", *, sample: int = 0, group: int = 0, **columns: object) -> Trajectory:
-        ids = token_array([*tokens(text), 1])
-        return Trajectory(
-            id=TrajectoryId(prompt_id=f"p{group}", group_id=group, sample=sample),
-            prompt=Prompt(prompt_id=f"p{group}", token_ids=token_array(tokens("sort")), columns=columns),
-            segments=(Segment(token_ids=ids, trained=True, behavior_logprobs=float_array([0.0] * len(ids))),),
-            finish_reason=FinishReason.STOP,
-        )
+        ids, asked = [*tokens(text), 1], tokens("sort")
+        return trajectory(sample, group, prompt_id=f"p{group}", prompt=asked, tokens=ids, logprob=0.0, columns=columns)
 
     return make
 
@@ -79,11 +54,7 @@ def make_recipe(model_directory: Path) -> Callable[..., Recipe]:
             )
             for index, name in enumerate(functions)
         )
-        return Recipe(
-            model=Model(path=str(model_directory)),
-            prompts=Prompts(train="none.jsonl"),
-            rewards=rewards,
-            reward_limits=RewardLimits(concurrency=64, processes=4),
-        )
+        limits = RewardLimits(concurrency=64, processes=4)
+        return small_recipe(str(model_directory), rewards=rewards, reward_limits=limits)
 
     return make

@@ -14,19 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import trajectory
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.types import (
-    FinishReason,
-    Prompt,
-    RewardFailure,
-    RewardFailureKind,
-    Segment,
-    Trajectory,
-    TrajectoryId,
-    float_array,
-    token_array,
-)
+from streamrl.base.types import RewardFailure, RewardFailureKind
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.recipe.rewards import FailurePolicy, Reward, RewardLimits
@@ -295,16 +286,6 @@ FAULTS: dict[str, tuple[list[tuple[int, str | bytes | None]], str]] = {
 }
 
 
-def trajectory(sample: int) -> Trajectory:
-    ids = token_array([4 + sample, 2])
-    return Trajectory(
-        id=TrajectoryId(prompt_id="p", group_id=0, sample=sample),
-        prompt=Prompt(prompt_id="p", token_ids=token_array([4, 5]), columns={}),
-        segments=(Segment(token_ids=ids, trained=True, behavior_logprobs=float_array([0.0, 0.0])),),
-        finish_reason=FinishReason.STOP,
-    )
-
-
 def scored(samples: int, *, trusted: bool = True, limit_s: float = 30.0, **options: Any) -> list[Any]:
     """Outcomes of a group of ``samples`` in the reward runtime, with different policies for failed and for late."""
     reward = Reward(
@@ -321,7 +302,7 @@ def scored(samples: int, *, trusted: bool = True, limit_s: float = 30.0, **optio
             rewards = RewardSet([reward], RewardLimits(), load_tokenizer(str(SORT)), tasks)
             await rewards.open()
             try:
-                return list(await rewards.score([trajectory(sample) for sample in range(samples)]))
+                return list(await rewards.score([trajectory(n, tokens=(4 + n, 2)) for n in range(samples)]))
             finally:
                 await rewards.aclose()
 

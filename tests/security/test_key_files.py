@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from builders import small_recipe
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.main import main
@@ -22,18 +23,13 @@ from streamrl.comm.transport_keys import (
     transport_environment,
 )
 from streamrl.recipe.rules.load import dump_recipe
-from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Transport, TransportSecurity
+from streamrl.recipe.sections import Recipe, Reward, Transport, TransportSecurity
 from streamrl.recipe.topology import Role
 from streamrl.rewards.calls.inspect import inspect_in_subprocess
 
 
 def recipe(**transport: object) -> Recipe:
-    return Recipe(
-        model=Model(path="model"),
-        prompts=Prompts(train="t.jsonl"),
-        rewards=(Reward(function="m:f"),),
-        transport=Transport(**transport),  # type: ignore[arg-type]
-    )
+    return small_recipe(transport=Transport(**transport))  # type: ignore[arg-type]
 
 
 def test_the_command_makes_files_for_their_owner_alone_and_prints_no_key(

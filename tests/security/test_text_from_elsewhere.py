@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import small_recipe
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ from streamrl.learning.state.durable_files import DIGESTS, read_digests
 from streamrl.observe.sinks import LONGEST_NAME, MOST_NAMES, Reporter
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.recipe.rules.rules import broken_rules
-from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Run
+from streamrl.recipe.sections import Run
 
 COMMANDS = {
     "clears the screen": "\x1b[2J",
@@ -137,10 +138,7 @@ ESCAPES = [
 
 @pytest.mark.parametrize("name", ESCAPES)
 def test_the_name_of_a_run_stays_in_its_directory(name: str) -> None:
-    recipe = Recipe(
-        run=Run(name=name), model=Model(path="m"), prompts=Prompts(train="t.jsonl"), rewards=(Reward(function="m:f"),)
-    )
-    assert "run.name" in {path for path, _ in broken_rules(recipe)}
+    assert "run.name" in {path for path, _ in broken_rules(small_recipe(run=Run(name=name)))}
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "hf/../../x", "..", ""])

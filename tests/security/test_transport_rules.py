@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from builders import small_recipe
 
 from streamrl.base.hosts import host_of, is_loopback, is_public, is_wildcard
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.rules.transport_rules import insecure_notice, transport_metrics
-from streamrl.recipe.sections import (
-    Metrics,
-    Model,
-    Prompts,
-    Recipe,
-    Reward,
-    Transport,
-    TransportKind,
-    TransportSecurity,
-)
+from streamrl.recipe.sections import Metrics, Recipe, Transport, TransportKind, TransportSecurity
 
 CURVE, NONE = TransportSecurity.CURVE, TransportSecurity.NONE
 
 
 def recipe(host: str = "127.0.0.1", metrics: str = "", **transport: object) -> Recipe:
     kind = transport.pop("kind", TransportKind.TCP)
-    return Recipe(
-        model=Model(path="model"),
-        prompts=Prompts(train="train.jsonl"),
-        rewards=(Reward(function="m:f"),),
-        transport=Transport(kind=kind, host=host, **transport),  # type: ignore[arg-type]
-        metrics=Metrics(endpoint=metrics),
-    )
+    made = Transport(kind=kind, host=host, **transport)  # type: ignore[arg-type]
+    return small_recipe(transport=made, metrics=Metrics(endpoint=metrics))
 
 
 def refused(given: Recipe) -> set[str]:

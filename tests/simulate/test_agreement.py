@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from builders import small_recipe
 from msgspec.structs import replace
 
 from streamrl.observe.report.trajectory_trace import RecordedRun
-from streamrl.recipe.rewards import Reward
 from streamrl.recipe.scheduling import RoundKind, TailBatching
-from streamrl.recipe.sections import Model as RecipeModel
-from streamrl.recipe.sections import Prompts, Recipe, ReleaseKind
+from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.simulate.calibrate import calibrate
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.recording import Agreement, agreement
@@ -21,9 +20,7 @@ from tests.simulate.worlds import control_settings
 
 
 def recipe_of(rounds: RoundKind = RoundKind.SYNCHRONOUS, **rollout: object) -> Recipe:
-    recipe = Recipe(
-        model=RecipeModel(path="model"), prompts=Prompts(train="train.jsonl"), rewards=(Reward(function="a:b"),)
-    )
+    recipe = small_recipe()
     tail = TailBatching(prompt_oversampling=1.25)
     chosen = replace(recipe.rollout, prompts_per_batch=16, group_size=8, rounds=rounds, **rollout)
     return replace(recipe, rollout=chosen, tail_batching=tail)

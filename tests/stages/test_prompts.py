@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from builders import tokenizer_json, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,37 +23,13 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<bos>")
 
 
-def tokenizer_json(**changes: object) -> str:
-    added = [{"id": i, "content": text, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-              "normalized": False} for i, text in enumerate(SPECIAL)]  # fmt: skip
-    start = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
-    content = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [start, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [start, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {"<bos>": {"id": "<bos>", "ids": [3], "tokens": ["<bos>"]}},
-        },
-        "decoder": {"type": "Fuse"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": {text: i for i, text in enumerate((*SPECIAL, *LETTERS))},
-            "unk_token": "<unk>",
-        },
-    }
-    return json.dumps(content | changes)
+def tokenizer_text(**changes: object) -> str:
+    return json.dumps(tokenizer_json(SPECIAL, LETTERS, bos=3) | changes)
 
 
 def write_model(directory: Path, text: str | None = None) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "tokenizer.json").write_text(text or tokenizer_json())
-    (directory / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+    write_tokenizer(directory, {})
+    (directory / "tokenizer.json").write_text(text or tokenizer_text())
     return directory
 
 
@@ -163,7 +140,7 @@ async def draw_all(source: OpenPrompts, *counts: int) -> list[list[Prompt]]:
 
 
 def test_truncation_and_padding_of_the_file_are_off_and_not_in_the_digest(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    cut = tokenizer_json(
+    cut = tokenizer_text(
         truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
         padding={"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
                  "pad_type_id": 0, "pad_token": "<pad>"},
@@ -171,9 +148,9 @@ def test_truncation_and_padding_of_the_file_are_off_and_not_in_the_digest(tokeni
     other = load_tokenizer(write_model(tmp_path / "cut", cut))
     assert other.encode("abcd") == token_array([3, 4, 5, 6, 7])
     assert other.digest == tokenizer.digest
-    indented = load_tokenizer(write_model(tmp_path / "indented", json.dumps(json.loads(tokenizer_json()), indent=2)))
+    indented = load_tokenizer(write_model(tmp_path / "indented", json.dumps(json.loads(tokenizer_text()), indent=2)))
     assert indented.digest == tokenizer.digest
-    assert load_tokenizer(write_model(tmp_path / "changed", tokenizer_json(decoder=None))).digest != tokenizer.digest
+    assert load_tokenizer(write_model(tmp_path / "changed", tokenizer_text(decoder=None))).digest != tokenizer.digest
 
 
 def test_missing_files_are_named_with_the_remedy(tmp_path: Path) -> None:

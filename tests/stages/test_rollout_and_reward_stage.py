@@ -11,20 +11,11 @@ import anyio
 import anyio.abc
 import msgspec
 import pytest
+from builders import trajectory
 
 from streamrl.base.errors import RecipeError, StreamEnded
 from streamrl.base.stage_messages import FinishedTrajectory, Scored, TrajectoryLost, TrajectoryPaused
-from streamrl.base.types import (
-    FinishReason,
-    Prompt,
-    RewardFailure,
-    RewardFailureKind,
-    Segment,
-    Trajectory,
-    TrajectoryId,
-    float_array,
-    token_array,
-)
+from streamrl.base.types import Prompt, RewardFailure, RewardFailureKind, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.wire import WireCodec
 from streamrl.recipe.rewards import Reward
@@ -43,12 +34,6 @@ from streamrl.rewards.reward_messages import (
 from streamrl.stages.reward import RewardSettings, RewardStage
 
 PROMPT = Prompt(prompt_id="p", token_ids=token_array([2, 3]))
-
-
-def trajectory(sample: int, group: int = 0) -> Trajectory:
-    segment = Segment(token_ids=token_array([5]), trained=True, behavior_logprobs=float_array([-1.0]))
-    identity = TrajectoryId(prompt_id="p", group_id=group, sample=sample)
-    return Trajectory(id=identity, prompt=PROMPT, segments=(segment,), finish_reason=FinishReason.STOP)
 
 
 Script = Callable[[Any, Any], Awaitable[None]]

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from builders import trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.base.types import FinishReason, Prompt, Trajectory, TrajectoryId, token_array
 from streamrl.stages.scoring_order import ScoringOrder, WaitingOrder
 
 
 def order_of(number: int, group: int, *, evaluation: bool = False) -> WaitingOrder:
-    trajectory = Trajectory(
-        id=TrajectoryId(prompt_id="p", group_id=group, sample=number),
-        prompt=Prompt(prompt_id="p", token_ids=token_array([2])),
-        segments=(),
-        finish_reason=FinishReason.STOP,
-        evaluation=evaluation,
-    )
-    return WaitingOrder(number, (trajectory,))
+    return WaitingOrder(number, (trajectory(number, group, evaluation=evaluation),))
 
 
 def test_what_closes_a_round_soonest_is_scored_first() -> None:
