@@ -50,23 +50,14 @@ def _prompt(chat: bool) -> Prompt:
     return Prompt(prompt_id="p", token_ids=token_array(_ids("2+2")), columns=COLUMNS | shown)
 
 
-def _trajectories(chat: bool) -> list[Trajectory]:
-    prompt = _prompt(chat)
-    return [
-        Trajectory(
-            id=TrajectoryId(prompt_id="p", group_id=0, sample=sample),
-            prompt=prompt,
-            segments=(
-                Segment(
-                    token_ids=token_array(_ids(text)),
-                    trained=True,
-                    behavior_logprobs=float_array([0.0] * len(_ids(text))),
-                ),
-            ),
-            finish_reason=FinishReason.STOP,
-        )
-        for sample, text in enumerate(TEXTS)
-    ]
+def _trajectory(text: str, sample: int, chat: bool) -> Trajectory:
+    ids = token_array(_ids(text))
+    return Trajectory(
+        id=TrajectoryId(prompt_id="p", group_id=0, sample=sample),
+        prompt=_prompt(chat),
+        segments=(Segment(token_ids=ids, trained=True, behavior_logprobs=float_array([0.0] * len(ids))),),
+        finish_reason=FinishReason.STOP,
+    )
 
 
 def ours(spec: str, chat: bool) -> Values | str:
@@ -83,7 +74,7 @@ def ours(spec: str, chat: bool) -> Values | str:
             rewards = RewardSet([reward], RewardLimits(), PlainText(), tasks)
             try:
                 await rewards.open()
-                outcomes = await rewards.score(_trajectories(chat))
+                outcomes = await rewards.score([_trajectory(text, i, chat) for i, text in enumerate(TEXTS)])
             finally:
                 await rewards.aclose()
         return [_value(outcome) for outcome in outcomes]
@@ -225,13 +216,13 @@ _TRL_CHAT = {
 }
 _VERL = {
     "compute_score": _function("data_source, solution_str, ground_truth, extra_info=None", _ONE),
-    "extra_info": _function("data_source, solution_str, ground_truth, extra_info", "return len(solution_str) * extra_info['index']"),
+    "extra_info": _function("solution_str, ground_truth, extra_info", "return len(solution_str) * extra_info['index']"),
     "as in gsm8k.py": _function("solution_str, ground_truth, method='strict', score=1.0", _ONE),
     "a mapping": _function("data_source, solution_str, ground_truth, extra_info=None",
         "return {'score': float(solution_str == ground_truth), 'acc': 1, 'pred': solution_str}"),
     "async": "async " + _function("data_source, solution_str, ground_truth, extra_info=None, **kwargs", _ONE),
     "kwargs": _function("solution_str, ground_truth, **kwargs", _ONE),
-    "the source decides": _function("data_source, solution_str, ground_truth", "return len(solution_str) * (data_source != 'math')"),
+    "the source": _function("data_source, solution_str, ground_truth", "return len(solution_str + data_source)"),
 }
 _CALLED = {
     "by name": _function("prompt, completion, answer", "return completion.startswith(answer)"),

@@ -177,6 +177,9 @@ async def _score(
             started = time.perf_counter()
             async with asyncio.TaskGroup() as scoring:
                 tasks = [scoring.create_task(rewards.score(group.trajectories)) for group in groups]
-            return [task.result() for task in tasks], time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            if notice := rewards.take_notice():
+                _say(f"warning: {notice}")
+            return [task.result() for task in tasks], seconds
         finally:
             await asyncio.shield(rewards.aclose())

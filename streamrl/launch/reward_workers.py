@@ -12,6 +12,7 @@ import anyio.to_thread
 
 from streamrl.base.atomic_files import write_durable
 from streamrl.base.errors import RecipeError
+from streamrl.base.run_events import RunWarning
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.launch.attached_rewards import AttachedRewards, Note
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
@@ -44,7 +45,7 @@ async def open_worker(topology: Topology, index: int) -> AsyncIterator[WorkerStr
 
 
 async def open_reward_stage(
-    recipe: Recipe, topology: Topology, run_directory: Path, reply: Callable[[RewardReply], Awaitable[None]]
+    recipe: Recipe, topology: Topology, run_directory: Path, emit: Callable[[RewardReply | RunWarning], Awaitable[None]]
 ) -> tuple[RewardStage, AttachedRewards]:
     """The stage, and the functions that score: as the recipe says, or as the run that is resumed had them."""
     snapshot = await anyio.to_thread.run_sync(read_rewards_file, run_directory) or fresh_rewards(recipe)
@@ -57,8 +58,12 @@ async def open_reward_stage(
         attached=_as_order(snapshot),
     )
     workers = [partial(open_worker, topology, index) for index in range(recipe.reward_limits.workers)]
-    stage = RewardStage(settings, workers, LearntLimits(snapshot.since, snapshot.slowest_s))
-    return stage, AttachedRewards(recipe, stage, snapshot, reply, check_reward)
+
+    async def notify(notice: str) -> None:
+        await emit(RunWarning(step=0, message=notice))
+
+    stage = RewardStage(settings, workers, LearntLimits(snapshot.since, snapshot.slowest_s), notify)
+    return stage, AttachedRewards(recipe, stage, snapshot, emit, check_reward)
 
 
 def _as_order(snapshot: RewardsSnapshot) -> LoadRewardSet | None:

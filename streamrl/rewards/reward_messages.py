@@ -158,9 +158,10 @@ class GroupScored(Record, frozen=True, array_like=True):
 
 
 class GroupsScored(Message, frozen=True):
-    """Groups that were scored since the last message."""
+    """Groups scored since the last message. ``notice``: what a person should know about how they were."""
 
     groups: tuple[GroupScored, ...]
+    notice: str = ""
 
 
 class RewardSetLoaded(Message, frozen=True):

@@ -13,7 +13,7 @@ when the first of a group arrives scores all of the group, because siblings are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 
@@ -67,12 +67,18 @@ class RewardSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardStage:
-    """Feeds reward workers. ``run`` once, as a child of the nursery. ``limits``: what they learnt of time limits."""
+    """Feeds reward workers. ``run`` once, as a child of the nursery. ``limits``: what they learnt of time limits;
+    ``notify``: gets what a person should know of the completions."""
 
     def __init__(
-        self, settings: RewardSettings, workers: Sequence[OpenWorker], limits: LearntLimits | None = None
+        self,
+        settings: RewardSettings,
+        workers: Sequence[OpenWorker],
+        limits: LearntLimits | None = None,
+        notify: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         self.limits = limits or LearntLimits()
+        self._notify = notify
         self._settings = settings
         self._open = list(workers)
         self._waiting = ScoringOrder()
@@ -271,6 +277,8 @@ class RewardStage:
                 case LimitsLearnt():
                     self.limits.observed(result.reward_version, result.slowest_s)
                 case GroupsScored():
+                    if result.notice and self._notify is not None:
+                        await self._notify(result.notice)
                     known = [
                         (order[0], group.rewards)
                         for group in result.groups

@@ -11,10 +11,9 @@ from streamrl.base.errors import RecipeError
 from streamrl.rewards.scoring import copied
 from streamrl.rewards.signature import PROVIDED, RewardSignature
 
-GROUP_PARAMETER, ONE_PARAMETER = "completions", "completion"
-_VERL_TEXT, _VERL_ANSWER, _VERL_EXTRA = "solution_str", "ground_truth", "extra_info"
+_VERL_TEXT, _VERL_EXTRA = "solution_str", "extra_info"
 _FIRST_OF_GROUPS = ("completion_ids", "prompts")  # what a function of TRL's form may look at instead
-_LISTS = ("completion_ids", "token_ids", "finish_reason")  # arguments of a group that differ between siblings
+_LISTS = {"completion_ids", "token_ids", "finish_reason"}  # arguments of a group that differ between siblings
 
 _SINGLE = re.compile(r"(Optional\[)?(str|int|float|bool|dict|Dict|Mapping)\b")
 _SEVERAL = re.compile(r"(list|List|Sequence|tuple|Tuple)\b|Messages$")
@@ -24,20 +23,16 @@ _TEXTS = re.compile(r"(list|List|Sequence)\[str\]$")
 def completion_parameter(spec: str, parameters: Sequence[inspect.Parameter]) -> inspect.Parameter:
     """The parameter that takes one completion, or those of a group. Raises ``RecipeError`` where there is none."""
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    if GROUP_PARAMETER in named and ONE_PARAMETER in named:
-        both = (
-            f'takes "{ONE_PARAMETER}" and "{GROUP_PARAMETER}": keep the first to get one, or the second to get a group'
-        )
-        raise RecipeError([f'reward "{spec}" {both}'])
-    for name in (GROUP_PARAMETER, ONE_PARAMETER):
+    if {"completion", "completions"} <= named.keys():
+        remedy = "keep the first to get one, or the second to get a group"
+        raise RecipeError([f'reward "{spec}" takes "completion" and "completions": {remedy}'])
+    for name in ("completions", "completion", *([_VERL_TEXT] if "ground_truth" in named else [])):
         if name in named:
             return named[name]
-    if _VERL_TEXT in named and _VERL_ANSWER in named:
-        return named[_VERL_TEXT]
     first = parameters[0] if parameters else None
     remedy = "its first parameter must be positional"
     if first is not None and first.name in PROVIDED:
-        remedy = f'"{first.name}" gets something else, so name the one that gets it "{ONE_PARAMETER}"'
+        remedy = f'"{first.name}" gets something else, so name the one that gets it "completion"'
     elif first is not None and first.kind not in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
         return first
     raise RecipeError([f'reward "{spec}" takes no completion: {remedy}, as in {example(spec)}'])
@@ -45,7 +40,7 @@ def completion_parameter(spec: str, parameters: Sequence[inspect.Parameter]) -> 
 
 def takes_group(taker: inspect.Parameter) -> bool:
     """Return whether a function with this completion parameter is called once for each group, in TRL's form."""
-    return taker.name == GROUP_PARAMETER or taker.name in _FIRST_OF_GROUPS
+    return taker.name == "completions" or taker.name in _FIRST_OF_GROUPS
 
 
 def takes_texts(taker: inspect.Parameter) -> bool:
@@ -64,7 +59,7 @@ def misread(spec: str, taker: inspect.Parameter, parameters: Sequence[inspect.Pa
         if _SEVERAL.match(kind := _annotation(taker)):
             yield (
                 f'reward "{spec}": "{taker.name}" is annotated {kind}, and would get the text of one completion: '
-                f'annotate it str, or name it "{GROUP_PARAMETER}" to get all of a group'
+                f'annotate it str, or name it "completions" to get all of a group'
             )
         return
     for parameter in parameters:
@@ -77,7 +72,7 @@ def misread(spec: str, taker: inspect.Parameter, parameters: Sequence[inspect.Pa
         elif parameter is not taker and needed and _SINGLE.match(kind := _annotation(parameter)):
             yield (
                 f'reward "{spec}": "{name}" is annotated {kind}, and would get a list with one value for each '
-                f'completion: use zip({taker.name}, {name}), or take one "{ONE_PARAMETER}"'
+                f'completion: use zip({taker.name}, {name}), or take one "completion"'
             )
 
 
@@ -85,32 +80,26 @@ def adapted(
     function: Callable[..., Any], signature: RewardSignature, taker: inspect.Parameter, *, is_first: bool
 ) -> Callable[..., Any]:
     """A function that is called with the completions, and with columns by name: ``function`` itself where it is one."""
-    by_name = taker.kind is not taker.POSITIONAL_ONLY
-
-    def put(completion: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if signature.per_group:
-            count = len(completion)
-            arguments = {
-                name: value if name in _LISTS else [copied(value) for _ in range(count)]
-                for name, value in arguments.items()
-            }
-            if taker.name in _FIRST_OF_GROUPS:  # it is among the arguments, and completions are not asked for
-                return ((), arguments) if by_name else ((arguments.pop(taker.name),), arguments)
-        elif taker.name == _VERL_TEXT and _VERL_EXTRA in signature.optional_columns:
-            arguments.setdefault(_VERL_EXTRA, {})
-        return ((), {taker.name: completion, **arguments}) if by_name else ((completion,), arguments)
-
-    def call(completion: Any, **arguments: Any) -> Any:
-        positional, named = put(completion, arguments)
-        return _score_of(function(*positional, **named)) if is_verl else function(*positional, **named)
-
-    async def call_async(completion: Any, **arguments: Any) -> Any:
-        positional, named = put(completion, arguments)
-        return _score_of(await function(*positional, **named)) if is_verl else await function(*positional, **named)
-
     is_verl = taker.name == _VERL_TEXT
     if is_first and taker.kind is not taker.KEYWORD_ONLY and not signature.per_group and not is_verl:
         return function
+
+    def named(completion: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        if signature.per_group:
+            count = len(completion)
+            for name in arguments.keys() - _LISTS:
+                arguments[name] = [copied(arguments[name]) for _ in range(count)]
+        elif is_verl and _VERL_EXTRA in signature.optional_columns:
+            arguments.setdefault(_VERL_EXTRA, {})
+        # What looks at ids or prompts alone has these among its arguments.
+        return arguments if taker.name in _FIRST_OF_GROUPS else {taker.name: completion, **arguments}
+
+    async def call_async(completion: Any, **arguments: Any) -> Any:
+        return _score_of(await function(**named(completion, arguments)), is_verl)
+
+    def call(completion: Any, **arguments: Any) -> Any:
+        return _score_of(function(**named(completion, arguments)), is_verl)
+
     return call_async if signature.is_async else call
 
 
@@ -119,9 +108,9 @@ def example(spec: str) -> str:
     return f"`async def {spec.rpartition(':')[2]}(completion, *, answer, **columns)`"
 
 
-def _score_of(returned: Any) -> Any:
-    """The ``score`` of a mapping: verl records what is beside it and does not train on it."""
-    return returned["score"] if isinstance(returned, Mapping) and "score" in returned else returned
+def _score_of(returned: Any, is_verl: bool) -> Any:
+    """Return ``score`` of a mapping: verl records what is beside it and does not train on it."""
+    return returned["score"] if is_verl and isinstance(returned, Mapping) and "score" in returned else returned
 
 
 def _annotation(parameter: inspect.Parameter) -> str:

@@ -121,7 +121,7 @@ def _read_function(spec: str, name: str, function: Callable[..., Any]) -> Reward
             continue
         if parameter.name in known:
             provided.append(parameter.name)
-        elif parameter is taker:
+        elif parameter is taker and not (per_group and taker.kind is taker.POSITIONAL_ONLY):
             continue
         elif parameter.kind is parameter.POSITIONAL_ONLY:
             if parameter.default is parameter.empty:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,8 +23,6 @@ from streamrl.rewards.signature import RewardFunction, RewardSignature
 from streamrl.rewards.values import CallFailure, CallResult
 
 COMBINING = "combine"
-
-_log = logging.getLogger(__name__)
 
 
 def combining_rewards(rewards: Sequence[Reward], limits: RewardLimits) -> tuple[Reward, ...]:
@@ -59,7 +56,8 @@ class RewardSet:
         self._pool_index = {index: place for place, index in enumerate(other)}
         self._pool: CallPool | None = None
         self._queues = [RewardQueue(reward, limits.concurrency) for reward in self._all]
-        self._without_tokens = ""  # names of those that see no special tokens, until that was logged
+        self._without_tokens = ""  # names of those that see no special tokens, until there is a notice of that
+        self._notice = ""
 
     async def open(self) -> None:
         """Load the functions. Raises ``RecipeError`` with every problem."""
@@ -97,14 +95,17 @@ class RewardSet:
         """Score one order: plain trusted functions at once. ``prompts``: of the message."""
         texts = SampleTexts(order.completions, prompts, self._tokenizer)
         if self._without_tokens and (special := texts.special_tokens()):
-            _log.warning(
-                "completions have special tokens (%s) that the reward %s does not see: set special_tokens = true below "
-                "[rewards.advanced] where it looks for them",
-                ", ".join(special),
-                self._without_tokens,
+            self._notice = (
+                f"completions have special tokens ({', '.join(special)}) that the reward {self._without_tokens} does "
+                "not see: set special_tokens = true below [rewards.advanced] where it looks for them"
             )
             self._without_tokens = ""
         return Scoring(self, texts, order.rank)
+
+    def take_notice(self) -> str:
+        """Return what a person should know of the completions, once; empty: nothing new."""
+        notice, self._notice = self._notice, ""
+        return notice
 
     async def score(self, trajectories: Sequence[Trajectory], rank: int = 0) -> tuple[Outcome, ...]:
         """One outcome for each trajectory, in the same order, of version 0. Never raises for what user code does.

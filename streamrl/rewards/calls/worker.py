@@ -256,7 +256,8 @@ class _Serving:
             for version, rewards in list(self._sets.items()):
                 if learnt := rewards.take_learnt_limits():
                     await self._results.send(LimitsLearnt(reward_version=version, slowest_s=learnt))
-            await self._results.send(GroupsScored(groups=groups))
+            notice = "; ".join(filter(None, [rewards.take_notice() for rewards in self._sets.values()]))
+            await self._results.send(GroupsScored(groups=groups, notice=notice))
             if self._closing:
                 await self._close_unused()
             await self._end_if_stuck()
