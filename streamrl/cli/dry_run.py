@@ -12,7 +12,7 @@ from pathlib import Path
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
 from streamrl.engines.vllm.options import engine_options
-from streamrl.launch.plan.first_prompt import first_prompt_lines, written_prompt
+from streamrl.launch.plan.first_prompt import first_prompt_lines
 from streamrl.launch.plan.gpu_demand import gpu_placement
 from streamrl.launch.plan.preflight import CheckedModel, check_model, preflight, with_checkpoint_rewards
 from streamrl.launch.plan.probe import problem_of_model
@@ -70,8 +70,8 @@ def _try_model(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:
         return True
     print("\nthe model is tried with the trainer and vLLM, without its weights (about 10 s): ", end="", flush=True)
     targets = recipe.lora.named_targets if recipe.lora.rank else ()
-    options, written = engine_options(recipe, 0, tempfile.gettempdir()), [written_prompt(one) for one in prompts]
-    problem, differs = problem_of_model(options, PROBE_TIMEOUT_S, targets, written[0] if written else None)
+    options = engine_options(recipe, 0, tempfile.gettempdir())
+    problem, differs = problem_of_model(options, PROBE_TIMEOUT_S, targets, *prompts)
     print({None: "not found out", "": "works"}.get(problem, "refused"))
     if differs:
         print(f"transformers makes other tokens of the first prompt: {differs}")

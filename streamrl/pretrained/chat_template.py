@@ -49,10 +49,9 @@ class ChatFormat(msgspec.Struct, frozen=True):
                 f"model directory {self.directory} has no chat template: put its chat_template.jinja there, or "
                 'give prompts as text in the column "prompt"'
             )
-        said = _last_text(messages)
+        shown, said = _tagged(messages)
         variables = {"add_generation_prompt": said is None, **self.named_tokens, **(arguments or {})}
         try:
-            shown = messages if said is None else _with_tag(messages)
             text = _compiled(source).render(messages=shown, tools=tools, documents=None, **variables)
         except Exception as error:  # a template is a program of the model's author
             raise ChatError(
@@ -61,29 +60,22 @@ class ChatFormat(msgspec.Struct, frozen=True):
         return text if said is None else _before_tag(text, said)
 
 
-def _last_text(messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """The text that the assistant has begun with; None where the last message is not its own."""
+def _tagged(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], str | None]:
+    """``messages`` with a tag behind the text that the assistant has begun with, and that text; None: it has not."""
     if not messages or messages[-1].get("role") != "assistant":
-        return None
-    content = messages[-1].get("content")
-    if isinstance(content, list):
-        content = next((part["text"] for part in reversed(content) if isinstance(part, dict) and "text" in part), None)
-    if not isinstance(content, str):
+        return messages, None
+    *earlier, last = deepcopy(list(messages))
+    parts = [last] if isinstance(last.get("content"), str) else last.get("content") or ()
+    name = "content" if parts == [last] else "text"
+    part = next((part for part in reversed(parts) if isinstance(part, dict) and isinstance(part.get(name), str)), None)
+    if part is None:
         raise ChatError(
             "the last message is the assistant's and has no text that it could go on with: end with a message of the "
             "user or of a tool, or with the text that the assistant begins with"
         )
-    return content
-
-
-def _with_tag(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """``messages`` with a tag behind the last text."""
-    *earlier, last = deepcopy(list(messages))
-    if isinstance(last["content"], str):
-        return [*earlier, {**last, "content": last["content"] + _TAG}]
-    part = next(part for part in reversed(last["content"]) if isinstance(part, dict) and "text" in part)
-    part["text"] += _TAG
-    return [*earlier, last]
+    said = part[name]
+    part[name] += _TAG
+    return [*earlier, last], said
 
 
 def _before_tag(text: str, said: str) -> str:

@@ -96,7 +96,7 @@ def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None, see: SeePromp
         model = check_model(recipe)
     except RecipeError as error:
         problems += error.problems
-    of_rewards = list(_rewards_and_prompts(recipe, model, see or _unseen))
+    of_rewards = list(_rewards_and_prompts(recipe, model, see))
     problems += of_rewards + ([_live_rewards(recipe, kept)] if of_rewards and kept and kept.changed_live else [])
     problems += _other_code(recipe)
     problems += _devices(recipe)
@@ -129,7 +129,7 @@ def check_model(recipe: Recipe) -> CheckedModel:
     return CheckedModel(facts, max_model_len(recipe, model_config(recipe.model.path)))
 
 
-def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None, see: SeePrompt) -> Iterator[str]:
+def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None, see: SeePrompt | None) -> Iterator[str]:
     combining = combining_rewards(recipe.rewards, recipe.reward_limits)
     inspections = inspect_in_subprocess([*recipe.rewards, *combining], USER_CODE_TIMEOUT_S)
     for index, inspection in enumerate(inspections):
@@ -144,18 +144,12 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None, see: SeePro
             yield from (f"model.path: {problem}" for problem in error.problems)
     longest = model.context - recipe.sampling.max_tokens if model else None
     held_out = recipe.evaluation.prompts
-    for path, spec, seen in (("prompts.train", recipe.prompts.train, see), ("evaluation.prompts", held_out, _unseen)):
+    for path, spec, seen in (("prompts.train", recipe.prompts.train, see), ("evaluation.prompts", held_out, None)):
         if not spec:
             continue
-        if tokenizer is None:
-            problems = missing_source(spec)
-        else:
-            problems = check_prompts(spec, tokenizer, columns, longest, see=partial(seen, tokenizer))
+        show = partial(seen, tokenizer) if seen and tokenizer else None
+        problems = check_prompts(spec, tokenizer, columns, longest, see=show) if tokenizer else missing_source(spec)
         yield from (f"{path}: {problem}" for problem in problems)
-
-
-def _unseen(tokenizer: Tokenizer, prompt: Prompt) -> None:
-    """Show nothing."""
 
 
 def _other_code(recipe: Recipe) -> Iterator[str]:

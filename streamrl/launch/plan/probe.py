@@ -6,18 +6,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.launch.plan.first_prompt import WrittenPrompt, difference_from_transformers
+from streamrl.base.types import Prompt
+from streamrl.launch.plan.first_prompt import difference_from_transformers
 from streamrl.launch.user_calls import observer_class
 from streamrl.recipe.throwaway_process import ThrowawayAnswer, answer_parent, run_throwaway
 from streamrl.recipe.user_code import load_user_object
 
 if TYPE_CHECKING:
     from streamrl.engines.vllm.options import EngineOptions
+
+
+_WRITTEN = ("prompt", "messages", "tools", "chat_template_kwargs")
+_LONGEST_ARGUMENT = 100_000
+"""Bytes: Linux takes 128 KiB. A longer prompt is not compared."""
 
 
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,11 +45,15 @@ def problems_of_object(spec: str, timeout_s: float, *, kind: str = "object") -> 
 
 
 def problem_of_model(
-    options: EngineOptions, timeout_s: float, targets: Sequence[str] = (), prompt: WrittenPrompt | None = None
+    options: EngineOptions, timeout_s: float, targets: Sequence[str] = (), prompt: Prompt | None = None
 ) -> tuple[str | None, str]:
-    """Return why no run can train the model of ``options``; empty: one can; None: not found out. Takes about ten
-    seconds, most of which imports vLLM."""
-    found, _ = _run_child("model", msgspec.json.encode((options, targets, prompt)).decode(), timeout_s)
+    """Return why no run can train the model of ``options`` (empty: one can; None: not found out), and how the ids of
+    ``prompt`` differ from those of transformers. Takes about ten seconds, most of which imports vLLM."""
+    written = {name: prompt.columns[name] for name in _WRITTEN if name in prompt.columns} if prompt else {}
+    argument = msgspec.json.encode((options, targets, written, prompt.token_ids.tolist() if prompt else ()))
+    if len(argument) > _LONGEST_ARGUMENT:
+        argument = msgspec.json.encode((options, targets, {}, ()))
+    found, _ = _run_child("model", argument.decode(), timeout_s)
     return (None, "") if found is None else ("".join(found.problems), found.differs)
 
 
@@ -69,10 +79,9 @@ def _look_at_model(argument: str) -> _Found:
     from streamrl.learning.model.loading import published_shapes
     from streamrl.weights.pull.replica import TensorSpec
 
-    engine, targets, prompt = msgspec.json.decode(
-        argument, type=tuple[EngineOptions, tuple[str, ...], WrittenPrompt | None]
-    )
-    differs = difference_from_transformers(engine.model_path, prompt) if prompt else ""
+    asked = msgspec.json.decode(argument, type=tuple[EngineOptions, tuple[str, ...], dict[str, Any], list[int]])
+    engine, targets, row, ids = asked
+    differs = difference_from_transformers(engine.model_path, row, ids) if row else ""
     try:
         shapes = published_shapes(engine.model_path, targets)
         probe_engine(engine, {name: TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()})

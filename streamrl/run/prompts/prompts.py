@@ -165,7 +165,7 @@ def check_prompts(
     max_tokens: int | None = None,
     *,
     timeout_s: float = 60.0,
-    see: Callable[[Prompt], None] = lambda _: None,
+    see: Callable[[Prompt], None] | None = None,
 ) -> list[str]:
     """Everything that is wrong with a source, one line each, at most 20 of them; empty: nothing is.
 
@@ -176,9 +176,11 @@ def check_prompts(
     try:
         named = read_spec(spec)
         if named.kind is SourceKind.ITERATOR:
-            problems = _check_iterator(spec, tokenizer, needed_columns, max_tokens, timeout_s, see)
+            problems, first = _check_iterator(spec, tokenizer, needed_columns, max_tokens, timeout_s)
         else:
-            problems = _check_stored(named, tokenizer, needed_columns, max_tokens, see)
+            problems, first = _check_stored(named, tokenizer, needed_columns, max_tokens)
+        if first is not None and see is not None:
+            see(first)
     except RecipeError as error:
         return error.problems
     if len(problems) > _MOST_PROBLEMS:
@@ -188,16 +190,13 @@ def check_prompts(
 
 
 def _check_stored(
-    spec: PromptSpec,
-    tokenizer: Tokenizer,
-    needed_columns: Mapping[str, Sequence[str]],
-    max_tokens: int | None,
-    see: Callable[[Prompt], None],
-) -> list[str]:
-    store = open_rows(spec)
+    spec: PromptSpec, tokenizer: Tokenizer, needed_columns: Mapping[str, Sequence[str]], max_tokens: int | None
+) -> tuple[list[str], Prompt | None]:
+    """The problems, and the first prompt."""
+    store, shown = open_rows(spec), None
     try:
         if problems := _missing_from_all(spec, store, needed_columns):
-            return problems
+            return problems, None
         rows = store.size if spec.kind is not SourceKind.TASK else min(store.size, _TASK_ROWS_CHECKED)
         found: dict[str, list[int]] = {}  # what is wrong, and the rows of which it is
         first: dict[int, int] = {}
@@ -207,8 +206,7 @@ def _check_stored(
             except BadRow as error:
                 found.setdefault(str(error), []).append(index)
                 continue
-            if index == 0:
-                see(prompt)
+            shown = prompt if index == 0 else shown
             for missing in missing_columns(prompt, needed_columns):
                 found.setdefault(missing, []).append(index)
             # Hashes: a set of the ids of a large file would not be small.
@@ -222,7 +220,7 @@ def _check_stored(
         for problem, (index, *others) in sorted(found.items(), key=lambda item: item[1][0]):
             also = f" (so with {len(others)} of the other {rows - 1} rows)" if others else ""
             problems.append(f"prompts {spec.source}, {store.place(index)} {problem}{also}")
-        return problems
+        return problems, shown
     finally:
         store.close()
 
@@ -254,17 +252,15 @@ def _check_iterator(
     needed_columns: Mapping[str, Sequence[str]],
     max_tokens: int | None,
     timeout_s: float,
-    see: Callable[[Prompt], None],
-) -> list[str]:
+) -> tuple[list[str], Prompt | None]:
     row, problem = first_row(spec, timeout_s)
     if problem:
-        return [problem]
+        return [problem], None
     try:
         prompt = read_prompt(row, 1, tokenizer, max_tokens)
     except BadRow as error:
-        return [f"prompts {spec}, row 1 {error}"]
-    see(prompt)
-    return [f"prompts {spec}, row 1 {missing}" for missing in missing_columns(prompt, needed_columns)]
+        return [f"prompts {spec}, row 1 {error}"], None
+    return [f"prompts {spec}, row 1 {missing}" for missing in missing_columns(prompt, needed_columns)], prompt
 
 
 def missing_columns(prompt: Prompt, needed_columns: Mapping[str, Sequence[str]]) -> list[str]:
