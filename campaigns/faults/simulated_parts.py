@@ -25,6 +25,7 @@ class StubTokenizer:
     """Nothing is decoded."""
 
     digest = TOKENIZER_DIGEST
+    end_notice = ""
     eos_token_ids = (1,)
     special_token_ids: frozenset[int] = frozenset()
 

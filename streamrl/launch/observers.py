@@ -1,11 +1,9 @@
-"""Observers of a run, in the order in which the controller calls them: elastic engines, the audit of weights, the
-report, the resumption where the run goes on, and those that the recipe names."""
+"""Observers of a run, in the order in which the controller calls them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-
-import anyio.to_thread
 
 from streamrl.base.run_events import RunDecided
 from streamrl.contracts import Observer
@@ -18,7 +16,7 @@ from streamrl.launch.processes import Emit, Processes
 from streamrl.launch.run_record import JournalledRun
 from streamrl.launch.sampling import capacity
 from streamrl.launch.supervise.watchdog import Watchdog
-from streamrl.launch.user_calls import UserObservers, load_observer
+from streamrl.launch.user_calls import UserObserver, observer_figures
 from streamrl.learning.canary import canary_bounds
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.missing_samples import MissingSamples
@@ -32,65 +30,61 @@ from streamrl.run.journal.recover import Resumption
 from streamrl.stages.rollout import RolloutStage
 
 
-class RunObservers:
-    """All observers of a run: ``in_order`` as the controller calls them."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        run_directory: Path,
-        processes: Processes,
-        record: JournalledRun,
-        rollout: RolloutStage,
-        evaluations: HeldOutEvaluations,
-        users: UserObservers,
-        watch: Watchdog,
-        emit: Emit,
-    ) -> None:
-        self._users = users
-        recovered, waits = record.recovered, watch.waits
-        resumption = Resumption(recovered, processes.trainer, waits) if recovered is not None else None
-        elastic = _elastic_engines(recipe, processes, record, emit)
-        audit = WeightAudit(
-            processes.pool.serving_engines, run_directory / "audits.jsonl", recipe.weights.audit_interval
-        )
-        races = recipe.rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.response_oversampling > 1
-        self.report = RunReport(
-            emit,
-            record.control,
-            record.store,
-            rollout.statistics,
-            capacity(recipe, processes),
-            load=processes.pool.load,
-            serving=lambda: len(processes.pool.serving),
-            rewards_in_flight=processes.reward.in_flight,
-            loop_lag=watch.take_loop_lag,
-            figures=lambda: elastic.figures | users.figures(),
-            alarms=_alarms(recipe),
-            evaluations=evaluations,
-            resumption=resumption,
-            trace=_trace(recipe, run_directory, processes, goes_on=resumption is not None),
-            samples=TrainingSamples(run_directory / "samples.jsonl", processes.tokenizer.decode),
-            length_limit=0 if races else recipe.sampling.max_tokens,
-        )
-        record.journal.elapsed = self.report.elapsed
-        missing = MissingSamples(record.control, emit, train_truncated=recipe.objective_settings.train_truncated)
-        resuming = [resumption] if resumption else []
-        self.in_order: list[Observer] = [elastic, audit, self.report, missing, *resuming, users]
-
-    async def aclose(self) -> None:
-        """Write what is left of the trace, and wait a while for the recipe's observers."""
-        self.report.close()
-        await self._users.aclose()
-
-
-async def open_user_observers(recipe: Recipe, emit: Emit) -> UserObservers:
-    """Import the observers of ``run.observers``. Raises ``RecipeError``."""
-
-    def load() -> list[tuple[str, Observer]]:
-        return [(spec, load_observer(spec)) for spec in recipe.run.observers]
-
-    return UserObservers(await anyio.to_thread.run_sync(load), emit)
+def run_observers(
+    recipe: Recipe,
+    run_directory: Path,
+    processes: Processes,
+    record: JournalledRun,
+    rollout: RolloutStage,
+    evaluations: HeldOutEvaluations,
+    users: Sequence[UserObserver],
+    watch: Watchdog,
+    emit: Emit,
+) -> tuple[RunReport, list[Observer]]:
+    """Return the report, and all observers: elastic engines, the audit of weights, the report, missing samples, the
+    resumption where the run goes on, and those of ``users``."""
+    recovered = record.recovered
+    resumption = Resumption(recovered, processes.trainer, watch.waits) if recovered is not None else None
+    elastic = _elastic_engines(recipe, processes, record, emit)
+    audits, interval = run_directory / "audits.jsonl", recipe.weights.audit_interval
+    races = recipe.rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.response_oversampling > 1
+    mismatch = recipe.off_policy.alarm if recipe.compares_logprobs else 0.0  # simulated engines need not agree
+    canary = canary_bounds(recipe.training, recipe.engines, installed_device()).alarm
+    header = trace_header(
+        recipe,
+        run_id=run_directory.name,
+        max_model_len=processes.ready.max_model_len,
+        capacity=capacity(recipe, processes),
+        kv_tokens=processes.ready.kv_tokens,
+        parameters=processes.rank.parameters,
+    )
+    report = RunReport(
+        emit,
+        record.control,
+        record.store,
+        rollout.statistics,
+        capacity(recipe, processes),
+        load=processes.pool.load,
+        serving=lambda: len(processes.pool.serving),
+        rewards_in_flight=processes.reward.in_flight,
+        loop_lag=watch.take_loop_lag,
+        figures=lambda: elastic.figures | observer_figures(users),
+        alarms=Alarms(alarm_rules(mismatch, canary)),
+        evaluations=evaluations,
+        resumption=resumption,
+        trace=TrajectoryTrace(run_directory / "trace.jsonl", header, goes_on=resumption is not None),
+        samples=TrainingSamples(run_directory / "samples.jsonl", processes.tokenizer.decode),
+        length_limit=0 if races else recipe.sampling.max_tokens,
+    )
+    record.journal.elapsed = report.elapsed
+    return report, [
+        elastic,
+        WeightAudit(processes.pool.serving_engines, audits, interval),
+        report,
+        MissingSamples(record.control, emit, train_truncated=recipe.objective_settings.train_truncated),
+        *([resumption] if resumption else []),
+        *users,
+    ]
 
 
 def _elastic_engines(recipe: Recipe, processes: Processes, record: JournalledRun, emit: Emit) -> ElasticEngines:
@@ -111,21 +105,3 @@ def _elastic_engines(recipe: Recipe, processes: Processes, record: JournalledRun
         block_tokens=CPU_BLOCK_TOKENS,  # vLLM's are smaller on a GPU: there these are the more careful figure
         share_cores=processes.trainer.engines_freed,
     )
-
-
-def _alarms(recipe: Recipe) -> Alarms:
-    """Simulated engines need not agree with the trainer."""
-    mismatch = recipe.off_policy.alarm if recipe.compares_logprobs else 0.0
-    return Alarms(alarm_rules(mismatch, canary_bounds(recipe.training, recipe.engines, installed_device()).alarm))
-
-
-def _trace(recipe: Recipe, run_directory: Path, processes: Processes, *, goes_on: bool) -> TrajectoryTrace:
-    header = trace_header(
-        recipe,
-        run_id=run_directory.name,
-        max_model_len=processes.ready.max_model_len,
-        capacity=capacity(recipe, processes),
-        kv_tokens=processes.ready.kv_tokens,
-        parameters=processes.rank.parameters,
-    )
-    return TrajectoryTrace(run_directory / "trace.jsonl", header, goes_on=goes_on)

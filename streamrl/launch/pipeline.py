@@ -49,7 +49,7 @@ from streamrl.launch.supervise.engine_orders import EngineOrders
 from streamrl.launch.supervise.exit_reason import failures
 from streamrl.launch.supervise.supervisor import Supervisor
 from streamrl.launch.supervise.watchdog import ask_for_stacks
-from streamrl.launch.user_calls import UserCalls
+from streamrl.launch.user_calls import UserCalls, close_all
 from streamrl.recipe.rules.load import check_recipe, dump_recipe, load_recipe, resolve_function
 from streamrl.recipe.sections import JournalKind, Recipe
 from streamrl.recipe.topology import control_socket, plan_topology, rewards_endpoint
@@ -213,7 +213,7 @@ class Pipeline:
             self._tasks.cancel_scope.cancel()
             self._rewards.close()
             await self._open.__aexit__(None, None, None)
-            await self._close_sinks()
+            await close_all(self._sink_calls, "close")
         finally:
             self._let_go()
 
@@ -226,11 +226,6 @@ class Pipeline:
     def sink_errors(self) -> int:
         """Calls of ``sinks`` that raised, and those that were not made because a sink was too far behind."""
         return sum(calls.errors + calls.dropped for calls in self._sink_calls)
-
-    async def _close_sinks(self) -> None:
-        async with anyio.create_task_group() as closing:
-            for calls in self._sink_calls:
-                closing.start_soon(calls.aclose, "close")
 
     def drain(self) -> None:
         """Ask the run to finish what is closed, save, and end. The iteration goes on until it did."""

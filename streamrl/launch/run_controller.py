@@ -39,6 +39,7 @@ from typing import TypeVar
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 
 from streamrl.base.run_events import RunEvent, RunFinished, RunStarted
 from streamrl.base.stage_messages import RewardOutcome, RolloutOrder, RolloutOutcome
@@ -48,13 +49,14 @@ from streamrl.comm.zmq_stream import zmq_sender
 from streamrl.control.actions import Decision
 from streamrl.control.settings import control_settings
 from streamrl.launch.control_protocol import ParentMessage
-from streamrl.launch.observers import RunObservers, open_user_observers
+from streamrl.launch.observers import run_observers
 from streamrl.launch.processes import Emit, Processes, connect_processes, connect_ranks
 from streamrl.launch.reward_workers import change_rewards
 from streamrl.launch.run_record import JournalledRun, open_record
 from streamrl.launch.sampling import open_rollout, open_weight_sync, read_held_out, training_prompts
 from streamrl.launch.supervise.child import ChildContext
 from streamrl.launch.supervise.watchdog import Watchdog
+from streamrl.launch.user_calls import UserObserver, close_all
 from streamrl.observe.sinks import JsonlSink, PublishSink, Reporter
 from streamrl.recipe.rules.transport_rules import transport_metrics
 from streamrl.recipe.scheduling import RoundKind
@@ -142,9 +144,9 @@ async def _train(
     await keeper.begin()
     evaluations = _evaluations(recipe, run_directory, processes, held_out, keeper, emit)
     # Who is called with what happens.
-    users = await open_user_observers(recipe, emit)
-    observers = RunObservers(
-        recipe, run_directory, processes, record, rollout, evaluations, users, watch=watch, emit=emit
+    users = [await anyio.to_thread.run_sync(UserObserver, spec) for spec in recipe.run.observers]
+    report, observers = run_observers(
+        recipe, run_directory, processes, record, rollout, evaluations, users, watch, emit
     )
     controller = Controller(
         record,
@@ -153,7 +155,7 @@ async def _train(
         sync=sync,
         evaluations=evaluations,
         save=lambda version, files: keeper.save(version, {**files, **processes.attached.file()}),
-        observers=observers.in_order,
+        observers=observers,
         waits=watch.waits,
     )
     watch.follow(
@@ -162,7 +164,7 @@ async def _train(
         processes.pool.load,
         reward.in_flight,
         trainer.answers,
-        observers.report.waits,
+        report.waits,
     )
     # Everything in flight fits into the windows, so control never waits for a stage to take an order.
     window = 2 * record.control.rules.slots + held_out.in_flight + 64
@@ -181,7 +183,8 @@ async def _train(
             await emit(RunFinished(reason=reason, step=controller.state.live_version))
             stages.cancel_scope.cancel()
     finally:
-        await observers.aclose()
+        report.close()
+        await close_all([user.calls for user in users], "end")
         await record.aclose()
         await prompts.aclose()
 

@@ -1,5 +1,6 @@
 """Calls of a user's sinks and observers. Each object has a thread of its own and a bounded queue before it, so that one
-that blocks, fails or never returns neither ends nor delays the run: its errors and what it missed are counted."""
+that blocks, fails or never returns neither ends nor delays the run: its errors and the calls that it missed are
+counted."""
 
 from __future__ import annotations
 
@@ -16,13 +17,7 @@ import anyio
 import anyio.to_thread
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.messages import WeightAnnouncement
-from streamrl.base.run_events import RunWarning
-from streamrl.base.stage_messages import RewardOutcome
-from streamrl.base.types import ScoredTrajectory
-from streamrl.contracts import Observer, PushReport
-from streamrl.control.actions import ControlAction
-from streamrl.control.events import ControlEvent
+from streamrl.contracts import Observer
 from streamrl.recipe.user_code import describe_error, load_user_object
 
 MOST_WAITING = 4096
@@ -42,7 +37,6 @@ class UserCalls:
         self._waiting: queue.Queue[Callable[[], Any] | None] = queue.Queue(MOST_WAITING)
         self._ended = threading.Event()
         self.errors = self.dropped = 0
-        self.first_error = ""
         threading.Thread(target=self._run, name=f"calls of {name}", daemon=True).start()
 
     def call(self, method: str, *arguments: Any, **named: Any) -> None:
@@ -84,12 +78,19 @@ class UserCalls:
         except BaseException as error:
             self.errors += 1
             if self.errors == 1:
-                self.first_error = f"{self._name} failed in {method}: {describe_error(error)}"
-                log.warning("%s; the run goes on, more errors of it are counted", self.first_error, exc_info=error)
+                failure = f"{self._name} failed in {method}: {describe_error(error)}"
+                log.warning("%s; the run goes on, more errors of it are counted", failure, exc_info=error)
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
+
+
+async def close_all(calls: Sequence[UserCalls], last: str) -> None:
+    """Close all at once: each has ``CLOSE_S``."""
+    async with anyio.create_task_group() as closing:
+        for one in calls:
+            closing.start_soon(one.aclose, last)
 
 
 def observer_class(spec: str) -> type[Observer]:
@@ -106,73 +107,29 @@ def observer_class(spec: str) -> type[Observer]:
     return named
 
 
-def load_observer(spec: str) -> Observer:
-    """Make an observer of the class that ``spec`` names. Raises ``RecipeError``."""
-    named = observer_class(spec)
-    try:
-        return named()
-    except Exception as error:
-        raise RecipeError([f'run.observers: "{spec}" cannot be made: {describe_error(error)}: correct it']) from error
+class UserObserver(Observer):
+    """An observer of the class that ``spec`` names, on a thread of its own: the ``on_`` methods that the class has
+    queue a call, the others do nothing. ``calls.aclose("end")`` ends it. Raises ``RecipeError``."""
+
+    def __init__(self, spec: str) -> None:
+        named = observer_class(spec)
+        try:
+            self.calls = UserCalls(named(), f"observer {spec}")
+        except Exception as error:
+            problem = f'run.observers: "{spec}" cannot be made: {describe_error(error)}: correct it'
+            raise RecipeError([problem]) from error
+        for name, method in vars(Observer).items():
+            if name.startswith("on_") and getattr(named, name) is not method:
+                call = partial(self.calls.call, name)
+                setattr(self, name, partial(_queued, call) if inspect.iscoroutinefunction(method) else call)
 
 
-class UserObservers(Observer):
-    """The observers that a recipe names. ``emit`` is given a warning of the first error of each."""
+async def _queued(call: Callable[..., None], *arguments: Any, **named: Any) -> None:
+    call(*arguments, **named)
 
-    def __init__(
-        self, observers: Sequence[tuple[str, Observer]], emit: Callable[[RunWarning], Awaitable[None]]
-    ) -> None:
-        self._emit = emit
-        self._unreported = [(UserCalls(observer, f"observer {name}"), type(observer)) for name, observer in observers]
-        self._calls = list(self._unreported)
-        self._step = 0
 
-    def figures(self) -> dict[str, float]:
-        """Metrics of what went wrong since the run began; none where nothing did."""
-        figures = {
-            "health/observer_errors_total": float(sum(calls.errors for calls, _ in self._calls)),
-            "health/observer_calls_dropped_total": float(sum(calls.dropped for calls, _ in self._calls)),
-        }
-        return {name: value for name, value in figures.items() if value}
-
-    async def on_began(self, anchor: WeightAnnouncement) -> None:
-        """Pass the call on."""
-        self._call("on_began", anchor)
-
-    async def on_event(self, event: ControlEvent) -> None:
-        """Pass the call on, and warn of a first error."""
-        self._call("on_event", event)
-        for one in [one for one in self._unreported if one[0].first_error]:
-            self._unreported.remove(one)
-            await self._emit(RunWarning(step=self._step, message=f"{one[0].first_error}; the run goes on"))
-
-    async def on_action(self, action: ControlAction) -> None:
-        """Pass the call on."""
-        self._call("on_action", action)
-
-    def on_outcome(self, outcome: RewardOutcome) -> None:
-        """Pass the call on."""
-        self._call("on_outcome", outcome)
-
-    def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: dict[str, float]) -> None:
-        """Pass the call on."""
-        self._step = policy_version
-        self._call("on_trained", policy_version, tuple(batch), dict(metrics))
-
-    async def on_weights_live(self, push: PushReport, *, last: bool) -> None:
-        """Pass the call on."""
-        self._call("on_weights_live", push, last=last)
-
-    async def on_progress(self) -> None:
-        """Pass the call on."""
-        self._call("on_progress")
-
-    async def aclose(self) -> None:
-        """End every observer: each has ``CLOSE_S`` for the calls that wait."""
-        async with anyio.create_task_group() as closing:
-            for calls, _ in self._calls:
-                closing.start_soon(calls.aclose, "end")
-
-    def _call(self, method: str, *arguments: Any, **named: Any) -> None:
-        for calls, kind in self._calls:
-            if getattr(kind, method) is not getattr(Observer, method):  # else it would only fill the queue
-                calls.call(method, *arguments, **named)
+def observer_figures(observers: Sequence[UserObserver]) -> dict[str, float]:
+    """Metrics of errors and dropped calls since the run began; none where there were none."""
+    errors, dropped = (sum(getattr(one.calls, kind) for one in observers) for kind in ("errors", "dropped"))
+    figures = {"health/observer_errors_total": errors, "health/observer_calls_dropped_total": dropped}
+    return {name: float(value) for name, value in figures.items() if value}

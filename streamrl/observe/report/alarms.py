@@ -50,7 +50,12 @@ def alarm_rules(mismatch_bound: float, canary_bound: float = 0.0) -> tuple[Alarm
         "see whether "
         "the engines hold the trainer's weights; an engine that is much further off takes them anew by itself",
     )
-    return (*(rule for rule in (mismatch, canary) if rule.bound > 0), no_signal)
+    observers = AlarmRule(
+        metric="health/observer_errors_total",
+        bound=0,
+        advice="an observer of run.advanced.observers raises; logs/controller.log has the first error of each",
+    )
+    return (*(rule for rule in (mismatch, canary) if rule.bound > 0), no_signal, observers)
 
 
 class Alarms:
