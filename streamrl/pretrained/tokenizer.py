@@ -134,26 +134,21 @@ def load_tokenizer(model_path: str | Path) -> Tokenizer:
         backend = _of_library(lambda: tokenizers.Tokenizer.from_str(text))
     except Exception as error:
         raise _unreadable(directory, error) from error
-    special, chat = _configured(directory)
-    ends = read_end_tokens(directory, content, special.named.get("eos_token", ""))
+    special, chat, ends = _configured(directory, content)
     special.add_to(backend)
     return Tokenizer(backend, _digest(content, ends.ids, special, chat), ends, chat)
 
 
 def tokenizer_digest(model_path: str | Path) -> str:
     """``load_tokenizer(model_path).digest`` without making the tokenizer, for who compares and does not tokenize."""
-    directory = Path(model_path)
-    _, content = _read(directory)
-    special, chat = _configured(directory)
-    ends = read_end_tokens(directory, content, special.named.get("eos_token", ""))
+    content = _read(Path(model_path))[1]
+    special, chat, ends = _configured(Path(model_path), content)
     return _digest(content, ends.ids, special, chat)
 
 
 def end_tokens(model_path: str | Path) -> EndTokens:
     """The tokens that end a completion of the model in a Hugging Face directory. Raises ``RecipeError``."""
-    directory = Path(model_path)
-    named = _configured(directory)[0].named
-    return read_end_tokens(directory, _read(directory)[1], named.get("eos_token", ""))
+    return _configured(Path(model_path), _read(Path(model_path))[1])[2]
 
 
 def _read(directory: Path) -> tuple[str, dict[str, Any]]:
@@ -202,13 +197,14 @@ def refuse_different_tokenizers(path: str, digests: Mapping[str, str]) -> None:
         )
 
 
-def _configured(directory: Path) -> tuple[SpecialTokens, ChatFormat]:
-    """Read ``tokenizer_config.json`` and the files beside it, each of which may be missing. Raises ``RecipeError``."""
+def _configured(directory: Path, content: Mapping[str, Any]) -> tuple[SpecialTokens, ChatFormat, EndTokens]:
+    """Read the files beside ``tokenizer.json``, which holds ``content``. Raises ``RecipeError``."""
     path = directory / "tokenizer_config.json"
     config = read_json(path)
     try:
         special = read_special_tokens(directory, config)
-        return special, read_chat_format(directory, config, special.named)
+        ends = read_end_tokens(directory, content, special.named.get("eos_token", ""))
+        return special, read_chat_format(directory, config, special.named), ends
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise RecipeError(
             [f"{path} or a template beside it cannot be read ({error!r}): save the model again"]

@@ -8,31 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.pretrained.model_facts import ADAPTER_FILE, MERGED, read_model_config
+from streamrl.pretrained.model_folder import unsafe_content
 from streamrl.pretrained.weight_files import ModelDirectoryError, StoredTensor, stored_tensors
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "image_config", "video_config")
 _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|lm_head)\.weight")
 _LAYER = re.compile(r"(.*\b(?:layers|h|blocks))\.(\d+)\.")
-_NO_LINEAR = re.compile(r"embed|wte|wpe|norm")
+_NO_LINEAR = re.compile(r"embed(?!_out)|wte|wpe|norm")
 
 
 def refuse_untrainable(directory: Path) -> None:
-    """Raises ``ModelDirectoryError`` for a model of another kind than a causal language model of text, for quantised
-    weights, and for weights and a configuration that are not of one model."""
+    """Raises ``ModelDirectoryError`` for a folder with code or pickles, a model of another kind than a causal language
+    model of text, quantised weights, and weights and a configuration that are not of one model."""
+    if problem := unsafe_content(directory):
+        raise ModelDirectoryError(problem)
     config = read_model_config(directory)
-    if (directory / ADAPTER_FILE).exists():
-        raise ModelDirectoryError(
-            f"has {ADAPTER_FILE} beside config.json: transformers loads the base model that it names, vLLM the weights "
-            f"of this folder: remove it if they are the whole model, or {MERGED}"
-        )
-    problem = other_kind(config) or quantised(config) or _misfit(config, stored_tensors(directory))
-    if problem:
+    if problem := _other_kind(directory, config) or _misfit(config, stored_tensors(directory)):
         raise ModelDirectoryError(problem)
 
 
-def other_kind(config: Mapping[str, Any]) -> str:
-    """Return why the model of ``config`` is no causal language model of text, and the remedy; empty: it may be one."""
+def _other_kind(directory: Path, config: Mapping[str, Any]) -> str:
+    """Return why this is no causal language model of text with plain weights, and the remedy; empty: it may be one."""
+    if (directory / ADAPTER_FILE).exists():
+        return (
+            f"has {ADAPTER_FILE} beside config.json: transformers loads the base model that it names, vLLM the weights "
+            f"of this folder: remove it if they are the whole model, or {MERGED}"
+        )
     listed = config.get("architectures")
     classes = [str(one) for one in listed] if isinstance(listed, list) else []
     named = ", ".join(classes) or f"of the type {config.get('model_type')}"
@@ -44,16 +46,10 @@ def other_kind(config: Mapping[str, Any]) -> str:
         )
     if config.get("is_encoder_decoder") or (classes and not any(name.endswith(_CAUSAL) for name in classes)):
         return f"is a {named}: {remedy}; give such a model"
+    if method := config.get("quantization_config"):
+        kind = method.get("quant_method", "unknown method") if isinstance(method, dict) else method
+        return f"is quantised ({kind}): training needs plain weights; give the original model"
     return ""
-
-
-def quantised(config: Mapping[str, Any]) -> str:
-    """Return why the weights of ``config`` are no plain ones; empty: they are."""
-    method = config.get("quantization_config")
-    if not method:
-        return ""
-    kind = method.get("quant_method", "unknown method") if isinstance(method, dict) else method
-    return f"is quantised ({kind}): training needs plain weights; give the original model"
 
 
 def _misfit(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> str:
@@ -84,19 +80,11 @@ def unknown_modules(directory: Path, names: Sequence[str]) -> dict[str, str]:
     """List those of ``names`` that are no linear module of the model by its weight files, with the reason and the
     remedy. What the files cannot say (which modules share a weight by the class's own default) is left to the
     trainer."""
-    config, tensors = read_model_config(directory), stored_tensors(directory)
-    two = (
-        name.removesuffix(".weight")
-        for name, one in tensors.items()
-        if name.endswith(".weight") and len(one.shape) == 2
-    )
-    linear = {name.rpartition(".")[2] for name in two} - {"lm_head" if config.get("tie_word_embeddings") else ""}
+    matrices = (name.split(".") for name, one in stored_tensors(directory).items() if len(one.shape) == 2)
+    linear = {path[-2] for path in matrices if path[1:] and path[-1] == "weight" and not _NO_LINEAR.search(path[-2])}
     linear |= {"lm_head"} if "embed_out" in linear else set()  # the name that transformers gives the head of GPT-NeoX
-    linear = {name for name in linear if not _NO_LINEAR.search(name)}
+    linear -= {"lm_head"} if read_model_config(directory).get("tie_word_embeddings") else set()
     among = f'name modules among {", ".join(sorted(linear))}, or ["all-linear"]'
     tied = "shares its weight with the embedding, so it cannot have an adapter of its own"
-    return {
-        name: f"{tied if name == 'lm_head' else 'is no linear module of this model'}: {among}"
-        for name in names
-        if name.rpartition(".")[2] not in linear
-    }
+    unknown = [name for name in names if name.rpartition(".")[2] not in linear]
+    return {n: f"{tied if n == 'lm_head' else 'is no linear module of this model'}: {among}" for n in unknown}

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from streamrl.base.errors import UNDECODABLE
+from streamrl.base.errors import UNDECODABLE, StreamRLError
 
 LARGEST_SAFETENSORS_HEADER = 100_000_000
 MOST_TENSORS = 100_000
@@ -29,7 +29,7 @@ _BITS = {"F4": 4, "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "F16": 16, 
 Side = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_SIZE)]
 
 
-class ModelDirectoryError(ValueError):
+class ModelDirectoryError(StreamRLError):
     """The directory is not a model that can be read; the message says what is wrong, without naming the directory."""
 
 
@@ -41,19 +41,24 @@ class _TensorEntry(msgspec.Struct, frozen=True):
     data_offsets: tuple[Side, Side]
 
 
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
 class StoredTensor(msgspec.Struct, frozen=True):
-    """One tensor of a model: its file and its shape."""
+    """One tensor of a model: the code of its type, its shape, and the byte of ``file`` at which it begins."""
 
     file: Path
+    dtype: str
     shape: tuple[int, ...]
+    start: int
 
 
 def weight_files(directory: Path) -> list[Path]:
     """The files that are the model, by name. Raises ``ModelDirectoryError`` with the names of the files and the remedy
     where a file is missing, or where transformers and vLLM would not load the same ones."""
     there = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
-    if (directory / INDEX_FILE).is_file():
-        named = sorted(set(_weight_map(directory).values()))
+    if named := sorted(set(_weight_map(directory).values())):
         if missing := [name for name in named if name not in there]:
             whole = f"remove {INDEX_FILE} if {SINGLE_FILE} is the whole model, or " if SINGLE_FILE in there else ""
             raise ModelDirectoryError(
@@ -95,14 +100,12 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     ``ModelDirectoryError``, also for a tensor in two files and for an index that does not fit its files."""
     tensors: dict[str, StoredTensor] = {}
     for file in weight_files(directory):
-        for name, entry in read_safetensors_header(file).items():
+        for name, tensor in read_safetensors_header(file).items():
             if name in tensors:
-                raise ModelDirectoryError(
-                    f"has {name!r} in two files ({tensors[name].file.name} and {file.name}): remove the stale one"
-                )
-            tensors[name] = StoredTensor(file, tuple(entry["shape"]))
-    index = _weight_map(directory) if (directory / INDEX_FILE).is_file() else {}
-    for name, of in index.items():
+                names = f"{tensors[name].file.name} and {file.name}"
+                raise ModelDirectoryError(f"has {name!r} in two files ({names}): remove the stale one")
+            tensors[name] = tensor
+    for name, of in _weight_map(directory).items():
         if name not in tensors or tensors[name].file.name != of:
             raise ModelDirectoryError(
                 f"has no {name!r} in {of}, where {INDEX_FILE} says it is: the index is of another save; copy or save "
@@ -112,20 +115,20 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _weight_map(directory: Path) -> Mapping[str, str]:
-    """The file of each tensor by the index. Raises ``ModelDirectoryError``."""
+    """The file of each tensor by the index; empty where there is none. Raises ``ModelDirectoryError``."""
     path = directory / INDEX_FILE
+    if not path.is_file():
+        return {}
     try:
-        index = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        found = msgspec.convert(index.get("weight_map"), dict[str, str])
+        if found := msgspec.json.decode(path.read_bytes(), type=_Index).weight_map:
+            return found
+        raise ValueError("it names no tensor")
     except (OSError, *UNDECODABLE) as error:
         raise ModelDirectoryError(f"has a broken {INDEX_FILE} ({error}): save the model again") from error
-    if not found:
-        raise ModelDirectoryError(f"has a broken {INDEX_FILE} (it names no tensor): save the model again")
-    return found
 
 
-def read_safetensors_header(file: Path) -> dict[str, Any]:
-    """The tensor table of one safetensors file: name to dtype, shape and offsets. The tensors are not read.
+def read_safetensors_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file by name; they are not read.
 
     Raises ``ModelDirectoryError``, also for a file that the library would refuse to open: one that ends before or after
     its tensors do, that has a gap between two of them, or a tensor whose bytes do not fit its shape.
@@ -147,7 +150,7 @@ def read_safetensors_header(file: Path) -> dict[str, Any]:
         _refuse_gaps(entries)
     except (OSError, struct.error, *UNDECODABLE) as error:
         raise ModelDirectoryError(f"has a broken {file.name}: {error}; copy or save it again") from error
-    return header
+    return {n: StoredTensor(file, e.dtype, e.shape, 8 + length + e.data_offsets[0]) for n, e in entries.items()}
 
 
 def _refuse_gaps(entries: Mapping[str, _TensorEntry]) -> None:

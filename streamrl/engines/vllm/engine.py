@@ -29,6 +29,7 @@ from streamrl.engines.vllm.gpus import visible_gpus
 from streamrl.engines.vllm.options import EngineOptions, batched_tokens
 from streamrl.engines.vllm.processes import ProcessWatch, fork_engine_core
 from streamrl.engines.vllm.statistics import EngineStatistics, kv_tokens, stat_loggers
+from streamrl.pretrained.tokenizer import tokenizer_digest
 from streamrl.weights import engine_environment, engine_push
 
 
@@ -53,7 +54,7 @@ class VllmEngine(PlainVllmEngine):
         """Load the model (15 to 45 s on CPU). Raises ``EngineError`` when vLLM does not start."""
         os.environ.update(engine_environment())
         ready = await super().start()
-        digest = await anyio.to_thread.run_sync(_tokenizer_digest, self._options.model_path)
+        digest = await anyio.to_thread.run_sync(tokenizer_digest, self._options.model_path)
         return msgspec.structs.replace(ready, tokenizer_digest=digest, kv_tokens=kv_tokens(self._llm))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -186,9 +187,3 @@ def _why_refused(options: EngineOptions, said: str) -> str:
         key = "engines.max_model_len" if options.pushed else "judge.advanced.max_model_len"
         return f"the model has {found[1]} positions, and {options.max_model_len} are asked for: set {key} = {found[1]}"
     return f"vLLM cannot serve {options.model_path}: {said}"
-
-
-def _tokenizer_digest(model_path: str) -> str:
-    from streamrl.pretrained.tokenizer import load_tokenizer
-
-    return load_tokenizer(model_path).digest

@@ -48,9 +48,8 @@ from streamrl.learning.model.policy import (
 from streamrl.learning.model.probe import check_packing
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.rank_memory import MOMENT_BYTES, TrainingSizes, activation_bytes, choose_gathered
-from streamrl.pretrained.model_folder import unsafe_content
 from streamrl.pretrained.trainable_models import refuse_untrainable
-from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors
+from streamrl.pretrained.weight_files import stored_tensors
 from streamrl.recipe.sections import Gathered, OptimizerKind
 
 log = logging.getLogger(__name__)
@@ -151,15 +150,10 @@ def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: to
 
 
 def _checked(model_path: str) -> Path:
-    directory = Path(model_path)
-    if unsafe := unsafe_content(directory):
-        raise StreamRLError(f"model {model_path!r} {unsafe}")
-    try:
-        refuse_untrainable(directory)
-    except ModelDirectoryError as error:
-        raise StreamRLError(f"model {model_path!r} {error}") from error
+    with _training_errors(model_path):
+        refuse_untrainable(Path(model_path))
     disable_progress_bar()
-    return directory
+    return Path(model_path)
 
 
 @contextmanager

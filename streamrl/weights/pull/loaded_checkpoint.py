@@ -4,7 +4,6 @@ as the base of a delta, so that what both have is not sent."""
 from __future__ import annotations
 
 import math
-import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
-from streamrl.pretrained.weight_files import ModelDirectoryError, read_safetensors_header, stored_tensors
+from streamrl.pretrained.weight_files import ModelDirectoryError, StoredTensor, read_safetensors_header, stored_tensors
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.manifest import CHECKPOINT_VERSION, ShardSpec
@@ -41,40 +40,24 @@ def map_checkpoint(path: Path) -> dict[str, CheckpointTensor]:
     if not path.exists():
         raise WeightError(f"{path} does not exist: give a directory with *.safetensors, or one such file")
     try:
-        files = sorted({tensor.file for tensor in stored_tensors(path).values()}) if path.is_dir() else [path]
+        stored = stored_tensors(path) if path.is_dir() else read_safetensors_header(path)
     except ModelDirectoryError as error:
-        raise WeightError(f"{path} {error}") from error
-    tensors = {tensor.name: tensor for file in files for tensor in _map_file(file)}
-    if not sum(tensor.bits.size for tensor in tensors.values()):
+        raise WeightError(f"{path if path.is_dir() else path.parent} {error}") from error
+    plain = {name: one for name, one in stored.items() if not one.dtype.startswith(("I", "U", "BOOL"))}
+    if not sum(math.prod(one.shape) for one in plain.values()):
         raise WeightError(f"{path} holds no floating-point element: give a directory with a model's weights")
-    return tensors
+    return {name: _map_tensor(name, one) for name, one in plain.items()}
 
 
-def _map_file(file: Path) -> list[CheckpointTensor]:
-    try:
-        header = read_safetensors_header(file)
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-    except ModelDirectoryError as error:
-        raise WeightError(f"{file.parent} {error}") from error
-    tensors = []
-    for name, entry in header.items():
-        code, shape = str(entry["dtype"]), tuple(int(side) for side in entry["shape"])
-        if code.startswith(("I", "U", "BOOL")):
-            continue
-        dtype = _DTYPES.get(code)
-        if dtype is None:
-            raise WeightError(
-                f"{file} holds {name!r} as {code}; published weights are BF16, F16 or F32: give the unquantised model"
-            )
-        start, stop = entry["data_offsets"]
-        wanted = bit_type(dtype, name)
-        if stop - start != math.prod(shape) * wanted.itemsize:
-            raise WeightError(f"{file} gives {name!r} {stop - start} bytes for the shape {shape}: save it again")
-        tensors.append(
-            CheckpointTensor(name, dtype, shape, _map_bits(file, 8 + length + start, math.prod(shape), wanted))
+def _map_tensor(name: str, stored: StoredTensor) -> CheckpointTensor:
+    dtype = _DTYPES.get(stored.dtype)
+    if dtype is None:
+        raise WeightError(
+            f"{stored.file} holds {name!r} as {stored.dtype}; published weights are BF16, F16 or F32: give the "
+            "unquantised model"
         )
-    return tensors
+    bits = _map_bits(stored.file, stored.start, math.prod(stored.shape), bit_type(dtype, name))
+    return CheckpointTensor(name, dtype, stored.shape, bits)
 
 
 def _map_bits(file: Path, offset: int, count: int, wanted: np.dtype[np.uint16] | np.dtype[np.uint32]) -> BitArray:
