@@ -167,6 +167,8 @@ def test_a_checkpoint_is_named_from_the_current_directory(tmp_path: Path, monkey
 def test_recipes_made_in_python_meet_the_same_rules() -> None:
     with pytest.raises(RecipeError, match="does not fit rounds"):
         check_recipe(small_recipe(rollout=Rollout(max_staleness=3)))
+    with pytest.raises(RecipeError, match='algorithm: "grpoo" is not allowed: must be one of "grpo"'):
+        check_recipe(small_recipe(objective=Objective(algorithm="grpoo")))
 
 
 def test_missing_file_and_directory(tmp_path: Path) -> None:

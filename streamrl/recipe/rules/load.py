@@ -65,9 +65,11 @@ def _overridden(
 
 
 def check_recipe(recipe: Recipe, source: str = "recipe") -> None:
-    """Check the rules between fields of a recipe that was made in Python. Raises ``RecipeError``."""
+    """Check the fields of a recipe that was made in Python, and the rules between them. Raises ``RecipeError``."""
     origin = Origin(file=source, lines={})
-    problems = [problem(origin, path, text) for path, text in broken_rules(recipe, frozenset())]
+    checked = CheckedTable(as_table(structs.asdict(recipe)), origin, foreign_answer)
+    rules = broken_rules(_recipe(checked), checked.bad_paths)
+    problems = checked.problems + [problem(origin, path, text) for path, text in rules]
     if problems:
         raise RecipeError(problems)
 
