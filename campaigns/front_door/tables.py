@@ -38,16 +38,11 @@ def taken(path: Path, spec: str, prompts: Sequence[str], columns: Sequence[Mappi
     if problems := check_prompts(f"{path}/{spec}", tokenizer, {}):
         return f"refused: {problems[0]}"
 
-    async def draw() -> list[Any]:
-        source = open_prompts(f"{path}/{spec}", tokenizer, seed=0, shuffle=False)
-        drawn = await source.draw(len(prompts))
-        size = source.size
-        await source.aclose()
-        return [size, *drawn]
-
-    size, *drawn = anyio.run(draw)
-    if size not in (None, len(prompts)):
-        return f"{size} rows in place of {len(prompts)}"
+    source = open_prompts(f"{path}/{spec}", tokenizer, seed=0, shuffle=False)
+    drawn = anyio.run(source.draw, len(prompts))
+    anyio.run(source.aclose)
+    if source.size not in (None, len(prompts)):
+        return f"{source.size} rows in place of {len(prompts)}"
     for found, text in zip(drawn, prompts, strict=True):
         expected = tokenizer._encoding(text, add_special_tokens=text[:2] not in ("[s", "[u")).ids
         if found.token_ids.tolist() != expected:
@@ -61,9 +56,8 @@ def taken(path: Path, spec: str, prompts: Sequence[str], columns: Sequence[Mappi
 def refused(path: Path, spec: str, *words: str) -> str:
     """'' where a check refuses ``spec`` in one line with all ``words``."""
     problems = check_prompts(f"{path}/{spec}", _tokenizer(path), {})
-    if not problems:
-        return "taken"
-    return "" if all(word in problems[0] and "\n" not in problems[0] for word in words) else f"said: {problems[0]}"
+    said = problems[0] if problems else "nothing"
+    return "" if all(word in said and "\n" not in said for word in words) else f"said: {said}"
 
 
 def lines(rows: Sequence[Any], **how: Any) -> bytes:
@@ -120,12 +114,7 @@ def _renamed(table: pa.Table, type_: pa.DataType) -> pa.Table:
 
 
 _table = pa.Table.from_pylist(ROWS)
-_verl = {
-    "data_source": "g",
-    "prompt": CHAT,
-    "reward_model": {"style": "rule", "ground_truth": "4"},
-    "extra_info": {"i": 1},
-}
+_verl = {"data_source": "g", "prompt": CHAT, "reward_model": {"ground_truth": "4"}, "extra_info": {"i": 1}}
 _mixed = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}, {"role": "user", "content": "1"}]
 VARIANTS: dict[str, Callable[[Path], str]] = {
     "a byte order mark": jsonl(b"\xef\xbb\xbf" + lines(ROWS), columns=ROWS),
@@ -157,9 +146,7 @@ VARIANTS: dict[str, Callable[[Path], str]] = {
     "prompt and messages": bad(lines([{"prompt": "1", "messages": CHAT}]), "line 1", "?prompt="),
     "of verl": parquet([_verl], [CHAT_TEXT], [_verl]),
     "JSON text in parquet": parquet([{"prompt": json.dumps(CHAT)}], [CHAT_TEXT]),
-    "fields that other messages have": parquet(
-        [{"messages": [CHAT[1], *_mixed]}], ["[user|34:][assistant|None][user|1]"]
-    ),
+    "fields of other messages": parquet([{"messages": [CHAT[1], *_mixed]}], ["[user|34:][assistant|None][user|1]"]),
     "parquet": parquet(columns=ROWS, row_group_size=1),
     "large strings": parquet(_renamed(_table, pa.large_string()), columns=ROWS),
     "views of strings": parquet(_renamed(_table, pa.string_view()), columns=ROWS),
@@ -167,12 +154,8 @@ VARIANTS: dict[str, Callable[[Path], str]] = {
     "a column of nulls": parquet(_table.append_column("none", pa.nulls(4)), columns=ROWS),
     "an index of pandas": parquet(_table.append_column("__index_level_0__", pa.array(range(4))), columns=ROWS),
     "NaN in parquet": parquet(_table.append_column("x", pa.array([float("nan")] * 4)), columns=ROWS),
-    "times and decimals": parquet(
-        _table.append_column("t", pa.array([0] * 4, pa.timestamp("us"))).append_column(
-            "d", pa.array([1] * 4, pa.decimal128(9, 2))
-        ),
-        columns=ROWS,
-    ),
+    "times": parquet(_table.append_column("t", pa.array([0] * 4, pa.timestamp("us"))), columns=ROWS),
+    "decimals": parquet(_table.append_column("d", pa.array([1] * 4, pa.decimal128(9, 2))), columns=ROWS),
     "maps": parquet(_table.append_column("m", pa.array([[("a", 1)]] * 4, pa.map_(pa.string(), pa.int64())))),
     "nested": parquet([{**row, "tests": [{"in": [[1], []], "out": {"x": None}}]} for row in ROWS], columns=ROWS),
     "compressed parquet": parquet(columns=ROWS, compression="zstd"),

@@ -101,25 +101,15 @@ def compare(model: Path, chats: Sequence[tuple[list[Mapping[str, Any]], dict[str
     return ""
 
 
-def _of(template: str) -> Callable[[Path], str]:
-    def try_it(directory: Path) -> str:
-        model = write(directory, bpe())
-        (model / "chat_template.jinja").write_text(template, newline="")
-        return compare(model)
-
-    return try_it
-
-
 def _kept(config: object = None, tokens: Mapping[str, Any] = {}, **files: str) -> Callable[[Path], str]:
     """Templates in ``tokenizer_config.json``, and files of the names given, ``__`` for a folder."""
 
     def try_it(directory: Path) -> str:
         model = write(directory, bpe())
         edit_json(model / "tokenizer_config.json", lambda content: content.update(chat_template=config, **tokens))
+        (model / "additional_chat_templates").mkdir(exist_ok=True)
         for name, text in files.items():
-            path = model / (name.replace("__", "/") + ".jinja")
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
+            (model / (name.replace("__", "/") + ".jinja")).write_text(text, newline="")
         return compare(model)
 
     return try_it
@@ -129,13 +119,13 @@ def _of_vllm(directory: Path) -> str:
     """All templates that vLLM ships."""
     spec = find_spec("vllm.transformers_utils.chat_templates")
     found = sorted(Path(str(spec.origin)).parent.glob("*.jinja")) if spec else []
-    said = [f"{file.name}: {_of(file.read_text())(directory)}" for file in found]
+    said = [f"{file.name}: {_kept(chat_template=file.read_text())(directory)}" for file in found]
     return "; ".join(one for one in said if not one.endswith(": "))
 
 
 _named = [{"name": "default", "template": "D" + TURNS}, {"name": "tool_use", "template": "T{{ tools | tojson }}"}]
 VARIANTS: dict[str, Callable[[Path], str]] = {
-    **{name: _of(template) for name, template in TEMPLATES.items()},
+    **{name: _kept(chat_template=template) for name, template in TEMPLATES.items()},
     "of vLLM": _of_vllm,
     "in tokenizer_config": _kept(TURNS),
     "named ones in tokenizer_config": _kept(_named),

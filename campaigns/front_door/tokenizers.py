@@ -17,9 +17,7 @@ SPECIAL = ("<s>", "</s>", "<unk>", "<pad>", "<|im_start|>", "<|im_end|>")
 CORPUS = (
     "The quick brown fox jumps over the lazy dog.",
     "def reward(completion):\n    return 1.0",
-    "1 + 1 = 2, 12.5 %",
-    "café über naïve 日本語 🙂",
-    "user assistant system",
+    "1 + 1 = 2, 12.5 % café über naïve 日本語 🙂 user assistant system",
 ) * 8
 TEXTS = (
     *("", "Hello fox", " leading", "trailing  ", "tab\tand\nlines\n\n", "É ﬁ ① 日本 🙂 x", "\u00a0no\u200bbreak"),
@@ -91,8 +89,7 @@ def word_piece() -> Tokenizer:
     return tokenizer
 
 
-def adds(single: str) -> Change:
-    """A post-processor that writes ``single``, such as ``<s> $A``."""
+def _adds(single: str) -> Change:
     names = [(token, number) for number, token in enumerate(SPECIAL)]
 
     def change(tokenizer: Tokenizer) -> None:
@@ -101,13 +98,11 @@ def adds(single: str) -> Change:
     return change
 
 
-def set_to(name: str, value: Any) -> Change:
-    """A part of the tokenizer that is replaced."""
+def _set_to(name: str, value: Any) -> Change:
     return lambda tokenizer: setattr(tokenizer, name, value)
 
 
-def plain_specials(tokenizer: dict[str, Any]) -> None:
-    """Special tokens are in the vocabulary, and nothing in the file says that they are special."""
+def _plain_specials(tokenizer: dict[str, Any]) -> None:
     tokenizer["added_tokens"] = []
 
 
@@ -140,12 +135,11 @@ def variant(make: Callable[[], Tokenizer], *changes: Change, **how: Any) -> Call
     return compare
 
 
-def new(**flags: bool) -> Change:
-    """A token that was added, with ``flags``."""
+def _new(**flags: bool) -> Change:
     return lambda tokenizer: tokenizer.add_tokens([AddedToken("<new>", **flags)])
 
 
-_bos = adds("<s> $A")
+_bos = _adds("<s> $A")
 _listed = {"special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
 _sequence = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.Strip()])
 _digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -153,40 +147,40 @@ VARIANTS: dict[str, Callable[[Path], str]] = {
     "of the demo": lambda directory: same_ids(demo_model(directory), "12:", ""),
     "byte-level BPE": variant(bpe),
     "byte-level BPE with a BOS": variant(bpe, _bos),
-    "byte-level BPE with two tokens in front": variant(bpe, adds("<|im_start|> <s> $A")),
-    "byte-level BPE with BOS and EOS": variant(bpe, adds("<s> $A </s>")),
-    "add_prefix_space": variant(bpe, set_to("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True))),
-    "digits alone": variant(bpe, set_to("pre_tokenizer", _digits)),
-    "a normalizer of several": variant(bpe, set_to("normalizer", _sequence)),
-    "NFC, as of Qwen": variant(bpe, set_to("normalizer", normalizers.NFC())),
+    "byte-level BPE with two tokens in front": variant(bpe, _adds("<|im_start|> <s> $A")),
+    "byte-level BPE with BOS and EOS": variant(bpe, _adds("<s> $A </s>")),
+    "add_prefix_space": variant(bpe, _set_to("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True))),
+    "digits alone": variant(bpe, _set_to("pre_tokenizer", _digits)),
+    "a normalizer of several": variant(bpe, _set_to("normalizer", _sequence)),
+    "NFC, as of Qwen": variant(bpe, _set_to("normalizer", normalizers.NFC())),
     "truncation and padding in the file": variant(bpe, lambda t: t.enable_padding(length=600), _bos),
     "merges as texts": variant(
         bpe, edit=lambda c: c["model"].update(merges=[" ".join(pair) for pair in c["model"]["merges"]])
     ),
-    "an added token": variant(bpe, new()),
-    "an added token with lstrip": variant(bpe, new(lstrip=True)),
-    "an added token with rstrip": variant(bpe, new(rstrip=True, special=True)),
-    "an added token of single words": variant(bpe, new(single_word=True)),
-    "an added token that is normalized": variant(bpe, set_to("normalizer", _sequence), new(normalized=True)),
-    "special tokens without their list": variant(bpe, edit=plain_specials),
+    "an added token": variant(bpe, _new()),
+    "an added token with lstrip": variant(bpe, _new(lstrip=True)),
+    "an added token with rstrip": variant(bpe, _new(rstrip=True, special=True)),
+    "an added token of single words": variant(bpe, _new(single_word=True)),
+    "an added token that is normalized": variant(bpe, _set_to("normalizer", _sequence), _new(normalized=True)),
+    "special tokens without their list": variant(bpe, edit=_plain_specials),
     "special tokens in special_tokens_map only": variant(
-        bpe, _bos, edit=plain_specials, special_tokens_map={"pad_token": {"content": "<pad>", "lstrip": True}}
+        bpe, _bos, edit=_plain_specials, special_tokens_map={"pad_token": {"content": "<pad>", "lstrip": True}}
     ),
     "added_tokens_decoder only": variant(
-        bpe, edit=plain_specials, config={"added_tokens_decoder": {"5": {"content": "<|im_end|>", **_listed}}}
+        bpe, edit=_plain_specials, config={"added_tokens_decoder": {"5": {"content": "<|im_end|>", **_listed}}}
     ),
     "added_tokens_decoder with another flag": variant(
         bpe, config={"added_tokens_decoder": {"5": {"content": "<|im_end|>", **_listed, "rstrip": True}}}
     ),
-    "additional_special_tokens": variant(bpe, edit=plain_specials, config={"additional_special_tokens": ["<new>"]}),
+    "additional_special_tokens": variant(bpe, edit=_plain_specials, config={"additional_special_tokens": ["<new>"]}),
     "extra_special_tokens by name": variant(bpe, config={"extra_special_tokens": {"image_token": "<new>"}}),
-    "added_tokens.json": variant(bpe, edit=plain_specials, added_tokens={"<new>": 600, "<|im_end|>": 5}),
+    "added_tokens.json": variant(bpe, edit=_plain_specials, added_tokens={"<new>": 600, "<|im_end|>": 5}),
     "split_special_tokens": variant(bpe, config={"split_special_tokens": True}),
     "add_bos_token beside no post-processor": variant(bpe, config={"add_bos_token": True, "add_eos_token": True}),
     "clean_up_tokenization_spaces": variant(bpe, config={"clean_up_tokenization_spaces": True}),
     "model_max_length": variant(bpe, config={"model_max_length": 3, "truncation_side": "left"}),
-    **{f"{kind} of its class": variant(bpe, config={"tokenizer_class": kind}) for kind in ("GPT2Tokenizer",)},
+    "of GPT-2's class": variant(bpe, config={"tokenizer_class": "GPT2Tokenizer"}),
     **{f"Metaspace, {scheme}": variant(partial(metaspace, scheme), _bos) for scheme in ("always", "first", "never")},
-    "Unigram": variant(partial(metaspace, "always", unigram=True), adds("$A </s>")),
-    "WordPiece": variant(word_piece, adds("<s> $A </s>")),
+    "Unigram": variant(partial(metaspace, "always", unigram=True), _adds("$A </s>")),
+    "WordPiece": variant(word_piece, _adds("<s> $A </s>")),
 }
