@@ -3,8 +3,6 @@ real pipeline and the simulator, and the journal of a run rebuilds it."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from streamrl.control.actions import ControlAction
@@ -64,8 +62,8 @@ class Control:
         """All of control, to be encoded before the next event."""
         return Snapshot(
             state=self.state,
-            policy=_builtins(self.rules.policy.snapshot()),
-            sizer=_builtins(self.rules.sizer.snapshot()),
+            policy=msgspec.to_builtins(self.rules.policy.snapshot()),  # copies: a policy may change what it gave
+            sizer=msgspec.to_builtins(self.rules.sizer.snapshot()),
         )
 
 
@@ -86,9 +84,3 @@ def fork(snapshot: Snapshot, settings: ControlSettings) -> Snapshot:
         for ref in (*state.prompts.queue, *before.prompts.queue)
     ]
     return Snapshot(state=state, policy=snapshot.policy, sizer=snapshot.sizer)
-
-
-def _builtins(learnt: dict[str, object]) -> dict[str, Any]:
-    """A copy: a policy of the user's may go on changing what it gave."""
-    copied: dict[str, Any] = msgspec.to_builtins(learnt)
-    return copied

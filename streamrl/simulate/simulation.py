@@ -18,6 +18,7 @@ from streamrl.base.types import FinishReason
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.check import violations
+from streamrl.control.machine import Control
 from streamrl.control.policies.auto import candidate_settings
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import ControlSettings, control_settings
@@ -119,6 +120,12 @@ def simulate_candidates(
     }
 
 
+def check(control: Control) -> None:
+    """Raise ``StreamRLError`` where an invariant does not hold."""
+    if found := violations(control.state, control.rules):
+        raise StreamRLError(f"a bug of streamrl or of the round policy, in the simulated run: {'; '.join(found)}")
+
+
 class Simulation:
     """One run: the core, and the world that it decides about."""
 
@@ -204,12 +211,8 @@ class Simulation:
                 self._measured_s = queue.now
                 self._send_event(rollout.measure())
             rollout.settle()
-        self._check()
+        check(self.core)
         return self.ledger.report(self.finished, self.core.state.accounting())
-
-    def _check(self) -> None:
-        if found := violations(self.core.state, self.core.rules):
-            raise StreamRLError(f"a bug of streamrl or of the round policy, in the simulated run: {'; '.join(found)}")
 
     # ---- what happens ------------------------------------------------------------------------------
 
@@ -363,7 +366,7 @@ class Simulation:
         if version == ADVISED_AT and self._advice is not None:
             self._send_event(self._advice)
         self._send_event(on.WeightsLive(policy_version=version))
-        self._check()
+        check(self.core)
 
     def _soon(self, done: on.ControlEvent) -> None:
         self.queue.call_after(0.0, lambda: self._send_event(done))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 import msgspec
 import pytest
-from oracle.control_walks import ON_POLICY, random_settings
-from oracle.control_world import control_settings, through_bytes
+from oracle.control_walks import ON_POLICY, CrashWorld, random_settings
+from oracle.control_world import control_settings
 
 from streamrl.base.seeds import derive_seed
-from streamrl.base.types import DropReason, FinishReason, TrajectoryId
+from streamrl.base.types import FinishReason, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.policies.round_policies import make_control
@@ -21,107 +22,35 @@ from streamrl.recipe.scheduling import RoundKind, TailBatching
 DECISIONS = (do.LaunchGroup, do.TrainGroupNow, do.StepOptimizer, do.PublishWeights, do.DrawPrompts, do.Evaluate)
 
 
-class AnyOrder:
+class AnyOrder(CrashWorld):
     """Everything that was ordered answers sooner or later; what a trajectory comes to is a function of its seed."""
 
-    def __init__(self, settings: ControlSettings, prompts: int, random: Random) -> None:
-        self.settings = settings
-        self.random = random
-        self.prompts = prompts
-        self.control = make_control(settings)
-        self.drawn = 0
-        self.live = 0
-        self.pending: list[tuple[int, on.ControlEvent | TrajectoryId]] = []  # not before this version is live
-        self.seed_base: dict[int, int] = {}
-        self.told: list[on.ControlEvent] = []
-        self.decisions: list[do.ControlAction] = []
-        self.ended: str = ""
-
-    def outcome(self, trajectory: TrajectoryId) -> on.ControlEvent:
-        draw = Random(derive_seed(trajectory.prompt_id, self.seed_base[trajectory.group_id], trajectory.sample))
+    def ends(self, trajectory: TrajectoryId) -> None:
+        noise = self.of_group[trajectory.group_id].seed_base
+        draw = Random(derive_seed(trajectory.prompt_id, noise, trajectory.sample))
         tokens = draw.choice([1, 2, 3, 5, 8, 8, 20, 60])
         if draw.random() < 0.03:
-            policy = draw.choice([FailurePolicy.DROP_SAMPLE, FailurePolicy.DROP_GROUP])
-            return on.TrajectoryFailed(
-                id=trajectory, reason=DropReason.REWARD_FAILED, tokens=tokens, policy=str(policy)
-            )
-        return on.TrajectoryScored(
-            id=trajectory,
-            reward=draw.choice([0.0, 1.0]),
-            tokens=tokens,
-            finish_reason=FinishReason.LENGTH if tokens == 60 else FinishReason.STOP,
-            oldest_version=self.live,
-            newest_version=self.live,
-        )
+            self.fail(trajectory, draw.choice([FailurePolicy.DROP_SAMPLE, FailurePolicy.DROP_GROUP]))
+        else:
+            self.score(trajectory, draw.choice([0.0, 1.0]), tokens, truncated=tokens == 60)
 
-    def obey(self, action: do.ControlAction) -> None:
-        match action:
-            case do.LaunchGroup():
-                self.seed_base[action.group_id] = action.seed_base
-                self.pending += [(action.policy_version, i) for i in action.ids]
-            case do.Drop() if action.abort:
-                gone = {i for i in action.ids if self.random.random() < 0.5}  # of the others a late result comes
-                self.pending = [p for p in self.pending if p[1] not in gone]
-            case do.DrawPrompts():
-                count = min(action.count, self.prompts - self.drawn)
-                numbers = range(self.drawn, self.drawn + count)
-                self.drawn += count
-                answer = on.PromptsDrawn(
-                    prompt_ids=tuple(f"p{n}" for n in numbers),
-                    exhausted=count < action.count,
-                    prompt_tokens=tuple(10 + n % 7 for n in numbers),
-                )
-                self.pending.append((0, answer))
-            case do.StepOptimizer():
-                answer = on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version)
-                self.pending.append((0, answer))
-            case do.PublishWeights():
-                self.pending.append((0, on.WeightsLive(policy_version=action.policy_version)))
-            case do.Evaluate():
-                self.pending.append((0, on.EvaluationDone(policy_version=action.policy_version)))
-            case do.WriteCheckpoint():
-                self.pending.append((0, on.CheckpointDone(policy_version=action.policy_version)))
-            case do.End():
-                self.ended = action.reason
+    def _other_steps(self, random: Random) -> int:
+        return 0
 
-    def tell(self, event: on.ControlEvent) -> None:
-        self.told.append(event)
-        actions = self.control.handle(event)
-        self.decisions += [action for action in actions if isinstance(action, DECISIONS)]
-        for action in actions:
-            self.obey(action)
-
-    def crash(self) -> None:
-        """Nothing is left but what was reported."""
-        replayed = make_control(self.settings)
-        for event in self.told:
-            replayed.handle(event)
-        self.control = make_control(self.settings, through_bytes(replayed.snapshot()))
-        self.pending, self.drawn = [], self.control.state.prompts.drawn
-        for action in self.control.orders_again():
-            self.obey(action)
-
-    def run(self, crashes: float) -> list[do.ControlAction]:
-        self.tell(on.RunBegan())
-        for _ in range(20_000):
-            if self.ended:
-                return self.decisions
-            if self.random.random() < crashes:
-                self.crash()
-            ready = [p for p in self.pending if p[0] <= self.live]
-            chosen = self.random.choice(ready)
-            self.pending.remove(chosen)
-            event = chosen[1]
-            if isinstance(event, TrajectoryId):  # one that runs
-                event = self.outcome(event)
-            if isinstance(event, on.WeightsLive):
-                self.live = event.policy_version
-            self.tell(event)
-        raise AssertionError("the run does not end")
+    def run(self, random: Random, crashes: float) -> list[do.ControlAction]:
+        self.begin()
+        while not self.over_now:
+            if random.random() < crashes:
+                self.crash(random)
+            late = [t for t in sorted(self.returning) if random.random() < 0.5]
+            ends = [partial(self.ends, trajectory) for trajectory in (*self.sampled, *late)]
+            random.choice([*ends, *(answer for _, answer in self.due_answers())])()
+        self.check_end()
+        return [action for action in self.answers if isinstance(action, DECISIONS)]
 
 
 def runs(settings: ControlSettings, seed: int, times: int, crashes: float = 0.0) -> list[list[do.ControlAction]]:
-    return [AnyOrder(settings, 100 + 30 * seed, Random(100 * seed + turn)).run(crashes) for turn in range(times)]
+    return [AnyOrder(settings, 100 + 30 * seed).run(Random(100 * seed + turn), crashes) for turn in range(times)]
 
 
 @pytest.mark.parametrize(("composition", "sizing"), ON_POLICY)

@@ -304,29 +304,18 @@ class CrashWorld(World):
                 assert action.seed_base == self.of_group[action.group_id].seed_base, "other seeds than before"
                 assert action.policy_version <= self.live_version or action.policy_version == self.paused_for
                 self.running |= dict.fromkeys(action.ids, action.policy_version)
+            case do.Drop() | do.ResumeTrajectories() | do.Decision():
+                raise AssertionError(f"nobody can carry this out again: {action}")
             case do.PauseEngines():
-                assert not self.running and self.to_publish is None and self.to_evaluate is None
-                self.paused_for = action.policy_version
-            case do.Evaluate():
-                assert action.policy_version == self.live_version and self.to_publish is None
-                self.to_evaluate = (action.policy_version, action.limit)
-            case do.CancelEvaluation():
-                assert self.drained and self.to_evaluate is not None
+                assert self.to_publish is None and self.to_evaluate is None
+                World.obey(self, action)
             case do.WriteCheckpoint():
                 self.written = self.take_checkpoint()
-                World.obey(self, action)
-            case (
-                do.TrainGroupNow()
-                | do.StepOptimizer()
-                | do.PublishWeights()
-                | do.DrawPrompts()
-                | do.PauseTrajectories()
-            ):
                 World.obey(self, action)
             case do.End():
                 assert self.over_now
             case _:
-                raise AssertionError(f"nobody can carry this out again: {action}")
+                World.obey(self, action)
 
     def answer_twice(self, random: Random) -> None:
         """An answer that was taken before comes again, and changes nothing."""

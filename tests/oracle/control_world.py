@@ -421,8 +421,6 @@ class World:
     def moves(self, random: Random) -> list[tuple[int, Callable[[], None]]]:
         """(weight, what may happen now)."""
         possible: list[tuple[int, Callable[[], None]]] = []
-        if self.draw is not None:
-            possible.append((20, self.answer_draw))
         if self.sampled:
             possible.append((60, lambda: self.score_any(random, self.sampled)))
             possible.append((2, lambda: self.fail(random.choice(self.sampled), random.choice(AFTER_FAILURE))))
@@ -432,11 +430,18 @@ class World:
             possible.append((1, lambda: self.fail(random.choice(sorted(self.paused)))))
         if self.returning:
             possible.append((6, lambda: self.late_result(random)))
-        answers = ((self.to_step, self.step), (self.to_publish, self.go_live), (self.to_save, self.save))
-        possible += [
-            (10, answer) for order, answer in (*answers, (self.to_evaluate, self.evaluate)) if order is not None
-        ]
-        return possible
+        return possible + self.due_answers()
+
+    def due_answers(self) -> list[tuple[int, Callable[[], None]]]:
+        """What source, trainer and engines may answer now, as ``moves``."""
+        asked = (
+            (20, self.draw, self.answer_draw),
+            (10, self.to_step, self.step),
+            (10, self.to_publish, self.go_live),
+            (10, self.to_save, self.save),
+            (10, self.to_evaluate, self.evaluate),
+        )
+        return [(weight, answer) for weight, order, answer in asked if order is not None]
 
     def anything_else(self, random: Random) -> None:
         """What a checker adds to a walk."""

@@ -165,7 +165,7 @@ def test_presubmission_hides_the_arrivals() -> None:
     assert gain[0.3] == pytest.approx(1.40 / 1.07, rel=0.1)
 
 
-def test_nothing_runs_in_held_engines_before_its_weights_are_live() -> None:
+def test_nothing_runs_in_paused_engines_before_its_weights_are_live() -> None:
     """How long a push by itself pauses the engines does not matter where control holds them anyway."""
     rollouts = [
         simulate(

@@ -67,7 +67,7 @@ class RandomSize:
         return SizingDecision(size=self.size, reason=reason, figures=_figures(self.size, rate))
 
     def snapshot(self) -> dict[str, object]:
-        return _builtins(self._draws)
+        return msgspec.structs.asdict(self._draws)
 
     def restore(self, state: dict[str, object]) -> None:
         """Continue after the draws of ``state``; start over from a checkpoint of another kind of sizing."""
@@ -157,7 +157,7 @@ class StragglerAwareSize:
         return self._decided(rate, f"{text}; {chosen}" if text else chosen, notify=bool(text))
 
     def snapshot(self) -> dict[str, object]:
-        return _builtins(self._memory)
+        return msgspec.structs.asdict(self._memory)
 
     def restore(self, state: dict[str, object]) -> None:
         """Continue with what ``state`` knows; start over from a checkpoint of another kind of sizing.
@@ -273,8 +273,3 @@ def _tables(groups: Sequence[GroupLengths]) -> list[sagc.LengthTable]:
 
 def _figures(size: int, rate: float | None) -> dict[str, float]:
     return {"sizing/size": float(size)} | ({} if rate is None else {"sizing/straggler_rate": rate})
-
-
-def _builtins(memory: msgspec.Struct) -> dict[str, object]:
-    state: dict[str, object] = msgspec.to_builtins(memory, str_keys=True)
-    return state
