@@ -122,7 +122,7 @@ def test_a_snapshot_of_another_schema_order_or_number_of_slots_is_refused() -> N
     with pytest.raises(ValueError, match="5 slots were in use, and this recipe has 4"):
         make_control(chosen, snapshot)
     written = JournalCodec().encode(JournalBase(control=begun().core.snapshot(), events=0, elapsed_s=0.0))
-    with pytest.raises(StreamRLError, match="`weight`.*use the streamrl that wrote it"):
+    with pytest.raises(StreamRLError, match=r"`weight`.*use the streamrl that wrote it"):
         JournalCodec().decode(written.replace(b"weight", b"height"))  # as before groups had a weight
 
 

@@ -309,6 +309,8 @@ class CrashWorld(World):
             case do.PauseEngines():
                 assert self.to_publish is None and self.to_evaluate is None
                 World.obey(self, action)
+            case do.Evaluate():  # in a drain too: its end is waited for
+                self.to_evaluate = (action.policy_version, action.limit)
             case do.WriteCheckpoint():
                 self.written = self.take_checkpoint()
                 World.obey(self, action)
