@@ -84,21 +84,12 @@ def compared(change: Change, directory: Path, *, refused: str = "") -> str:
         found, said = ours(model), ""
     except (ModelDirectoryError, RecipeError, StreamRLError) as error:
         found, said = {}, str(error)
-    theirs: dict[str, Digests | str] = {}
-    for name, ask in {"vLLM": of_vllm, "transformers": of_transformers}.items():
-        try:
-            theirs[name] = ask(model)
-        except Exception as error:  # noqa: BLE001 - a loader's answer to a broken folder
-            theirs[name] = f"{type(error).__name__}: {error}"
-    if refused:
-        return "" if refused in said else f"not refused with {refused!r}: {said or 'taken'}"
-    if said:
-        return f"refused: {said}"
-    for name, their in theirs.items():
-        if isinstance(their, str):
-            return f"taken, and {name} does not load it: {their:.300}"
-        if wrong := [tensor for tensor, digest in found.items() if their.get(tensor) != digest]:
-            return f"{name} loads another {wrong[0]}"
+    if refused or said:
+        return "" if refused and refused in said else f"refused: {said}" if said else f"taken, not refused: {refused!r}"
+    for ask in (of_vllm, of_transformers):
+        theirs = ask(model)  # what it raises is a wrong answer of ours
+        if wrong := [tensor for tensor, digest in found.items() if theirs.get(tensor) != digest]:
+            return f"{ask.__name__} loads another {wrong[0]}"
     return ""
 
 
@@ -159,8 +150,8 @@ def added(name: str, content: str = "{}") -> Change:
     return lambda model: (model / name).write_text(content)
 
 
-def cut(name: str, at: int) -> Change:
-    return lambda model: (model / name).write_bytes((model / name).read_bytes()[:at])
+def cut(at: int) -> Change:
+    return lambda model: (model / WEIGHTS).write_bytes((model / WEIGHTS).read_bytes()[:at])
 
 
 def renamed(content: dict[str, Any]) -> dict[str, Any]:
@@ -215,9 +206,9 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "a missing shard": (all_of(shards(), removed(SECOND)), f"has no {SECOND}"),
     "a missing shard without an index": (all_of(shards(index=False), removed(FIRST)), f"has no {FIRST}"),
     "two saves": (tensors(without("norm"), "model-old.safetensors", other=True), "more than one save"),
-    "a cut file": (cut(WEIGHTS, -100), "it is cut"),
-    "a cut header": (cut(WEIGHTS, 40), "its header claims"),
-    "an empty file": (cut(WEIGHTS, 0), "broken model.safetensors"),
+    "a cut file": (cut(-100), "it is cut"),
+    "a cut header": (cut(40), "its header claims"),
+    "an empty file": (cut(0), "broken model.safetensors"),
     "a pointer of Git LFS": (added(WEIGHTS, "version https://git-lfs.github.com/spec/v1"), "broken model.safetensors"),
     "a layer too few in the weights": (tensors(without("layers.1.")), "num_hidden_layers"),
     "a layer too few in the configuration": (config(num_hidden_layers=1), "num_hidden_layers"),

@@ -311,6 +311,7 @@ def test_dry_run_counts_held_out_prompts_and_says_why_nothing_streams(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (project / "held.jsonl").write_text('{"prompt": "1", "answer": "1"}\n\n{"prompt": "2", "answer": "2"}\n')
+    (project / "model" / "generation_config.json").write_text('{"eos_token_id": [5]}')
     sets = [
         "engines.kind=simulated",
         "evaluation.prompts=held.jsonl",
@@ -321,6 +322,8 @@ def test_dry_run_counts_held_out_prompts_and_says_why_nothing_streams(
     assert main(["train", str(project / "recipe.toml"), "--dry-run", *arguments]) == 0
     text = capsys.readouterr().out
     assert "evaluation  held.jsonl: at the start, at the end; all prompts: 2 x 3 = 6 completions\n" in text
+    ends = "generation_config.json: 5; config.json: 0"
+    assert f"\nwarning     files of the model disagree about what ends a completion ({ends}): here 5 does\n" in text
     pytest.importorskip("pyarrow")
     import pyarrow as pa
     import pyarrow.parquet as pq
