@@ -50,7 +50,7 @@ from streamrl.launch.supervise.exit_reason import failures
 from streamrl.launch.supervise.supervisor import Supervisor
 from streamrl.launch.supervise.watchdog import ask_for_stacks
 from streamrl.launch.user_calls import UserCalls, close_all
-from streamrl.recipe.rules.load import check_recipe, dump_recipe, load_recipe, resolve_function
+from streamrl.recipe.rules.load import dump_recipe, load_recipe, resolve_function
 from streamrl.recipe.sections import JournalKind, Recipe
 from streamrl.recipe.topology import control_socket, plan_topology, rewards_endpoint
 from streamrl.recipe.user_code import spec_of
@@ -95,7 +95,6 @@ class Pipeline:
             names = tuple(resolve_function(name, Path.cwd()) for name in named)
             run = structs.replace(self.recipe.run, observers=(*self.recipe.run.observers, *names))
             self.recipe = structs.replace(self.recipe, run=run)
-            check_recipe(self.recipe, "observers")
         self.run_directory = Path()
         self._sinks = tuple(sinks)
         self._sink_calls: list[UserCalls] = []

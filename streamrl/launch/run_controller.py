@@ -31,7 +31,6 @@ trains (``_train``: control between the stages, with its observers), and ends th
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -178,7 +177,8 @@ async def _train(
             stages.start_soon(sync.run)
             stages.start_soon(rollout.run, orders[1], JournalledOutcomes(record.journal, trajectories[0]))
             stages.start_soon(reward.run, trajectories[1], scored[0])
-            stages.start_soon(change_rewards, topology, processes.attached, run_directory, _note_rewards(record))
+            note = partial(_note_rewards, record)
+            stages.start_soon(change_rewards, topology, processes.attached, run_directory, note)
             reason = await controller.run(orders[0], scored[1])
             await emit(RunFinished(reason=reason, step=controller.state.live_version))
             stages.cancel_scope.cancel()
@@ -197,14 +197,10 @@ def _evaluations(
     return HeldOutEvaluations(held_out, recipe.run.seed, emit=emit, scored=keeper.scored, store=stored)
 
 
-def _note_rewards(record: JournalledRun) -> Callable[[int, tuple[str, ...], str], None]:
-    """Return what writes into the journal that other functions score from now on."""
-
-    def note(version: int, rewards: tuple[str, ...], change: str) -> None:
-        reason = f"{change}: version {version} is {', '.join(rewards)}"
-        record.journal.decided(Decision(subject="rewards", reason=reason))
-
-    return note
+def _note_rewards(record: JournalledRun, version: int, rewards: tuple[str, ...], change: str) -> None:
+    """Write into the journal that other functions score from now on."""
+    reason = f"{change}: version {version} is {', '.join(rewards)}"
+    record.journal.decided(Decision(subject="rewards", reason=reason))
 
 
 def _start_beside(stages: anyio.abc.TaskGroup, recipe: Recipe, run_directory: Path, controller: Controller) -> None:

@@ -9,7 +9,6 @@ from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import OptimizerKind, Recipe
 
-CLASS_NAME = re.compile(r"^.+:[A-Za-z_]\w*$")
 DEVICES = ("auto", "cpu", "cuda")
 LONGEST_RUN_NAME = 45
 """The journal takes 64 bytes, and ``-YYYYMMDD-HHMMSS-NN`` follows the name."""
@@ -31,16 +30,6 @@ has_no_effect(
     "lora.alpha lora.targets",
     lambda r: "" if r.lora.rank else " while lora.rank = 0: remove it, or set rank, such as 16",
 )
-
-
-@rule("run.observers")
-def observers(recipe: Recipe) -> Broken:
-    """Each is the name of a class, which the dry run imports."""
-    for spec in recipe.run.observers:
-        if not CLASS_NAME.match(spec):
-            yield Problem(
-                "run.observers", f'"{spec}" does not name a class: write "module:Class" or "path/to/file.py:Class"'
-            )
 
 
 @rule("evaluation")

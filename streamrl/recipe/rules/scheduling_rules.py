@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from itertools import pairwise
 
 from streamrl.recipe.fields import Section
 from streamrl.recipe.problems import shown
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
-from streamrl.recipe.rules.run_rules import CLASS_NAME
 from streamrl.recipe.scheduling import (
     SMALLEST_SIZE,
     DeferredPrompts,
@@ -23,6 +23,7 @@ from streamrl.recipe.scheduling import (
 )
 from streamrl.recipe.sections import Recipe
 
+_CLASS = re.compile(r"^.+:[A-Za-z_]\w*$")
 _ROUNDS = ("rollout.rounds", "tail_batching", "length_sorted")
 
 
@@ -130,7 +131,7 @@ def custom_policy(recipe: Recipe) -> Broken:
     """``rollout.policy`` names a class, for custom rounds alone."""
     rollout = recipe.rollout
     custom = rollout.rounds is RoundKind.CUSTOM
-    if custom and not CLASS_NAME.match(rollout.policy):
+    if custom and not _CLASS.match(rollout.policy):
         yield Problem(
             "rollout.policy",
             f'"{rollout.policy}" does not name a class: write "module:Class" or "path/to/file.py:Class"',
