@@ -22,6 +22,7 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.base.errors import ProcessDied, StreamRLError
+from streamrl.base.home import ensure_home
 from streamrl.launch.supervise.child_process import POLL_S, ChildProcess, ended_within, start_child
 from streamrl.launch.supervise.clean_up import RunProcesses, adopt_orphans, marker_of
 from streamrl.launch.supervise.exit_monitor import CONSEQUENCE_S, ExitMonitor
@@ -86,6 +87,7 @@ class Supervisor:
         await self.kill()
 
     def _begin(self) -> None:
+        ensure_home()  # of its processes, also where it was started from Python
         for folder in ("logs", "exit"):
             (self.run_directory / folder).mkdir(parents=True, exist_ok=True)
         self.socket_directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -11,13 +11,13 @@ from streamrl.base.errors import RecipeError
 from streamrl.rewards.scoring import copied
 from streamrl.rewards.signature import PROVIDED, RewardSignature
 
-_VERL_TEXT, _VERL_EXTRA = "solution_str", "extra_info"
+VERL_TEXT, VERL_EXTRA = "solution_str", "extra_info"
 _FIRST_OF_GROUPS = ("completion_ids", "prompts")  # what a function of TRL's form may look at instead
 _LISTS = {"completion_ids", "token_ids", "finish_reason"}  # arguments of a group that differ between siblings
 
 _SINGLE = re.compile(r"(Optional\[)?(str|int|float|bool|dict|Dict|Mapping)\b")
 _SEVERAL = re.compile(r"(list|List|Sequence|tuple|Tuple)\b|Messages$")
-_TEXTS = re.compile(r"(list|List|Sequence)\[str\]$")
+TEXTS = re.compile(r"(list|List|Sequence)\[str\]$")
 
 
 def completion_parameter(spec: str, parameters: Sequence[inspect.Parameter]) -> inspect.Parameter:
@@ -26,7 +26,7 @@ def completion_parameter(spec: str, parameters: Sequence[inspect.Parameter]) -> 
     if {"completion", "completions"} <= named.keys():
         remedy = "keep the first to get one, or the second to get a group"
         raise RecipeError([f'reward "{spec}" takes "completion" and "completions": {remedy}'])
-    for name in ("completions", "completion", *([_VERL_TEXT] if "ground_truth" in named else [])):
+    for name in ("completions", "completion", *([VERL_TEXT] if "ground_truth" in named else [])):
         if name in named:
             return named[name]
     first = parameters[0] if parameters else None
@@ -43,20 +43,10 @@ def takes_group(taker: inspect.Parameter) -> bool:
     return taker.name == "completions" or taker.name in _FIRST_OF_GROUPS
 
 
-def takes_texts(taker: inspect.Parameter) -> bool:
-    """Return whether completions are texts for it also where the prompt is a chat."""
-    return not takes_group(taker) or _TEXTS.match(_annotation(taker)) is not None
-
-
-def is_optional(taker: inspect.Parameter, parameter: inspect.Parameter) -> bool:
-    """Return whether the function is called without this column where there is none."""
-    return parameter.default is not parameter.empty or (taker.name, parameter.name) == (_VERL_TEXT, _VERL_EXTRA)
-
-
 def misread(spec: str, taker: inspect.Parameter, parameters: Sequence[inspect.Parameter]) -> Iterator[str]:
     """Parameters whose names or annotations say that they expect something else than they would get, a line each."""
     if not takes_group(taker):
-        if _SEVERAL.match(kind := _annotation(taker)):
+        if _SEVERAL.match(kind := annotation_of(taker)):
             yield (
                 f'reward "{spec}": "{taker.name}" is annotated {kind}, and would get the text of one completion: '
                 f'annotate it str, or name it "completions" to get all of a group'
@@ -69,7 +59,7 @@ def misread(spec: str, taker: inspect.Parameter, parameters: Sequence[inspect.Pa
                 f'reward "{spec}" asks for "prompt" beside "{taker.name}": a function of a group gets "prompts", a '
                 "list with one for each completion"
             )
-        elif parameter is not taker and needed and _SINGLE.match(kind := _annotation(parameter)):
+        elif parameter is not taker and needed and _SINGLE.match(kind := annotation_of(parameter)):
             yield (
                 f'reward "{spec}": "{name}" is annotated {kind}, and would get a list with one value for each '
                 f'completion: use zip({taker.name}, {name}), or take one "completion"'
@@ -80,7 +70,7 @@ def adapted(
     function: Callable[..., Any], signature: RewardSignature, taker: inspect.Parameter, *, is_first: bool
 ) -> Callable[..., Any]:
     """A function that is called with the completions, and with columns by name: ``function`` itself where it is one."""
-    is_verl = taker.name == _VERL_TEXT
+    is_verl = taker.name == VERL_TEXT
     if is_first and taker.kind is not taker.KEYWORD_ONLY and not signature.per_group and not is_verl:
         return function
 
@@ -89,8 +79,8 @@ def adapted(
             count = len(completion)
             for name in arguments.keys() - _LISTS:
                 arguments[name] = [copied(arguments[name]) for _ in range(count)]
-        elif is_verl and _VERL_EXTRA in signature.optional_columns:
-            arguments.setdefault(_VERL_EXTRA, {})
+        elif is_verl and VERL_EXTRA in signature.optional_columns:
+            arguments.setdefault(VERL_EXTRA, {})
         # What looks at ids or prompts alone has these among its arguments.
         return arguments if taker.name in _FIRST_OF_GROUPS else {taker.name: completion, **arguments}
 
@@ -113,7 +103,7 @@ def _score_of(returned: Any, is_verl: bool) -> Any:
     return returned["score"] if is_verl and isinstance(returned, Mapping) and "score" in returned else returned
 
 
-def _annotation(parameter: inspect.Parameter) -> str:
+def annotation_of(parameter: inspect.Parameter) -> str:
     """Return an annotation as it is written; empty: there is none."""
     given = parameter.annotation
     if given is parameter.empty:

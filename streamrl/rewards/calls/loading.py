@@ -14,13 +14,15 @@ from streamrl.recipe.rewards import Reward
 from streamrl.recipe.user_code import load_user_object
 from streamrl.rewards.builtin.catalog import BUILTIN
 from streamrl.rewards.calls.call_form import (
+    TEXTS,
+    VERL_EXTRA,
+    VERL_TEXT,
     adapted,
+    annotation_of,
     completion_parameter,
     example,
-    is_optional,
     misread,
     takes_group,
-    takes_texts,
 )
 from streamrl.rewards.signature import PROVIDED, PROVIDED_OF_GROUPS, RewardFunction, RewardSignature
 from streamrl.rewards.time_limits import TimeLimits
@@ -130,7 +132,9 @@ def _read_function(spec: str, name: str, function: Callable[..., Any]) -> Reward
                     f"by name: move the / before it, as in {example(spec)}"
                 )
         elif not per_group or parameter.name != "prompt":
-            (optional if is_optional(taker, parameter) else columns).append(parameter.name)
+            is_extra = (taker.name, parameter.name) == (VERL_TEXT, VERL_EXTRA)  # verl gives {} where there is none
+            has_default = parameter.default is not parameter.empty
+            (optional if has_default or is_extra else columns).append(parameter.name)
     if problems:
         raise RecipeError(problems)
     signature = RewardSignature(
@@ -144,7 +148,7 @@ def _read_function(spec: str, name: str, function: Callable[..., Any]) -> Reward
         columns=tuple(columns),
         optional_columns=tuple(optional),
         provided=tuple(dict.fromkeys(provided)),
-        as_text=takes_texts(taker),
+        as_text=not per_group or TEXTS.match(annotation_of(taker)) is not None,
     )
     return RewardFunction(
         signature=signature, call=adapted(function, signature, taker, is_first=taker is parameters[0])

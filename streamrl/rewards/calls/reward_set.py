@@ -23,6 +23,7 @@ from streamrl.rewards.signature import RewardFunction, RewardSignature
 from streamrl.rewards.values import CallFailure, CallResult
 
 COMBINING = "combine"
+_LOOKED_AT, _LOOK_EVERY = 1024, 16  # orders that are all searched for special tokens; then one in so many is
 
 
 def combining_rewards(rewards: Sequence[Reward], limits: RewardLimits) -> tuple[Reward, ...]:
@@ -57,6 +58,7 @@ class RewardSet:
         self._pool: CallPool | None = None
         self._queues = [RewardQueue(reward, limits.concurrency) for reward in self._all]
         self._without_tokens = ""  # names of those that see no special tokens, until there is a notice of that
+        self._orders = 0
         self._notice = ""
 
     async def open(self) -> None:
@@ -94,7 +96,9 @@ class RewardSet:
     def begin(self, order: ScoreGroup, prompts: Sequence[Prompt]) -> Scoring:
         """Score one order: plain trusted functions at once. ``prompts``: of the message."""
         texts = SampleTexts(order.completions, prompts, self._tokenizer)
-        if self._without_tokens and (special := texts.special_tokens()):
+        self._orders += 1
+        look = self._without_tokens and (self._orders <= _LOOKED_AT or self._orders % _LOOK_EVERY == 0)
+        if look and (special := texts.special_tokens()):
             self._notice = (
                 f"completions have special tokens ({', '.join(special)}) that the reward {self._without_tokens} does "
                 "not see: set special_tokens = true below [rewards.advanced] where it looks for them"
