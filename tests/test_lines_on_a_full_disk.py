@@ -63,6 +63,6 @@ def lines_of(kind: str, path: Path) -> list[int]:
 @pytest.mark.parametrize("kind", ["trace", "metrics"])
 def test_half_a_line_is_refused_and_does_not_spoil_the_next(kind: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITER, kind, str(tmp_path / kind)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert (ended.stdout, ended.stderr, ended.returncode) == ("File too large\n" * 2, "", 0)
     assert lines_of(kind, tmp_path / kind) == [0, 2]

@@ -42,7 +42,7 @@ def arguments(root: Path, **settings: object) -> list[str]:
 def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run by a shell, for its redirections."""
     env = os.environ | environment
-    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=False, env=env)
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=900, check=False, env=env)
 
 
 @pytest.mark.parametrize("redirection", [">/dev/full", ">/dev/full 2>&1"])

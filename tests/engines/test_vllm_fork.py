@@ -46,7 +46,7 @@ def test_a_forked_core_is_a_process_of_its_own() -> None:
         env=os.environ | {"STREAMRL_ENGINE": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     expected = f"fork spawn {int(signal.SIGKILL)} {int(signal.SIGTERM)} 0\nhost {int(signal.SIGUSR1)}\n"
     assert done.stdout == expected, done.stderr

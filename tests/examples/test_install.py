@@ -23,7 +23,7 @@ def install(venv: Path, code: int) -> subprocess.CompletedProcess[str]:
     (venv / "bin" / "pip").chmod(0o755)
     command = [str(SCRIPT), str(venv), "3", "--no-deps", "-r", "some.lock"]
     environment = os.environ | {"INSTALL_LINE_S": "0.2"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
 
 
 def test_a_line_now_and_then_says_how_far_it_is(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_a_full_disk(small_disk: Path) -> None:
     last = fails(writer, small_disk / "journal", rb"No space left on device \(errno 28\); free space on that")
     # As the message says: with space it goes on. The journal ends in a part of a frame.
     subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
-    output, _ = started(small_disk / "journal", 5, last + 50).communicate(timeout=300)
+    output, _ = started(small_disk / "journal", 5, last + 50).communicate(timeout=900)
     assert output.startswith(b"opened %d\n" % last) and output.endswith(b"done\n")
 
 
@@ -104,7 +104,7 @@ def test_a_flush_that_fails(tmp_path: Path) -> None:
 
 def fails(writer: subprocess.Popen[bytes], journal: Path, said: bytes) -> int:
     """The writer ends with this message, and all it acknowledged is there. Returns the number of the last record."""
-    output, _ = writer.communicate(timeout=300)
+    output, _ = writer.communicate(timeout=900)
     lines = output.splitlines()
     assert writer.returncode == 3
     assert lines[-1].startswith(b"failed journal " + bytes(journal))

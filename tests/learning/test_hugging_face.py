@@ -45,5 +45,5 @@ SCRIPTS = {"trains and compiles": TRAINS_AND_COMPILES, "asks": ASKS, "masks": MA
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_what_is_imported_when(script: str) -> None:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr

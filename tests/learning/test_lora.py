@@ -207,7 +207,7 @@ def trained(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for rank in range(2)
     ]
     try:
-        logs = [process.communicate(timeout=300)[0] for process in processes]
+        logs = [process.communicate(timeout=900)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -41,7 +41,7 @@ memory = shared_memory.SharedMemory(create=True, size=4096)
 with open(sys.argv[1] + ".partial", "w") as partial:
     partial.write(memory.name)
 os.rename(partial.name, sys.argv[1])
-time.sleep(600)
+time.sleep(7200)
 """
 
 

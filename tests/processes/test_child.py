@@ -46,7 +46,7 @@ def run_directory(tmp_path: Path) -> Path:
 
 def test_a_failure_is_reported_in_the_log_and_in_the_reason_file(tmp_path: Path) -> None:
     with start(Role.REWARD, tmp_path) as process:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=900)
     assert process.returncode == 1
     reason = read_reason(tmp_path, "reward-0")
     assert reason is not None
@@ -61,7 +61,7 @@ def test_sigterm_ends_a_role_and_ctrl_c_does_not(run_directory: Path) -> None:
         wait_until_catching_sigterm(process.pid)
         process.send_signal(signal.SIGINT)  # ignored: were it not, the exit code would tell
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=900)
     assert process.returncode == TERMINATED_CODE, output
     assert read_reason(run_directory, "reward-0") is None
 
@@ -77,7 +77,7 @@ def wait_until_catching_sigterm(pid: int) -> None:
 
 def test_a_child_whose_parent_is_gone_already_does_not_start(run_directory: Path) -> None:
     with start(Role.REWARD, run_directory, **{PARENT_PID: "1"}) as process:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=900)
     assert (process.returncode, output) == (1, "")
 
 

@@ -118,7 +118,7 @@ async def test_no_bundle_is_written_where_secrets_cannot_be_known(recipe: Recipe
 
 async def test_only_processes_of_a_run_that_catch_the_signal_are_asked_for_stacks() -> None:
     catches = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: open('caught', 'w')); "
-    waits = "print(flush=True); time.sleep(600)"
+    waits = "print(flush=True); time.sleep(7200)"
     commands = {
         "a user's own": (catches + waits, {}),
         "starting": ("import time; " + waits, {"STREAMRL_RUN_MARKER": "w"}),

@@ -209,14 +209,14 @@ async def holds_interpreter(completion):
 
 async def blocks_on_z(completion):
     if completion == "z":
-        time.sleep(600)  # noqa: ASYNC251 - this is the fault
+        time.sleep(7200)  # noqa: ASYNC251 - this is the fault
     return 1.0
 
 
 async def never_ends_on_z(completion):
     while completion == "z":
         try:
-            await asyncio.sleep(600)
+            await asyncio.sleep(7200)
         except asyncio.CancelledError:
             continue
     return 1.0
@@ -335,7 +335,7 @@ def fault_text():
 
 @fault
 def fault_late():
-    time.sleep(600)
+    time.sleep(7200)
 
 
 @fault
@@ -355,7 +355,7 @@ def fault_forks():
         return 111.0
     if os.fork() == 0:
         os.setsid()
-        time.sleep(600)
+        time.sleep(7200)
     return 1.0
 
 
@@ -363,7 +363,7 @@ def fault_forks():
 def fault_forks_and_hangs():
     if os.fork() == 0:
         os.setsid()
-    time.sleep(600)
+    time.sleep(7200)
 
 
 @fault
@@ -412,7 +412,7 @@ async def fault_blocks_loop(completion):
 async def fault_swallows(completion):
     while completion == "z":
         try:
-            await asyncio.sleep(600)
+            await asyncio.sleep(7200)
         except asyncio.CancelledError:
             continue
     return len(completion)
@@ -481,7 +481,7 @@ def fault_segfaults():
 @fault
 def fault_kills_server():
     os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(600)
+    time.sleep(7200)
 
 
 @fault
@@ -527,7 +527,7 @@ def noted(completion, *, path, seconds=0.0):
         begun.write(f"{completion}\n")
     leaks_threads(completion)
     if completion == "hang":
-        time.sleep(600)
+        time.sleep(7200)
     if completion == "exit":
         os._exit(0)
     if completion == "write":

@@ -56,7 +56,7 @@ async def test_a_real_engine_judges_in_batches_when_the_actor_leaves_it_room(
     async with (
         asyncio.TaskGroup() as tasks,
         judge_process(tmp_path, msgspec.json.encode(topology)) as process,
-        httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), timeout=300) as http,
+        httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), timeout=900) as http,
     ):
         async with controller(topology) as (orders, reports):
             await orders.send(ActorLoad(share=1.0))
@@ -110,7 +110,7 @@ async def judge_process(directory: Path, topology: bytes) -> AsyncIterator[subpr
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        psutil.wait_procs(children, timeout=300)
+        psutil.wait_procs(children, timeout=900)
 
 
 async def reported(reports: ReceiveStream[JudgeEvent], **wanted: int) -> JudgeReport:

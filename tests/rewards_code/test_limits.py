@@ -139,7 +139,7 @@ if os.fork() == 0:
     if os.fork() == 0:
         os.write(daemon, b"daemon")
         os.closerange(0, 64)
-        time.sleep(60)
+        time.sleep(7200)
     os._exit(0)
 os.wait()
 print(os.read(started, 10))
@@ -166,7 +166,7 @@ async def test_a_run_sees_nothing_of_another(sandbox: Sandbox, limits: Any) -> N
 
 async def test_a_cancelled_run_ends(sandbox: Sandbox, limits: Any) -> None:
     idle = {process.pid for process in running()}
-    task = asyncio.get_running_loop().create_task(run(sandbox, "import time; time.sleep(60)", limits(seconds=30)))
+    task = asyncio.get_running_loop().create_task(run(sandbox, "import time; time.sleep(7200)", limits(seconds=7200)))
     while {process.pid for process in running()} == idle:
         await asyncio.sleep(0.01)
     task.cancel()

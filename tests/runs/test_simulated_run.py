@@ -58,7 +58,7 @@ def test_training_is_real_and_no_vllm_is_needed(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,7 +74,7 @@ def test_training_is_real_and_no_vllm_is_needed(tmp_path: Path) -> None:
     assert len(set.union(*held)) == 5, "every version has weights of its own"
     assert "sample at step 1: reward" in done.stdout and "engine-0, engine-1 ready after" in done.stdout
     shown = [sys.executable, "-m", "streamrl", "samples", str(files), "--best"]
-    found = subprocess.run(shown, capture_output=True, text=True, timeout=300, check=True).stdout
+    found = subprocess.run(shown, capture_output=True, text=True, timeout=900, check=True).stdout
     assert found.startswith("training, step 4, best: reward ") and "\n  text    " in found
     assert read_trace(files / "trace.jsonl").header.engine_kind == "simulated"
 
@@ -91,7 +91,7 @@ def test_a_run_that_was_killed_before_it_began_is_begun_by_resume(tmp_path: Path
         first.kill()
     run = found[0].parent
     assert not (run / "journal").exists()
-    done = subprocess.run([*command, "resume", str(run)], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([*command, "resume", str(run)], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"step"' in line]
 
@@ -101,7 +101,7 @@ def test_a_run_is_made_longer_after_its_end(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "latest"
 
     def streamrl(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, check=False)
 
     assert streamrl("train", str(EXAMPLE), *_flags(tmp_path, run__steps=2)).returncode == 0
     refused = streamrl("resume", str(run), "--set", "run.steps=3", "--set", "rollout.group_size=2")
@@ -118,7 +118,7 @@ def test_a_run_is_made_longer_after_its_end(tmp_path: Path) -> None:
 def test_a_run_that_lost_its_journal_names_what_begins_another_from_its_checkpoint(tmp_path: Path) -> None:
     def streamrl(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "streamrl", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
 
     flags = _flags(tmp_path, run__steps=1, checkpoint__advanced__min_free_gib=0.0)
     assert streamrl("train", str(EXAMPLE), *flags).returncode == 0
@@ -150,7 +150,7 @@ def test_prompts_whose_reward_crashes_its_process_do_not_end_the_run(tmp_path: P
     flags = _flags(tmp_path, run__steps=12, rollout__group_size=8, sampling__max_tokens=8)
     (tmp_path / "reward.py").write_text(CRASHES_ON_A_TENTH)
     command = [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "runs/latest/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
@@ -166,7 +166,7 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_message(tmp_path: Pat
         "async def reward(completion, **columns):\n    raise LookupError('no such answer')\n"
     )
     command = [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "of the last 7 trajectories failed" in done.stderr and "no such answer" in done.stderr
     accounting = read_run(tmp_path / "runs" / "latest").summary.accounting
@@ -188,7 +188,7 @@ def test_a_reward_that_blocks_now_and_then_is_recorded_and_the_run_goes_on(tmp_p
     flags = _flags(tmp_path, run__steps=4, **limits)
     (tmp_path / "reward.py").write_text(STUCK_NOW_AND_THEN)
     command = [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "runs" / "latest"
     summary = read_run(run).summary
@@ -201,7 +201,7 @@ def test_a_reward_that_blocks_now_and_then_is_recorded_and_the_run_goes_on(tmp_p
 def test_the_example_follows_a_run_from_python_and_drains_it(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "pipeline_from_python.py"), str(EXAMPLE), "--until", "0"]
     command += _flags(tmp_path, run__steps=500)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1: reward" in done.stdout
     assert (tmp_path / "events.txt").read_text().endswith("RunFinished\n"), "of the sink"
@@ -281,15 +281,15 @@ def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_one_that_was_
             if victim == "supervisor":
                 markers = [_marker(run)]
                 killed.kill()
-                killed.communicate(timeout=300)
+                killed.communicate(timeout=900)
             else:
                 _processes(run.resolve())[victim].kill()
         while _processes(run.resolve()):
             time.sleep(0.05)
         resumed = start("killed", "resume", str(run))
-        output = resumed.communicate(timeout=300)[0]
+        output = resumed.communicate(timeout=900)[0]
         assert resumed.returncode == 0, output
-        assert alone.communicate(timeout=300)[0] and alone.returncode == 0
+        assert alone.communicate(timeout=900)[0] and alone.returncode == 0
         assert made(run) == steps
         whole, weights = _weights(tmp_path / "alone" / "runs" / "latest", steps), _weights(run, steps)
         assert whole and weights == whole

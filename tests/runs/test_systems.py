@@ -49,7 +49,7 @@ def test_ten_steps_with_a_kill_in_the_middle(system: System, tmp_path: Path) -> 
             assert first.poll() is None, "it ended before it was killed"
             time.sleep(0.01)
         first.kill()
-    resumed = subprocess.run([*command, "resume", str(run)], capture_output=True, text=True, timeout=300, check=False)
+    resumed = subprocess.run([*command, "resume", str(run)], capture_output=True, text=True, timeout=900, check=False)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     made = steps()
     assert [step["step"] for step in made] == list(range(1, STEPS + 1))

@@ -394,7 +394,7 @@ def test_a_receiver_that_is_killed_disturbs_nobody_and_comes_back_by_an_anchor(
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         script = str(Path(__file__).with_name("receiver_process.py"))
-        return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=300)
+        return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=900)
 
     push.commit(push.publish(0, push.bits))
     base, new = push.anchor(0), changed(push.bits, 1)
