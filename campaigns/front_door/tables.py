@@ -114,7 +114,7 @@ def _renamed(table: pa.Table, type_: pa.DataType) -> pa.Table:
 
 
 _table = pa.Table.from_pylist(ROWS)
-_verl = {"data_source": "g", "prompt": CHAT, "reward_model": {"ground_truth": "4"}, "extra_info": {"i": 1}}
+_columns = {"data_source": "g", "reward_model": {"ground_truth": "4"}, "extra_info": {"i": 1}}
 _mixed = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}, {"role": "user", "content": "1"}]
 VARIANTS: dict[str, Callable[[Path], str]] = {
     "a byte order mark": jsonl(b"\xef\xbb\xbf" + lines(ROWS), columns=ROWS),
@@ -144,7 +144,7 @@ VARIANTS: dict[str, Callable[[Path], str]] = {
     "messages of Python's repr": bad(lines([{"prompt": repr(CHAT)}]), "line 1", "Python's text of messages"),
     "messages of ShareGPT": bad(lines([{"prompt": [{"from": "human", "value": "1"}]}]), "line 1", '"role"'),
     "prompt and messages": bad(lines([{"prompt": "1", "messages": CHAT}]), "line 1", "?prompt="),
-    "of verl": parquet([_verl], [CHAT_TEXT], [_verl]),
+    "of verl": parquet([{**_columns, "prompt": CHAT}], [CHAT_TEXT], [{**_columns, "messages": CHAT}]),
     "JSON text in parquet": parquet([{"prompt": json.dumps(CHAT)}], [CHAT_TEXT]),
     "fields of other messages": parquet([{"messages": [CHAT[1], *_mixed]}], ["[user|34:][assistant|None][user|1]"]),
     "parquet": parquet(columns=ROWS, row_group_size=1),

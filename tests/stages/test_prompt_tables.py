@@ -234,6 +234,8 @@ async def test_a_list_of_messages_is_a_chat(
     shown = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "2+2"}]
     assert drawn.token_ids == tokenizer.encode(json.dumps(shown))
     assert {name: drawn.columns[name] for name in OF_VERL} == OF_VERL
+    assert [message["content"] for message in drawn.columns["messages"]] == ["Be kind", "2+2"]
+    assert "prompt" not in drawn.columns
 
 
 def test_what_the_model_shall_see_is_not_guessed(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -255,7 +257,7 @@ async def test_arrays_of_numpy_are_lists(tokenizer: Tokenizer, tmp_path: Path) -
     spec = f"{tmp_path}/mine.py:rows"
     assert check_prompts(spec, tokenizer, {}) == []
     (drawn,) = await draw(spec, tokenizer, 1)
-    assert drawn.columns == {"prompt": CHAT, "n": 3, "x": [[0.5]]}
+    assert drawn.columns == {"messages": CHAT, "n": 3, "x": [[0.5]]}
 
 
 def test_specs_are_taken_apart_and_made_absolute(tmp_path: Path) -> None:

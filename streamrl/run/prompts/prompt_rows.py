@@ -193,8 +193,8 @@ def _plain_list(value: Any) -> Any:
 def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int | None = None) -> Prompt:
     """The prompt of row ``number`` (counted from 1; part of the default id).
 
-    ``columns`` holds everything of the row but the ids, so also the prompt's text. Values must be plain
-    (what JSON has): they travel to other processes. Raises ``BadRow``.
+    ``columns`` holds everything of the row but the ids, so also the prompt's text, or, as ``messages``, its chat.
+    Values must be plain (what JSON has): they travel to other processes. Raises ``BadRow``.
     """
     if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
         raise BadRow(f"is a {type(row).__name__}: a row is a mapping from column name to value")
@@ -242,7 +242,7 @@ def _check_size(content: bytes) -> None:
         )
 
 
-def _token_ids(columns: Mapping[str, Any], tokenizer: Tokenizer) -> TokenArray:
+def _token_ids(columns: dict[str, Any], tokenizer: Tokenizer) -> TokenArray:
     given = columns.get(_TOKEN_COLUMN)
     text = columns.get("prompt")
     messages = columns.get("messages")
@@ -255,10 +255,11 @@ def _token_ids(columns: Mapping[str, Any], tokenizer: Tokenizer) -> TokenArray:
         raise BadRow('has no column "prompt" (text or a chat), "messages" or "prompt_token_ids": add one')
     if text is not None and messages is not None:
         raise BadRow('has both "prompt" and "messages": name the one that the model shall see with ?prompt=')
-    if messages is not None:
-        return _chat_token_ids(as_chat(messages), "messages", columns, tokenizer)
-    if (chat := as_chat(text)) is not None:
-        return _chat_token_ids(chat, "prompt", columns, tokenizer)
+    name = "messages" if text is None else "prompt"
+    if (chat := as_chat(columns[name])) is not None or messages is not None:
+        columns["messages"] = chat  # where rewards look for a chat
+        columns.pop("prompt", None)
+        return _chat_token_ids(chat, name, columns, tokenizer)
     if not isinstance(text, str):
         raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text, or a list of messages')
     try:

@@ -232,7 +232,7 @@ def _missing_from_all(spec: PromptSpec, store: RowStore, needed_columns: Mapping
         return []
     there = f"it has {', '.join(sorted(columns))}"
     # The form of a prompt makes these where rows have none.
-    made = {"prompt", "prompt_id", *(("messages", "question") if spec.form.chat or spec.form.system else ())}
+    made = {"prompt", "prompt_id", "messages", *(("question",) if spec.form.chat or spec.form.system else ())}
     problems = [
         f'prompts {spec.source} has no column "{column}", which the reward {reward} needs ({there}): rename or add it'
         for reward, names in needed_columns.items()
