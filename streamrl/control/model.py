@@ -14,15 +14,8 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.types import Record
 from streamrl.buffers.rollout_buffer import Accounting, Group, PromptRef, RolloutBuffer
 from streamrl.buffers.slots import Slots
+from streamrl.control import events as on
 from streamrl.control.actions import End, Evaluate, StepOptimizer
-from streamrl.control.events import (
-    Answer,
-    BatchTrained,
-    CheckpointDone,
-    EvaluationDone,
-    PromptsDrawn,
-    WeightsLive,
-)
 
 SNAPSHOT_SCHEMA = 4
 
@@ -69,21 +62,21 @@ class Pending(msgspec.Struct, kw_only=True, omit_defaults=True):
     end: End | None = None
 
     @property
-    def awaited(self) -> dict[type[Answer], tuple[int, ...]]:
+    def awaited(self) -> dict[type[on.Answer], tuple[int, ...]]:
         """Kinds of answers that are awaited, in the order of ``Answer``, with the fields that tell the right one."""
         step, evaluation = self.step, self.evaluation
-        asked: dict[type[Answer], tuple[int, ...] | None] = {
-            PromptsDrawn: () if self.draw else None,
-            CheckpointDone: None if self.checkpoint is None else (self.checkpoint,),
-            EvaluationDone: None if evaluation is None else (evaluation.policy_version,),
-            BatchTrained: None if step is None else (step.batch_id, step.policy_version),
-            WeightsLive: None if self.push is None else (self.push,),
+        asked: dict[type[on.Answer], tuple[int, ...] | None] = {
+            on.PromptsDrawn: () if self.draw else None,
+            on.CheckpointDone: None if self.checkpoint is None else (self.checkpoint,),
+            on.EvaluationDone: None if evaluation is None else (evaluation.policy_version,),
+            on.BatchTrained: None if step is None else (step.batch_id, step.policy_version),
+            on.WeightsLive: None if self.push is None else (self.push,),
         }
         return {kind: fields for kind, fields in asked.items() if fields is not None}
 
-    def awaits(self, answer: Answer) -> bool:
+    def awaits(self, answer: on.Answer) -> bool:
         """True when exactly this answer is awaited, and not one that was taken before."""
-        fields = () if isinstance(answer, PromptsDrawn) else msgspec.structs.astuple(answer)
+        fields = () if isinstance(answer, on.PromptsDrawn) else msgspec.structs.astuple(answer)
         return self.awaited.get(type(answer)) == fields
 
 
