@@ -224,7 +224,7 @@ async def test_calls_of_a_function_that_leaks_all_score(pool: Pool, make_traject
     few = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, few[1]))
     try:
-        rewards = await pool.open(Reward(function=f"{KILLERS}:{name}", memory_mib=300), processes=2)
+        rewards = await pool.open(Reward(function=f"{KILLERS}:{name}", memory_mib=300, timeout_s=300), processes=2)
         outcomes = await rewards.score([make_trajectory(sample=i) for i in range(120)])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, few)
