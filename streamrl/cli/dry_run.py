@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from streamrl.launch.plan.gpu_demand import gpu_placement
 from streamrl.launch.plan.preflight import CheckedModel, check_model, preflight, with_checkpoint_rewards
 from streamrl.launch.plan.probe import problem_of_model
 from streamrl.launch.plan.summary import arithmetic_lines, process_lines
-from streamrl.pretrained.tokenizer import Tokenizer, end_tokens
+from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.rules.load import dump_recipe
 from streamrl.recipe.sections import EngineKind, LaunchedBy, Recipe
 from streamrl.recipe.topology import plan_topology
@@ -41,9 +40,6 @@ def dry_run(recipe: Recipe, system: Sequence[str], path: Path, overrides: Sequen
         print("# what rollout.system sets\n", *system, "", sep="\n")
     print("# what it adds up to\n")
     print("\n".join(arithmetic_lines(recipe, facts, context, _held_out(recipe))))
-    with suppress(RecipeError):  # ``preflight`` says it at the end, with everything else
-        if notice := end_tokens(recipe.model.path).notice:
-            print(f"warning     {notice}")
     print("\n# what would be started\n")
     print("\n".join(process_lines(recipe, topology, arguments)))
     if gpus := gpu_placement(recipe).lines():
