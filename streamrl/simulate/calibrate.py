@@ -65,8 +65,8 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
             f"run {run.header.run_id} recorded {len(lives.begins)} whole completions and {len(run.steps)} steps; a "
             f"calibration needs {FEWEST_COMPLETIONS} and {FEWEST_STEPS}: record a longer run"
         )
-    trainer = fit_trainer(run, recipe.training.micro_batch_tokens // ROW_PARTS if recipe else 0)
-    step = fit_step(step_samples(run, trainer.spans))
+    trainer, spans = fit_trainer(run, recipe.training.micro_batch_tokens // ROW_PARTS if recipe else 0)
+    step = fit_step(step_samples(run, spans))
     arrival, presubmitted, life_error, assumed = fit_arrivals(lives, step, run.steps[0].time_s)
     if len({line.samples for line in run.steps[1:]}) == 1:
         assumed += ("trainer.sequence_s",)
@@ -75,7 +75,7 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
     prompt_tokens = round(float(np.mean([line.prompt_tokens for line in run.trajectories])))
     model = ClusterModel(
         engine=_engine(run, step, arrival, presubmitted, recipe.engines.max_num_seqs if recipe else 0),
-        trainer=msgspec.structs.replace(trainer.model, rollout_slowdown=step.slowdown),
+        trainer=msgspec.structs.replace(trainer, rollout_slowdown=step.slowdown),
         lengths=fit_lengths(run),
         # Not the run's capacity: another recipe's batches are measured against their own.
         engines=msgspec.structs.replace(
@@ -137,17 +137,10 @@ STREAMS_BELOW = 0.75
 """Of forward and backward: what is left to do when the batch is full, where groups are streamed."""
 
 
-class TrainerFit(msgspec.Struct, frozen=True, kw_only=True):
-    """``model``, and the ``spans`` (seconds since the run began) in which it trained while groups were still sampled;
-    ascending, and none where nothing is streamed."""
-
-    model: TrainerModel
-    spans: list[tuple[float, float]]
-
-
-def fit_trainer(run: RecordedRun, streaming_tokens: int = 0) -> TrainerFit:
+def fit_trainer(run: RecordedRun, streaming_tokens: int = 0) -> tuple[TrainerModel, list[tuple[float, float]]]:
     """A token, a sequence and a constant part by what whole steps took; closing a batch by what was left beyond the
-    groups that were still to be trained when it was full. ``streaming_tokens``: see ``TrainerModel``."""
+    groups that were still to be trained when it was full. Returns also the spans (seconds since the run began) in which
+    groups were trained while others were still sampled; ascending. ``streaming_tokens``: see ``TrainerModel``."""
     steps = run.steps[1:]  # the first one warms up
     worked = np.array([line.forward_backward_s or line.training_s for line in steps])
     after = np.array([line.training_s for line in steps])
@@ -157,11 +150,11 @@ def fit_trainer(run: RecordedRun, streaming_tokens: int = 0) -> TrainerFit:
     model = TrainerModel(token_s=token_s, sequence_s=sequence_s)
     if float(np.median(after)) >= STREAMS_BELOW * float(np.median(worked)):
         closing = max(float(np.mean(after - worked)), 0.0) + constant_s
-        return TrainerFit(model=msgspec.structs.replace(model, optimizer_s=closing), spans=[])
+        return msgspec.structs.replace(model, optimizer_s=closing), []
     model = msgspec.structs.replace(model, streaming_speed=1.0, streaming_tokens=streaming_tokens)
     spans, left = _replayed(run, model)
     closing = max(float(np.mean(after - np.array(left[1:]))), float(after.min()))
-    return TrainerFit(model=msgspec.structs.replace(model, optimizer_s=closing), spans=spans)
+    return msgspec.structs.replace(model, optimizer_s=closing), spans
 
 
 def _replayed(run: RecordedRun, model: TrainerModel) -> tuple[list[tuple[float, float]], list[float]]:
@@ -208,19 +201,6 @@ _ROUNDS = 200
 _NORMAL = NormalDist()
 
 
-class Mixture(msgspec.Struct, frozen=True, kw_only=True):
-    """Normals of the logarithms of lengths, by ascending mean; ``log_likelihood`` of what they were fitted to."""
-
-    weights: tuple[float, ...]
-    mus: tuple[float, ...]
-    sigmas: tuple[float, ...]
-    log_likelihood: float
-
-    def penalised(self, count: int) -> float:
-        """Bayesian information criterion over ``count`` lengths: less is better."""
-        return (3 * len(self.weights) - 1) * math.log(count) - 2 * self.log_likelihood
-
-
 def fit_lengths(run: RecordedRun) -> LengthModel:
     """A mixture of log-normals below the cap (as many as the Bayesian information criterion allows: classes of prompts
     differ in length), a mass at the cap, and the correlation of two completions of a prompt."""
@@ -229,21 +209,16 @@ def fit_lengths(run: RecordedRun) -> LengthModel:
     lengths = np.array([length for row in rows for length in row], dtype=float)
     below = lengths < cap
     logs = np.log(lengths[below]) if below.any() else np.log(lengths)
-    mixture = min(
-        (_fitted(logs, parts) for parts in range(1, MOST_PARTS + 1)), key=lambda one: one.penalised(len(logs))
-    )
-    return LengthModel(
-        cap=cap,
-        weights=mixture.weights,
-        mus=mixture.mus,
-        sigmas=mixture.sigmas,
-        cap_share=float(np.mean(~below)),
-        correlation=_correlation(rows),
-    )
+    mixtures = (_mixture(logs, parts) for parts in range(1, MOST_PARTS + 1))
+    _, *fitted = min(mixtures, key=lambda mixture: mixture[0])
+    weights, mus, sigmas = (tuple(values.tolist()) for values in fitted)
+    correlation, share = _correlation(rows), float(np.mean(~below))
+    return LengthModel(cap=cap, weights=weights, mus=mus, sigmas=sigmas, cap_share=share, correlation=correlation)
 
 
-def _fitted(logs: Floats, parts: int) -> Mixture:
-    """Fit a mixture by expectation maximisation, from parts of equal numbers of lengths."""
+def _mixture(logs: Floats, parts: int) -> tuple[float, Floats, Floats, Floats]:
+    """(Bayesian information criterion, weights, means, deviations) of so many normals, by ascending mean. Fitted by
+    expectation maximisation, from parts of equal numbers of lengths."""
     quantiles = np.quantile(logs, (np.arange(parts) + 0.5) / parts)
     mus, sigmas = quantiles, np.full(parts, max(float(logs.std()) / parts, NARROWEST))
     weights = np.full(parts, 1 / parts)
@@ -262,12 +237,8 @@ def _fitted(logs: Floats, parts: int) -> Mixture:
         spread = (shares * (logs[:, None] - mus) ** 2).sum(axis=0) / counts
         sigmas = np.maximum(np.sqrt(spread), NARROWEST)
     order = np.argsort(mus)
-    return Mixture(
-        weights=tuple(weights[order].tolist()),
-        mus=tuple(mus[order].tolist()),
-        sigmas=tuple(sigmas[order].tolist()),
-        log_likelihood=likelihood,
-    )
+    criterion = (3 * parts - 1) * math.log(len(logs)) - 2 * likelihood
+    return criterion, weights[order], mus[order], sigmas[order]
 
 
 def _correlation(rows: Sequence[Sequence[int]]) -> float:

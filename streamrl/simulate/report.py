@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import msgspec
@@ -128,26 +128,16 @@ def summary_of(counts: Counter[int], cap: int) -> LengthSummary:
         return LengthSummary()
     return LengthSummary(
         count=count,
-        mean=sum(length * n for length, n in counts.items()) / count,
+        mean=_total(counts) / count,
         p95=_quantile(counts, 0.95 * count),
         longest=max(counts),
         cap_share=counts[cap] / count,
     )
 
 
-class KindSums(msgspec.Struct):
-    """Sums over the rounds of one kind."""
-
-    steps: int = 0
-    step_s: float = 0.0
-    rollout_s: float = 0.0
-    longest: int = 0
-    lengths: Counter[int] = msgspec.field(default_factory=Counter)
-
-
-class StepSums(msgspec.Struct):
-    """Sums over what joined before one step, beside what its order says. ``longest``: completion; ``tables``: lengths
-    of each group."""
+class OpenBatch(msgspec.Struct):
+    """What joined before one step, beside what its order says. ``longest``: completion; ``tables``: lengths of each
+    group."""
 
     kind: str = ""
     longest: int = 0
@@ -155,26 +145,21 @@ class StepSums(msgspec.Struct):
 
 
 class Sums(msgspec.Struct):
-    """All that the report is made of, since ``began_s``. ``busy_...``: integral of running requests over rollouts, and
-    over steps; ``stragglers``: sum over trained batches of the share of their step's groups that straggled."""
+    """All that the report is made of, since ``began_s``. ``trained``: lengths by kind of round; ``staleness``: of each
+    trained trajectory; ``waits``: of each prompt; ``stragglers``: sum over trained batches of the share of their step's
+    groups that straggled."""
 
     began_s: float = 0.0
-    kinds: defaultdict[str, KindSums] = msgspec.field(default_factory=lambda: defaultdict(KindSums))
-    unbiased: Counter[int] = msgspec.field(default_factory=Counter)
-    batches: int = 0
-    stragglers: float = 0.0
-    generated: float = 0.0
-    busy_step: float = 0.0
-    busy_rollout: float = 0.0
-    staleness: int = 0
-    staleness_max: int = 0
-    waits: int = 0
-    wait_total: int = 0
-    wait_max: int = 0
     preemptions_before: int = 0
+    rows: list[StepRow] = []
+    trained: defaultdict[str, Counter[int]] = msgspec.field(default_factory=lambda: defaultdict(Counter))
+    unbiased: Counter[int] = msgspec.field(default_factory=Counter)
+    staleness: Counter[int] = msgspec.field(default_factory=Counter)
+    waits: Counter[int] = msgspec.field(default_factory=Counter)
     group_sizes: Counter[int] = msgspec.field(default_factory=Counter)
     reasons: Counter[str] = msgspec.field(default_factory=Counter)
-    recent: deque[StepRow] = msgspec.field(default_factory=lambda: deque(maxlen=STEPS_REPORTED))
+    batches: int = 0
+    stragglers: float = 0.0
 
 
 class StepLedger:
@@ -198,8 +183,8 @@ class StepLedger:
         self._first_launch: dict[int, int] = {}
         self._began = self._full = self.trained_s = self.publishing_s = 0.0
         self._busy_began = self._busy_full = self._generated_began = 0.0
-        self._open = StepSums()
-        self._closed = StepSums()
+        self._open = OpenBatch()
+        self._closed = OpenBatch()
         self._step: StepOptimizer | None = None
 
     # ---- what happens ------------------------------------------------------------------------------
@@ -220,27 +205,22 @@ class StepLedger:
         """Count a group that joined the batch which ``trainer_version`` trains. Returns its trained tokens."""
         sums, batch = self._sums, self._open
         lengths = [request.length for request in requests]
-        oldest = [request.first_version for request in requests]
-        size, tokens, longest = len(lengths), sum(lengths), max(lengths)
-        sums.kinds[kind].lengths.update(lengths)
-        sums.group_sizes[size] += 1
-        sums.staleness += sum(trainer_version - version for version in oldest)
-        sums.staleness_max = max(sums.staleness_max, trainer_version - min(oldest))
+        sums.trained[kind].update(lengths)
+        sums.group_sizes[len(lengths)] += 1
+        sums.staleness.update(trainer_version - request.first_version for request in requests)
         first = self._first_launch.pop(requests[0].prompt, None)
         if first is not None:
-            sums.waits += 1
-            sums.wait_total += trainer_version - first
-            sums.wait_max = max(sums.wait_max, trainer_version - first)
+            sums.waits[trainer_version - first] += 1
         batch.kind = kind
-        batch.longest = max(batch.longest, longest)
-        if size >= SMALLEST_SIZE:
+        batch.longest = max(batch.longest, *lengths)
+        if len(lengths) >= SMALLEST_SIZE:
             batch.tables.append(np.array([[math.inf if length >= self._cap else length for length in lengths]]))
-        return tokens
+        return sum(lengths)
 
     def batch_full(self, now: float, step: StepOptimizer) -> None:
         """The trainer steps. What joins from here on is of the next, also while this is pushed."""
         self._full = now
-        self._closed, self._open = self._open, StepSums()
+        self._closed, self._open = self._open, OpenBatch()
         self._step = step
         self._advance(now)
         self._busy_full = self._together.busy_s
@@ -253,7 +233,6 @@ class StepLedger:
         busy = self._together.busy_s
         generated = sum(engine.generated for engine in self._engines)
         rollout_s, step_s = self._full - self._began, now - self._began
-        busy_rollout, busy_step = self._busy_full - self._busy_began, busy - self._busy_began
         batch, sums = self._closed, self._sums
         row = StepRow(
             policy_version=step.policy_version,
@@ -268,21 +247,13 @@ class StepLedger:
             trained_tokens=step.trained_tokens,
             generated_tokens=generated - self._generated_began,
             longest=batch.longest,
-            rollout_bubble=_idle(busy_rollout, self.capacity * rollout_s),
-            step_bubble=_idle(busy_step, self.capacity * step_s),
+            rollout_bubble=_idle(self._busy_full - self._busy_began, self.capacity * rollout_s),
+            step_bubble=_idle(busy - self._busy_began, self.capacity * step_s),
         )
         straggled = straggler_rate(batch.tables, self._settings.group_sizing.straggler_ratio)
         sums.batches += step.batches
         sums.stragglers += step.batches * (straggled or 0.0)
-        kind = sums.kinds[batch.kind]
-        kind.steps += 1
-        kind.step_s += step_s
-        kind.rollout_s += rollout_s
-        kind.longest += batch.longest
-        sums.generated += row.generated_tokens
-        sums.busy_rollout += busy_rollout
-        sums.busy_step += busy_step
-        sums.recent.append(row)
+        sums.rows.append(row)
         self._began, self._busy_began, self._generated_began = now, busy, generated
         return row
 
@@ -300,54 +271,61 @@ class StepLedger:
 
     def report(self, finished: str, accounting: Accounting) -> SimulationReport:
         """Report over the steps that count."""
-        sums, cap = self._sums, self._cap
+        sums, cap, rows = self._sums, self._cap, self._sums.rows
         seconds = max(self._began - sums.began_s, 1e-12)
-        kinds = sums.kinds.values()
-        steps = sum(kind.steps for kind in kinds)
-        step_s = sorted(row.step_s for row in sums.recent) or [0.0]
-        trained = sum((kind.lengths for kind in kinds), Counter[int]())
-        tokens = sum(length * count for length, count in trained.items())
+        recent = rows[-STEPS_REPORTED:]
+        step_s = sorted(row.step_s for row in recent) or [0.0]
+        trained = sum(sums.trained.values(), Counter[int]())
+        tokens = _total(trained)
+        rollout_s = sum(row.rollout_s for row in rows)
         return SimulationReport(
             rounds=str(self._settings.rounds),
-            steps=steps,
+            steps=len(rows),
             seconds=seconds,
             trajectories=trained.total(),
             capacity=self.capacity,
-            step_s_mean=seconds / max(steps, 1),
+            step_s_mean=seconds / max(len(rows), 1),
             step_s_p50=step_s[len(step_s) // 2],
             step_s_p95=step_s[len(step_s) * 95 // 100],
             goodput=tokens / seconds,
             groups_s=sums.group_sizes.total() / seconds,
-            rollout_bubble=_idle(sums.busy_rollout, self.capacity * sum(kind.rollout_s for kind in kinds)),
-            step_bubble=_idle(sums.busy_step, self.capacity * seconds),
-            staleness_mean=sums.staleness / max(trained.total(), 1),
-            staleness_max=sums.staleness_max,
+            rollout_bubble=sum(row.rollout_bubble * row.rollout_s for row in rows) / max(rollout_s, 1e-12),
+            step_bubble=sum(row.step_bubble * row.step_s for row in rows) / seconds,
+            staleness_mean=_total(sums.staleness) / max(trained.total(), 1),
+            staleness_max=max(sums.staleness, default=0),
             unbiased=summary_of(sums.unbiased, cap),
             trained=summary_of(trained, cap),
-            kinds=tuple(_kind_summary(name, kind, cap) for name, kind in sorted(sums.kinds.items())),
-            generated_tokens=sums.generated,
+            kinds=tuple(_kind_summary(kind, rows, lengths, cap) for kind, lengths in sorted(sums.trained.items())),
+            generated_tokens=sum(row.generated_tokens for row in rows),
             trained_tokens=tokens,
-            wait_mean=sums.wait_total / max(sums.waits, 1),
-            wait_max=sums.wait_max,
+            wait_mean=_total(sums.waits) / max(sums.waits.total(), 1),
+            wait_max=max(sums.waits, default=0),
             straggler_rate=sums.stragglers / max(sums.batches, 1),
             group_sizes=dict(sorted(sums.group_sizes.items())),
             preemptions=sum(engine.preemptions for engine in self._engines) - sums.preemptions_before,
             dropped=accounting.dropped,
             finished=finished,
-            recent=tuple(sums.recent),
+            recent=tuple(recent),
             reasons=dict(sums.reasons),
         )
 
 
-def _kind_summary(name: str, kind: KindSums, cap: int) -> KindSummary:
+def _kind_summary(kind: str, rows: Sequence[StepRow], lengths: Counter[int], cap: int) -> KindSummary:
+    rows = [row for row in rows if row.round_kind == kind]
+    count = max(len(rows), 1)
     return KindSummary(
-        round_kind=name,
-        steps=kind.steps,
-        step_s=kind.step_s / max(kind.steps, 1),
-        rollout_s=kind.rollout_s / max(kind.steps, 1),
-        longest_mean=kind.longest / max(kind.steps, 1),
-        trained=summary_of(kind.lengths, cap),
+        round_kind=kind,
+        steps=len(rows),
+        step_s=sum(row.step_s for row in rows) / count,
+        rollout_s=sum(row.rollout_s for row in rows) / count,
+        longest_mean=sum(row.longest for row in rows) / count,
+        trained=summary_of(lengths, cap),
     )
+
+
+def _total(counts: Counter[int]) -> int:
+    """Sum of the counted values."""
+    return sum(value * count for value, count in counts.items())
 
 
 def _idle(busy: float, whole: float) -> float:

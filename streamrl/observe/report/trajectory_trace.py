@@ -178,24 +178,17 @@ def read_trace(path: Path, tail_bytes: int = 0) -> RecordedRun:
 
     Raises ``StreamRLError`` for an empty file, another schema, or a damaged line, naming it.
     """
-    lines = trace_lines(path, tail_bytes)
-    header = next(lines)
-    trajectories: list[TrajectoryLine] = []
-    steps: list[StepLine] = []
-    engines: list[EnginesLine] = []
+    header, *lines = trace_lines(path, tail_bytes)
     if not isinstance(header, TraceHeader):
         raise StreamRLError(f"{path}: the first line is a {type(header).__name__}, not the header of a trace")
-    for line in lines:
-        match line:
-            case TrajectoryLine():
-                trajectories.append(line)
-            case StepLine():
-                steps.append(line)
-            case EnginesLine():
-                engines.append(line)
-            case TraceHeader():
-                raise StreamRLError(f"{path}: a second header; one file holds one run")
-    return RecordedRun(header=header, trajectories=tuple(trajectories), steps=tuple(steps), engines=tuple(engines))
+    if any(isinstance(line, TraceHeader) for line in lines):
+        raise StreamRLError(f"{path}: a second header; one file holds one run")
+    return RecordedRun(
+        header=header,
+        trajectories=tuple(line for line in lines if isinstance(line, TrajectoryLine)),
+        steps=tuple(line for line in lines if isinstance(line, StepLine)),
+        engines=tuple(line for line in lines if isinstance(line, EnginesLine)),
+    )
 
 
 def trace_lines(path: Path, tail_bytes: int = 0) -> Iterator[TraceHeader | TraceLine]:
