@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.printable import printable
 
 _LONGEST_MESSAGE = 300
 
@@ -31,12 +32,6 @@ def describe_error(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return printable(text[:_LONGEST_MESSAGE] + where)
-
-
-def printable(text: str) -> str:
-    """``text`` with what UTF-8 has no bytes for written as an escape: half of a surrogate pair, which JSON that a model
-    wrote may name, ends the process that sends or prints it."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def load_user_object(spec: str) -> object:

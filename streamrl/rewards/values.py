@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from streamrl.base.printable import printable
 from streamrl.base.types import RewardFailureKind
-from streamrl.recipe.user_code import printable
 
 _LONGEST_NAME = 100  # maximum length of a part's name (it becomes a metric name)
 
