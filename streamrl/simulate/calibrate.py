@@ -210,14 +210,13 @@ def fit_lengths(run: RecordedRun) -> LengthModel:
     below = lengths < cap
     logs = np.log(lengths[below]) if below.any() else np.log(lengths)
     mixtures = (_mixture(logs, parts) for parts in range(1, MOST_PARTS + 1))
-    _, *fitted = min(mixtures, key=lambda mixture: mixture[0])
-    weights, mus, sigmas = (tuple(values.tolist()) for values in fitted)
+    _, (weights, mus, sigmas) = min(mixtures)
     correlation, share = _correlation(rows), float(np.mean(~below))
     return LengthModel(cap=cap, weights=weights, mus=mus, sigmas=sigmas, cap_share=share, correlation=correlation)
 
 
-def _mixture(logs: Floats, parts: int) -> tuple[float, Floats, Floats, Floats]:
-    """(Bayesian information criterion, weights, means, deviations) of so many normals, by ascending mean. Fitted by
+def _mixture(logs: Floats, parts: int) -> tuple[float, list[tuple[float, ...]]]:
+    """(Bayesian information criterion, [weights, means, deviations]) of so many normals, by ascending mean. Fitted by
     expectation maximisation, from parts of equal numbers of lengths."""
     quantiles = np.quantile(logs, (np.arange(parts) + 0.5) / parts)
     mus, sigmas = quantiles, np.full(parts, max(float(logs.std()) / parts, NARROWEST))
@@ -238,7 +237,7 @@ def _mixture(logs: Floats, parts: int) -> tuple[float, Floats, Floats, Floats]:
         sigmas = np.maximum(np.sqrt(spread), NARROWEST)
     order = np.argsort(mus)
     criterion = (3 * parts - 1) * math.log(len(logs)) - 2 * likelihood
-    return criterion, weights[order], mus[order], sigmas[order]
+    return criterion, [tuple(values[order].tolist()) for values in (weights, mus, sigmas)]
 
 
 def _correlation(rows: Sequence[Sequence[int]]) -> float:
