@@ -12,8 +12,7 @@ A short round is RollPacker's race: 20 prompts x 5 completions arrive at once, a
 that were scored. Nobody waits for one that hangs, but it keeps one of ``--processes``; 25 completions for each is what
 1,600 requests are for 64 sandboxes. A round without a race waits for all. Each round has the same prompts; the first
 are the warm-up, since no limit is known before a prompt was solved. Printed for both limits: how long the rounds were,
-the calls that were cut, and how many of those were correct. The paper's own figure: 56.0 against 31.9 s.
-"""
+the calls that were cut, and how many of those were correct. The paper's own figure: 56.0 against 31.9 s."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ import time
 
 def sleeper(completion, *, seconds, correct):
     time.sleep(seconds[int(completion)])
-    return float(correct[int(completion)])
-"""
+    return float(correct[int(completion)])"""
 
 
 class Completions(msgspec.Struct, frozen=True):

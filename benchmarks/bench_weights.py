@@ -3,8 +3,7 @@ against their entropy, and GB/s.
 
     python benchmarks/bench_weights.py --params 0.5G --density 0.01     # synthetic weights and an Adam step on noise
     python benchmarks/bench_weights.py --model MODEL                    # the same on the weights of a model
-    python benchmarks/bench_weights.py --model OLD NEW --json           # what changed between two checkpoints
-"""
+    python benchmarks/bench_weights.py --model OLD NEW --json           # what changed between two checkpoints"""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ SIGCONT or SIGKILL, to the controller, engine hosts and vLLM's own process, trai
 started, the supervisor, two at once, all at once; at random, or as a phase is seen to begin. A run must
 go on by itself, after the death of its supervisor by ``streamrl resume``. Then it is judged by what the runner's own
 witnesses wrote (``chaos_tap``, ``chaos_reward``, ``chaos_oracle``). A shot that hit nothing is vacuous and does not
-count. Each cell is one JSON file; what a faulty run left is kept beside it.
-"""
+count. Each cell is one JSON file; what a faulty run left is kept beside it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Which process of a run is which, how it is killed, and what is left when all is over: nothing of streamrl is asked.
 
 The runner is the *subreaper* of what it starts: a process whose parent died becomes its child, so that nothing that a
-run started can leave its sight, whatever session or environment it made for itself.
-"""
+run started can leave its sight, whatever session or environment it made for itself."""
 
 from __future__ import annotations
 

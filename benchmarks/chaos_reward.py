@@ -1,8 +1,7 @@
 """The reward of the chaos runs: a number that the completion alone decides, and a line for each call.
 
 The ledger is the runner's, not the product's: one JSON line a call, appended in one write, whatever happens to the
-process a moment later.
-"""
+process a moment later."""
 
 from __future__ import annotations
 

@@ -357,5 +357,4 @@ every = 4
 [checkpoint.advanced]
 min_free_gib = 0.1
 [evaluation]
-{evaluation}
-"""
+{evaluation}"""

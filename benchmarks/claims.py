@@ -1,8 +1,7 @@
 """The table of measured claims, and the commands that measure a row again.
 
 ``python benchmarks/claims.py`` writes ``docs/benchmarks.md`` from ``benchmarks/claims.json``. With names of claims it
-runs their commands first, and records what they printed with the date, the commit and the machine (``make claims``).
-"""
+runs their commands first, and records what they printed with the date, the commit and the machine (``make claims``)."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ HEAD = """# Benchmarks
 
 Written by `make claims` from `benchmarks/claims.json`; a test compares the two. Each row says when, at which commit
 and on which machine its figure was measured; before 2026-11-25 the commit is the last one of that day. The machines are
-shared and noisy: read ratios, not seconds. `make claims CLAIMS="NAME"` measures a row again.
-"""
+shared and noisy: read ratios, not seconds. `make claims CLAIMS="NAME"` measures a row again."""
 
 
 class Claim(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -9,8 +9,7 @@ flight. The issue asks for 50,000.
 driven by simulated engines, which do not count. The issue allows 100 us. An event that launches a whole round is one
 too, and is the worst: it makes an action for each of 1,250 groups.
 ``sizing``: one decision of straggler-aware group sizing, with steps of ``--groups`` groups of the largest size. The
-issue allows 1 ms for 128 groups of 32.
-"""
+issue allows 1 ms for 128 groups of 32."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 
 Each line of ``TIERS`` is a process of its own, so that a crash or a hang of the device costs one line. The first tier
 needs torch and transformers only, the others vLLM's CUDA build, too. Exit code 0: none failed,
-although some may have been skipped; 1: some failed; 2: there is no CUDA device.
-"""
+although some may have been skipped; 1: some failed; 2: there is no CUDA device."""
 
 from __future__ import annotations
 

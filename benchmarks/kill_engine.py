@@ -3,8 +3,7 @@
     python benchmarks/kill_engine.py --engines vllm --kills 2 --steps 130    # eight minutes on two cores
 
 The run must go on: its steps are printed, with when the engine was lost and when it served again. The time that it was
-missed is to be compared with what the engines needed when the run began; the difference is what recovery costs.
-"""
+missed is to be compared with what the engines needed when the run began; the difference is what recovery costs."""
 
 from __future__ import annotations
 

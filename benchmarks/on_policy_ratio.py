@@ -3,8 +3,7 @@
     python benchmarks/on_policy_ratio.py --steps 5
 
 Reads ``policy/is_weight_mean`` (mean of exp(trainer - behaviour logprob) over sampled tokens, which must be
-1 +- 1e-3) and ``policy/logprob_diff_abs_p99`` from ``metrics.jsonl``, at temperature 1, and at 0.7 with top-p 0.9.
-"""
+1 +- 1e-3) and ``policy/logprob_diff_abs_p99`` from ``metrics.jsonl``, at temperature 1, and at 0.7 with top-p 0.9."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ engines, freed engines, presubmission, restarts, races, streaming, SAGC, DAPO, a
 Compared with the run that was left alone:
 the groups of every batch in the order of training with reward and length of each member, and every tensor of the
 weights and of the trainer's state in every checkpoint, bit for bit.
-Resumable: a finished twin is a JSON file in ``--out``.
-"""
+Resumable: a finished twin is a JSON file in ``--out``."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ function (trusted in the worker's loop; untrusted in one process of its own), an
 
 ``pool``: what a reward worker alone does with its orders (token ids are decoded, arguments chosen, the function called,
 the value combined), without streams. ``alone``: one completion at a time, from when it reaches the stage to when its
-reward leaves it. ``programs``: programs a second in the sandbox of the code reward, one test case each.
-"""
+reward leaves it. ``programs``: programs a second in the sandbox of the code reward, one test case each."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ async def trusted(completion, *, answer):
 
 
 def untrusted(completion, *, answer):
-    return 1.0 if completion == answer else 0.0
-"""
+    return 1.0 if completion == answer else 0.0"""
 
 
 _lines = itertools.count()
@@ -145,11 +143,7 @@ class Line:
                 assert isinstance(scored.outcome, ScoredTrajectory), scored
         seconds = time.perf_counter() - started
         each = 1e6 / len(finished)
-        return (
-            len(finished) / seconds,
-            (time.process_time() - here) * each,
-            (cpu_seconds(self.worker) - there) * each,
-        )
+        return (len(finished) / seconds, (time.process_time() - here) * each, (cpu_seconds(self.worker) - there) * each)
 
     async def _give_all(self, finished: list[FinishedTrajectory]) -> None:
         for trajectory in finished:

@@ -15,8 +15,7 @@ A cell is one run of one arm with one seed, and one JSON file in ``--out``: a re
 All arms of a seed run before the next seed, in the opposite order, so that a drift of the machine meets every arm.
 Wall time is that of the steps after 2 warm-up ones and before the last one: no start, no evaluation. Each arm measures
 whole cycles of its rounds. Held-out accuracy is measured once, at the end, after as many samples in every arm. Arms
-that this tree does not know, or cannot compose, are skipped and said so. Exit code 1 when a run failed.
-"""
+that this tree does not know, or cannot compose, are skipped and said so. Exit code 1 when a run failed."""
 
 from __future__ import annotations
 

@@ -67,8 +67,7 @@ class Regime(msgspec.Struct, frozen=True, order=True):
     def steps(self) -> int:
         """Measured steps that take about 75 s on two cores.
 
-        A multiple of 20, so that cycles of 4 and of 5 rounds are measured whole: their long rounds cost the most.
-        """
+        A multiple of 20, so that cycles of 4 and of 5 rounds are measured whole: their long rounds cost the most."""
         return 60 if self.task == "demo" and self.prompts * self.group_size <= 64 else 20
 
 
@@ -77,8 +76,7 @@ def steps_for(regime: Regime, overrides: Mapping[str, object], batches: int) -> 
 
     What short rounds leave behind fills a long one, and so many short rounds with that long one are a cycle; one that
     trains several batches at once needs fewer steps. Raises ``ValueError`` where cycles would be measured in part:
-    their long rounds cost the most.
-    """
+    their long rounds cost the most."""
     rounds, of_cycle = cycle_of(regime, overrides)
     if batches % of_cycle:
         raise ValueError(f"its cycle is {of_cycle} batches: give --steps that are a multiple of it, not {batches}")
@@ -195,8 +193,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     ``accuracy``: held out, over ``held_out`` prompts, after the last step. ``overrides``: of the task's recipe.
     ``cool_down``: steps at the end that are not measured. ``accuracies``: of every evaluation, by the steps before it.
-    ``warnings``: what the run warned of, alarms included.
-    """
+    ``warnings``: what the run warned of, alarms included."""
 
     regime: Regime
     arm: str

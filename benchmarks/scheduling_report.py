@@ -19,8 +19,7 @@ OF_BUDGET = 0.02
 class Paired(msgspec.Struct, frozen=True, kw_only=True):
     """One arm against its baseline (``synchronous``), seed by seed. ``speed``, ``goodput``: ratios, more is better.
 
-    ``length``: mean trained length over that of ``synchronous``; ``accuracy``: difference.
-    """
+    ``length``: mean trained length over that of ``synchronous``; ``accuracy``: difference."""
 
     regime: Regime
     arm: str

@@ -2,8 +2,7 @@
 
     python benchmarks/simulated_papers.py [rhythm] [eta] [engines] [sorted] [sagc] [sizes] [speed] [--out FILE]
 
-No part means all. Takes some minutes on one core; the times that it prints are CPU time.
-"""
+No part means all. Takes some minutes on one core; the times that it prints are CPU time."""
 
 from __future__ import annotations
 
@@ -32,13 +31,7 @@ from streamrl.recipe.scheduling import (
 )
 from streamrl.recipe.sections import ReleaseKind
 from streamrl.recipe.topology import PreparedSet, expected_kv_tokens
-from streamrl.simulate.cluster import (
-    DEMO,
-    ROLLPACKER_14B,
-    ROLLPACKER_14B_CODE,
-    ClusterEngines,
-    ClusterModel,
-)
+from streamrl.simulate.cluster import DEMO, ROLLPACKER_14B, ROLLPACKER_14B_CODE, ClusterEngines, ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan
 from streamrl.simulate.lengths import LengthModel
 from streamrl.simulate.report import SimulationReport, StepRow

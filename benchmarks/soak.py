@@ -7,8 +7,7 @@
 Every few seconds each process of the run is asked for its resident and proportional memory, its file descriptors and
 threads; ``/dev/shm`` and the run's socket directory are counted. A fault ends a process, and its successor starts
 from zero: slopes are fitted over all lives of a name together, each with a level of its own, without its first
-minute. Passes when no process grows by more than 1 MiB a minute, nothing else grows, and the run was never stuck.
-"""
+minute. Passes when no process grows by more than 1 MiB a minute, nothing else grows, and the run was never stuck."""
 
 from __future__ import annotations
 
@@ -29,15 +28,7 @@ import msgspec
 import psutil
 from chaos_oracle import judge
 from chaos_plan import Cell, Method, Phase, Shot
-from chaos_processes import (
-    become_subreaper,
-    labelled,
-    living,
-    mapped_segments,
-    residue,
-    send,
-    shared_memory,
-)
+from chaos_processes import become_subreaper, labelled, living, mapped_segments, residue, send, shared_memory
 from chaos_run import ChaosRun, drawn_prompts, end_run, shoot
 
 MIB = 1 << 20

@@ -4,8 +4,7 @@ Masters in float32 lay on the grid of the published dtype ``STEPS`` optimizer st
 from a published checkpoint. Gradients are independent normal noise with unit variance, and Adam's second moment has
 settled at it; then its steps are sums of the noise with known weights, the displacement before the last step and that
 step itself are two correlated normal numbers, and ``STEPS`` steps cost two draws an element (Kingma and Ba, 2015,
-algorithm 1; beta1 0.9). The learning rate is chosen so that the wanted share of published elements changes.
-"""
+algorithm 1; beta1 0.9). The learning rate is chosen so that the wanted share of published elements changes."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def synthetic_model(parameters: int) -> list[TensorShape]:
 def noise_of_step(steps: int = STEPS) -> tuple[float, float, float]:
     """Displacement ``a * x`` before step ``steps`` and the step ``b * x + c * y``, for a learning rate of 1.
 
-    ``x`` and ``y`` are independent standard normal numbers; returns (a, b, c).
-    """
+    ``x`` and ``y`` are independent standard normal numbers; returns (a, b, c)."""
     rows = [
         [(1 - _BETA1) * _BETA1 ** (step - j) / (1 - _BETA1**step) if j <= step else 0.0 for j in range(1, steps + 1)]
         for step in range(1, steps + 1)

@@ -3,8 +3,7 @@
 An update is which elements change, and what they change to. Counted without a context, with ``k`` of ``n`` elements
 changed, positions take ``n * H(k / n)`` bits and changes the order-0 entropy of their steps (the difference of the bit
 patterns taken as ordered integers). Counted within the classes of equal old exponent, which the receiver knows, both
-take less. Neither includes the tables that a code needs, so that no code of its kind gets below.
-"""
+take less. Neither includes the tables that a code needs, so that no code of its kind gets below."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ Everything runs in the worker of one real engine, on its core, on the same weigh
 way ends at the same weights, which is checked: vLLM's checksums of every parameter must be equal after each. The pause
 is measured from outside, with requests in flight: how long the engine stands, from the end of the step that was running
 (20 ms before vLLM says that it is paused) to the resume, and the longest gap in what any request receives. Times are
-milliseconds: median, and the lowest and the highest; processor time besides, for machines that are shared.
-"""
+milliseconds: median, and the lowest and the highest; processor time besides, for machines that are shared."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ class InWorker:
     def measure(self, way: str, to_version: int) -> tuple[float, float, float]:
         """Bring the live weights from the other version to this one.
 
-        Seconds before the engine must stand; seconds, and seconds of processor time, while it stands.
-        """
+        Seconds before the engine must stand; seconds, and seconds of processor time, while it stands."""
         started = time.perf_counter()
         act = getattr(self, "_" + way.replace(" ", "_").lower())(to_version)
         ready, used = time.perf_counter(), time.process_time()

@@ -2,8 +2,7 @@
 
 Updates come in slices, so that a model of any size is measured in bounded memory, and still one larger than the caches:
 within a slice each stage runs over all units before the next one starts. Every unit is decoded, applied and compared
-bit for bit.
-"""
+bit for bit."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ The two sides share no code. vLLM hashes its live parameters: with ``weights.adv
 controller asks every engine for ``compute_weight_checksums`` after every version, and writes the answers to
 ``audits.jsonl``. This script hashes the Hugging Face directory that the trainer exported at that version, fused and
 padded as vLLM does it. Every parameter is asserted non-empty: one that vLLM's CPU backend packed hashes as the empty
-tensor.
-"""
+tensor."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
     python -m campaigns families [NAME ...]
     python -m campaigns front_door [KIND ...]        # files as people have them: models, tokenizers, tables, ...
 
-The exit code is 1 where something failed. ``--help`` behind a name lists its options.
-"""
+The exit code is 1 where something failed. ``--help`` behind a name lists its options."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The task: write a word backwards (``abc:`` is answered by ``cba.``). Each model has random weights and a short warm-up
 on a teacher that may stop too early at each letter, so that it can do the task and often does not. Then the dry run,
 and a short run with a vLLM engine: about two minutes a family. Passed when the held-out score rises by 0.1, and also
-when the model whose attention heads have 16 elements, which vLLM cannot serve on a CPU, is refused by the dry run.
-"""
+when the model whose attention heads have 16 elements, which vLLM cannot serve on a CPU, is refused by the dry run."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ prompts = "held_out.jsonl"
 
 REWARD = """\
 async def backwards(completion: str, *, answer: str, finish_reason: str) -> float:
-    return float(finish_reason == "stop" and completion == answer)
-"""
+    return float(finish_reason == "stop" and completion == answer)"""
 
 
 class Outcome(msgspec.Struct, frozen=True):

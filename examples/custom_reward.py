@@ -6,8 +6,7 @@ In a recipe:
     function = "examples/custom_reward.py:similarity"
     timeout_s = 5.0
 
-``answer`` is a column of the dataset, ``finish_reason`` comes from streamrl, ``columns`` takes the rest.
-"""
+``answer`` is a column of the dataset, ``finish_reason`` comes from streamrl, ``columns`` takes the rest."""
 
 import difflib
 

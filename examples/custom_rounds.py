@@ -8,8 +8,7 @@ In a recipe:
 
 The first ``RACED_STEPS`` steps launch a quarter more prompts than a batch takes and keep the first that finish; what
 lost is sampled in the rounds after them, which race nothing. Everything that a policy sees and may answer is in
-``streamrl/control/round_policy.py``.
-"""
+``streamrl/control/round_policy.py``."""
 
 import math
 

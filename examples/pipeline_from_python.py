@@ -1,7 +1,6 @@
 """A run from Python: start it, follow its steps, stop when it is good enough; with a sink and an observer of one's own.
 
-python examples/pipeline_from_python.py examples/sort/recipe.toml --until 0.6
-"""
+python examples/pipeline_from_python.py examples/sort/recipe.toml --until 0.6"""
 
 from __future__ import annotations
 

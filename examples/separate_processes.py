@@ -9,8 +9,7 @@ controller's and ``transport.keys`` a directory that ``streamrl keys`` made, in 
     streamrl serve engine  RECIPE --index 0   (with the same --set)
     streamrl serve trainer RECIPE --index 0   (with the same --set)
 
-The order does not matter: the process that starts first waits. When the run ends, the other two end by themselves.
-"""
+The order does not matter: the process that starts first waits. When the run ends, the other two end by themselves."""
 
 from __future__ import annotations
 

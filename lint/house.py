@@ -1,8 +1,7 @@
 """Count sizes, arrows and words of this repository, against limits (part of ``make lint``).
 
 ``python lint/house.py [ROOT]`` prints one line a count, with ``-v`` also each place, and exits 1 where a count is above
-its limit. Sizes are ratchets: lower a limit when its count falls; only an issue's budget raises one.
-"""
+its limit. Sizes are ratchets: lower a limit when its count falls; only an issue's budget raises one."""
 
 from __future__ import annotations
 

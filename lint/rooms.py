@@ -2,8 +2,7 @@
 
 A *room* is a folder of ``streamrl``. Its files are what one run of one recipe needs; its folders are *wings*, which can
 be done without, but for the ``PARTS``: folders of a room that has too many files for one. Imports inside functions and
-for type checkers count: an arrow is a dependency, whenever it is followed.
-"""
+for type checkers count: an arrow is a dependency, whenever it is followed."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ where vLLM's CUDA build allows them.
 pip (25 or newer) resolves in a dry run and nothing is installed: neither lock needs a GPU. ``torchvision``,
 ``torchaudio`` and ``torchcodec`` come as CUDA builds that break transformers on a CPU host; ``triton`` is 1 GB that
 only a package's metadata asks for. An extra cannot leave out a package that another one requires: hence a lock for the
-CPU, installed with ``--no-deps``.
-"""
+CPU, installed with ``--no-deps``."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ contract          implementations in the product                                
 ================  ===================================================================  ===========================
 
 ``RoundPolicy`` and ``GroupSizer`` are defined beside what they see (``control.round_policy``). A reward is a function
-(docs/rewards.md), as is an iterator of prompts. Any exception that a method does not document ends the run.
-"""
+(docs/rewards.md), as is an iterator of prompts. Any exception that a method does not document ends the run."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class Engine(Sampler, Protocol):
 
     ``start`` is called once; ``generate`` and ``abort`` any time (requests queue while paused). A weight push is
     ``stage`` (while generating) -> ``pause`` -> ``commit`` -> ``resume``. A failure that ends the engine raises
-    ``EngineError`` from every pending call. ``tests/engines/test_engine_contract.py`` checks an implementation.
-    """
+    ``EngineError`` from every pending call. ``tests/engines/test_engine_contract.py`` checks an implementation."""
 
     async def start(self) -> EngineReady:
         """Load the model. Called once, before anything else."""
@@ -215,8 +213,7 @@ class Observer:
 
     One that a recipe names (``run.observers``) is called in the controller's process on a thread of its own, in order:
     it may block, and an error of it is logged and counted. It gets the ``on_`` calls and ``end``. Observers of the
-    product are called in the controller's event loop, and may ``prepare`` and ``run``, too.
-    """
+    product are called in the controller's event loop, and may ``prepare`` and ``run``, too."""
 
     async def prepare(self) -> None:
         """Prepare: nothing is published or sampled before this returns."""

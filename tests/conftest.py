@@ -108,8 +108,7 @@ def socket_directory() -> Iterator[Path]:
 def free_ports() -> Callable[[int], int]:
     """The first of so many free ports in a row on loopback.
 
-    Below those that the kernel hands out to connecting sockets: one of those may be taken before a test binds it.
-    """
+    Below those that the kernel hands out to connecting sockets: one of those may be taken before a test binds it."""
 
     def find(count: int) -> int:
         for first in random.sample(range(20_000, 30_000, count), 100):

@@ -1,8 +1,7 @@
 """The shape of the code: where third-party libraries are confined, what the pure core imports, what is never written.
 The order of the rooms and sizes are checked by lint/house.py.
 
-When a rule here is in the way, the design is what has to change first (an ADR), then this file.
-"""
+When a rule here is in the way, the design is what has to change first (an ADR), then this file."""
 
 from __future__ import annotations
 
@@ -232,8 +231,7 @@ for name in sys.argv[1:]:
         importlib.import_module(name)
     except ImportError as error:
         failed.append(f"importing {name}: {error}")
-sys.exit("\\n".join(failed) or 0)
-"""
+sys.exit("\\n".join(failed) or 0)"""
 
 
 def modules_without_torch() -> list[str]:

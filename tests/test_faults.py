@@ -61,13 +61,7 @@ def all_of_rollpacker(seed: int) -> Shape:
     submitted in advance, restarts of engines, groups of several sizes, dynamic sampling."""
     shape = draw_shape(seed, steps=8)
     recipe, changed = shape.recipe, msgspec.structs.replace
-    engines = changed(
-        recipe.engines,
-        count=2,
-        sets=(EngineShape(count=3),),
-        release=ReleaseKind.DRAIN,
-        restarts=1000,
-    )
+    engines = changed(recipe.engines, count=2, sets=(EngineShape(count=3),), release=ReleaseKind.DRAIN, restarts=1000)
     rollout = changed(
         recipe.rollout,
         rounds=RoundKind.TAIL_BATCHING,

@@ -1,7 +1,6 @@
 """Every decoder takes any bytes: a value or its one declared error, in bounded time and memory.
 
-A few hundred executions a target here; the campaign is ``python -m campaigns fuzz``.
-"""
+A few hundred executions a target here; the campaign is ``python -m campaigns fuzz``."""
 
 from __future__ import annotations
 

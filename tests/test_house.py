@@ -26,12 +26,7 @@ PLANTS = {
         1,
     ),
     "a circle": ("base/b.py", "def f():\n    import streamrl.base.c\n", "streamrl.base.b <-> streamrl.base.c", 1),
-    "a name twice": (
-        "base/a.py",
-        "class Stream:\n    pass\n",
-        "Stream: streamrl/base/a.py:1, streamrl/comm",
-        1,
-    ),
+    "a name twice": ("base/a.py", "class Stream:\n    pass\n", "Stream: streamrl/base/a.py:1, streamrl/comm", 1),
     "an opening": ("base/a.py", '"""How it is."""\n', "streamrl/base/a.py:1: How it is.", 1),
     "a word": ("base/a.py", "# The s" + "helf of a run.\n", "prompt store", 1),
     "a word in a name": ("base/a.py", "def begin_anew(): ...\n", "begin_anew: 'anew': restart", 1),

@@ -1,8 +1,7 @@
 """Many seeds: which fail, what fired, the smallest plan that still fails, and whether planted bugs are caught.
 
 ``run`` continues where the state file ends. Plans lean towards cells (component, fault, phase) that have fired least,
-so a seed is replayed with the plan that the state file has of it.
-"""
+so a seed is replayed with the plan that the state file has of it."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A fault waits for the ``nth`` time that something of its phase begins, then for ``delay_s``, then fires; where the phase
 is over by then, or what it is to hit is not there, it waits for the next time. ``cells`` is everything that must have
-fired at least once in a campaign; a run in which nothing fired is vacuous.
-"""
+fired at least once in a campaign; a run in which nothing fired is vacuous."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Taps: what engines sampled and by which weights, what the user's function returned, what each trainer rank was given and
 closed, what was published and committed, and, for the accounting, the orders of control. A violation names its
-invariant (docs/fault_simulation.md).
-"""
+invariant (docs/fault_simulation.md)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Bugs to plant in the product, one at a time: the fault simulation must object to each (``faults planted``).
 
 A bug that no seed objects to shows a hole in the ledger. What objects first may be another invariant than the one that
-the bug breaks: a bug by which a run hangs or fails is noticed by ``progress``.
-"""
+the bug breaks: a bug by which a run hangs or fails is noticed by ``progress``."""
 
 from __future__ import annotations
 

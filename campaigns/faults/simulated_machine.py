@@ -1,7 +1,6 @@
 """The machine on which a simulated run lives: it starts processes and ends them, and has nothing else to sweep.
 
-The product's own supervisor runs on it; only what touches the operating system is replaced.
-"""
+The product's own supervisor runs on it; only what touches the operating system is replaced."""
 
 from __future__ import annotations
 

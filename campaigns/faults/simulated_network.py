@@ -3,8 +3,7 @@
 Everything above it is the product's: ``zmq_sender``, ``zmq_receiver``, the protocol of both ends, the wire format. It
 behaves as ZeroMQ over a connection does: one binder an endpoint, who connects tries again and again, a binder that
 closes ends its connections, messages of one connection arrive in order, a dead process is noticed by its connections.
-Faults may break that: see ``Wire``.
-"""
+Faults may break that: see ``Wire``."""
 
 from __future__ import annotations
 

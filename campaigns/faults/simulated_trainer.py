@@ -106,10 +106,7 @@ class SimulatedTrainer:
         if policy_version != self.version:
             raise StreamRLError(f"anchor of version {policy_version} was asked for; the trainer holds {self.version}")
         return AnchorPublished(
-            rank=self.rank,
-            policy_version=policy_version,
-            state_hash=digest_of(self.content),
-            source=self._source(None),
+            rank=self.rank, policy_version=policy_version, state_hash=digest_of(self.content), source=self._source(None)
         )
 
     def save_checkpoint(self, order: SaveCheckpoint) -> CheckpointSaved:

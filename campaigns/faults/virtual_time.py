@@ -5,8 +5,7 @@ callback of its tasks carries it, so the loop knows whose callback it is about t
 one line of it runs any more, no ``finally`` either, exactly as after SIGKILL; its tasks are kept (so that nothing
 collects them) until the world ends. Hung is frozen for a while: its timers and messages wait in order.
 
-Ready callbacks are run in the order in which asyncio promises to run them; what differs from seed to seed is time.
-"""
+Ready callbacks are run in the order in which asyncio promises to run them; what differs from seed to seed is time."""
 
 from __future__ import annotations
 

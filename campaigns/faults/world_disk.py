@@ -1,7 +1,6 @@
 """The journal's disk: files in memory of this machine, of which a killed process leaves behind what it had written.
 
-A flush takes time, and may fail, be late, or find the disk full when a fault says so.
-"""
+A flush takes time, and may fail, be late, or find the disk full when a fault says so."""
 
 from __future__ import annotations
 

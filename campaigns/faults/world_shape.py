@@ -127,11 +127,7 @@ def draw_shape(seed: int, *, steps: int = 0) -> Shape:
         sampling=Sampling(max_tokens=40),
         training=Training(ranks=random.choice((1, 1, 2))),
         engines=Engines(count=random.choice((1, 2, 2, 3)), restarts=restarts),
-        weights=Weights(
-            canary=False,
-            push_timeout_s=120.0 * max(pace, 1.0),
-            audit_interval=random.choice((0, 2)),
-        ),
+        weights=Weights(canary=False, push_timeout_s=120.0 * max(pace, 1.0), audit_interval=random.choice((0, 2))),
         evaluation=Evaluation(
             prompts="/simulated/held_out.jsonl" if every else "",
             samples=1,

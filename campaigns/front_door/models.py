@@ -1,8 +1,7 @@
 """Model folders: what is taken is what transformers and vLLM would load, and all else is refused in words.
 
 Each variant changes a small model that both load. The product is asked as its dry run asks (files, configuration, the
-trainer's empty model, tokenizer); transformers loads the folder, vLLM's own loader chooses and reads the files.
-"""
+trainer's empty model, tokenizer); transformers loads the folder, vLLM's own loader chooses and reads the files."""
 
 from __future__ import annotations
 

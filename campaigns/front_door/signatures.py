@@ -1,8 +1,7 @@
 """Reward functions of TRL, verl and others: worth what they are worth there, or refused in words.
 
 The yardstick calls a function as TRL 1.16 does (``GRPOTrainer._calculate_rewards``) or as verl 0.5 does
-(``NaiveRewardManager``), on the same completions of one prompt.
-"""
+(``NaiveRewardManager``), on the same completions of one prompt."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Inputs are valid messages with something wrong in them; input ``n`` of a target follows from the target's name and
 ``n`` alone. ``--state`` holds how many were run of each target: a campaign continues there. A fault (see
-``execution.py``) ends it with exit code 1, and its input is in a file, which ``--replay`` runs again.
-"""
+``execution.py``) ends it with exit code 1, and its input is in a file, which ``--replay`` runs again."""
 
 from __future__ import annotations
 

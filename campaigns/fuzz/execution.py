@@ -13,8 +13,7 @@ memory    the peak of resident memory grew by more than ``target.amplification``
           ``target.spare_bytes``; or more address space was asked for than ``ADDRESS_BYTES`` beyond
           what the process had
 meaning   the target found that what was accepted cannot be (``AssertionError``)
-========  ==============================================================================================
-"""
+========  =============================================================================================="""
 
 from __future__ import annotations
 

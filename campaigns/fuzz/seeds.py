@@ -1,8 +1,7 @@
 """Valid messages to mutate, with the places of their values: what makes mutations know the structure.
 
 A C decoder gives a fuzzer nothing to steer by, and random bytes end at its first check. So a seed is taken apart once:
-``spans`` are the bytes of every value in it, nested ones too, and mutations replace, move and repeat whole values.
-"""
+``spans`` are the bytes of every value in it, nested ones too, and mutations replace, move and repeat whole values."""
 
 from __future__ import annotations
 

@@ -115,10 +115,5 @@ def test_cases() -> Target:
 
 def targets() -> list[Target]:
     """All of this module."""
-    made: list[Callable[[], Target]] = [
-        call_answers,
-        zygote_messages,
-        code_answers,
-        test_cases,
-    ]
+    made: list[Callable[[], Target]] = [call_answers, zygote_messages, code_answers, test_cases]
     return [make() for make in made]

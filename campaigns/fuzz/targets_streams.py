@@ -14,14 +14,7 @@ from campaigns.fuzz.seeds import MSGPACK, PLAIN, Seed, fixed_fields, message, se
 from streamrl.base import messages as says
 from streamrl.base import run_events
 from streamrl.base.errors import WireError
-from streamrl.base.types import (
-    Completion,
-    FinishReason,
-    Prompt,
-    VersionSpan,
-    float_array,
-    token_array,
-)
+from streamrl.base.types import Completion, FinishReason, Prompt, VersionSpan, float_array, token_array
 from streamrl.comm.stream_protocol import Hello, Kind, MessageOrigin, Phase, ReceivingEnd, SendingEnd, StreamRole
 from streamrl.comm.wire import WireCodec, WireLimits, pack_header, parse_header
 from streamrl.launch import control_protocol

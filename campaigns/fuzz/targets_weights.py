@@ -24,9 +24,7 @@ from streamrl.weights.codec.symbols import decode_symbols, encode_symbols
 from streamrl.weights.manifest import ShardSpec, decode_manifest, digest_of
 from streamrl.weights.pull import shared_versions
 from streamrl.weights.pull.shared_versions import Holder, MemorySegment
-from streamrl.weights.requests import (
-    decode_announcement,
-)
+from streamrl.weights.requests import decode_announcement
 
 _REFUSALS = (WeightError,)
 _DTYPES: dict[str, Any] = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2"), "float32": np.dtype("<u4")}
@@ -224,11 +222,4 @@ def node_states() -> Target:
 
 def targets() -> list[Target]:
     """All of this module."""
-    return [
-        announcements(),
-        manifests(),
-        whole_transfers(),
-        patches(),
-        symbols(),
-        node_states(),
-    ]
+    return [announcements(), manifests(), whole_transfers(), patches(), symbols(), node_states()]

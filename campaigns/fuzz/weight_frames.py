@@ -5,8 +5,7 @@ Kinds of cases:
 
 * a *reply* to a receiver, mutated on its way, in the midst of a transfer that otherwise goes well;
 * a *request* to a publisher;
-* a *patch* or a *manifest* as a broken or hostile publisher would write it: mutated, and then given valid digests.
-"""
+* a *patch* or a *manifest* as a broken or hostile publisher would write it: mutated, and then given valid digests."""
 
 from __future__ import annotations
 

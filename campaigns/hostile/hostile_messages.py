@@ -3,8 +3,7 @@
 A real run (simulated engines) is started over ipc, over tcp without keys, and over tcp with CURVE keys. Every unix
 socket and every listening tcp port of its processes gets ``MESSAGES`` hostile messages: raw bytes that ZeroMQ has to
 refuse itself, and ZeroMQ messages that streamrl has to refuse. Passed when optimizer steps go on during the flood and
-after it, and when the run then drains with exit code 0 and without a traceback.
-"""
+after it, and when the run then drains with exit code 0 and without a traceback."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The behaviours of ``hostile_rewards``: Python source of reward functions that do their worst on the completion "z".
 
-``{crash: code}``: what is done in place of scoring. Code may return; what it returns is the reward.
-"""
+``{crash: code}``: what is done in place of scoring. Code may return; what it returns is the reward."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def clocks(fake):
         for module in list(sys.modules.values()):
             for key, value in list(vars(module).items()):
                 if value is real:
-                    setattr(module, key, fake if name[-3:] != "_ns" else lambda: int(fake() * 10**9))
-"""
+                    setattr(module, key, fake if name[-3:] != "_ns" else lambda: int(fake() * 10**9))"""
 
 # Each ends the process of the call, or is an exception that must be no more than one.
 _SIGNALS = {

@@ -3,8 +3,7 @@
 Every case is a module of its own, inspected and opened as ``streamrl reward test`` does. One of three completions makes
 the function do its worst; then another completion is scored. A case passes when all of that ends in time, the reward
 processes go on, and every sample ends as a value that the function returned or as a recorded failure. Where only the
-call itself can be hurt, the other completions have their values. At the end no process is left.
-"""
+call itself can be hurt, the other completions have their values. At the end no process is left."""
 
 from __future__ import annotations
 

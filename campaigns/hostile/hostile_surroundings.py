@@ -3,8 +3,7 @@
 Each case is a shell script that runs ``streamrl train`` or ``streamrl resume`` with simulated engines, or a dry run
 where the surroundings are judged there. It passes when the command ends in time and without a traceback, when it does
 what the case expects (the run is done, or refused in a sentence), when every reward of the trace is one that the
-function returned (none is 0), and when no process is left. Cases that mount something are skipped without root.
-"""
+function returned (none is 0), and when no process is left. Cases that mount something are skipped without root."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ background() {{ exec $wrap "$python" -m streamrl train "$RECIPE" "${{given[@]}}"
 resume() {{ exec_ resume "$@"; }}
 exec_() {{ $wrap "$python" -m streamrl "$@"; }}
 steps() {{ cat runs/odd-*/metrics.jsonl 2>/dev/null | grep -c '"kind":"step"'; }}
-await() {{ while [ "$(steps)" -lt "$1" ] && kill -0 $pid; do sleep 0.05; done; }}
-"""
+await() {{ while [ "$(steps)" -lt "$1" ] && kill -0 $pid; do sleep 0.05; done; }}"""
 
 FULL = ("disk is full", "No space left on device")
 

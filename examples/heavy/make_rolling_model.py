@@ -5,8 +5,7 @@ write any. The policy imitates that, and a third of its completions are right; r
 that care pays. Equal seeds give equal weights (one thread).
 
     python make_rolling_model.py --out model            # what is shipped in ./model, 2 minutes
-    python make_rolling_model.py --out other --seed 1
-"""
+    python make_rolling_model.py --out other --seed 1"""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ have a heavy tail between prompts and within a prompt. What can go wrong is a wr
 the wrong row at the end; the last hangs on no length at all, and a policy that learns it goes on writing completions of
 the same lengths.
 
-``python rolling_task.py`` writes the prompt files. No training prompt is a held-out prompt.
-"""
+``python rolling_task.py`` writes the prompt files. No training prompt is a held-out prompt."""
 
 from __future__ import annotations
 

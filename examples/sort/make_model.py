@@ -5,8 +5,7 @@ done. The policy imitates that, and sorts well under half of the lists; reinforc
 patience pays. Equal seeds give equal weights (one thread).
 
     python make_model.py --out model            # what is shipped in ./model, 1 to 2 minutes
-    python make_model.py --out other --seed 1
-"""
+    python make_model.py --out other --seed 1"""
 
 from __future__ import annotations
 

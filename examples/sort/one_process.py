@@ -4,8 +4,7 @@
 
 Two simulated engines sample random text, so only the second reward, the share of digits, tells completions apart: this
 shows the parts, not learning. With `vllm`, one engine samples from the policy, for three steps. `streamrl train
-recipe.toml` trains on several, each in a process of its own.
-"""
+recipe.toml` trains on several, each in a process of its own."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 the trace. A list of ``n`` digits needs up to ``n (n - 1) / 2`` swaps, so completions have a long tail: half of the
 right ones take less than 45 tokens, one in a hundred more than 230.
 
-``python task.py`` writes the prompt files. No training prompt is a held-out prompt.
-"""
+``python task.py`` writes the prompt files. No training prompt is a held-out prompt."""
 
 from __future__ import annotations
 

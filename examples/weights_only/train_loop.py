@@ -12,8 +12,7 @@ server answers all the while; after each push it is asked for greedy tokens, and
 
 Between two hosts the publisher wants keys: see "Over a network" in docs/weights_outside.md.
 
-Any torch model will do whose parameters carry the names of a checkpoint that the server's vLLM loads.
-"""
+Any torch model will do whose parameters carry the names of a checkpoint that the server's vLLM loads."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A thread that lives as long as what it started.
 
 ``PR_SET_PDEATHSIG`` follows the *thread* that spawned a child, so an engine's processes must be spawned by a thread
-that stays; and loading takes 15 to 45 s, in which the event loop must go on. A daemon thread ends with the process.
-"""
+that stays; and loading takes 15 to 45 s, in which the event loop must go on. A daemon thread ends with the process."""
 
 from __future__ import annotations
 

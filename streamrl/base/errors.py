@@ -2,8 +2,7 @@
 
 *Data went wrong* (a reward raised, a completion was cut): a recorded outcome on the trajectory.
 *The system went wrong* (a process died, a stream broke): an exception that ends the nursery.
-Every message names the thing, its value and the remedy.
-"""
+Every message names the thing, its value and the remedy."""
 
 from __future__ import annotations
 

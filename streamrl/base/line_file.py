@@ -21,8 +21,7 @@ class LineFile:
 
     ``goes_on``: after the lines that are there, of which a killed run may have left half of the last one; else the
     file is emptied. ``head``: first line of each file. ``most_bytes``: of the file (0: any); then it is put aside as
-    ``older-NAME``, in place of the one before, and another one is begun.
-    """
+    ``older-NAME``, in place of the one before, and another one is begun."""
 
     def __init__(self, path: Path, *, goes_on: bool = True, head: object = None, most_bytes: int = 0) -> None:
         self._path, self._head, self._most_bytes = path, head, most_bytes

@@ -8,20 +8,14 @@ stream              from -> to               item                bounded by
 ``batches``         controller -> rank       ``TrainingOrder``   one batch in flight
 ``reports``         rank -> controller       ``TrainingEvent``   one per order
 ``steps``           controller -> parent     ``RunEvent``        steps
-==================  =======================  ==================  =====================
-"""
+==================  =======================  ==================  ====================="""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
 
-from streamrl.base.types import (
-    Completion,
-    Record,
-    TokenArray,
-    TrainingGroup,
-)
+from streamrl.base.types import Completion, Record, TokenArray, TrainingGroup
 
 
 class Message(Record, frozen=True, tag=True):
@@ -58,8 +52,7 @@ class WeightAnnouncement(Record, frozen=True):
 
     ``state_hash`` is the 64-bit additive hash of all weights at ``policy_version`` (sum over ranks mod 2**64).
     ``probe_logprobs``: what the trainer found for the tokens of ``config.canary`` by the version before this one
-    (empty: it was not asked).
-    """
+    (empty: it was not asked)."""
 
     policy_version: int
     base_version: int | None
@@ -246,8 +239,7 @@ class CloseBatch(Message, frozen=True):
     The totals are over all ranks, so every rank can check what it reduced. ``batches``: that are closed at once; as
     many steps are taken along their mean gradient, so that each sample moves the policy as far as any other (one step
     that is longer would move it along the momentum of earlier batches instead). ``engines_idle``: nothing is sampled
-    until the next version is live, so the trainer may take the engines' cores.
-    """
+    until the next version is live, so the trainer may take the engines' cores."""
 
     batch_id: int
     policy_version: int
@@ -284,8 +276,7 @@ class SaveCheckpoint(Message, frozen=True):
     """Write trainer state and a Hugging Face directory under ``directory`` (atomic: a rename at the end).
 
     ``min_free_bytes``: refuse where less would be left on the disk. ``beside``: sha256 by name of files that control
-    left for it on the file system (``atomic_files.stage_sidecar``): they may be larger than a message.
-    """
+    left for it on the file system (``atomic_files.stage_sidecar``): they may be larger than a message."""
 
     directory: str
     policy_version: int

@@ -32,8 +32,7 @@ class SerialGate:
     """One operation after another at one end of a stream: each begins when ``ready`` says that it need not wait.
 
     ``changed`` waits until it is worth looking again. A caller that never has to wait yields to the event loop now and
-    then: ``QUICK`` operations cost one turn of it instead of one each, and nobody is starved.
-    """
+    then: ``QUICK`` operations cost one turn of it instead of one each, and nobody is starved."""
 
     QUICK = 64
 

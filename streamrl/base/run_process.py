@@ -6,9 +6,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pwd
 import signal
+import stat
 import sys
+import tempfile
+from contextlib import suppress
 from multiprocessing import process, shared_memory
+from pathlib import Path
 
 PARENT_PID = "STREAMRL_PARENT_PID"
 RUN_MARKER = "STREAMRL_RUN_MARKER"
@@ -25,8 +30,7 @@ def die_with_parent() -> None:
 
     The child does it itself and not ``preexec_fn``, which can deadlock in a parent that has threads. The signal follows
     the parent's *thread* that started this process, so the supervisor starts processes only from the thread of its
-    event loop.
-    """
+    event loop."""
     expected = os.environ.get(PARENT_PID)
     if expected is not None:
         die_with(int(expected))
@@ -64,3 +68,29 @@ def name_shared_memory() -> str:
     shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + 9  # type: ignore[attr-defined] # with eight random digits
     process.current_process()._config["semprefix"] = f"/{prefix}mp"  # type: ignore[attr-defined]
     return prefix
+
+
+def ensure_home() -> None:
+    """Set HOME to a private temporary directory, for this process and those that it starts, where nothing can be
+    written below the user's (containers run programs under ids that have none), and LOGNAME where the id has no name.
+    Where there is no such directory either, HOME stays: then caches are not kept."""
+    user = os.geteuid()
+    try:
+        pwd.getpwuid(user)
+    except KeyError:
+        os.environ.setdefault("LOGNAME", f"uid-{user}")
+    home = Path(os.path.expanduser("~"))
+    caches = home / ".cache"
+    if not home.is_absolute() or not os.access(caches if caches.exists() else home, os.W_OK | os.X_OK):
+        with suppress(OSError):
+            os.environ["HOME"] = str(_private_directory(Path(tempfile.gettempdir()) / f"streamrl-home-{user}"))
+
+
+def _private_directory(wanted: Path) -> Path:
+    """``wanted``, or another where that is not this user's alone. Raises ``OSError``."""
+    with suppress(FileExistsError):
+        wanted.mkdir(mode=0o700)
+    found = wanted.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        return wanted
+    return Path(tempfile.mkdtemp(prefix=f"{wanted.name}-"))

@@ -5,15 +5,7 @@ launched comes back exactly once: scored, failed, or lost."""
 from __future__ import annotations
 
 from streamrl.base.messages import Message
-from streamrl.base.types import (
-    Completion,
-    Prompt,
-    Record,
-    RewardFailure,
-    ScoredTrajectory,
-    Trajectory,
-    TrajectoryId,
-)
+from streamrl.base.types import Completion, Prompt, Record, RewardFailure, ScoredTrajectory, Trajectory, TrajectoryId
 
 
 class SampledSoFar(Record, frozen=True):

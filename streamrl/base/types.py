@@ -2,8 +2,7 @@
 
 All structs are frozen. A stage changes the type (``Trajectory`` -> ``ScoredTrajectory`` ->
 ``TrainingSample``); it never fills in blanks. Token ids and logprobs are ``array.array``
-values: they compare by value, cost four bytes an element, and travel as raw frames.
-"""
+values: they compare by value, cost four bytes an element, and travel as raw frames."""
 
 from __future__ import annotations
 
@@ -188,8 +187,7 @@ class TrainingSample(Record, frozen=True):
     ``token_ids``: int32 [T] (prompt first); ``loss_mask``: uint8 [T], 1 where the token is trained;
     ``behavior_logprobs``: float32 [T], 0 where ``loss_mask`` is 0. ``oldest_version`` and ``newest_version`` bound the
     policy versions of its trained tokens; where they differ, ``version_spans`` says which of ``token_ids`` is of which.
-    ``separate_rewards``: weight and value of each reward that is compared alone; empty: ``reward`` is compared.
-    """
+    ``separate_rewards``: weight and value of each reward that is compared alone; empty: ``reward`` is compared."""
 
     id: TrajectoryId
     token_ids: TokenArray

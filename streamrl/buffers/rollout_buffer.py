@@ -5,8 +5,7 @@ group at most, whatever else is in flight.
 
 A trajectory is in flight (sampled, paused, or being scored), then scored, then part of a batch, then trained; from any
 of them it may be dropped, with one reason. At every instant
-``issued == trained + sum(dropped.values()) + in flight``.
-"""
+``issued == trained + sum(dropped.values()) + in flight``."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     ``size``: trajectories launched, which is the slots that it uses until it ends; ``keep``: how many of them a batch
     takes; ``weight``: what it counts in a batch, as ``ControlSettings.weight_of``; ``open``: members without a reward;
     ``oldest_version``: oldest policy version that one of its tokens may have; ``paused``: its open members are stopped
-    and keep their tokens; ``queued``: its prompt waited in the queue, not among the fresh ones.
-    """
+    and keep their tokens; ``queued``: its prompt waited in the queue, not among the fresh ones."""
 
     group_id: int
     prompt: PromptRef
@@ -131,8 +129,7 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
     ``untrained``: groups that are in no batch, oldest launch first; ``batched``: those of the open or closed batch, in
     the order in which they joined. ``ready``, ``paused`` (ids) and ``by_version`` (their weight, by oldest
     version) are indexes of ``untrained``. ``wasted_tokens``: of what was dropped. Read the fields; change them
-    through the methods.
-    """
+    through the methods."""
 
     untrained: dict[int, Group] = {}
     batched: dict[int, Group] = {}

@@ -4,8 +4,7 @@ A batch consumes a number of trajectories and makes one new policy version. Ther
 slots, released only when a whole group is dropped or when the version that consumed it is *live on the engines*. So a
 group that is launched under live version ``u`` while ``d`` trained versions are not live yet shares the buffer with at
 most ``(max_staleness + 1 - d)`` batches of groups that were launched before it. Consumed in any order that ``may_take``
-allows, it is trained by version ``u + max_staleness`` at the latest (docs/adr/0002).
-"""
+allows, it is trained by version ``u + max_staleness`` at the latest (docs/adr/0002)."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ def may_take(
     True when every other group can still be trained in time: for each deadline ``d`` before this group's own, at most
     ``max(missing - trajectories, 0) + batch * (d - now)`` trajectories may have to be trained by ``d``
     (earliest-deadline-first feasibility). Groups may differ in size, since the last one to join a batch may take more
-    than are missing.
-    """
+    than are missing."""
     if missing <= 0 or deadline < now:
         return False
     pending = 0

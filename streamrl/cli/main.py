@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from streamrl.base.errors import RecipeError, StreamRLError, leaves
-from streamrl.base.home import ensure_home
 from streamrl.base.printable import printable
+from streamrl.base.run_process import ensure_home
 from streamrl.cli.command import Command, parse_command
 from streamrl.observe.terminal.screen import open_screen
 
@@ -97,8 +97,7 @@ def report_error(error: BaseException) -> int:
     """Print what went wrong, the cause first and without a traceback, and return the exit code.
 
     Raises ``error`` again when it is neither a ``StreamRLError`` nor an ``OSError`` with a path or an errno of
-    ``_LACKING``: that is a bug, and its traceback is wanted.
-    """
+    ``_LACKING``: that is a bug, and its traceback is wanted."""
     cause = first_of(StreamRLError, error) or first_of(OSError, error)
     if cause is None:
         raise error

@@ -3,8 +3,7 @@
 A byte can become seventy: an empty list is one byte on a wire and a list of 64 bytes in memory, with a place in another
 one. Only documents of some size are examined; of those, values of one kind in a row are taken in one step, and a long
 text or array is one step too, so that what honest peers send is passed quickly. (A text of which one character is far
-from ASCII takes four bytes for each; that is not checked.)
-"""
+from ASCII takes four bytes for each; that is not checked.)"""
 
 from __future__ import annotations
 

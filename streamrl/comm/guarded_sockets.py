@@ -67,8 +67,7 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole) -> str:
     """Bind and return the endpoint with its real port. ``admits``: whose keys are let in, where there are keys.
 
     Raises ``StreamRLError`` naming the endpoint and the remedy, also where other hosts would reach it without keys, or
-    where a stranger is not refused.
-    """
+    where a stranger is not refused."""
     gate = guard_listener(socket, endpoint, admits)
     bound = zmq_sockets.bind(socket, endpoint)
     if gate is not None:

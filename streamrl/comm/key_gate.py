@@ -3,8 +3,7 @@
 
 The question goes to a fixed inproc address, so there is one gate in a context, and it counts for the sockets of that
 context only. Each socket asks in its own domain, which says who is let in. A gate that is gone lets nobody in
-(``ZAP_ENFORCE_DOMAIN``); its end ends every process that relies on it, by ``ended_fd``.
-"""
+(``ZAP_ENFORCE_DOMAIN``); its end ends every process that relies on it, by ``ended_fd``."""
 
 from __future__ import annotations
 

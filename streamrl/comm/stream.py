@@ -12,8 +12,7 @@ A stream carries items of one type from one sender to one receiver, in order, ea
 ===============  ==============================================================================
 
 Memory streams (``memory_stream``) and ZeroMQ streams (``zmq_stream``) pass the same contract tests.
-Cancelling ``receive`` never loses an item.
-"""
+Cancelling ``receive`` never loses an item."""
 
 from __future__ import annotations
 

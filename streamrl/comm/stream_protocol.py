@@ -15,8 +15,7 @@
       BROKEN     <->                           either end, at any time, with the reason; answered by GOODBYE
 
 The number of ITEM, CREDIT and END is the sequence number of the header. HELLO, WELCOME and READY carry a ``Hello``,
-REFUSED and BROKEN a reason in UTF-8: these two are understood across versions.
-"""
+REFUSED and BROKEN a reason in UTF-8: these two are understood across versions."""
 
 from __future__ import annotations
 

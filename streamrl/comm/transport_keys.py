@@ -11,8 +11,7 @@ A process needs the secret of its own role and everybody's public keys. A ``.pub
 first is who serves, all of them are let in. So a host may have a pair of its own, and a key is replaced by adding the
 new line, giving out the new secret, and removing the old line; the file is read at each connection.
 
-A process learns from its environment where the keys are (as vLLM's worker processes inherit it), never the keys.
-"""
+A process learns from its environment where the keys are (as vLLM's worker processes inherit it), never the keys."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ order of the sender; the handshake refuses a peer with another one. ``bytes`` ar
 no hook for them): one copy on each side.
 
 Decoding is total: whatever the bytes, the outcome is an item or ``WireError``; sizes are checked before anything is
-decoded.
-"""
+decoded."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 All socket calls are here, none of them waits, and all happen in the event loop's thread. ``service`` is called after
 every own action and whenever libzmq's file descriptor wakes a watch: that descriptor is edge-triggered, so each
-call must take everything there is.
-"""
+call must take everything there is."""
 
 from __future__ import annotations
 

@@ -184,8 +184,7 @@ class ConnectionMonitor:
     """Reads the connection events of one ipc or tcp socket.
 
     A connection is known by its file descriptor; the kernel reuses those, so each gets a number of its own
-    when it opens. ``listening`` turns False when the bound address is free again.
-    """
+    when it opens. ``listening`` turns False when the bound address is free again."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket

@@ -11,8 +11,7 @@ long as it takes (the supervisor watches the peer's process). The binding side i
 so a cancelled ``send`` or ``receive`` never touches a socket and loses nothing. Leaving normally ends the stream,
 leaving with an exception breaks it and tells the peer why. A peer that dies breaks it at once.
 
-Once it is left, the address is free: a new context manager can bind it.
-"""
+Once it is left, the address is free: a new context manager can bind it."""
 
 from __future__ import annotations
 
@@ -181,8 +180,7 @@ class ZmqSendStream(_ZmqStream[T]):
 
         Raises ``StreamBroken`` where that could not be known. A stream that had broken before is only closed:
         ``send`` is what tells of that. A second closer waits as long: leaving ``async with`` must not
-        take the connection from a closer that waits for the receiver's answer.
-        """
+        take the connection from a closer that waits for the receiver's answer."""
         if self._closed:
             if self._closing is not None:
                 await self._closing.wait()
@@ -258,8 +256,7 @@ def zmq_sender(item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[S
     """The sending end of a stream, to be entered with ``async with``. ``item_type`` may be a union of records.
 
     Raises ``StreamRLError`` where the endpoint is none; entering does where it cannot be bound, or where other hosts
-    could reach it without keys.
-    """
+    could reach it without keys."""
     return ZmqSendStream(item_type, endpoint, bind=bind, **options)
 
 

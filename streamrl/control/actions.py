@@ -21,8 +21,7 @@ class LaunchGroup(Action, frozen=True):
     """Sample ``len(ids)`` trajectories of one prompt.
 
     ``policy_version``: the one that will sample them. ``seed_base``: the seeds are derived from it and the sample
-    number, so that a prompt whose launch is replayed draws the same completions again.
-    """
+    number, so that a prompt whose launch is replayed draws the same completions again."""
 
     group_id: int
     ids: tuple[TrajectoryId, ...]

@@ -8,14 +8,7 @@ from streamrl.base.types import DropReason, TrajectoryId
 from streamrl.buffers.rollout_buffer import oldest_first
 from streamrl.buffers.slots import last_version
 from streamrl.control import actions as do
-from streamrl.control.apply import (
-    Actions,
-    drop_group,
-    end,
-    observe_deferred,
-    order_checkpoint,
-    order_evaluation,
-)
+from streamrl.control.apply import Actions, drop_group, end, observe_deferred, order_checkpoint, order_evaluation
 from streamrl.control.launch import launch, view
 from streamrl.control.model import Batch, RunState, next_attempt, requeue_interrupted
 from streamrl.control.pending import train_order

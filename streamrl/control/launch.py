@@ -1,8 +1,7 @@
 """The launch phase of a decision: asks the round policy what to launch, and makes groups of prompts.
 
 With ``rollout.advanced.presubmit`` the next round opens while the step still runs: its requests wait in the paused
-engines, and the weights that are trained now sample them.
-"""
+engines, and the weights that are trained now sample them."""
 
 from __future__ import annotations
 

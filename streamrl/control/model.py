@@ -1,8 +1,7 @@
 """The state of a run as control sees it: one tree of structs, which encodes as it is. That encoding is the snapshot.
 
 ``RunState`` is changed by ``apply`` (what happened) and ``decide`` (what was ordered) only. It remembers what it
-ordered until that is answered (``Pending``), so that a controller that takes over knows what to order again.
-"""
+ordered until that is answered (``Pending``), so that a controller that takes over knows what to order again."""
 
 from __future__ import annotations
 
@@ -114,8 +113,7 @@ class RunState(msgspec.Struct, kw_only=True, omit_defaults=True):
     was ordered; ``saved_version``: of the last checkpoint. ``lengths``: groups that ended since the last step, for the
     group sizing, and ``sizing_figures`` what it said then. ``recent_failures``: of the newest trajectories, which
     failed; ``dropped_in_a_row``: groups since the last step. ``stop_reason``: of a drain that was asked for;
-    ``starved``: there are no prompts left.
-    """
+    ``starved``: there are no prompts left."""
 
     steps: int
     batch: Batch

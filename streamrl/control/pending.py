@@ -5,8 +5,7 @@ pushed) is an event first, taken without carrying out what control orders then: 
 
 Engines that are paused for a version (``rollout.advanced.presubmit``) are paused again before anything that waits for
 it is launched, and the push, which ends the pause, follows after the last launch. What was stopped with its tokens is
-launched and stopped again; the shell gives it the tokens that it has.
-"""
+launched and stopped again; the shell gives it the tokens that it has."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ Control asks a round policy after every event:
 
 1. ``launch``: may groups be launched now, how many, from where and how large?
 2. ``may_join``: may this ready group join the open batch?
-3. ``remainder``: the batch is full; what happens to the groups that are not in it?
-"""
+3. ``remainder``: the batch is full; what happens to the groups that are not in it?"""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     ``group_size``: of the round that opens with this launch, where it is not the one that the view gives (0);
     ``target``: trajectories that close its batch (0: those of the recipe). ``queued_at``: take only prompts from the
     queue that were deferred at this group size (0: any). ``copies``: how often each prompt of a cohort enters the
-    queue. ``because``: why this and not another kind of round (None: nothing was decided).
-    """
+    queue. ``because``: why this and not another kind of round (None: nothing was decided)."""
 
     groups: int
     source: Source
@@ -80,8 +78,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     to, empty before its first launch. ``untrained``: groups that run or are ready, ``untrained_trajectories``: what
     batches would take of those and of paused ones; ``paused``: groups that were stopped. ``queue``: prompts that wait
     in the queue, next one first; ``exhausted``: the source has no more. ``due``: trajectories of untrained groups by
-    the last trainer version that may train them, ascending.
-    """
+    the last trainer version that may train them, ascending."""
 
     trainer_version: int
     live_version: int
@@ -149,8 +146,7 @@ class GroupObserved(msgspec.Struct, frozen=True, kw_only=True):
 
     ``lengths``: sampled tokens of each rewarded member, by sample number. ``truncated``: members that reached the cap.
     ``prompt_tokens``: 0 when unknown. ``cut``: it was deferred, so that ``lengths`` are those of the members that had
-    ended, and the others are longer than ``cut_at``, the longest length that any group of the round had by then.
-    """
+    ended, and the others are longer than ``cut_at``, the longest length that any group of the round had by then."""
 
     prompt_id: str
     round_kind: str
@@ -170,8 +166,7 @@ class RoundPolicy(Protocol):
 
     ``on_policy``: every token is trained by the version that sampled it; only such rounds are submitted in advance.
     ``replays``: a prompt that was requeued draws the same completions again. ``cut_tokens``: sampled tokens that fill a
-    batch before it has its trajectories (0: never).
-    """
+    batch before it has its trajectories (0: never)."""
 
     on_policy: bool
 

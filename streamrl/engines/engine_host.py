@@ -44,8 +44,7 @@ async def serve_engine(engine: WatchedEngine, streams: AbstractAsyncContextManag
     and no socket may be open then). Carry out orders until they end, stop the engine, end the answers.
 
     Raises ``EngineError`` when the engine died, whose cause is the last event of the stream, and ``StreamBroken`` when
-    the controller did: alone, not in groups.
-    """
+    the controller did: alone, not in groups."""
     try:
         ready = msgspec.structs.replace(await engine.start(), pid=os.getpid())
         async with streams as (orders, events):

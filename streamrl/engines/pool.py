@@ -5,8 +5,7 @@ replaced. A drained engine still gets every weight push, so that it may be readm
 must hold the live version before it is readmitted (``WeightSync.admit``).
 
 An engine may also be lost: its host died. Its requests come back cut, without tokens, and are submitted again with
-their seeds: the completion is the same.
-"""
+their seeds: the completion is the same."""
 
 from __future__ import annotations
 
@@ -41,11 +40,7 @@ class EnginePool:
     was being served at so many deaths is refused (0: none is): it may be what they died of."""
 
     def __init__(
-        self,
-        engines: Mapping[str, Engine],
-        *,
-        unavailable: Sequence[str] = (),
-        fatal_deaths: int | None = None,
+        self, engines: Mapping[str, Engine], *, unavailable: Sequence[str] = (), fatal_deaths: int | None = None
     ) -> None:
         if not engines:
             raise EngineError("the pool has no engine; set engines.count to 1 or more")
@@ -272,10 +267,7 @@ class EnginePool:
 def nothing_sampled() -> Completion:
     """Return the completion of a request that was cut before its first token."""
     return Completion(
-        token_ids=token_array(),
-        behavior_logprobs=float_array(),
-        finish_reason=FinishReason.ABORT,
-        version_spans=(),
+        token_ids=token_array(), behavior_logprobs=float_array(), finish_reason=FinishReason.ABORT, version_spans=()
     )
 
 

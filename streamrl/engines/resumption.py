@@ -10,8 +10,7 @@ From there the engine samples on with the random numbers of that position. So th
 replayed one token by token, and is as strictly on-policy as any other. Speculative acceptance, min(1, p_new / p_old),
 would need the residual distribution of weights that are gone; without it, or with new noise at the rejected position,
 it is biased. Stopping early is always right: the engine then samples itself what the rest of the kept tokens would
-have said.
-"""
+have said."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def resumed_request(request: Generate, partial: Completion, *, seed: int, reques
 
     ``max_tokens`` stays the limit of the whole completion; ``prefix_length`` says how much of it is used.
     ``seed`` must be new: a generator that starts again with the old seed repeats the random numbers of the first
-    tokens.
-    """
+    tokens."""
     if partial.token_ids and request.kept:  # what of them holds is in ``partial``
         request = msgspec.structs.replace(request, token_ids=request.token_ids[: -request.kept], kept=0)
     return msgspec.structs.replace(

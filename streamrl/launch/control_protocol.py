@@ -3,8 +3,7 @@
 A request is an operation and, where the operation changes something, the run's key. An operation is a message: to add
 one, add it to ``ControlOperation``, its answer to ``ControlAnswer``, and, where it only looks, to ``READ_ONLY``: all
 others need the key. Both directions are a length of four bytes (big-endian) and so many bytes of msgpack, over a unix
-socket in a directory that only this user may enter. Nothing is decoded that is longer than allowed.
-"""
+socket in a directory that only this user may enter. Nothing is decoded that is longer than allowed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The control socket of a run: a unix socket, so that the kernel says who the peer is, and nothing is ever queued.
 
 Each connection is served for itself, within limits of size and time; whatever comes over it, the run goes on. The key
-is a secret of the run in a file that only this user may read, made at start and removed at the end.
-"""
+is a secret of the run in a file that only this user may read, made at start and removed at the end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """``streamrl serve``: an engine host or a trainer rank started by a person or by torchrun, on this host or another.
 
 It runs the same code as a child of the supervisor, but belongs to nobody: it does not die with its parent, and it ends
-when its streams end (exit normally) or break (``StreamBroken``).
-"""
+when its streams end (exit normally) or break (``StreamBroken``)."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def serve_external(role: Role, recipe: Recipe, index: int | None = None, run_dir
     None: the rank that torchrun gave, else 0. It gets GPUs as if engines, then ranks, filled hosts like this one in
     their order. Trainer ranks under torchrun meet where torchrun says. Ranks of the run in ``run_directory`` go on from
     its newest checkpoint, where it has one.
-    Raises ``RecipeError`` when the recipe does not let such a process be started by hand, ``Terminated`` on SIGTERM.
-    """
+    Raises ``RecipeError`` when the recipe does not let such a process be started by hand, ``Terminated`` on SIGTERM."""
     counts = {Role.ENGINE: recipe.engines.count, Role.TRAINER: recipe.training.ranks}
     if role not in counts:
         raise RecipeError([f"serve: {role.value} cannot be started by hand; engine and trainer can"])

@@ -1,8 +1,7 @@
 """The way in from Python: ``async with Pipeline(recipe) as pipeline: async for step in pipeline: ...``
 
 ``Pipeline`` is the parent's side of a run: it checks the recipe, makes the run directory, starts and watches
-the processes, and hands on what the controller says. It needs neither torch nor vllm.
-"""
+the processes, and hands on what the controller says. It needs neither torch nor vllm."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ Control ends ``orders``; each stage ends its output when its input ended; ranks 
 
 A supervisor without torch is the parent of the controller, the engine hosts, the trainer ranks and the reward workers
 (``streamrl.launch.pipeline.Pipeline``). The controller's process runs ``run_controller``: it connects to the others,
-trains (``_train``: control between the stages, with its observers), and ends them.
-"""
+trains (``_train``: control between the stages, with its observers), and ends them."""
 
 from __future__ import annotations
 
@@ -158,12 +157,7 @@ async def _train(
         waits=watch.waits,
     )
     watch.follow(
-        controller.state,
-        rollout.statistics,
-        processes.pool.load,
-        reward.in_flight,
-        trainer.answers,
-        report.waits,
+        controller.state, rollout.statistics, processes.pool.load, reward.in_flight, trainer.answers, report.waits
     )
     # Everything in flight fits into the windows, so control never waits for a stage to take an order.
     window = 2 * record.control.rules.slots + held_out.in_flight + 64

@@ -1,8 +1,7 @@
 """The metrics socket: publish to all subscribers, never wait for one. The schema is in docs/metrics.md.
 
 A thread owns the sockets, so that a subscriber that joins late gets the last message of every topic at once,
-also while the run publishes nothing. ``publish`` only puts the message into a bounded queue.
-"""
+also while the run publishes nothing. ``publish`` only puts the message into a bounded queue."""
 
 from __future__ import annotations
 

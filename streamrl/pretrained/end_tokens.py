@@ -2,8 +2,7 @@
 
 transformers ends at what ``generation_config.json`` names, else ``config.json``; vLLM at what
 ``generation_config.json`` and the tokenizer name. Here each file counts, so that a completion ends wherever one of the
-two would end it.
-"""
+two would end it."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def read_end_tokens(directory: Path, content: Mapping[str, Any], eos_token: str)
     tokenizer's other files give it, '' for none.
 
     An id that only ``config.json`` names ends nothing where it is an ordinary piece of text: it is a default of the
-    model's class then, of another vocabulary. Raises ``RecipeError`` where no token is left.
-    """
+    model's class then, of another vocabulary. Raises ``RecipeError`` where no token is left."""
     config, generation = read_json(directory / "config.json"), read_json(directory / "generation_config.json")
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, dict) else [config]

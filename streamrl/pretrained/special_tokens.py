@@ -1,8 +1,7 @@
 """The special tokens that a model folder names beside ``tokenizer.json``, read as transformers reads them.
 
 They are in ``tokenizer_config.json`` and, where that has no ``added_tokens_decoder``, in ``special_tokens_map.json``
-(which wins) and ``added_tokens.json``.
-"""
+(which wins) and ``added_tokens.json``."""
 
 from __future__ import annotations
 

@@ -31,8 +31,7 @@ class Tokenizer:
     and of the chat templates with their tokens; equal on every process that may exchange token ids.
     ``eos_token_ids``: what ends a completion; ``end_notice``: where files of the model disagree about that, else empty.
     ``embeddings``: tokens that the model can take (0: not known).
-    ``vocabulary_size``: one more than the largest token id. ``special_token_ids``: those that ``decode`` leaves out.
-    """
+    ``vocabulary_size``: one more than the largest token id. ``special_token_ids``: those that ``decode`` leaves out."""
 
     special_token_ids: frozenset[int] = frozenset()
     end_notice = ""
@@ -76,8 +75,7 @@ class Tokenizer:
         on where the last message is its own.
 
         The template writes every special token itself (BOS too), so none is added. ``tools``: JSON schemas;
-        ``arguments``: further variables of the template. Raises ``ChatError``.
-        """
+        ``arguments``: further variables of the template. Raises ``ChatError``."""
         text = self.render_chat(messages, tools, arguments)
         return token_array(self._encoding(text, add_special_tokens=False).ids)
 

@@ -1,8 +1,7 @@
 """The weight files of a model folder and the tensors in their headers, read without torch.
 
 transformers takes ``model.safetensors`` where it is there, and the files of the index otherwise; vLLM takes the files
-of the index, and every ``*.safetensors`` where there is no index. A folder is a model here where both load the same.
-"""
+of the index, and every ``*.safetensors`` where there is no index. A folder is a model here where both load the same."""
 
 from __future__ import annotations
 
@@ -131,8 +130,7 @@ def read_safetensors_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file by name; they are not read.
 
     Raises ``ModelDirectoryError``, also for a file that the library would refuse to open: one that ends before or after
-    its tensors do, that has a gap between two of them, or a tensor whose bytes do not fit its shape.
-    """
+    its tensors do, that has a gap between two of them, or a tensor whose bytes do not fit its shape."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -48,8 +48,7 @@ class CheckedTable:
     """Checks a parsed recipe: unknown sections and keys, missing keys, types and ranges.
 
     ``values``: the good ones; ``problems``: a line about each of the others; ``bad_paths``: the paths of those.
-    ``foreign``: what a key of another system is called here; empty where it is not known.
-    """
+    ``foreign``: what a key of another system is called here; empty where it is not known."""
 
     def __init__(self, table: Mapping[str, Any], origin: Origin, foreign: Callable[[str], str]) -> None:
         self.values: dict[str, Any] = {}

@@ -2,8 +2,7 @@
 
 The text of a key stands at its field: ``streamrl explain``, docs/recipe.md and error messages come from it. A key that
 few runs need (timers, constants of papers, aids of tests) is ``advanced``: it is written below ``[SECTION.advanced]``,
-and shown only where it is set. In Python all fields of a section are beside each other.
-"""
+and shown only where it is set. In Python all fields of a section are beside each other."""
 
 from __future__ import annotations
 

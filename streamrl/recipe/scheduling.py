@@ -8,17 +8,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.fields import (
-    Factor,
-    Natural,
-    NaturalFloat,
-    Positive,
-    PositiveFloat,
-    Section,
-    Share,
-    advanced,
-    doc,
-)
+from streamrl.recipe.fields import Factor, Natural, NaturalFloat, Positive, PositiveFloat, Section, Share, advanced, doc
 
 SMALLEST_SIZE = 4
 """Of a group that may straggle: of two rollouts the longest is less than twice the median."""
@@ -45,8 +35,7 @@ class System(StrEnum):
     2603.23414). ``sagc``: group sizes chosen online (arXiv 2606.02218). ``fastest``: what was fastest here without
     stale tokens, which is none of the papers': ``auto`` rounds submitted in advance, verified deferred prompts, long
     rounds of four batches (all but the first of their four steps follow a gradient of weights that have moved).
-    ``synchronous``: the baseline.
-    """
+    ``synchronous``: the baseline."""
 
     ROLLPACKER = "rollpacker"
     SORTEDRL = "sortedrl"
@@ -131,8 +120,7 @@ class TailBatching(Section, frozen=True):
     )
     deferred_prompts: Annotated[DeferredPrompts, doc("")] = DeferredPrompts.REPLAY
     long_round_batches: Annotated[
-        Positive,
-        doc("batches of deferred prompts of one long round: as many optimizer steps along one gradient"),
+        Positive, doc("batches of deferred prompts of one long round: as many optimizer steps along one gradient")
     ] = 1
     domain_column: Annotated[
         str, advanced("a prompt column; prompts are drawn so that its values have the shares of domains")

@@ -1,8 +1,7 @@
 """The recipe: everything a user sets, as frozen structs. Derived values are properties, never fields.
 
 Unknown keys are refused. Relative paths are relative to the recipe file, those of run directories
-(``run.directory``, ``checkpoint.resume_from``) to the current directory (resolved by ``load_recipe``).
-"""
+(``run.directory``, ``checkpoint.resume_from``) to the current directory (resolved by ``load_recipe``)."""
 
 from __future__ import annotations
 
@@ -158,8 +157,7 @@ class Training(Section, frozen=True):
     weight_decay: Annotated[NaturalFloat, doc("of AdamW")] = 0.0
     max_grad_norm: Annotated[PositiveFloat, doc("gradients are clipped to this norm")] = 1.0
     updates_per_batch: Annotated[
-        Positive,
-        doc("optimizer steps on each batch; all but the first are off-policy, and above 1 nothing streams"),
+        Positive, doc("optimizer steps on each batch; all but the first are off-policy, and above 1 nothing streams")
     ] = 1
     epochs_per_batch: Annotated[
         Positive,
@@ -167,8 +165,7 @@ class Training(Section, frozen=True):
     ] = 1
     micro_batch_tokens: Annotated[Positive, doc("tokens that go through the model at once")] = 2048
     streaming: Annotated[
-        bool,
-        advanced("groups are trained while others are still sampled, with the gradient of the whole batch"),
+        bool, advanced("groups are trained while others are still sampled, with the gradient of the whole batch")
     ] = True
     compute_dtype: Annotated[ComputeDtype, doc("")] = ComputeDtype.AUTO
     gathered: Annotated[Gathered, advanced("with several ranks")] = Gathered.AUTO
@@ -242,10 +239,7 @@ class Engines(Section, frozen=True):
     gpu_memory_utilization: Annotated[Share, doc("of a GPU, for all engines on it")] = 0.85
     start_timeout_s: Annotated[PositiveFloat, advanced("for an engine that was stopped to be ready again")] = 300.0
     release: Annotated[ReleaseKind, doc("for rounds that end: not continuous ones")] = ReleaseKind.NEVER
-    sets: Annotated[
-        tuple[EngineShape, ...],
-        advanced("other sets, prepared beside this one; one is in use"),
-    ] = ()
+    sets: Annotated[tuple[EngineShape, ...], advanced("other sets, prepared beside this one; one is in use")] = ()
     sleep_level: Annotated[
         int,
         Meta(ge=0, le=1),
@@ -255,8 +249,7 @@ class Engines(Section, frozen=True):
         ),
     ] = 1
     restarts: Annotated[
-        Natural,
-        advanced("of one engine, until one of its starts has served ten minutes (0: a death ends the run)"),
+        Natural, advanced("of one engine, until one of its starts has served ten minutes (0: a death ends the run)")
     ] = ENGINE_RESTARTS
     min_serving: Annotated[Positive, advanced("with fewer engines that can be had the run ends")] = 1
     silence_timeout_s: Annotated[PositiveFloat, advanced("an engine that says nothing for this time is killed")] = 30.0

@@ -60,8 +60,7 @@ def key_lines(text: str) -> dict[str, int]:
     """Line number (from 1) of every table and key, by dotted path; the n-th ``[[rewards]]`` is ``rewards.n``.
 
     It scans lines and does not parse: keys of inline tables have no line, and a line inside a multi-line
-    string that looks like ``key =`` is taken for one. Both cost a hint, never a wrong value.
-    """
+    string that looks like ``key =`` is taken for one. Both cost a hint, never a wrong value."""
     lines: dict[str, int] = {}
     array_lengths: dict[str, int] = {}
     prefix = ""

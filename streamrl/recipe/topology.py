@@ -127,8 +127,7 @@ def expected_kv_tokens(known: int, workers: int, of: int, weight_tokens: float) 
     on devices of the same memory (0: no limit is known).
 
     ``weight_tokens``: tokens whose KV takes as much memory as the weights. A device has room for
-    ``(known + weight_tokens) / of`` tokens of both; weights are stored once for each engine.
-    """
+    ``(known + weight_tokens) / of`` tokens of both; weights are stored once for each engine."""
     if not known:
         return 0
     return max(int((known + weight_tokens) / of * workers - weight_tokens), 1)
@@ -179,11 +178,7 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
         else:
             endpoints[name] = f"ipc://{socket_directory / name}"
     endpoints[RENDEZVOUS] = f"tcp://{recipe.transport.host}:{recipe.transport.port + len(names)}" if tcp else ""
-    return Topology(
-        processes=tuple(processes),
-        endpoints=endpoints,
-        min_serving=recipe.engines.min_serving,
-    )
+    return Topology(processes=tuple(processes), endpoints=endpoints, min_serving=recipe.engines.min_serving)
 
 
 def local_engine(topology: Topology, name: str) -> ProcessPlan:

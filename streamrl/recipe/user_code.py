@@ -1,8 +1,7 @@
 """Finding the user's own objects: ``module:name`` or ``path/to/file.py:name``.
 
 User modules may do anything while they are imported, so a process that must not hang or die imports them in a
-process of its own (``streamrl.rewards.calls.inspect``).
-"""
+process of its own (``streamrl.rewards.calls.inspect``)."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def load_user_object(spec: str) -> object:
     The directory of a ``file.py`` is put first on ``sys.path``, as Python does for a script; for a ``module`` the
     current directory is put last.
     Raises ``RecipeError`` with one problem when the spec has no name, the file is missing, the import raises
-    (``SystemExit`` included) or the name is not there.
-    """
+    (``SystemExit`` included) or the name is not there."""
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
         raise RecipeError([f'"{spec}" does not name an object: write "module:name" or "path/to/file.py:name"'])

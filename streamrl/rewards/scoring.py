@@ -3,8 +3,7 @@
 The reward is ``sum(weight * value)`` over the functions that apply, or what the recipe's own function makes of the
 values. A function that returns None does not apply to that sample and contributes nothing; where none applies there is
 no reward, so the sample fails (``wrong_type``, "not applicable"). A function that fails fails the sample: the first
-failure, in the order of the recipe, is recorded. A shadow function does neither.
-"""
+failure, in the order of the recipe, is recorded. A shadow function does neither."""
 
 from __future__ import annotations
 

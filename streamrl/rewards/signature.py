@@ -4,8 +4,7 @@ A function is *per sample* when a parameter takes one completion: the one named 
 ``solution_str``, else the first. It is *per group*, in TRL's form, when a parameter is named ``completions`` (or its
 first one ``completion_ids`` or ``prompts``): then every argument is a list with one entry for each completion, and so
 is what it returns. All other parameters are passed by name: dataset columns, and the names of ``PROVIDED`` or
-``PROVIDED_OF_GROUPS``. ``**columns`` gets every column.
-"""
+``PROVIDED_OF_GROUPS``. ``**columns`` gets every column."""
 
 from __future__ import annotations
 

@@ -64,8 +64,7 @@ def to_forget(
     """Versions of ``written`` (oldest first, each once) that none of the three rules keeps.
 
     Kept: the last ``keep`` (at least 1); the ``keep_best`` with the highest score, of equal ones the newest; multiples
-    of ``keep_every`` (0: none).
-    """
+    of ``keep_every`` (0: none)."""
     scored = [version for version in written if version in scores]
     best = sorted(scored, key=lambda version: (scores[version], version), reverse=True)[:keep_best]
     permanent = [version for version in written if keep_every and version % keep_every == 0]
@@ -82,8 +81,7 @@ class CheckpointKeeper:
     Goes on with what the directory already holds up to ``held``, the version that the ranks began from or hold now.
     Newer ones are of a future that was left, because they are damaged or somebody went back: they count for nothing,
     may be written anew, and go once a version is saved. ``forget`` removes one directory. ``limit``: held-out prompts
-    of the scores that are compared (0: all).
-    """
+    of the scores that are compared (0: all)."""
 
     def __init__(
         self,

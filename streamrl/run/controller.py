@@ -1,8 +1,7 @@
 """The async shell around the pure core: streams and answers become events, actions become orders.
 
 Everything that may take long (drawing prompts, a step, a push, an evaluation, a checkpoint) is a child of the
-controller's task group and comes back as an event. The loop itself only sends.
-"""
+controller's task group and comes back as an event. The loop itself only sends."""
 
 from __future__ import annotations
 
@@ -254,10 +253,7 @@ class Controller:
             )
 
     async def _step(
-        self,
-        action: do.StepOptimizer,
-        gather: Callable[[], Awaitable[list[StepReport]]],
-        batch: list[ScoredTrajectory],
+        self, action: do.StepOptimizer, gather: Callable[[], Awaitable[list[StepReport]]], batch: list[ScoredTrajectory]
     ) -> None:
         with self._waits.waiting_for(f"the trainer to make version {action.policy_version}"):
             reports = await gather()

@@ -116,8 +116,7 @@ def staleness_metrics(batch: Sequence[ScoredTrajectory], trained_at: int) -> dic
 
 def length_metrics(window: StepWindow, lengths: FirstLengths, *, by_kind: bool) -> dict[str, float]:
     """``length/*``: what was sampled against what was trained, since the last step (and, for the bias, since the run
-    began). Racing and cutting keep the short ones: this is where it shows. ``by_kind``: also for each kind of round.
-    """
+    began). Racing and cutting keep the short ones: this is where it shows. ``by_kind``: also for each kind of round."""
     metrics = _length_figures("length/sampled_", window.sampled)
     kinds = {length.round_kind for length in (*window.sampled, *window.trained)} if by_kind else set()
     for kind in sorted(kinds):
@@ -161,8 +160,7 @@ def unbiased_mean(whole: Mapping[int, int], stopped: Mapping[int, int], limit: i
     Meier, JASA 53, 1958). ``whole``, ``stopped``: numbers of trajectories by length in tokens.
 
     A stopped completion counts as longer than it is. 0.0 where that cannot tell the mean: where those that were longer
-    than all whole ones could add more than ``UNSEEN`` of it, if they went on to ``limit``.
-    """
+    than all whole ones could add more than ``UNSEEN`` of it, if they went on to ``limit``."""
     at_risk = sum(whole.values()) + sum(stopped.values())
     if not any(whole.values()):
         return 0.0

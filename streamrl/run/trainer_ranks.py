@@ -144,10 +144,7 @@ class TrainerRanks:
         """Write a checkpoint with all ranks; returns rank 0's answer. ``beside``: sha256 of the files, by name, that
         ``atomic_files.stage_sidecar`` left for it: of any size, where a message is not."""
         order = SaveCheckpoint(
-            directory=directory,
-            policy_version=policy_version,
-            min_free_bytes=min_free_bytes,
-            beside=dict(beside or {}),
+            directory=directory, policy_version=policy_version, min_free_bytes=min_free_bytes, beside=dict(beside or {})
         )
         gather = await self._ask(order, CheckpointSaved)
         return (await gather())[0]

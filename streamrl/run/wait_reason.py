@@ -2,8 +2,7 @@
 
 A run waits for what the next live version waits for. Where several things go on at once (engines sample the next batch
 while a version is pushed) it is the one without which the others would not help: a batch that is not full yet needs its
-trajectories, and only when nothing more can come for it does it wait for the version that would sample them.
-"""
+trajectories, and only when nothing more can come for it does it wait for the version that would sample them."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A niced process beside the run reads the last part of ``trace.jsonl``, fits a cluster model to it, simulates each kind
 of round with the lengths that were sampled, and prints the predicted goodput of each. The controller starts it between
-rounds, and passes the answer to the round policy as ``RoundsAdvised``.
-"""
+rounds, and passes the answer to the round policy as ``RoundsAdvised``."""
 
 from __future__ import annotations
 

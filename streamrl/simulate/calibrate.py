@@ -33,8 +33,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """``model``, and how well it explains what it was fitted to: medians of the absolute relative error.
 
     ``step_error``: decode steps; ``life_error``: seconds from launch to last token. ``assumed``: constants that the run
-    does not tell, such as ``engine.kv_tokens``.
-    """
+    does not tell, such as ``engine.kv_tokens``."""
 
     model: ClusterModel
     step_error: float
@@ -57,8 +56,7 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
     """Fit every part to ``run``. Its ``recipe`` knows how many requests an engine runs at most (without it: as many as
     the run's capacity says) and for how many tokens an idle trainer waits (without it: for none).
 
-    Raises ``StreamRLError`` where the run is too short to fit anything.
-    """
+    Raises ``StreamRLError`` where the run is too short to fit anything."""
     lives = life_times(run)
     if len(lives.begins) < FEWEST_COMPLETIONS or len(run.steps) < FEWEST_STEPS:
         raise StreamRLError(

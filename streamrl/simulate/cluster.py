@@ -97,13 +97,7 @@ DEMO = ClusterModel(
 HEAVY = msgspec.structs.replace(
     DEMO,
     lengths=LengthModel(
-        cap=2048,
-        weights=(1.0,),
-        mus=(math.log(45),),
-        sigmas=(1.183,),
-        cap_share=0.02,
-        tail_from=315,
-        correlation=0.65,
+        cap=2048, weights=(1.0,), mus=(math.log(45),), sigmas=(1.183,), cap_share=0.02, tail_from=315, correlation=0.65
     ),
 )
 

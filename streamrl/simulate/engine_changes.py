@@ -2,8 +2,7 @@
 
 A freed engine's devices are the trainer's until the next round: it then works at ``streaming_speed`` plus that share of
 what is missing to full speed. A request that moves is submitted elsewhere ``migration_s`` later and prefilled again.
-Another set takes over between rounds, in ``switch_s``.
-"""
+Another set takes over between rounds, in ``switch_s``."""
 
 from __future__ import annotations
 

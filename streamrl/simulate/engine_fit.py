@@ -3,8 +3,7 @@
 Decode steps: ``a + c b + d sqrt(b)`` of b running requests, by non-negative least squares with weights that keep the
 total time. Least squares of relative errors would not: the time of an interval is noisy, short ones would count most,
 and the fit would come out below the mean (by a fifth, on shared cores). The root is what a front end and small matrix
-products on CPU need: 1, 16 and 128 requests took 3.2, 5.4 and 12.0 ms there, and no line fits those.
-"""
+products on CPU need: 1, 16 and 128 requests took 3.2, 5.4 and 12.0 ms there, and no line fits those."""
 
 from __future__ import annotations
 
@@ -118,8 +117,7 @@ def fit_arrivals(lives: LifeTimes, step: StepFit, warm_s: float) -> tuple[float,
     the two was assumed).
 
     Time that decoding does not explain is shared by the requests that came meanwhile. Short completions tell it best:
-    they wait for a burst to arrive, and hardly decode. ``warm_s``: what began before that does not count.
-    """
+    they wait for a burst to arrive, and hardly decode. ``warm_s``: what began before that does not count."""
     decoding = lives.decoding_s(step.cost)
     waited = (lives.seconds - decoding) / lives.arrivals
     short = (lives.tokens <= np.quantile(lives.tokens, 0.25)) & (lives.begins >= warm_s)
@@ -174,8 +172,7 @@ def unbiased_fit(columns: Floats, target: Floats, weights: Floats) -> Floats:
     """Non-negative ``x`` [n] with ``columns x`` near ``target`` where the error of a row grows with its *expected*
     value (quasi-likelihood): every row counts relatively, and the sum is kept all the same.
 
-    ``columns``: [m, n]; ``target``, ``weights``: [m].
-    """
+    ``columns``: [m, n]; ``target``, ``weights``: [m]."""
     expected = np.full(len(target), np.average(target, weights=weights))
     found = np.zeros(columns.shape[1])
     for _ in range(_REWEIGHTED):

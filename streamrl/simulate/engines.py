@@ -2,8 +2,7 @@
 
 All running requests decode together, so an engine has one token clock. A decode step with ``b`` running requests and
 ``K`` tokens of context takes ``a + c b + g K`` seconds, and ``K`` grows by ``b``: ``n`` steps take
-``n (a + c b + g K) + g b n^2 / 2``. Between events the clock jumps; a request costs a heap operation or two.
-"""
+``n (a + c b + g K) + g b n^2 / 2``. Between events the clock jumps; a request costs a heap operation or two."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ class EngineModel(StepCost, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prompt. ``arrival_s``: interval at which the front end takes requests; ``admission_s + admission_per_running_s x
     running``: how long each holds up decoding; ``presubmitted_s``: the same for one that came while the engine was
     paused. ``rejected_per_token``: where deferred prompts are verified, the chance that the weights of the long round
-    choose another token than the one that was sampled before (assumed).
-    """
+    choose another token than the one that was sampled before (assumed)."""
 
     max_num_seqs: int = 256
     kv_tokens: int = 0

@@ -34,8 +34,7 @@ class LengthModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     log-normals lack of it is such a mass. ``correlation``: of two completions of a
     prompt, in the Gaussian copula ``z = sqrt(rho) u + sqrt(1 - rho) e``. ``drift_per_step``:
     the natural log of every length below the cap grows by so much with each policy version, ``drift_steps`` long (0:
-    without end).
-    """
+    without end)."""
 
     cap: int
     weights: tuple[float, ...]
@@ -165,8 +164,7 @@ class RecordedLengths:
     one simulation, since the first draw of a prompt is the recorded one.
 
     What is drawn beyond the record (another attempt at a prompt, more samples) comes from recorded prompts of nearly
-    the same length. A completion that was stopped before its end is as long as a recorded one that is longer.
-    """
+    the same length. A completion that was stopped before its end is as long as a recorded one that is longer."""
 
     def __init__(self, run: RecordedRun, *, resample: bool = True, seed: int = 0) -> None:
         self._rows = recorded_rows(run, seed)

@@ -143,8 +143,7 @@ MOST_WARM_UP = 5
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     """A recorded run beside its own ``recipe``, simulated on the lengths that it recorded. ``goodput``: trained tokens
     a second, recorded and simulated; ``recorded``, ``simulated``: mean seconds of a step by kind of round, "": of all.
-    ``evaluated``: steps that the comparison leaves out, since an evaluation ran beside them.
-    """
+    ``evaluated``: steps that the comparison leaves out, since an evaluation ran beside them."""
 
     recipe: Recipe
     goodput: tuple[float, float]

@@ -69,8 +69,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     requests, over the rollout and over the whole step. Staleness: of the oldest token of each trained trajectory.
     ``step_s_p50``, ``step_s_p95``: of the steps in ``recent``. ``wait_mean``, ``wait_max``: optimizer steps between the
     first launch of a prompt and its training. ``straggler_rate``: mean over trained batches of the share of their
-    step's groups that straggle (SAGC's budget).
-    """
+    step's groups that straggle (SAGC's budget)."""
 
     rounds: str
     steps: int

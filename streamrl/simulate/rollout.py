@@ -56,13 +56,7 @@ class SimulatedRollout:
     ``verifies_deferred``: what was cancelled keeps its tokens until the same draw is launched again."""
 
     def __init__(
-        self,
-        model: ClusterModel,
-        queue: EventQueue,
-        *,
-        max_tokens: int,
-        most: int = 0,
-        verifies_deferred: bool = False,
+        self, model: ClusterModel, queue: EventQueue, *, max_tokens: int, most: int = 0, verifies_deferred: bool = False
     ) -> None:
         self.model = model
         self.together = RunningTogether()

@@ -1,8 +1,7 @@
 """The real control core in virtual time: its actions are carried out by cost models, and answered as events.
 
 Plain code around one heap. What happens next is an engine whose next request finishes, a request that arrives, a reward
-that is known, or the trainer, a push, an evaluation that is done.
-"""
+that is known, or the trainer, a push, an evaluation that is done."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def simulate(
     ``engines``: whether they are freed late in a round, and other sets of them. ``lengths``: None draws from
     ``model.lengths``. ``progress``: called with each version that goes live. ``trace``: collects what happens.
 
-    Raises ``StreamRLError`` when control stops the run, or when nothing is left that could happen.
-    """
+    Raises ``StreamRLError`` when control stops the run, or when nothing is left that could happen."""
     settings = msgspec.structs.replace(settings, steps=warm_up + steps)
     source = lengths or model.drawn_lengths(seed)
     advice = None

@@ -21,8 +21,7 @@ class RewardModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     share of the engines' devices.
 
     ``solved``: share of rewards that are 1, the others are 0; ``spread``: of the solve rate between prompts, in
-    standard normal units. Completions at the cap get 0.
-    """
+    standard normal units. Completions at the cap get 0."""
 
     median_s: float = 0.0
     sigma: float = 0.0
@@ -41,8 +40,7 @@ class TrainerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rollout goes on (0: only at the close, or on devices of freed engines); engines that are freed add their share of
     what is missing to full speed. Work that comes while it is busy waits; an idle trainer begins once
     ``streaming_tokens`` wait, and then takes all of it. ``rollout_slowdown``: a decode step takes so many times as long
-    while the trainer works, where they share cores.
-    """
+    while the trainer works, where they share cores."""
 
     token_s: float
     sequence_s: float = 0.0

@@ -2,8 +2,7 @@
 
 First a grid over all kinds of rounds that the budget allows, then the neighbours of the best race, then submission in
 advance; the best few and the recipe as it is are simulated once more with other lengths, and those figures decide. All
-candidates see the same prompts and lengths, so that their differences are much smaller than their noise.
-"""
+candidates see the same prompts and lengths, so that their differences are much smaller than their noise."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     ``goodput``: trained tokens a second; ``groups_s``: trained groups a second; ``length_share``: mean trained length
     over the unbiased one; ``wasted_share``: generated tokens that no step trains; ``staleness`` and ``wait``: the
-    largest, in optimizer steps; ``simulations``: how many.
-    """
+    largest, in optimizer steps; ``simulations``: how many."""
 
     goodput: float
     groups_s: float

@@ -8,8 +8,7 @@ busy the orders gather, so that under load a message carries as many as there ar
 soonest.
 
 The functions are a value with a version. ``load`` replaces it while trajectories flow. The version that is attached
-when the first of a group arrives scores all of the group, because siblings are compared with each other.
-"""
+when the first of a group arrives scores all of the group, because siblings are compared with each other."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ class RewardStage:
         """Attach other functions; groups of which something has arrived are scored by those that were attached then.
 
         ``noted`` is called before the first group is theirs. Raises ``RecipeError`` where they cannot be loaded, or
-        end the process that loads them: then nothing has changed.
-        """
+        end the process that loads them: then nothing has changed."""
         order = LoadRewardSet(reward_version=version, rewards=rewards)
         replies: list[RewardSetLoaded] = []
         deaths = 0

@@ -3,8 +3,7 @@
 A request that the engine cut (a pause that aborts, a drained engine) goes on from its tokens with a seed of its own. A
 trajectory that control paused waits, outside of the engine, until it is resumed; only one that was cancelled, or that
 the engine refused, ends as ``TrajectoryLost``. Where deferred completions are verified, the tokens of what was
-cancelled are kept until the same draw is launched again (``engines/resumption.py``).
-"""
+cancelled are kept until the same draw is launched again (``engines/resumption.py``)."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class _Attempt:
     """One launched trajectory: what it has, what it asks the engine for, and what control wants of it.
 
     ``unanswered``: pauses that it has not answered yet. ``waits``: it is paused and has left the engine. ``kept``:
-    tokens of an earlier attempt that are verified; ``own_seed_tokens``: tokens that were sampled with its own seed.
-    """
+    tokens of an earlier attempt that are verified; ``own_seed_tokens``: tokens that were sampled with its own seed."""
 
     def __init__(self, order: LaunchTrajectory, request: Generate, kept: TokenArray) -> None:
         self.order = order

@@ -1,8 +1,7 @@
 """The training stage: orders in, reports out, torch in one thread of its own.
 
 The loop is never blocked: while torch computes, orders keep being read, so groups flow. When nothing was ordered and
-enough tokens wait, what is pending is trained: training overlaps the rollout of the same batch.
-"""
+enough tokens wait, what is pending is trained: training overlaps the rollout of the same batch."""
 
 from __future__ import annotations
 

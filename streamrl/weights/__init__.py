@@ -15,8 +15,7 @@ receivers      ``fetch_version``, ``FetchedVersion``, ``KeptParts``, ``Checkpoin
                ``CheckpointBase``: to hold the weights of a publisher in a process that is no vLLM
 codec          ``encode_patch``, ``encode_complete``, ``decode_patch``, ``EncodedPatch``, ``WeightPatch``
 errors         ``WeightError``: a version is refused, nothing has changed
-=============  =====================================================================================================
-"""
+=============  ====================================================================================================="""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The worker's side is ``streamrl.weights.vllm.weight_receiver``. The engine is an ``AsyncLLM`` that was made with
 ``weight_transfer_config=WeightTransferConfig(backend=WEIGHT_BACKEND)`` and under ``engine_environment()``, or a
-``vllm_server.VllmServer``. Nothing here imports vllm: a trainer may call it.
-"""
+``vllm_server.VllmServer``. Nothing here imports vllm: a trainer may call it."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ async def push(llm: Any, announcement: WeightAnnouncement, *, clear_cache: bool 
     ``clear_cache``: compute the KV of what was sampled so far anew under the new weights. Raises as ``stage`` and
     ``commit`` do: after a ``WeightError`` the engine goes on with what it holds, after an ``EngineError`` of the commit
     it stays paused, since nobody knows what it holds. Cancelled, it ends after the pause, never in the midst of it.
-    ``seconds`` of the answer are those of the commit.
-    """
+    ``seconds`` of the answer are those of the commit."""
     staged = await stage(llm, announcement)
     with anyio.CancelScope(shield=True):
         try:
@@ -66,8 +64,7 @@ async def commit(llm: Any, policy_version: int) -> OrderDone:
     """Apply the staged version to the live weights of every worker. Only while paused. ``order_id`` is 0.
 
     ``state_hash`` of the answer is computed from the live weights. Raises ``WeightError`` when the version is not
-    staged or does not verify; the engine then holds what it held. Raises ``EngineError`` when that cannot be said.
-    """
+    staged or does not verify; the engine then holds what it held. Raises ``EngineError`` when that cannot be said."""
     started = time.monotonic()
     try:
         reports = await llm.collective_rpc("streamrl_apply", args=(str(policy_version),))

@@ -1,8 +1,7 @@
 """The manifest of one rank's part of one version (its identity, its units, its chunks), and the units it is coded in.
 
 The digest of the encoded manifest is the identity of the part; everything else hangs on it: the manifest
-names the digest of every chunk, so the bytes are checked, no matter which process serves them.
-"""
+names the digest of every chunk, so the bytes are checked, no matter which process serves them."""
 
 from __future__ import annotations
 
@@ -142,8 +141,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``base_part_hash`` and ``part_hash``: the rank's part of the state hash before and after. ``base_digest``: of the
     manifest of the base version (empty: there is none), for receivers that lack it too. ``shards``: all that the rank
-    publishes, with a delta on the checkpoint only: its reader cannot know that from earlier versions.
-    """
+    publishes, with a delta on the checkpoint only: its reader cannot know that from earlier versions."""
 
     format_version: int
     run_id: str

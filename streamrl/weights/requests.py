@@ -3,8 +3,7 @@ once.
 
 A reply has two frames: the encoded header, and the bytes asked for (empty for ``NotServed``). The ZeroMQ context is not
 shared with the streams: the trainer publishes from a plain thread, and the receiver lives in vLLM's worker process,
-which uses ZeroMQ itself.
-"""
+which uses ZeroMQ itself."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The server must run in vLLM's developer mode (that is where its weight routes are) and with streamrl's backend; see
 ``server_environment`` and ``SERVER_OPTIONS`` of ``streamrl.weights``. Those routes can stop the server or change its
 weights: keep the port on a private network. Weight bytes do not pass here; the server's workers pull them from the
-publisher.
-"""
+publisher."""
 
 from __future__ import annotations
 

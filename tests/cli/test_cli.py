@@ -55,8 +55,7 @@ group_size = 2
 max_tokens = 16
 
 [engines]
-max_num_seqs = 8
-"""
+max_num_seqs = 8"""
 
 
 CONFIG = {
@@ -456,12 +455,7 @@ def test_a_run_that_cannot_stream_says_so(
     ids=["drained", "died", "group", "recipe", "cut short"],
 )
 def test_how_a_run_may_end(
-    project: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    end: Any,
-    code: int,
-    error: str,
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: Any, code: int, error: str
 ) -> None:
     assert run_script(project, monkeypatch, [started(project), end]) == code
     assert capsys.readouterr().err == error

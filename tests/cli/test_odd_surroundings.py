@@ -48,8 +48,7 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("redirection", [">/dev/full", ">/dev/full 2>&1"])
 def test_a_dry_run_ends_as_it_would_on_a_screen(tmp_path: Path, redirection: str) -> None:
     done = shell(
-        f"{STREAMRL} train {shlex.join(arguments(tmp_path))} --dry-run {redirection}",
-        PYTHONIOENCODING="ascii",
+        f"{STREAMRL} train {shlex.join(arguments(tmp_path))} --dry-run {redirection}", PYTHONIOENCODING="ascii"
     )
     assert done.returncode == 0, done.stderr
     noted = [line for line in done.stderr.splitlines() if "stdout cannot be written" in line]

@@ -31,8 +31,7 @@ def hangs(completion):
 def tokens(completion, *, token_ids):
     return len(token_ids)
 def nothing(completion):
-    return None
-"""
+    return None"""
 
 
 @pytest.fixture

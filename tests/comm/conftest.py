@@ -41,11 +41,9 @@ def new_endpoint(tmp_path: Path) -> Callable[[str], str]:
 
     def make(transport: str) -> str:
         number = next(_numbers)
-        return {
-            "inproc": f"inproc://test-{number}",
-            "ipc": f"ipc://{tmp_path}/{number}",
-            "tcp": "tcp://127.0.0.1:*",
-        }[transport]
+        return {"inproc": f"inproc://test-{number}", "ipc": f"ipc://{tmp_path}/{number}", "tcp": "tcp://127.0.0.1:*"}[
+            transport
+        ]
 
     return make
 

@@ -10,15 +10,7 @@ import pytest
 
 from streamrl.base import messages
 from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded
-from streamrl.base.types import (
-    Completion,
-    FinishReason,
-    Record,
-    TokenArray,
-    VersionSpan,
-    float_array,
-    token_array,
-)
+from streamrl.base.types import Completion, FinishReason, Record, TokenArray, VersionSpan, float_array, token_array
 from streamrl.comm import zmq_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
 

@@ -100,10 +100,7 @@ async def test_every_end_can_be_opened_and_left_many_times(new_endpoint: NewEndp
     endpoint = new_endpoint("ipc")
     descriptors = None
     for number in range(30):
-        async with (
-            zmq_receiver(int, endpoint, bind=True) as receives,
-            zmq_sender(int, endpoint, bind=False) as sends,
-        ):
+        async with zmq_receiver(int, endpoint, bind=True) as receives, zmq_sender(int, endpoint, bind=False) as sends:
             await sends.send(number)
             assert await receives.receive() == number
             await sends.aclose()

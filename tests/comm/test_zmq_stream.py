@@ -65,8 +65,7 @@ async def rest(then):
     elif then == "raise":
         raise ValueError("a bad day")
 
-anyio.run(main, *sys.argv[1:])
-"""
+anyio.run(main, *sys.argv[1:])"""
 
 
 @contextmanager

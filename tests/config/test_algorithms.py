@@ -97,11 +97,7 @@ def test_what_needs_other_models_or_trains_without_signal() -> None:
 
 @pytest.mark.parametrize("algorithm", METHODS)
 def test_what_compares_with_the_whole_batch_does_not_stream(algorithm: str) -> None:
-    whole = {
-        "reinforce_plus_plus": "batch",
-        "reinforce_plus_plus_baseline": "group_then_batch",
-        "ppo": "gae",
-    }
+    whole = {"reinforce_plus_plus": "batch", "reinforce_plus_plus_baseline": "group_then_batch", "ppo": "gae"}
     reason = why_not_streaming(resolved(algorithm=algorithm), 1)
     if algorithm in whole:
         assert reason.startswith(f'objective.advantages = "{whole[algorithm]}" ')

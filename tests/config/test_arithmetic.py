@@ -155,12 +155,7 @@ def change(**sections: msgspec.Struct) -> Recipe:
         (5e-5, 1_200_000, 0, ""),
         (1e-6, 494_000_000, 0, ""),
         (1e-6, 7_600_000_000, 0, ""),
-        (
-            1e-5,
-            7_600_000_000,
-            0,
-            "is high for a model of 7,600,000,000 parameters: as a rule of thumb try 3e-07",
-        ),
+        (1e-5, 7_600_000_000, 0, "is high for a model of 7,600,000,000 parameters: as a rule of thumb try 3e-07"),
         (1e-5, 7_600_000_000, 16, ""),
         (1e-6, 494_000_000, 16, "is low for adapters of a model of 494,000,000 parameters"),
     ],

@@ -92,8 +92,7 @@ learning_rate = inf
 "device" = "tpu"
 
 [evaluation]
-every = 5
-"""
+every = 5"""
 
 GOLDEN = [
     (

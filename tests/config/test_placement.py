@@ -69,11 +69,7 @@ def test_engines_of_one_gpu_divide_its_share_and_the_processes_know() -> None:
     plans = {one.name: one for one in found.placed(plan_topology(made, Path("/s"))).processes}
     assert [
         (plans[name].gpus, plans[name].gpu_memory_utilization) for name in ("engine-0", "engine-1", "trainer-0")
-    ] == [
-        (("0",), 0.425),
-        (("0",), 0.425),
-        (("0",), 0.0),
-    ]
+    ] == [(("0",), 0.425), (("0",), 0.425), (("0",), 0.0)]
     assert plans["controller"].gpus == plans["reward-0"].gpus == ()
 
 

@@ -1,8 +1,7 @@
 """Group sizing: the straggler event, what is learnt from groups of any size, the budget over a long run, resuming.
 
 The simulations draw lognormal lengths: spread 0.5 between prompts, another one inside a prompt that may drift, cut at
-four times the median. No model and no engine.
-"""
+four times the median. No model and no engine."""
 
 from __future__ import annotations
 
@@ -20,12 +19,7 @@ from oracle.control_world import World, control_settings
 from streamrl.control.fixed_size import FixedSize
 from streamrl.control.model import GroupLengths
 from streamrl.control.policies import sagc
-from streamrl.control.policies.group_sizing import (
-    GroupSizer,
-    RandomSize,
-    StragglerAwareSize,
-    make_group_sizer,
-)
+from streamrl.control.policies.group_sizing import GroupSizer, RandomSize, StragglerAwareSize, make_group_sizer
 from streamrl.control.round_policy import SizingDecision
 from streamrl.observe.metrics.all_metrics import unregistered
 from streamrl.recipe.scheduling import GroupSizing, Keeps, RoundKind, SizingKind, Straggler, TailBatching

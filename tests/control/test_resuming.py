@@ -19,14 +19,7 @@ from streamrl.control.model import PromptPool
 from streamrl.control.policies.group_sizing import make_group_sizer
 from streamrl.control.policies.round_policies import make_control, make_round_policy
 from streamrl.control.settings import ControlSettings
-from streamrl.recipe.scheduling import (
-    DeferredPrompts,
-    GroupSizing,
-    LengthSorted,
-    RoundKind,
-    SizingKind,
-    TailBatching,
-)
+from streamrl.recipe.scheduling import DeferredPrompts, GroupSizing, LengthSorted, RoundKind, SizingKind, TailBatching
 
 Draw = tuple[str, int, int]
 GROUPS, SIZE = 4, 4

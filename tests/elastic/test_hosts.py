@@ -268,10 +268,6 @@ async def test_an_engine_that_sleeps_wakes_with_the_live_version_and_is_started_
         while not one.hosts._slots["engine-1"].stopped:
             await anyio.sleep(0.01)
         await one.hosts.use(["engine-1"])
-        assert one.orders() == [
-            StopEngine(engine="engine-1"),
-            StopEngine(engine="engine-0", sleeps=True),
-            START_1,
-        ]
+        assert one.orders() == [StopEngine(engine="engine-1"), StopEngine(engine="engine-0", sleeps=True), START_1]
         await one.assert_serves("engine-1", 1)
         assert len(one.made) == 3 and one.events == []

@@ -7,8 +7,7 @@ poison   it dies of a request with the seed 666
 deaf     it takes requests, says that it is well, and never samples a token
 late     it never says hello
 
-Every other role waits for SIGTERM.
-"""
+Every other role waits for SIGTERM."""
 
 from __future__ import annotations
 

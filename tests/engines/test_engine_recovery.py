@@ -53,10 +53,7 @@ async def test_what_a_killed_engine_served_is_sampled_by_the_others_and_its_succ
         lost, back = one.events
         assert isinstance(lost, EngineLost) and "its host is gone" in lost.reason and lost.requests > 0
         assert isinstance(back, EngineBack) and back.engine == "engine-1"
-        assert one.hosts.figures == {
-            "engines/restarts_total": 1.0,
-            "engines/lost_requests_total": float(lost.requests),
-        }
+        assert one.hosts.figures == {"engines/restarts_total": 1.0, "engines/lost_requests_total": float(lost.requests)}
         await one.push()
         assert await samples_with(one, "engine-1") == {2}, "later pushes reach it"
     one.assert_whole()

@@ -108,11 +108,7 @@ def test_an_aborted_request_runs_until_the_engine_dropped_it() -> None:
 
 # ---- a real engine -------------------------------------------------------------------------------
 
-REAL = [
-    pytest.mark.vllm,
-    pytest.mark.torch,
-    pytest.mark.asyncio(loop_scope="module"),
-]
+REAL = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.asyncio(loop_scope="module")]
 MAX_RUNNING = 8
 LONG = 480
 CACHE_BLOCKS = 24  # 23 of 128 tokens for requests: six long ones fit, eight do not
@@ -137,11 +133,7 @@ class LongRequests:
     def request(self, prompt: list[int]) -> Generate:
         self._count += 1
         return Generate(
-            request_id=f"long-{self._count}",
-            token_ids=token_array(prompt),
-            max_tokens=LONG,
-            seed=7,
-            temperature=0.01,
+            request_id=f"long-{self._count}", token_ids=token_array(prompt), max_tokens=LONG, seed=7, temperature=0.01
         )
 
     async def find_prompts(self) -> None:

@@ -10,11 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.filterwarnings("default")]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "weights_only"
 

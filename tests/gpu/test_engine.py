@@ -34,11 +34,7 @@ from streamrl.learning.batches.packing import pack  # noqa: E402
 from streamrl.learning.model.loading import load_policy  # noqa: E402
 from streamrl.learning.objective.logprobs import token_logprobs  # noqa: E402
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.filterwarnings("default")]
 SIZES = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 LOAD = {"cpu": (8, 200), "cuda": (64, 400)}
 """Requests in flight, and their tokens."""

@@ -22,13 +22,7 @@ from streamrl.weights.codec.codec import WeightPatch, decode_patch, encode_patch
 from streamrl.weights.codec.state_hash import hash_range  # noqa: E402
 from streamrl.weights.manifest import ShardSpec  # noqa: E402
 from streamrl.weights.publish.torch_tensors import encode_on_device  # noqa: E402
-from streamrl.weights.pull.replica import (  # noqa: E402
-    CheckpointReplica,
-    FetchedVersion,
-    ShardPatch,
-    StagedVersion,
-    TensorSpec,
-)
+from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, ShardPatch, StagedVersion, TensorSpec  # noqa: E402
 from streamrl.weights.vllm.live_weights import LiveWeights, count_routes  # noqa: E402
 from streamrl.weights.vllm.load_plan import record_load_plan  # noqa: E402
 

@@ -1,8 +1,7 @@
 """A process that writes a journal until it is killed or the disk fails: ``writer_process.py DIRECTORY SEED [RECORDS]``.
 
 Its output: ``opened LAST`` once what it found is as it was written, then the number of each record that is durable, at
-last ``failed MESSAGE`` or ``done``.
-"""
+last ``failed MESSAGE`` or ``done``."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Every rank adds the gradients of its share of ``SAMPLES`` inputs, as the trainer does: without sync while a batch is
 open, then one synced backward that adds nothing; or, layer by layer, with a sync in each of as many backwards on every
-rank. The result does not depend on the number of ranks.
-"""
+rank. The result does not depend on the number of ranks."""
 
 from __future__ import annotations
 

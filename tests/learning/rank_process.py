@@ -1,8 +1,7 @@
 """One process of several trainer ranks: ``rank_process.py PHASES.json RANK RANKS DIRECTORY``.
 
 Importing torch is what costs here: all processes first save weights of odd shapes together to ``DIRECTORY/odd``, then
-each is a rank of one trainer after the other (``PHASES.json``).
-"""
+each is a rank of one trainer after the other (``PHASES.json``)."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 
     ``checkpoints``: directories by the version at which they are written. ``end``: what this
     rank does after the groups of one more batch: ``die``, ``hang``, or ``survive``, which writes its error and when it
-    came to ``out``. ``measured``: also write the bytes of tensors at the peak of its start and its first step.
-    """
+    came to ``out``. ``measured``: also write the bytes of tensors at the peak of its start and its first step."""
 
     options: TrainerOptions
     shares: list[list[int]]

@@ -24,12 +24,7 @@ from streamrl.learning.batches.packing import PreparedSample, pack  # noqa: E402
 from streamrl.learning.model import loading, probe  # noqa: E402
 from streamrl.learning.model.architecture import decoder_layers  # noqa: E402
 from streamrl.learning.model.loading import load_policy, published_shapes  # noqa: E402
-from streamrl.learning.model.local_shards import (  # noqa: E402
-    LocalShard,
-    local_part,
-    local_shards,
-    published_shards,
-)
+from streamrl.learning.model.local_shards import LocalShard, local_part, local_shards, published_shards  # noqa: E402
 from streamrl.learning.model.policy import PackedPolicy, shard  # noqa: E402
 from streamrl.learning.objective.logprobs import token_logprobs  # noqa: E402
 from streamrl.learning.state.checkpoint import save_hugging_face  # noqa: E402

@@ -17,11 +17,7 @@ from streamrl.base.types import TrainingSample, TrajectoryId, float_array, token
 from streamrl.learning.batches.packing import PreparedSample, pack  # noqa: E402
 from streamrl.learning.model import attention  # noqa: E402
 from streamrl.learning.model.attention import PackedSequence, packed_layout  # noqa: E402
-from streamrl.learning.model.loading import (  # noqa: E402
-    checkpoint_activations,
-    compile_policy,
-    load_policy,
-)
+from streamrl.learning.model.loading import checkpoint_activations, compile_policy, load_policy  # noqa: E402
 from streamrl.learning.model.policy import PackedPolicy  # noqa: E402
 from streamrl.learning.objective.logprobs import token_logprobs  # noqa: E402
 

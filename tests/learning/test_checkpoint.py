@@ -330,7 +330,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
         "additional_chat_templates/tool_use.jinja": f"{{{{ tools | length }}}}{SHORT}",
     },
     "templates in the configuration": {
-        "tokenizer_config.json": {"chat_template": [{"name": "default", "template": SHORT}]},
+        "tokenizer_config.json": {"chat_template": [{"name": "default", "template": SHORT}]}
     },
     "older files": {
         "tokenizer_config.json": {"chat_template": f"{{{{ bos_token }}}}{SHORT}"},

@@ -2,8 +2,7 @@
 
 The reference takes one unpadded sequence at a time through transformers' own model and shares no code with
 ``streamrl.learning``. The batch has 19 samples in groups of 4, 3, 5, 2, 4 and 1 and a number of tokens that neither 2
-nor 3 divides; tokens of four versions, also inside a sample; two turns; truncated samples; a group of equal rewards.
-"""
+nor 3 divides; tokens of four versions, also inside a sample; two turns; truncated samples; a group of equal rewards."""
 
 from __future__ import annotations
 

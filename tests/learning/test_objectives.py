@@ -84,10 +84,7 @@ def inputs_of(tokens: list[Token], dtype: Any = torch.float64) -> TokenInputs:
 
 
 def run(
-    settings: ObjectiveSettings,
-    off_policy: OffPolicy,
-    tokens: list[Token],
-    dtype: Any = torch.float64,
+    settings: ObjectiveSettings, off_policy: OffPolicy, tokens: list[Token], dtype: Any = torch.float64
 ) -> tuple[TokenLoss, Any]:
     """``token_loss`` and the gradient of its sum."""
     inputs = inputs_of(tokens, dtype)

@@ -472,12 +472,7 @@ def test_curve_and_summary_of_a_resumed_run_cover_all_of_its_lives(tmp_path: Pat
     [
         (0.01, 2e-4, "0.055 -> 0.165, +0.110 ± 0.014", "it learns"),
         (-0.01, 5e-5, "-0.055 -> -0.165, -0.110 ± 0.014", "it gets worse; look at samples"),
-        (
-            0.0,
-            2e-4,
-            "0.000 -> 0.000, +0.000 ± 0.000",
-            "no change beyond noise; training.learning_rate = 0.0002",
-        ),
+        (0.0, 2e-4, "0.000 -> 0.000, +0.000 ± 0.000", "no change beyond noise; training.learning_rate = 0.0002"),
         (0.0, 1e-6, "0.000 -> 0.000, +0.000 ± 0.000", "no change beyond noise; training.learning_rate = 1e-06"),
     ],
 )

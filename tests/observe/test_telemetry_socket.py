@@ -11,12 +11,7 @@ import pytest
 import zmq
 
 from streamrl.base.errors import WireError
-from streamrl.observe.telemetry import (
-    TelemetryError,
-    TelemetryPublisher,
-    TelemetrySubscriber,
-    decode_telemetry,
-)
+from streamrl.observe.telemetry import TelemetryError, TelemetryPublisher, TelemetrySubscriber, decode_telemetry
 
 
 @pytest.fixture(params=["ipc", "tcp"])

@@ -55,10 +55,7 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
     },
     "elastic": {"rounds": TAIL, "tail_batching": TailBatching(prompt_oversampling=1.5, long_round_batches=2)},
     "sorted": {"rounds": SORTED, "length_sorted": LengthSorted(cohort_batches=3)},
-    "sorted, oversubscribed": {
-        "rounds": SORTED,
-        "length_sorted": LengthSorted(cohort_batches=3, oversubscription=1.5),
-    },
+    "sorted, oversubscribed": {"rounds": SORTED, "length_sorted": LengthSorted(cohort_batches=3, oversubscription=1.5)},
     "sorted, cut by tokens": {"rounds": SORTED, "length_sorted": LengthSorted(cohort_batches=2, cut_tokens=20)},
     "sorted, single": {"rounds": SORTED, "length_sorted": LengthSorted(cohort_batches=2, single=True)},
     "partial": {"rounds": SORTED, "length_sorted": LengthSorted(cohort_batches=3, partial=True), "max_staleness": 2},

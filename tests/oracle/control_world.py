@@ -3,8 +3,7 @@
 Engines, rewards and trainer are sets of things that may happen next. What was dropped while it ran still comes back
 once; rewards fail while their engine is stopped; engines are lost; runs are killed and resumed from a checkpoint. After
 every event ``check`` compares what control says with the ledger: every trajectory, group and prompt ends once, with a
-reason (accounting); nothing that is trained is too old (staleness); and a run always ends.
-"""
+reason (accounting); nothing that is trained is too old (staleness); and a run always ends."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class World:
     ``resumed_from``: the checkpoint of a run that was killed.
 
     ``running``, ``paused``: trajectories that are sampled or stopped, with their launch version; ``returning``: dropped
-    while they ran, so that their result is still on the way. ``log``, ``answers``: events so far, and all actions.
-    """
+    while they ran, so that their result is still on the way. ``log``, ``answers``: events so far, and all actions."""
 
     def __init__(
         self,

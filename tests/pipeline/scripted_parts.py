@@ -1,7 +1,6 @@
 """The controller's surroundings for tests without torch: prompts from memory, a counting trainer, a quick scorer.
 
-Engines are the product's ``SimulatedEngine``; control, stages, publisher and streams are the real ones.
-"""
+Engines are the product's ``SimulatedEngine``; control, stages, publisher and streams are the real ones."""
 
 from __future__ import annotations
 
@@ -32,13 +31,7 @@ from streamrl.base.messages import (
 )
 from streamrl.base.run_events import EvaluationFinished, RunEvent, StepFinished
 from streamrl.base.stage_messages import FinishedTrajectory, RewardOutcome, RolloutOrder, RolloutOutcome
-from streamrl.base.types import (
-    Prompt,
-    RewardFailureKind,
-    TrainingSample,
-    Trajectory,
-    token_array,
-)
+from streamrl.base.types import Prompt, RewardFailureKind, TrainingSample, Trajectory, token_array
 from streamrl.base.waits import Waits
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.memory_stream import memory_stream
@@ -138,8 +131,7 @@ class CountedPrompts:
 class CountingRank:
     """One trainer rank: answers orders as the real one does, and keeps what it was given.
 
-    ``happened`` is called with ``("group", batch id)`` and ``("close", version)``.
-    """
+    ``happened`` is called with ``("group", batch id)`` and ``("close", version)``."""
 
     def __init__(self, rank: int, ranks: int, version: int, happened: Callable[[str, int], None]) -> None:
         self.rank, self.ranks, self.version, self.happened = rank, ranks, version, happened
@@ -200,12 +192,7 @@ class CountingRank:
 
     def _source(self) -> WeightSource:
         return WeightSource(
-            rank=self.rank,
-            endpoint="",
-            manifest_digest="",
-            payload_bytes=10,
-            changed_elements=1,
-            total_elements=4,
+            rank=self.rank, endpoint="", manifest_digest="", payload_bytes=10, changed_elements=1, total_elements=4
         )
 
 

@@ -30,9 +30,7 @@ def control_settings(**changes: object) -> ControlSettings:
 
 SYNCHRONOUS = control_settings(checkpoint_every=2)
 RACING = control_settings(
-    checkpoint_every=2,
-    rounds=RoundKind.TAIL_BATCHING,
-    tail_batching=TailBatching(prompt_oversampling=1.5),
+    checkpoint_every=2, rounds=RoundKind.TAIL_BATCHING, tail_batching=TailBatching(prompt_oversampling=1.5)
 )
 SUBMITTED = control_settings(checkpoint_every=2, presubmit=True)
 STALE = control_settings(checkpoint_every=1, rounds=RoundKind.CONTINUOUS, max_staleness=1)

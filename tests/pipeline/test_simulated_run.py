@@ -70,11 +70,7 @@ async def test_continuous_rounds_change_weights_while_requests_are_in_flight(tmp
     assert any(newest > oldest for oldest, newest in versions), "no completion saw a weight update"
 
 
-ROUNDS: dict[str, dict[str, object]] = {
-    "synchronous": {},
-    "continuous": CONTINUOUS,
-    "tail_batching": TAIL,
-}
+ROUNDS: dict[str, dict[str, object]] = {"synchronous": {}, "continuous": CONTINUOUS, "tail_batching": TAIL}
 MOMENTS = [("group", 0), ("group", 2), ("close", 1), ("close", 3), ("live", 1), ("live", 4), ("evaluated", 2)]
 
 
@@ -234,12 +230,7 @@ async def test_engines_are_freed_in_rounds_and_serve_in_the_next(rounds: dict[st
 
 # ---- sets of engines ------------------------------------------------------------------------------------
 
-WIDE = PreparedSet(
-    count=2,
-    tensor_parallel_size=1,
-    kv_tokens=4_000,
-    rounds=("short",),
-)
+WIDE = PreparedSet(count=2, tensor_parallel_size=1, kv_tokens=4_000, rounds=("short",))
 DEEP = PreparedSet(count=1, tensor_parallel_size=2, kv_tokens=9_000, rounds=("long",), first=2)
 SETS = (WIDE, DEEP)
 

@@ -1,8 +1,7 @@
 """A process of a run that notes which GPUs it sees: ``shows_gpus.py <role> --index i --run-directory DIR``.
 
 Everything is the real process up to what the role would start. It notes in ``DIR/seen/<name>``: the GPUs of a process
-that it starts itself, those of a reward's processes, and an engine's share of their memory.
-"""
+that it starts itself, those of a reward's processes, and an engine's share of their memory."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ refuse   end with a ModelRefused when ``DIR/go`` appears
 restart  end with exit code 75 at once
 orphan   start two grandchildren that ignore everything and have shared memory, one in its own session, then serve
 finish   end with 0 when ``DIR/go`` appears
-leave    end with 0 when ``DIR/leave`` appears, and on SIGTERM leave the file ``DIR/was-terminated``
-"""
+leave    end with 0 when ``DIR/leave`` appears, and on SIGTERM leave the file ``DIR/was-terminated``"""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ memory = shared_memory.SharedMemory(create=True, size=4096)
 with open(sys.argv[1] + ".partial", "w") as partial:
     partial.write(memory.name)
 os.rename(partial.name, sys.argv[1])
-time.sleep(7200)
-"""
+time.sleep(7200)"""
 
 
 def main() -> None:

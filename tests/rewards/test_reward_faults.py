@@ -1,8 +1,7 @@
 """Everything that a reward function can do to a run, one test each, in real processes.
 
 A fault strikes on the completion "z"; its three siblings are scored by the same function at the same time. What a test
-leaves running fails it (``tests/conftest.py``).
-"""
+leaves running fails it (``tests/conftest.py``)."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ def inspect_reward(spec: str, **options: object) -> RewardSignature:
 def module(tmp_path: Path) -> Path:
     path = tmp_path / "my_rewards.py"
     path.write_text(
-        textwrap.dedent(
-            """
+        textwrap.dedent("""
             from helper_beside import LIMIT
             def plain(completion): ...
             async def full(completion, answer, *, level=1, prompt, token_ids, **columns): ...
@@ -51,9 +50,7 @@ def module(tmp_path: Path) -> Path:
             class Scorer:
                 def __call__(self, completion, answer): ...
             scorer = Scorer()
-            number = 3
-            """
-        )
+            number = 3""")
     )
     (tmp_path / "helper_beside.py").write_text("LIMIT = 3\n")
     return path

@@ -15,13 +15,7 @@ import pytest
 
 from streamrl.base.errors import RecipeError, StreamBroken, StreamEnded
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
-from streamrl.base.types import (
-    FinishReason,
-    RewardFailureKind,
-    Segment,
-    Trajectory,
-    token_array,
-)
+from streamrl.base.types import FinishReason, RewardFailureKind, Segment, Trajectory, token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.wire import WireCodec
@@ -159,10 +153,7 @@ class WorkerProcess:
     """A started worker with the controller's ends of its streams."""
 
     def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        orders: SendStream[RewardOrder],
-        results: ReceiveStream[RewardResult],
+        self, process: asyncio.subprocess.Process, orders: SendStream[RewardOrder], results: ReceiveStream[RewardResult]
     ) -> None:
         self.process = process
         self.orders = orders

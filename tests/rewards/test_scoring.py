@@ -402,9 +402,7 @@ def test_group_list_gives_each_sample_its_own_value(values: list[Any], count: in
         assert list(checked) == [check_value(value) for value in values]
 
 
-@given(
-    parts=st.lists(st.tuples(st.none() | st.floats(-1e6, 1e6), st.floats(-10, 10)), min_size=1, max_size=4),
-)
+@given(parts=st.lists(st.tuples(st.none() | st.floats(-1e6, 1e6), st.floats(-10, 10)), min_size=1, max_size=4))
 def test_total_is_the_weighted_sum_of_what_applies(
     make_trajectory: MakeTrajectory, parts: list[tuple[float | None, float]]
 ) -> None:

@@ -28,10 +28,7 @@ from streamrl.rewards.judge.gate import ActorLoad, JudgeEvent, JudgeOrder, Judge
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 httpx = pytest.importorskip("httpx")
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.torch,
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.torch]
 
 SORT = Path(__file__).parents[2] / "examples" / "sort"
 LISTS = ["5801", "8607", "97", "420", "5801"]  # none is sorted, so that it has something to say

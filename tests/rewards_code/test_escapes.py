@@ -2,8 +2,7 @@
 
 An attempt is what the code does, and how one sees from outside that it got through. ``@NAME@`` is filled in from the
 ``Host``. An attempt that reads prints what it read, and has escaped when that contains what it must not see;
-``ESCAPED`` printed is the code's own word that a call succeeded which must not.
-"""
+``ESCAPED`` printed is the code's own word that a call succeeded which must not."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def syscall(*arguments):
     return result, ctypes.get_errno()
 def judge(result):
     # ENOSYS and EPERM are refusals; whatever else means that the kernel looked at the arguments.
-    print("held" if result[0] < 0 and result[1] in (1, 38) else "ESCAPED", result)
-"""
+    print("held" if result[0] < 0 and result[1] in (1, 38) else "ESCAPED", result)"""
 
 
 def _syscall(name: str, arguments: str, *, control: bool = True) -> Attempt:

@@ -43,8 +43,7 @@ tried("process", lambda: open("/proc/@PID@/environ").read())
 tried("tcp", lambda: socket.create_connection(("127.0.0.1", @TCP@), 1))
 tried("unix", lambda: socket.socket(socket.AF_UNIX).connect("@UNIX@"))
 tried("abstract", lambda: socket.socket(socket.AF_UNIX).connect("\\x00@ABSTRACT@"))
-tried("kill", lambda: os.kill(@PID@, 9))
-"""
+tried("kill", lambda: os.kill(@PID@, 9))"""
 
 
 def test_this_machine_has_every_layer() -> None:
@@ -54,9 +53,7 @@ def test_this_machine_has_every_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    "chosen",
-    [("namespaces",), ("seccomp",), ("landlock", "seccomp"), ("namespaces", "landlock")],
-    ids="+".join,
+    "chosen", [("namespaces",), ("seccomp",), ("landlock", "seccomp"), ("namespaces", "landlock")], ids="+".join
 )
 async def test_layers_hold_without_the_others(chosen: tuple[str, ...], host: Any, limits: Any) -> None:
     async with Sandbox(chosen) as sandbox:

@@ -79,8 +79,7 @@ def look(found=()):
     text = repr([x for x in seen if type(x) in (dict, list, tuple, str)])
     if "918273" + chr(54) + "45" in text: os.abort()
 look()
-def f(x): look(); return x
-"""
+def f(x): look(); return x"""
     outcome = await reward.judge(source, ["assert f(1) == 918273645", "assert f(1) == 1"])
     assert [case.end for case in outcome.cases] == [CaseEnd.WRONG]
     assert "Assertion" in outcome.cases[0].message
@@ -88,8 +87,7 @@ def f(x): look(); return x
 
 
 @pytest.mark.parametrize(
-    ("test", "says"),
-    [("assert (", "no Python"), ("import no_such_module", "no_such_module"), ("return", "no Python")],
+    ("test", "says"), [("assert (", "no Python"), ("import no_such_module", "no_such_module"), ("return", "no Python")]
 )
 async def test_a_broken_test_is_a_failure_and_no_0(test: str, says: str, reward: CodeReward) -> None:
     with pytest.raises(ValueError, match=says):

@@ -39,8 +39,7 @@ class Runs(Observer):
 class Needy(Observer):
     def __init__(self, url): ...
 
-def function(): ...
-"""
+def function(): ..."""
 
 
 class Calls:

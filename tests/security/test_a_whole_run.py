@@ -1,7 +1,6 @@
 """S1, S4, S5, S6: what a real run with keys opens, tells and leaves, looked at from outside while it goes on.
 
-Real controller, reward worker, trainer and sockets; the engine is the simulated one, so that it takes seconds.
-"""
+Real controller, reward worker, trainer and sockets; the engine is the simulated one, so that it takes seconds."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ def note(event, arguments):
         with open(os.environ["PICKLES_SEEN"], "a") as seen:
             seen.write(f"{sys.argv[:3]} {arguments}\\n")
 
-sys.addaudithook(note)
-"""
+sys.addaudithook(note)"""
 
 
 class Watched:

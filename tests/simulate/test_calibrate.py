@@ -22,10 +22,7 @@ from tests.simulate.recorder import Recorder
 from tests.simulate.worlds import control_settings, with_part
 
 TRUTH = with_part(
-    with_part(DEMO, "engine", admission_s=1e-3, admission_per_running_s=0.0),
-    "reward",
-    median_s=0.004,
-    sigma=0.5,
+    with_part(DEMO, "engine", admission_s=1e-3, admission_per_running_s=0.0), "reward", median_s=0.004, sigma=0.5
 )
 
 

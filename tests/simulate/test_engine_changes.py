@@ -115,10 +115,7 @@ def test_engines_of_either_set_are_freed() -> None:
 
 def test_each_kind_of_round_may_have_its_set() -> None:
     pinned = EnginePlan(
-        sets=(
-            msgspec.structs.replace(WIDE, rounds=("short",)),
-            msgspec.structs.replace(DEEP, rounds=("long",)),
-        )
+        sets=(msgspec.structs.replace(WIDE, rounds=("short",)), msgspec.structs.replace(DEEP, rounds=("long",)))
     )
     report = accounted(TIGHT, pinned, **TAIL)
     long_rounds = next(kind.steps for kind in report.kinds if kind.round_kind == "long")

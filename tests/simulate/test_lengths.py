@@ -67,10 +67,7 @@ def test_drift_scales_what_is_below_the_cap() -> None:
     assert (later == after).all()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"weights": (0.5, 0.4)}, {"mus": (1.0,)}, {"correlation": 1.0}, {"cap_share": -0.1}],
-)
+@pytest.mark.parametrize("wrong", [{"weights": (0.5, 0.4)}, {"mus": (1.0,)}, {"correlation": 1.0}, {"cap_share": -0.1}])
 def test_impossible_models_are_refused(wrong: dict[str, object]) -> None:
     values: dict[str, object] = {"cap": 100, "weights": (0.5, 0.5), "mus": (1.0, 2.0), "sigmas": (1.0, 1.0)}
     with pytest.raises(ValueError, match="lengths"):

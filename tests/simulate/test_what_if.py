@@ -16,13 +16,7 @@ from oracle.trace_header import trace_header
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.main import main
-from streamrl.observe.report.trajectory_trace import (
-    EnginesLine,
-    StepLine,
-    TrajectoryLine,
-    TrajectoryTrace,
-    read_trace,
-)
+from streamrl.observe.report.trajectory_trace import EnginesLine, StepLine, TrajectoryLine, TrajectoryTrace, read_trace
 from streamrl.recipe.rules.load import check_recipe, load_recipe
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe, ReleaseKind
@@ -44,8 +38,7 @@ function = "reward.py:reward"
 [rollout]
 prompts_per_batch = {prompts}
 group_size = 8
-{more}
-"""
+{more}"""
 
 
 def write_recipe(folder: Path, prompts: int, more: str = "") -> Path:

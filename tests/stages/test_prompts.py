@@ -52,8 +52,7 @@ def write_rows(tmp_path: Path):
 def module(tmp_path: Path) -> Path:
     path = tmp_path / "my_prompts.py"
     path.write_text(
-        textwrap.dedent(
-            """
+        textwrap.dedent("""
             import asyncio, itertools, pathlib, sys, threading, time
             rows = [{"prompt": f"p{i}", "answer": i} for i in range(5)]
             thread = {}
@@ -118,9 +117,7 @@ def module(tmp_path: Path) -> Path:
                 return 3
             def live():
                 return iter(rows)
-            live.live = True
-            """
-        )
+            live.live = True""")
     )
     return path
 

@@ -6,8 +6,7 @@
     python tests/weights/all_architectures.py qwen3 --linear stock                    # packed after loading: no weights
 
 Two tests that share no code with the load plan: vLLM's own checksum of every runtime parameter (asserted to hold
-something: a parameter that the engine packed away hashes as nothing), and 40 greedy tokens.
-"""
+something: a parameter that the engine packed away hashes as nothing), and 40 greedy tokens."""
 
 from __future__ import annotations
 

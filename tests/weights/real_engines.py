@@ -72,8 +72,7 @@ ARCHITECTURES = {
 def write_model(directory: Path, architecture: Architecture) -> tuple[Bits, Shapes]:
     """A random model with grouped heads (and biases, where it has them), saved in bfloat16.
 
-    Returns the bits and shapes of its tensors as they are published, a tied one once.
-    """
+    Returns the bits and shapes of its tensors as they are published, a tied one once."""
     torch.manual_seed(0)
     options = {**SMALL, "tie_word_embeddings": architecture.tied, **architecture.options}
     config = getattr(transformers, f"{architecture.kind}Config")(**options)

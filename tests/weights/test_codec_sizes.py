@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from synthetic_updates import (
-    adam_step,
-    draw_weights,
-    from_bfloat16,
-    learning_rate_for,
-    to_bfloat16,
-    uniform_step,
-)
+from synthetic_updates import adam_step, draw_weights, from_bfloat16, learning_rate_for, to_bfloat16, uniform_step
 from update_entropy import UpdateCounts
 
 from streamrl.weights.codec.codec import decode_patch, encode_patch

@@ -105,9 +105,7 @@ def assert_become(shards: Sequence[ShardSpec], old: Bits, new: Bits, arrived: Se
         assert old or covered[name] == expected.size
 
 
-def test_units_are_filled_with_shards_of_one_dtype_and_cut_where_they_are_full(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_units_are_filled_with_shards_of_one_dtype_and_cut_where_they_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "UNIT_ELEMENTS", 300)
     sizes = [("a", 30), ("large", 700), ("b", 0), ("half", 5), ("c", 170), ("d", 1)]
     shards = [ShardSpec(n, "float16" if n == "half" else "bfloat16", (size,), 0, size) for n, size in sizes]

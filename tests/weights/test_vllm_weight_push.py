@@ -1,7 +1,6 @@
 """Real engines on tiny random models: every runtime parameter is bit-equal to what was published, at every version.
 
-The expected checksums are computed here, from the checkpoint tensors, without the code under test.
-"""
+The expected checksums are computed here, from the checkpoint tensors, without the code under test."""
 
 from __future__ import annotations
 
@@ -40,11 +39,7 @@ from real_engines import (  # noqa: E402
     write_model,
 )
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.torch,
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.filterwarnings("default")]
 
 
 def expected_checksums(bits: Bits, shapes: Shapes, runtime: str) -> dict[str, str]:

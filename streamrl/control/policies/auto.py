@@ -7,8 +7,7 @@ simulates every candidate on the lengths and costs measured so far and sends ``R
 Rules of change: synchronous until the first advice; a race must promise ``LEAST_GAIN`` more than what runs; back to
 synchronous, which has no bias and no queue, as soon as it promises anything more. Deferred prompts are never left
 behind: the rounds change only after the long round that trains them, and what then waits at other group sizes goes
-first. A promise that was not fulfilled is made smaller: each form of rounds is predicted at the pace that it had.
-"""
+first. A promise that was not fulfilled is made smaller: each form of rounds is predicted at the pace that it had."""
 
 from __future__ import annotations
 

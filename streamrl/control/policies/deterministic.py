@@ -15,8 +15,7 @@ trajectories: the time that a race gains is lost. The same holds of a batch whos
 still run. This is for verification: a run that was killed trains the batches of one that was not, bit for bit.
 
 It needs rounds that are on-policy (what a token is must not depend on when weights changed) and that decide by outcomes
-alone; times that are measured are not told to policies. A stop takes effect at once, whenever it comes.
-"""
+alone; times that are measured are not told to policies. A stop takes effect at once, whenever it comes."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ class RandomSize:
     """Sizes by chance with given shares, each for ``dwell`` steps: the control experiment of straggler-aware sizing.
 
     A draw favours the sizes that are behind their share, so that a short run has the histogram that was asked for:
-    after any number of draws a size is off by about one. The order is chance, and a function of ``seed`` alone.
-    """
+    after any number of draws a size is off by about one. The order is chance, and a function of ``seed`` alone."""
 
     def __init__(self, settings: GroupSizing, seed: int) -> None:
         self._settings = settings
@@ -100,8 +99,7 @@ class StragglerAwareSize:
     Each step it counts the groups that straggled, learns the risk of every size (larger groups are split into smaller
     ones, so that one size informs all below it), moves a virtual queue by the rate above the budget, and chooses the
     size of best utility less queue times risk. Risk is taken optimistically, so that no size is given up untried; a
-    size is kept for ``dwell`` steps at least. ``reuse`` false is the ablation in which a size informs only itself.
-    """
+    size is kept for ``dwell`` steps at least. ``reuse`` false is the ablation in which a size informs only itself."""
 
     def __init__(self, settings: GroupSizing, start: int, steps: int, *, reuse: bool = True) -> None:
         self._settings = settings
@@ -140,12 +138,7 @@ class StragglerAwareSize:
             reuse=self._reuse,
         )
         memory = sagc.spend(
-            memory,
-            rate,
-            batches,
-            smallest=self._sizes[0],
-            tightening=settings.tightening,
-            tradeoff=memory.tradeoff,
+            memory, rate, batches, smallest=self._sizes[0], tightening=settings.tightening, tradeoff=memory.tradeoff
         )
         self._memory = msgspec.structs.replace(memory, held=memory.held + batches)
         text = self._calibrate() if calibrating else ""
@@ -164,8 +157,7 @@ class StragglerAwareSize:
 
         Sizes that the recipe has no more are forgotten; where the current one is among them, the first size is taken.
         Where the recipe asks for another budget (a fork), what was spent of the one before does not count, and one that
-        it leaves out is measured again, as with other ``calibration_steps``; what is known of the sizes stays.
-        """
+        it leaves out is measured again, as with other ``calibration_steps``; what is known of the sizes stays."""
         if "budget" not in state:
             return
         memory, new = msgspec.convert(state, sagc.SizingMemory, str_keys=True), self._memory

@@ -9,8 +9,7 @@ logarithm of the length, in three nested averages:
 
 Each is shrunk towards the one above by what it has proved to be worth: the third by the share of the spread that a
 prompt keeps from one attempt to the next, which is measured (the moment estimator of a random effect), never assumed.
-Pure: no clock, no chance; the same observations give the same predictions.
-"""
+Pure: no clock, no chance; the same observations give the same predictions."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ class PromptLengthPredictor(msgspec.Struct, kw_only=True):
         ``cut``: it was stopped, so that its longest completion is *above* ``longest``: the conditional mean of a
         normal log length above that point is learned in its place, since to ignore it would make long prompts look
         short. At most the longest length of any group so far: where every group is cut, each mean above a cut would
-        raise the next one without end.
-        """
+        raise the next one without end."""
         bucket = _bucket(prompt_tokens)
         predicted = self._log_length(prompt_id, prompt_tokens)
         observed = math.log(max(longest, 1))

@@ -4,8 +4,7 @@ A cohort of n batches of prompts is loaded at once and oversubscribes the engine
 hence short completions; then everything that still runs is cut and either sampled again from its start under the next
 weights (on-policy), or goes on from its tokens (partial). No new prompt is drawn until the cohort is trained, so a
 prompt waits for n updates at most, and a partial trajectory has tokens of n versions at most. Where a prompt's history
-or its own length predicts that its completions are short, it is launched earlier (section 3 of the paper).
-"""
+or its own length predicts that its completions are short, it is launched earlier (section 3 of the paper)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 After arXiv 2606.02218 ("straggler-aware group sizing"), whose constants and update rule are not public: this is a
 controller of that outline (a discounted Beta posterior for each size and a virtual queue on the long-term rate), not
-the published one. Pure functions; the state between steps is in ``SizingMemory``.
-"""
+the published one. Pure functions; the state between steps is in ``SizingMemory``."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
     ``budget``: the one in force (0: not measured yet); ``asked``: that of the recipe (0: none). ``straggling``,
     ``calm``: discounted numbers of groups of each size that straggled and that did not. ``warned``: the warning that no
     size meets the budget, or that none could be measured, was given. ``tradeoff``, ``calibration_steps``: in force
-    since the run began, also where it has got more steps since.
-    """
+    since the run began, also where it has got more steps since."""
 
     size: int
     budget: float
@@ -70,8 +68,7 @@ def count_stragglers(groups: Sequence[LengthTable], size: int, ratio: float) -> 
 
     Members are exchangeable given their prompt, so that any fixed split is an unbiased sample of the smaller size.
     Samples left over are not counted. A group straggles when its longest length is at least ``ratio`` times its median
-    one. Lengths are 1 or more.
-    """
+    one. Lengths are 1 or more."""
     straggled = number = 0
     for table_GL in groups:
         whole = table_GL.shape[1] // size * size
@@ -128,8 +125,7 @@ def utilities_of(sizes: Sequence[int]) -> dict[int, float]:
     """The utility of each size, ascending: the variance that it takes off the gradient, scaled from 0 to 1.
 
     With a leave-one-out baseline (Kool et al. 2019) the variance within prompts is proportional to 1 / (G - 1) at equal
-    prompts and to G / (G - 1) at equal samples. These differ by a constant, so scaled to 0..1 they are equal.
-    """
+    prompts and to G / (G - 1) at equal samples. These differ by a constant, so scaled to 0..1 they are equal."""
     least, most = 1 / (sizes[-1] - 1), 1 / (sizes[0] - 1)
     return {size: (most - 1 / (size - 1)) / (most - least) if most > least else 0.0 for size in sizes}
 
@@ -150,8 +146,7 @@ def spend(
     ``tightening`` works while the run is over its budget, to pay back what the first steps overspent. Always on, it
     would hold the long-term rate that far below the budget. The cap is an anti-windup: without it a stretch in which no
     size meets the budget would pin the smallest one long after. Where size ``smallest`` meets it, debts can be paid
-    back and none is forgotten: where risks are close, a smaller size is chosen at a Q that is above any fixed cap.
-    """
+    back and none is forgotten: where risks are close, a smaller size is chosen at a Q that is above any fixed cap."""
     after = msgspec.structs.replace(memory, steps=memory.steps + batches, rate_sum=memory.rate_sum + batches * rate)
     if not memory.budget:
         return after
@@ -185,8 +180,7 @@ def with_cut_members(lengths: Sequence[int]) -> list[float]:
 
     A race cuts the longest, so that the others say nothing of stragglers. Where log lengths of a prompt are spread
     alike above and below their median, and fewer than half are cut, groups straggle about as often as without a race.
-    The order of samples decides which of the shortest stands for which member, so that parts of a group are fair.
-    """
+    The order of samples decides which of the shortest stands for which member, so that parts of a group are fair."""
     ended = sorted(length for length in lengths if length)
     cut = len(lengths) - len(ended)
     if not cut:

@@ -4,8 +4,7 @@ A short round launches ``prompt_oversampling`` times the prompts of a batch with
 responses, keeps the first responses of a prompt that are *rewarded*, and the first prompts that are complete. The
 others are deferred: they join a queue, and when a batch of them waits, a long round trains exactly those, without a
 race. So 1 / (prompt_oversampling - 1) short rounds are followed by a long one, and every prompt is trained. A long
-round of several batches takes several optimizer steps along one gradient, of which only the first is on-policy.
-"""
+round of several batches takes several optimizer steps along one gradient, of which only the first is on-policy."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ A freed engine is drained: the others sample on what it serves, from its tokens.
 push, and serves again in the next round; the trainer has its cores until the next version is live.
 
 A set is chosen when the first group of a round is launched: only then is its kind known. Engines that leave get no more
-requests; their requests are cut and continue on the set that joins. Requests wait until it does.
-"""
+requests; their requests are cut and continue on the set that joins. Requests wait until it does."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class ElasticEngines(Observer):
 
     ``store``: has the prompts of what is launched. ``decided`` is given each decision, the step that it concerns, and
     whether people shall see it; ``share_cores`` how many engines are idle. ``freeing`` None: none is freed.
-    ``block_tokens``: of the engines' KV caches.
-    """
+    ``block_tokens``: of the engines' KV caches."""
 
     def __init__(
         self,

@@ -26,8 +26,7 @@ class FreeingSettings(msgspec.Struct, frozen=True, kw_only=True):
     ``window``: progress (finished share of the round) in which engines are freed, looked at again after each
     ``progress_step``. ``largest_share``: of the engines that may be freed. ``headroom``: share of a cache that a
     projection may fill (ours); ``length_quantile``: of the lengths that are still possible, for a lone request (ours).
-    ``least_lengths``: fewer recorded lengths than this say nothing, and the cap is assumed (ours).
-    """
+    ``least_lengths``: fewer recorded lengths than this say nothing, and the cap is assumed (ours)."""
 
     window: tuple[float, float] = (0.2, 0.5)
     progress_step: float = 0.05
@@ -65,8 +64,7 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
         """Lengths of completions on one engine that have ``sampled`` tokens now, to be reckoned with.
 
         One alone is taken to end at the quantile of what is still possible; of n the i-th at the quantile
-        ``(i + length_quantile) / n``: that *all* of many become as long as one in ten does never happens.
-        """
+        ``(i + length_quantile) / n``: that *all* of many become as long as one in ten does never happens."""
         return [
             self.expected_end(one, (place + settings.length_quantile) / len(sampled), settings.least_lengths)
             for place, one in enumerate(sampled)

@@ -5,8 +5,7 @@ Each engine has one task here, whatever happens to it. The supervisor, or a pers
 streams are bound anew for each: a late message of one is never taken for the next one's. An engine that makes no
 progress, or fails in a weight push, is ended first, and is then a dead one. Its requests are submitted to the others. A
 host of a set that is not in use ends, or sleeps (on CUDA): it gives the device's memory back. One that dies asleep is
-started when its set is used next.
-"""
+started when its set is used next."""
 
 from __future__ import annotations
 
@@ -312,8 +311,7 @@ class EngineHosts:
     ``endpoints``: of the orders and of the events of all engines, by name. ``settings``: the recipe's section
     ``engines``; where it allows no restarts, the death of an engine in use ends the run. ``guard``: which hosts may
     connect over tcp. ``sleeps``: engines of a set that is not in use keep their process. ``order`` reaches the
-    supervisor, ``emit`` the observers of the run.
-    """
+    supervisor, ``emit`` the observers of the run."""
 
     def __init__(
         self,
@@ -404,8 +402,7 @@ class EngineHosts:
         has died, which joins later. At least one is ready.
 
         Returns the pool of all engines, and what ``names`` are together. Raises ``EngineError`` when they are not of
-        one model.
-        """
+        one model."""
         self._slots = {n: _EngineSlot(n, at, self, in_use=n in names) for n, at in self._endpoints.items()}
         for slot in self._slots.values():
             self.begin(slot.run)

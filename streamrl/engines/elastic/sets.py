@@ -7,8 +7,7 @@ much faster as they have workers. So a race that is short of KV wants another se
 The paper doubles the tensor-parallel size when preemptions rise above 1.05 times the last round's and halves it after
 four rounds without any, and calls a switch negligible. Here that rule only says when an *untried* set is worth a trial.
 A switch is decided in seconds: what each set took, or is expected to take, over the rounds that are left, against what
-the switches cost. A difference that the scatter of rounds could explain is none, so a steady load settles.
-"""
+the switches cost. A difference that the scatter of rounds could explain is none, so a steady load settles."""
 
 from __future__ import annotations
 
@@ -215,8 +214,7 @@ class SetPlanner:
 
 class SetChooser(SetPlanner):
     """Follows rounds, measures them, and chooses the set for each as it begins. ``now``: seconds on the caller's clock;
-    ``load``: of the engines in use together, with counters since they exist. ``cost`` None: it is measured, too.
-    """
+    ``load``: of the engines in use together, with counters since they exist. ``cost`` None: it is measured, too."""
 
     def __init__(
         self, sets: Sequence[PreparedSet], *, steps: int, switch_s: float, cost: StepCost | None = None

@@ -1,8 +1,7 @@
 """vLLM's ``AsyncLLM`` as an ``Engine``. vLLM is imported by ``start``, after the environment is set.
 
 Version labels are strings only here: vLLM's ``weight_version`` becomes ``policy_version``, and ``default``
-(weights that the model directory held, never committed by us) becomes ``UNCOMMITTED``.
-"""
+(weights that the model directory held, never committed by us) becomes ``UNCOMMITTED``."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ otherwise. After a push every engine scores a few fixed tokens, as the trainer d
 No push waits for it. An engine gets its question, one short prefill, when it has the version, and goes on with its
 requests; a full one answers when it has room. The trainer scores the tokens while engines sample, and its logprobs come
 with the next version. Then both are compared. A question that is still open is not asked again, and an answer by a
-later version waits for the trainer's logprobs of that one.
-"""
+later version waits for the trainer's logprobs of that one."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ the delta (wrong base, wrong digest, a commit that failed half-way) takes an anc
 
 An engine that refuses the anchor too, that dies, or that is late fails. Where ``on_failure`` lets the run continue
 without it, it is left out of this push and of later ones, and started again; a started engine is ``admit``ted: brought
-to the live version while the others sample, and pushed to from then on. Otherwise its failure ends the run.
-"""
+to the live version while the others sample, and pushed to from then on. Otherwise its failure ends the run."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class WeightSync:
     each wait for an engine is named while it lasts.
 
     ``push``, ``pause``, ``resume`` and the last step of ``admit`` exclude each other. ``on_version_left`` is called
-    where no engine holds what is live and none can be brought to it: only the next version helps.
-    """
+    where no engine holds what is live and none can be brought to it: only the next version helps."""
 
     def __init__(
         self,
@@ -150,8 +148,7 @@ class WeightSync:
 
         It gets what was pushed last, for which it fetches the deltas that it lacks, and an anchor if it refuses that.
         ``waits`` is called where only the next version helps: what the others sample may be needed for that.
-        Raises ``EngineError`` when it refuses the anchor, dies, or is late.
-        """
+        Raises ``EngineError`` when it refuses the anchor, dies, or is late."""
         while True:
             while (live := self._live) is None:
                 await self._pushed.wait()

@@ -3,8 +3,7 @@
 In a process of its own (``engines.kind = "simulated"``) it fetches and verifies the weights that are published, as a
 real one does; elsewhere it takes announcements at their word. A decode step of all running requests takes
 ``options.step`` seconds, by default as measured on the real one. It has no background task: one of the callers of
-``generate`` drives the steps for all, and hands over when it is done.
-"""
+``generate`` drives the steps for all, and hands over when it is done."""
 
 from __future__ import annotations
 

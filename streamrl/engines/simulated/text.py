@@ -110,8 +110,7 @@ class UniformText:
 class Sentences:
     """An untrained policy as a table: tokens of ``words``, all equally likely, and full stops, after which a completion
     may end with ``end_token``. The chances depend on the token before only, so that logprobs are exact, also of a
-    completion that is resumed. Temperatures above 0 and weights change nothing.
-    """
+    completion that is resumed. Temperatures above 0 and weights change nothing."""
 
     def __init__(self, words: tuple[int, ...], *, full_stop: int, end_token: int) -> None:
         self._words = words
@@ -159,9 +158,7 @@ def sentences_of(tokenizer: Vocabulary) -> Sentences:
         raise RecipeError(["model.path: its tokenizer has no text that simulated engines could sample"])
     full_stop = stops[-1] if stops else words.pop()
     return Sentences(
-        tuple(word for word in words if word != full_stop),
-        full_stop=full_stop,
-        end_token=tokenizer.eos_token_ids[0],
+        tuple(word for word in words if word != full_stop), full_stop=full_stop, end_token=tokenizer.eos_token_ids[0]
     )
 
 

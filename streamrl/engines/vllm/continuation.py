@@ -6,8 +6,7 @@ Two seams of vLLM 0.32, patched by our plugin in each worker process. Both act o
 On CPU a request's generator gives one number a token, and the sampler's Gumbel noise is a function of that number and
 of the token id (``TopKTopPSampler.forward_cpu``). So the random numbers of any position can be drawn again. A CUDA
 sampler draws noise for the whole vocabulary from a generator on the device: there kept tokens are replayed
-(``verifies``).
-"""
+(``verifies``)."""
 
 from __future__ import annotations
 

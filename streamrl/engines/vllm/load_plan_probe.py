@@ -21,8 +21,7 @@ def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec]) -> N
     """Make the model that one worker of the engine would have, and record the load plan of ``tensors``.
 
     Raises ``ModelRefused`` where vLLM cannot be configured so, and ``WeightError`` where trained weights have no place
-    in its model; any other error says nothing about an engine that has weights. For a process of its own.
-    """
+    in its model; any other error says nothing about an engine that has weights. For a process of its own."""
     os.environ.update(options.environment)  # read when vllm is imported
     os.environ.update(engine_environment())
     from vllm.config import set_current_vllm_config

@@ -54,8 +54,7 @@ def engine_options(
     """Options of engine ``index`` of ``recipe``; vLLM's own sockets go into ``socket_directory`` (a short path).
 
     ``device`` empty: what the installed vLLM can run. ``gpu_memory_utilization`` 0: the recipe's. Raises
-    ``RecipeError`` when the model's configuration cannot be read or the context is longer than the model's.
-    """
+    ``RecipeError`` when the model's configuration cannot be read or the context is longer than the model's."""
     device = device or installed_device()
     config = model_config(recipe.model.path)
     dtype = recipe.engines.dtype if recipe.engines.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
@@ -96,8 +95,7 @@ def expected_room(recipe: Recipe, first_kv_tokens: int, *, device: str = "") -> 
     """Tokens that the KV cache of one engine holds, by set of ``recipe``; 0: not known.
 
     ``first_kv_tokens``: of the first set, whose engines are there and said it. On a CPU the others are sized by us; on
-    CUDA they have what their weights leave, which their engines will say when they were started.
-    """
+    CUDA they have what their weights leave, which their engines will say when they were started."""
     sets = prepared_sets(recipe)
     if len(sets) == 1:
         return {sets[0].name: first_kv_tokens}
@@ -163,8 +161,7 @@ def cache_blocks(config: dict[str, Any], dtype: str, context: int, max_num_seqs:
     """KV blocks of a CPU engine: every running request at full length plus an eighth for shared prefixes.
 
     Capped at ``CPU_CACHE_BYTES`` in each of its ``workers``, who share the heads, but never below one request of full
-    length: beyond the cap vLLM preempts.
-    """
+    length: beyond the cap vLLM preempts."""
     blocks_per_request = -(-context // CPU_BLOCK_TOKENS)
     wanted = max_num_seqs * blocks_per_request * 9 // 8 + 1
     heads = int(config.get("num_attention_heads") or 1)
@@ -177,12 +174,7 @@ def cache_blocks(config: dict[str, Any], dtype: str, context: int, max_num_seqs:
 
 
 def _environment(
-    recipe: Recipe,
-    index: int,
-    mine: PreparedSet,
-    socket_directory: str | Path,
-    config: dict[str, Any],
-    on_cpu: bool,
+    recipe: Recipe, index: int, mine: PreparedSet, socket_directory: str | Path, config: dict[str, Any], on_cpu: bool
 ) -> dict[str, str]:
     environment = shared_environment(socket_directory)
     if on_cpu:

@@ -1,8 +1,7 @@
 """vLLM plugin: runs in the owner of an engine, its core and its workers, before a model is built.
 
 It does nothing unless streamrl started the process (``STREAMRL_ENGINE=1``): vLLM loads every installed
-plugin, also in engines that are none of ours.
-"""
+plugin, also in engines that are none of ours."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def make_numba_harmless() -> None:
     """Let a worker start in a process that has imported numba (the main module of its owner did, say).
 
     vLLM's CPU worker looks at the instance dictionary of everything in every module. That of llvmlite's wrapper of its
-    library is looked up in the library, and the worker dies. The wrapper has no such dictionary, so it shall say so.
-    """
+    library is looked up in the library, and the worker dies. The wrapper has no such dictionary, so it shall say so."""
     ffi = sys.modules.get("llvmlite.binding.ffi")
     wrapper = getattr(ffi, "_lib_wrapper", None)
     if wrapper is None or hasattr(wrapper, "streamrl_original"):
@@ -72,8 +70,7 @@ def ask_for_tiles() -> None:
     """Ask Linux for the tile registers of AMX, where the processor has them: without leave, their first use is SIGILL.
 
     vLLM's bfloat16 attention uses them without asking. It works where a matrix product of torch has asked before, which
-    none has in a worker whose layers are all packed or quantised.
-    """
+    none has in a worker whose layers are all packed or quantised."""
     import torch
 
     if torch.cpu._is_amx_tile_supported():

@@ -4,8 +4,7 @@ vLLM forks where there is a GPU, and spawns on CPU: there each core imports ever
 engine's start and 180 MiB. It does so for tensor-parallel workers, whose OpenMP threads are bound by variables that
 OpenMP reads once; those are spawned still. A host has run no OpenMP region when it forks.
 
-vLLM says only ``EngineDeadError``, whether a worker or EngineCore died. The pids known at start tell them apart.
-"""
+vLLM says only ``EngineDeadError``, whether a worker or EngineCore died. The pids known at start tell them apart."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 vLLM offers no other way to see KV use, preemptions or the time of a decode step. A custom stat logger turns its
 statistics on; the Prometheus logger that comes with them would cost more than all else together, so ours stands in for
-it. vLLM calls the two structs unstable: every field that we read is named in this file and nowhere else.
-"""
+it. vLLM calls the two structs unstable: every field that we read is named in this file and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """``streamrl check``: what this machine can run, and for each thing that is missing what to do about it.
 
 Works without torch and vllm: their versions are read from the installed packages, and CUDA is asked for in a
-process of its own, because importing torch takes seconds and a broken install can crash.
-"""
+process of its own, because importing torch takes seconds and a broken install can crash."""
 
 from __future__ import annotations
 

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.learning.rank_memory import (
-    MOMENT_BYTES,
-    SHADOW_BYTES,
-    TrainingSizes,
-    activation_bytes,
-    bytes_per_rank,
-)
+from streamrl.learning.rank_memory import MOMENT_BYTES, SHADOW_BYTES, TrainingSizes, activation_bytes, bytes_per_rank
 from streamrl.pretrained.model_facts import ModelFacts
 from streamrl.recipe.judge import JUDGE_CONTEXT
 from streamrl.recipe.sections import ComputeDtype, EngineKind, Gathered, OptimizerKind, Recipe
@@ -43,8 +37,7 @@ def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int, judge: Mode
 
     The KV cache counts whole, because vLLM touches it whole on CPU: room for every running request, one GiB at most.
     Of several sets of engines, of which one is awake, those of the largest count. ``judge``: the run's own, where it
-    has one.
-    """
+    has one."""
     gathered = Gathered.LAYER if recipe.training.gathered is Gathered.LAYER else Gathered.BATCH
     # The publisher's baseline of the published bits, which on a CPU are a view of what the forward runs on.
     baseline = SHADOW_BYTES * facts.parameters // recipe.training.ranks

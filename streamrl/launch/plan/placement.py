@@ -82,8 +82,7 @@ def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand, *, by_hand: bool 
     host after host.
 
     Engines come first, then ranks, the judge and reward models, each on GPUs of its own. Where there are not enough,
-    engines share GPUs evenly, and each other process takes the GPU that has most memory left.
-    """
+    engines share GPUs evenly, and each other process takes the GPU that has most memory left."""
     found = Placement(gpus=tuple(gpus), engine_share=recipe.engines.gpu_memory_utilization)
     if not gpus:
         return found

@@ -1,8 +1,7 @@
 """Checks of everything that a recipe points at, before anything is started: model, data, rewards, ports, memory.
 
 All problems come at once, as one ``RecipeError``. Nothing is left behind: user code is imported in a process of
-its own that ends here, and ports are bound only to be let go.
-"""
+its own that ends here, and ports are bound only to be let go."""
 
 from __future__ import annotations
 

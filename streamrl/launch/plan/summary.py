@@ -25,8 +25,7 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
     """The arithmetic as the dry run prints it, one fact a line; memory only where the model is known.
 
     ``context``: tokens of the longest trajectory (0: what the recipe says, without prompts where it leaves it open).
-    ``held_out``: prompts of ``evaluation.prompts`` (0: not known).
-    """
+    ``held_out``: prompts of ``evaluation.prompts`` (0: not known)."""
     rollout, engines = recipe.rollout, recipe.engines
     longest = context or engines.max_model_len or recipe.sampling.max_tokens
     objective, *more = objective_lines(recipe)

@@ -2,8 +2,7 @@
 
 A process ends by its role's coroutine returning (exit code 0), by an exception (1, and a reason left in ``exit/``), or
 by SIGTERM (143). It leaves through ``os._exit``: everything that must be ended was ended by the coroutine, and a thread
-that hangs in a collective or in a user's function must not keep a failed process alive.
-"""
+that hangs in a collective or in a user's function must not keep a failed process alive."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The supervisor is a child subreaper: what a process of the run left behind becomes its child, so every process of the
 run is below it. Of those it is the run's when it is in the session of a process that the supervisor started (vLLM's
 processes stay in their engine host's session), carries the run's marker in its environment, or has such a parent; other
-children of a user's program are left alone. Shared memory is named after the run (``name_shared_memory``).
-"""
+children of a user's program are left alone. Shared memory is named after the run (``name_shared_memory``)."""
 
 from __future__ import annotations
 
@@ -145,8 +144,7 @@ def remove_killed_life(run_directory: Path) -> list[str]:
     """Remove what an earlier life of this run left that was killed together with its supervisor: its sockets, its
     shared memory, and processes that were not tied to it (what user code had started). Nobody may run it now.
 
-    Blocking. Returns what could not be removed, and why.
-    """
+    Blocking. Returns what could not be removed, and why."""
     try:
         steps = read_topology(run_directory).endpoint(Role.CONTROLLER.value, "steps")
     except (OSError, StreamRLError, KeyError):

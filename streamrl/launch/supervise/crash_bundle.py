@@ -3,8 +3,7 @@
 ``RUN/crash/<time>.zip`` (plain zip) holds ``bundle.json`` (why, versions, platform, environment), the recipe, the
 topology, why each process ended, what was waited for with the stacks of everything (``stalls/``), the ends of the logs
 and of ``metrics.jsonl``, and what ``streamrl show`` prints of the run. Prompts and completions are in none of them.
-It is written whole or not at all, and is never larger than ``LARGEST_BUNDLE``.
-"""
+It is written whole or not at all, and is never larger than ``LARGEST_BUNDLE``."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ def write_crash_bundle(
     """Write a bundle of the run in ``run_directory``, which ended with ``failure``, and return its path. Blocking.
     ``rewards``: those that were attached while it went on, whose secrets are not in its recipe.
 
-    Raises ``OSError`` where the directory cannot be written.
-    """
+    Raises ``OSError`` where the directory cannot be written."""
     environment = os.environ if environment is None else environment
     now = time.time() if now is None else now
     folder, recipe = run_directory / "crash", run_directory / "recipe.toml"

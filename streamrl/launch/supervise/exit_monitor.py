@@ -23,8 +23,7 @@ class ExitMonitor:
     ``stopped``: engines that are meant not to run; ``due_s``: when (monotonic) those that died are started again.
 
     ``replacements``: how often reward workers may ask to be replaced (exit code 75), together. ``others_end_s``: how
-    far apart the ends of the controller and of the others may be when a run ends well.
-    """
+    far apart the ends of the controller and of the others may be when a run ends well."""
 
     def __init__(self, topology: Topology, run_directory: Path, *, replacements: int, others_end_s: float) -> None:
         self.children: dict[str, ChildProcess] = {}

@@ -22,7 +22,7 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.base.errors import ProcessDied, StreamRLError
-from streamrl.base.home import ensure_home
+from streamrl.base.run_process import ensure_home
 from streamrl.launch.supervise.child_process import POLL_S, ChildProcess, ended_within, start_child
 from streamrl.launch.supervise.clean_up import RunProcesses, adopt_orphans, marker_of
 from streamrl.launch.supervise.exit_monitor import CONSEQUENCE_S, ExitMonitor
@@ -43,8 +43,7 @@ class Supervisor:
     ``restarts``: how often reward workers may ask (exit code 75) to be replaced, together; for deaths the topology says
     how many are survived. ``others_end_s``: how far apart the ends of the controller and of the others may be when a
     run ends well. ``resumes``: the run goes on where an earlier life of it ended. What is in ``before_resume`` is
-    awaited when all processes have ended and before they are started again: streams to this process are bound anew.
-    """
+    awaited when all processes have ended and before they are started again: streams to this process are bound anew."""
 
     def __init__(
         self,
@@ -154,8 +153,7 @@ class Supervisor:
 
         The controller has ended its orders: it has ``patience_s`` to end by itself, while that one lives, then
         ``grace_s`` from SIGTERM to SIGKILL. One that ``sleeps`` is not ended. One that had died before, and is not
-        started again, is left to ``watch``. Raises ``StreamRLError`` for no local engine.
-        """
+        started again, is left to ``watch``. Raises ``StreamRLError`` for no local engine."""
         if self._ending or (child := self.engine_host(name)) is None:
             return
         if name not in self._exits.stopped and child.exit_code and not self._exits.is_survived(name):

@@ -3,8 +3,7 @@
 It looks at a progress counter that changes whenever anything gets done: a token, an outcome, a step, a push, a byte of
 a checkpoint. That something is alive (answers, uses the processor) is no progress. What is waited for is in ``waits``.
 A thread looks whether the event loop answers. ``kill -USR1`` of the controller has it write ``RUN/stalls/<time>.txt``
-(open waits, stacks) at any time, and nothing ends.
-"""
+(open waits, stacks) at any time, and nothing ends."""
 
 from __future__ import annotations
 

@@ -215,8 +215,7 @@ health/observer_errors_total | errors | total | Calls of the recipe's observers 
 health/observer_calls_dropped_total | calls | total | Not made: an observer of the recipe was more than 4,096 calls
     behind.
 health/insecure_transport | 0 or 1 | last | 1: sockets of this run are open to other hosts without keys
-    (`transport.advanced.security = "none"`).
-"""
+    (`transport.advanced.security = "none"`)."""
 
 
 def _read(table: str) -> tuple[Metric, ...]:

@@ -3,8 +3,7 @@
 The first line is a ``TraceHeader``; every other is a ``TrajectoryLine``, a ``StepLine`` or an ``EnginesLine``, told
 apart by ``type``. Times (``..._s`` that name a moment) are seconds since the run began, those of lines ascend
 nearly. Of a run of days the last part is there, and the one before as ``older-trace.jsonl``. Nothing is decided from
-this file.
-"""
+this file."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class TraceHeader(Line, frozen=True, tag="header"):
 
     ``capacity``: requests that all engines together run at once, as the bubble ratios count it. ``kv_tokens``: tokens
     that the KV caches of all engines hold (0: unknown). ``engine_kind``: of ``simulated`` ones lengths and times say
-    nothing about a model.
-    """
+    nothing about a model."""
 
     schema: int
     run_id: str
@@ -58,13 +56,7 @@ class TraceHeader(Line, frozen=True, tag="header"):
 
 
 def trace_header(
-    recipe: Recipe,
-    *,
-    run_id: str,
-    max_model_len: int,
-    capacity: int,
-    kv_tokens: int = 0,
-    parameters: int = 0,
+    recipe: Recipe, *, run_id: str, max_model_len: int, capacity: int, kv_tokens: int = 0, parameters: int = 0
 ) -> TraceHeader:
     """The header of a run of ``recipe``; what the recipe leaves to the engines comes from their ``EngineReady``."""
     return TraceHeader(
@@ -93,8 +85,7 @@ class TrajectoryLine(Line, frozen=True, tag="trajectory"):
     ``outcome``: ``trained``, a ``DropReason``, or ``unfinished``. ``tokens``: sampled, also by one that was stopped;
     ``finish_reason`` is empty for such a one. ``rollout_s``: launch to last token; ``reward_s``: in the reward
     functions; ``ended_s``: when it was trained or its end was known. ``oldest_version`` to ``newest_version``: those
-    that sampled it (the launch version where that is not known).
-    """
+    that sampled it (the launch version where that is not known)."""
 
     prompt_id: str
     group: int
@@ -118,8 +109,7 @@ class StepLine(Line, frozen=True, tag="step"):
     """One optimizer step whose version is live.
 
     ``rollout_s``: until the batch was full; ``training_s``: from there until it was trained; ``push_s``: until live;
-    ``step_s``: all of it, with waits. ``forward_backward_s``: wall time of that part, wherever in the step it lay.
-    """
+    ``step_s``: all of it, with waits. ``forward_backward_s``: wall time of that part, wherever in the step it lay."""
 
     time_s: float
     policy_version: int
@@ -140,8 +130,7 @@ class EnginesLine(Line, frozen=True, tag="engines"):
     """All engines together, a few times a second.
 
     ``running``, ``waiting``, ``kv_usage`` (share): at ``time_s``. Since the line before: ``token_s``, mean seconds of
-    one decode step (0: none was seen), while ``mean_running`` requests ran; ``generated_tokens``; ``preemptions``.
-    """
+    one decode step (0: none was seen), while ``mean_running`` requests ran; ``generated_tokens``; ``preemptions``."""
 
     time_s: float
     running: int
@@ -176,8 +165,7 @@ def read_trace(path: Path, tail_bytes: int = 0) -> RecordedRun:
     """The trace in ``path``, or its header and the lines in its last ``tail_bytes`` (0: all). A last line without its
     newline (a killed run) is left out.
 
-    Raises ``StreamRLError`` for an empty file, another schema, or a damaged line, naming it.
-    """
+    Raises ``StreamRLError`` for an empty file, another schema, or a damaged line, naming it."""
     header, *lines = trace_lines(path, tail_bytes)
     if not isinstance(header, TraceHeader):
         raise StreamRLError(f"{path}: the first line is a {type(header).__name__}, not the header of a trace")

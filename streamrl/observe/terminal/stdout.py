@@ -1,8 +1,7 @@
 """The run as its user sees it: start-up, one line a step, progress within a step, a summary with a curve.
 
 On a terminal the lines are a table with a live progress line below; elsewhere each line is complete in itself,
-so that it can be searched, and progress is repeated only when nothing was printed for half a minute.
-"""
+so that it can be searched, and progress is repeated only when nothing was printed for half a minute."""
 
 from __future__ import annotations
 
@@ -133,11 +132,7 @@ class StdoutReporter:
     """Call it with each ``RunEvent``; use it as a context manager, so that the terminal is left as it was."""
 
     def __init__(
-        self,
-        stream: TextIO | None = None,
-        *,
-        terminal: bool | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, stream: TextIO | None = None, *, terminal: bool | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         stream = sys.stdout if stream is None else stream
         wants_table = stream.isatty() if terminal is None else terminal

@@ -130,8 +130,7 @@ REFERENCE_HEAD = f"""\
 
 Made by `streamrl explain --markdown`; `streamrl explain KEY` prints one of them. A key below
 `[SECTION.{ADVANCED}]` is one that few runs need: the dry run shows it only where it is set. In Python
-(`streamrl.Recipe`) it is a field of its section like the others.
-"""
+(`streamrl.Recipe`) it is a field of its section like the others."""
 
 
 def reference() -> str:

@@ -34,8 +34,7 @@ def load_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] 
 
     Relative paths are resolved against the directory of the file (of dicts: the current one), except ``run.directory``
     and ``checkpoint.resume_from``, which are relative to the current directory. Raises ``RecipeError`` with every
-    problem found.
-    """
+    problem found."""
     return read_recipe(given, overrides)[0]
 
 

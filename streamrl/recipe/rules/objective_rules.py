@@ -46,8 +46,7 @@ has_no_effect(
     lambda r: _surrogate(r, r.objective_settings.token_surrogate.clips, "is not clipped"),
 )
 has_no_effect(
-    "objective.dual_clip",
-    lambda r: _surrogate(r, r.objective_settings.token_surrogate.dual_clips, "has no dual clip"),
+    "objective.dual_clip", lambda r: _surrogate(r, r.objective_settings.token_surrogate.dual_clips, "has no dual clip")
 )
 has_no_effect(
     "objective.kl_estimator objective.kl_in",
@@ -74,15 +73,9 @@ has_no_effect(
     ),
 )
 has_no_effect(
-    "off_policy.proximal off_policy.staleness_discount",
-    lambda r: _corrections(r, stale_only=True),
-    "rollout.rounds",
+    "off_policy.proximal off_policy.staleness_discount", lambda r: _corrections(r, stale_only=True), "rollout.rounds"
 )
-has_no_effect(
-    "off_policy.cap off_policy.mask",
-    lambda r: _corrections(r, stale_only=False),
-    "rollout.rounds",
-)
+has_no_effect("off_policy.cap off_policy.mask", lambda r: _corrections(r, stale_only=False), "rollout.rounds")
 has_no_effect(
     "off_policy.truncate",
     lambda r: "" if r.off_policy.truncate is RatioLevel.NONE else _corrections(r, stale_only=False),
@@ -146,8 +139,7 @@ def values_with_an_effect(recipe: Recipe) -> Broken:
         )
     if objective.overlong_buffer and objective.overlong_penalty == 0:
         yield Problem(
-            "objective.overlong_penalty",
-            "0 makes overlong_buffer have no effect: raise it, or remove overlong_buffer",
+            "objective.overlong_penalty", "0 makes overlong_buffer have no effect: raise it, or remove overlong_buffer"
         )
 
 

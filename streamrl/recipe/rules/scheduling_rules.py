@@ -71,9 +71,7 @@ has_no_effect(" ".join(f"tail_batching.{name}" for name in READ_BY_AUTO), _of_ro
 has_no_effect(_keys("length_sorted", LengthSorted), _of_rounds(RoundKind.LENGTH_SORTED), *_ROUNDS)
 has_no_effect("rollout.in_flight", lambda r: _in_flight(r, "nothing is in flight at an update in"), *_ROUNDS)
 has_no_effect(
-    "rollout.when_stale",
-    lambda r: _in_flight(r, "nothing becomes stale in") if r.on_policy else "",
-    *_ROUNDS,
+    "rollout.when_stale", lambda r: _in_flight(r, "nothing becomes stale in") if r.on_policy else "", *_ROUNDS
 )
 OF_VARIED_SIZES = ("sizes", "keeps", "dwell")
 has_no_effect(
@@ -103,8 +101,7 @@ def staleness_of_rounds(recipe: Recipe) -> Broken:
         why = 'with tail_batching.deferred_prompts = "resume", where deferred prompts keep their tokens'
     if bound < needed:
         yield Problem(
-            "rollout.max_staleness",
-            f"{bound} does not fit {kind}, {why}: set max_staleness = {needed} or more",
+            "rollout.max_staleness", f"{bound} does not fit {kind}, {why}: set max_staleness = {needed} or more"
         )
     if recipe.on_policy and bound > 0:
         other = 'rounds = "continuous"'
@@ -232,8 +229,7 @@ def sizes_fit_the_batch(recipe: Recipe) -> Broken:
         )
     if any(first >= second for first, second in pairwise(sizing.sizes)):
         yield Problem(
-            "group_sizing.sizes",
-            f"{shown(list(sizing.sizes))} is not ascending: write each size once, smallest first",
+            "group_sizing.sizes", f"{shown(list(sizing.sizes))} is not ascending: write each size once, smallest first"
         )
     if sizing.keeps is Keeps.PROMPTS:
         return

@@ -1,8 +1,7 @@
 """``rollout.system``: what each published system sets, as data, and how it is laid below the user's keys.
 
 It is applied to the table of a recipe, before the recipe is made of it: there it is known which keys somebody wrote.
-What comes after sees an ordinary recipe, with a value for each of these keys and without ``system``.
-"""
+What comes after sees an ordinary recipe, with a value for each of these keys and without ``system``."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ def apply_system(table: dict[str, Any], origin: Origin) -> tuple[Origin, list[st
     """Replace ``rollout.system`` in ``table`` by what it sets, where no key says otherwise.
 
     Returns ``origin`` with the places of what was set, a line for each key that contradicts the system (which stays
-    out), and what holds now, one line a key.
-    """
+    out), and what holds now, one line a key."""
     rollout = table.get("rollout")
     name = rollout.get("system") if isinstance(rollout, dict) else None
     if isinstance(rollout, dict) and name == "":  # ``--set 'rollout.system=""'``: that of the file does not hold

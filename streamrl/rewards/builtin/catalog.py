@@ -2,8 +2,7 @@
 
 ``BUILTIN[name](**options)`` gives a reward function like one of the user's: it names the columns it needs in its
 signature, and runs wherever those run. Options are checked when the function is made; libraries (``streamrl[rewards]``)
-are imported by the reward that needs them, then.
-"""
+are imported by the reward that needs them, then."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ class LengthOptions(Options, frozen=True):
     """0 for a completion of ``shortest`` to ``longest`` units; outside it falls to -1 over ``margin`` units.
 
     ``longest`` 0: no upper bound. With ``longest`` = maximum - ``margin`` it is DAPO's soft overlong punishment (arXiv
-    2503.14476, equation 13). ``unit``: tokens (as sampled, the end token among them), words or characters.
-    """
+    2503.14476, equation 13). ``unit``: tokens (as sampled, the end token among them), words or characters."""
 
     shortest: Natural = 0
     longest: Natural = 0

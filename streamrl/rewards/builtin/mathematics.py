@@ -32,8 +32,7 @@ class MathOptions(Options, frozen=True):
 
     ``column``: holds the answer: a number, LaTeX with or without ``$`` or ``\boxed{}``, or a list of answers of which
     one must be met. ``boxed``: only what is in ``\boxed{}`` counts. ``digits``: decimal places to compare floats to.
-    ``strict``: names of variables matter, and sets are no tuples.
-    """
+    ``strict``: names of variables matter, and sets are no tuples."""
 
     column: str = "answer"
     boxed: bool = False

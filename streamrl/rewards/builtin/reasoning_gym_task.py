@@ -10,15 +10,7 @@ from typing import Any
 import msgspec
 
 from streamrl.recipe.problems import nearest
-from streamrl.rewards.declared import (
-    BadOption,
-    BuiltinReward,
-    Options,
-    RewardCallable,
-    compiled,
-    declare,
-    last_match,
-)
+from streamrl.rewards.declared import BadOption, BuiltinReward, Options, RewardCallable, compiled, declare, last_match
 
 _COMPARES_TUPLES = frozenset({"arc_agi", "rearc"})
 
@@ -27,8 +19,7 @@ class ReasoningGymOptions(Options, frozen=True):
     """The task's own score, from 0 to 1, of the answer in the completion.
 
     ``task``: its name; empty: the prompt's column ``task``. ``extract``: a regular expression whose last match (the
-    first group, where there is one) is the answer, and no match is 0; empty: the whole completion.
-    """
+    first group, where there is one) is the answer, and no match is 0; empty: the whole completion."""
 
     task: str = ""
     extract: str = r"<answer>\s*(.*?)\s*</answer>"

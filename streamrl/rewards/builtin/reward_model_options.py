@@ -20,8 +20,7 @@ class RewardModelOptions(Options, frozen=True):
     for a model with several (-1: it has one); ``sigmoid``: squeeze it into 0..1. ``max_tokens``: a longer text is a
     failure, not cut. ``batch``: completions scored at once, at most; ``threads``: of torch on a CPU (0: its own
     choice).
-    ``device``: auto, cpu or cuda; ``dtype``: auto (bfloat16 on CUDA), float32 or bfloat16.
-    """
+    ``device``: auto, cpu or cuda; ``dtype``: auto (bfloat16 on CUDA), float32 or bfloat16."""
 
     path: str
     chat: bool = True

@@ -6,15 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from streamrl.rewards.declared import (
-    BadOption,
-    BuiltinReward,
-    Options,
-    RewardCallable,
-    compiled,
-    declare,
-    last_match,
-)
+from streamrl.rewards.declared import BadOption, BuiltinReward, Options, RewardCallable, compiled, declare, last_match
 
 
 class ExactOptions(Options, frozen=True):
@@ -53,8 +45,7 @@ class RegexOptions(Options, frozen=True):
     """1 where a regular expression is found in the completion (``.`` also matches a line end).
 
     Give ``pattern``, or ``column``: the dataset column that holds the pattern of each prompt. ``whole``: the whole
-    completion must match. ``absent``: 1 where the expression is *not* found.
-    """
+    completion must match. ``absent``: 1 where the expression is *not* found."""
 
     pattern: str = ""
     column: str = ""
@@ -79,8 +70,7 @@ class FormatOptions(Options, frozen=True):
     """1 where the completion is exactly these blocks, each once, in this order, with nothing but white space between:
     ``tags = ["think", "answer"]`` asks for ``<think>...</think> <answer>...</answer>``.
 
-    ``opened``: the prompt already wrote the first opening tag, so the completion begins inside of the first block.
-    """
+    ``opened``: the prompt already wrote the first opening tag, so the completion begins inside of the first block."""
 
     tags: tuple[str, ...]
     opened: bool = False

@@ -4,8 +4,7 @@ call processes from that state; it is the parent of them all.
 It is started before it has threads or sockets of its own and never gets any, so that forking it is safe. Processes that
 call processes start become its children in the end (PR_SET_CHILD_SUBREAPER), also those that left their process group:
 it dies with the call process. When the reward worker is gone the fork server kills them all and ends; while it imports,
-and can look at nothing else, it is killed (PR_SET_PDEATHSIG), as call processes are when the fork server is.
-"""
+and can look at nothing else, it is killed (PR_SET_PDEATHSIG), as call processes are when the fork server is."""
 
 from __future__ import annotations
 

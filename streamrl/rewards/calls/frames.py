@@ -1,8 +1,7 @@
 """Messages between the reward worker, its fork server and its call processes.
 
 Call processes: frames of a length (4 bytes, little endian) and MessagePack, over a socket pair. The fork server: a
-packet for each message, with descriptors beside it.
-"""
+packet for each message, with descriptors beside it."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 ``python -m streamrl.rewards.calls.inspect ... REWARD...`` (JSON).
 
 The user's modules may import torch, call ``sys.exit`` or never return; the process that checks a recipe must
-neither load that nor wait for it. One JSON line is written for each reward, as soon as it is known.
-"""
+neither load that nor wait for it. One JSON line is written for each reward, as soon as it is known."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def inspect_in_subprocess(rewards: Sequence[Reward], timeout_s: float = 60.0) ->
     """Inspect rewards in a throw-away process, in at most ``timeout_s`` seconds for all of them.
 
     One inspection for each reward, in order. A module that hangs, exits or crashes the process is a problem of
-    that reward and not an exception; those after it are inspected in another process.
-    """
+    that reward and not an exception; those after it are inspected in another process."""
     inspections: list[RewardInspection] = []
     budget = timeout_s
     while len(inspections) < len(rewards):

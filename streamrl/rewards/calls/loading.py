@@ -34,8 +34,7 @@ def load_reward(reward: Reward, limits: TimeLimits | None = None) -> RewardFunct
     ``module:function`` and ``path/to/file.py:function`` are imported and called with the options as keyword arguments;
     a name without a colon is a built-in reward: a factory that is called with the options and returns the function.
     ``limits``: where one that runs test cases keeps what it learns of each (None: limits of its own).
-    Raises ``RecipeError`` when there is none, it does not import, or it has a signature that cannot be called.
-    """
+    Raises ``RecipeError`` when there is none, it does not import, or it has a signature that cannot be called."""
     if ":" not in reward.function:
         function: Any = _build(reward)
         if reward.adaptive_timeout is not None and hasattr(function, "learn_time_limits"):

@@ -13,8 +13,7 @@ is imported again in a process and hangs      the process is killed; no call was
 
 Quick calls are sent to a process several at a time, so that it need not wait for the next one. The oldest without an
 answer is the one that runs: it alone is blamed, and its time counts from the answer before it. The others are queued
-again when the process ends, or when the oldest turns out to be slow.
-"""
+again when the process ends, or when the oldest turns out to be slow."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A call process: the user's functions, one call after the other on the main thread, or coroutines on a loop.
 
 It is forked by the fork server and killed with everything that it started when a call outlives its limit; so nothing
-here tries to stop a function that runs.
-"""
+here tries to stop a function that runs."""
 
 from __future__ import annotations
 

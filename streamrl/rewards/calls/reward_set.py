@@ -38,8 +38,7 @@ class RewardSet:
 
     ``tasks`` must live longer than the set: a trusted coroutine that swallows its cancellation stays there, and
     ``tasks`` ends with ``StreamRLError`` when call processes cannot be started any more. ``combines``: the recipe has a
-    function of its own that makes one number of the values.
-    """
+    function of its own that makes one number of the values."""
 
     def __init__(
         self, rewards: Sequence[Reward], limits: RewardLimits, tokenizer: Detokenizer, tasks: asyncio.TaskGroup

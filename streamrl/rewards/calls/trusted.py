@@ -1,8 +1,7 @@
 """Calls of functions that the recipe trusts: in this process, coroutines on its loop, others at once.
 
 Nothing that they do comes out as an exception. A coroutine that swallows its cancellation is left behind and counted;
-one that blocks the loop ends the process (``ExitTimer``).
-"""
+one that blocks the loop ends the process (``ExitTimer``)."""
 
 from __future__ import annotations
 
@@ -138,8 +137,7 @@ class ExitTimer:
     A regular expression that backtracks, or the power of a huge integer, holds the interpreter lock for as long as it
     takes: no other Python thread runs. The POSIX timer calls the C library's ``_exit`` on a thread that the C library
     makes (``SIGEV_THREAD``, timer_create(2)). Shortly before, the stacks of all threads go to stderr, so that the log
-    names the function that hung.
-    """
+    names the function that hung."""
 
     def __init__(self, exit_code: int) -> None:
         """Raises ``OSError`` where the C library has no such timer (it is Linux's)."""

@@ -11,8 +11,7 @@ leaves too much behind                the process ends with code 75 when it is i
 ====================================  ===========================================================================
 
 After code 75 the supervisor starts another worker. The streams break, they do not end, so the controller knows that
-what had no answer has to be sent again. Functions that are not trusted cannot do that: see ``calls.pool``.
-"""
+what had no answer has to be sent again. Functions that are not trusted cannot do that: see ``calls.pool``."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ async def run_reward_worker(
     stopped: with code 75 while orders may come, with code 0 when they ended and all are answered (``results`` is
     closed, hence flushed, before). Raises ``RecipeError`` when a function cannot be loaded, ``StreamBroken`` when the
     controller is gone, and ``StreamRLError`` when call processes cannot be started any more (exit code 1: the
-    supervisor restarts the worker).
-    """
+    supervisor restarts the worker)."""
     timer = _open_timer() if owns_process else None
     user_calls = asyncio.TaskGroup()
     serving = _Serving(recipe, tokenizer, user_calls, orders, results, timer, owns_process=owns_process)

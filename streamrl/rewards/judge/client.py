@@ -177,8 +177,7 @@ class AnswerCache:
     """Answers by the hash of the request, in SQLite: in memory, or in a file that workers share. The newest ``entries``
     (and up to 256 more) are there. One event loop at a time uses it.
 
-    Calls block for as long as SQLite takes (well below a millisecond, unless other processes write).
-    """
+    Calls block for as long as SQLite takes (well below a millisecond, unless other processes write)."""
 
     def __init__(self, path: str, entries: int) -> None:
         """``path`` empty: in memory. Nothing is opened yet: a connection must not cross a fork."""

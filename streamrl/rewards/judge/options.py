@@ -30,8 +30,7 @@ def judge_options(recipe: Recipe, socket_directory: str | Path, *, device: str =
     """Options of the judge's engine; vLLM's own sockets go into ``socket_directory`` (a short path).
 
     ``device`` empty: what the installed vLLM can run. Raises ``RecipeError`` when the model's configuration cannot be
-    read or the context is longer than the model's.
-    """
+    read or the context is longer than the model's."""
     judge = recipe.judge
     on_cpu = (device or installed_device()) == "cpu"
     config = model_config(judge.model, field="judge.model")

@@ -2,8 +2,7 @@
 
 Equal questions are asked once (samples of a group are often equal), and answers are cached by the hash of the request.
 Without an endpoint the run's own judge is asked (the recipe's ``[judge]``). A judge that cannot be reached, or whose
-answer holds no score, is a failure of the reward and never a 0.
-"""
+answer holds no score, is a failure of the reward and never a 0."""
 
 from __future__ import annotations
 
@@ -21,15 +20,7 @@ import msgspec
 
 from streamrl.recipe.fields import Natural, NaturalFloat, Positive, PositiveFloat
 from streamrl.recipe.judge import CALLS_AT_ONCE, JUDGE_MODEL, JUDGE_SOCKET
-from streamrl.rewards.declared import (
-    BadOption,
-    BuiltinReward,
-    Options,
-    RewardCallable,
-    compiled,
-    declare,
-    last_match,
-)
+from streamrl.rewards.declared import BadOption, BuiltinReward, Options, RewardCallable, compiled, declare, last_match
 from streamrl.rewards.judge.client import AnswerCache, JudgeClient
 
 DEFAULT_QUESTION = """\
@@ -61,8 +52,7 @@ class JudgeOptions(Options, frozen=True):
     environment variable that holds the key. ``concurrency``: requests at once, of each reward worker; ``retries``:
     after a busy or broken server, with a growing wait; ``timeout_s``: of one request (the run's own judge has as long
     as the reward has, also to be started again). ``cache``: a file of answers that lasts (empty: this worker's memory);
-    ``cache_entries``: how many of the newest stay in it.
-    """
+    ``cache_entries``: how many of the newest stay in it."""
 
     endpoint: str = ""
     model: str = ""

@@ -38,8 +38,7 @@ async def serve_judge(
     """Load the model when the first order comes, then answer questions at ``socket_path`` until orders end.
 
     ``sleeps``: the engine can be put to sleep; otherwise it is paused. Raises ``EngineError`` when it died, and
-    ``StreamBroken`` when the controller is gone.
-    """
+    ``StreamBroken`` when the controller is gone."""
     try:
         async with anyio.create_task_group() as tasks:
             server = _JudgeServer(engine, judge, socket_path, tasks, sleeps=sleeps)

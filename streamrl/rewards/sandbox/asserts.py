@@ -3,8 +3,7 @@
 ``assert add(3, 4) == 7`` becomes the question ``add(3, 4)`` and the check that the answer equals 7: the code never
 sees what is expected. A test is simple when it is made of asserts, of assignments of names, and of a
 ``check(candidate)`` of these; when no answer is part of the arguments of another question; and when everything around
-the questions is built of literals, operators, ``_FUNCTIONS`` and ``math``. All others run in the code's process.
-"""
+the questions is built of literals, operators, ``_FUNCTIONS`` and ``math``. All others run in the code's process."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ Accepted forms of the column (a string that is JSON of one of them too):
     [{"input": "3 4", "output": "7"}, ...]               a program: stdin and stdout
     {"inputs": [...], "outputs": [...]}                   the same (APPS, TACO); with "fn_name": calls of a function
     ["assert add(3, 4) == 7", ...]                        snippets, each a case (MBPP)
-    "def check(candidate): assert candidate(3, 4) == 7"   one snippet (HumanEval; with the column ``entry_point``)
-"""
+    "def check(candidate): assert candidate(3, 4) == 7"   one snippet (HumanEval; with the column ``entry_point``)"""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@
 
 There is no /proc, no /sys, no program, no other library. Landlock (Linux 5.13 and later) allows reading beneath the
 library and writing beneath /tmp whatever else is reachable, and no TCP, no abstract sockets and no signals to others
-(https://docs.kernel.org/userspace-api/landlock.html).
-"""
+(https://docs.kernel.org/userspace-api/landlock.html)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     zygote --fork into new namespaces--> watcher (pid 1 in there) --fork--> the code (confined, without a privilege)
 
 The watcher waits for the code until its time is over and writes one JSON line about it; when the watcher ends, the
-kernel ends whatever else lives in its process namespace. Imports only the standard library: the zygote loads it.
-"""
+kernel ends whatever else lives in its process namespace. Imports only the standard library: the zygote loads it."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ class Job(NamedTuple):
 
 def watch(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoReturn:
     """The life of a watcher, from its first instruction to its last. Writes a line to ``report_fd`` before it ends:
-    ``{"report": {"status", "seconds", "cpu_seconds", "timed_out"}}``, or ``{"error"}``: no jail could be built.
-    """
+    ``{"report": {"status", "seconds", "cpu_seconds", "timed_out"}}``, or ``{"error"}``: no jail could be built."""
     try:
         _enter(layers, limits, job, report_fd)
         sc.adopt_orphans()

@@ -30,8 +30,7 @@ def as_module(source_fd: int, order_fd: int, answer_fd: int) -> Callable[[], int
 
     The order: ``{"setup": Python}`` and one of ``{"questions": [expression, ...]}``, ``{"function": name, "arguments":
     [...]}`` and ``{"test": Python, "nonce": text}``. The answer: ``{"values": [...]}`` (of a test that passed: the
-    nonce), or ``{"raised": text}``.
-    """
+    nonce), or ``{"raised": text}``."""
     source = _prepare(source_fd)
     order = json.loads(_read(order_fd))
 

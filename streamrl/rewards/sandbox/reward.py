@@ -53,8 +53,7 @@ class CodeOptions(Options, frozen=True):
 
     ``forgeable`` False: a test that can only run in the code's own process, which can forge that it passed, fails the
     sample instead. ``concurrency``: runs at once (0: one for each CPU). ``allow_unsandboxed``: run the code although
-    no layer of isolation holds.
-    """
+    no layer of isolation holds."""
 
     column: str = "tests"
     entry_point_column: str = "entry_point"
@@ -109,8 +108,7 @@ class CodeReward:
     """``await reward(completion, tests=...)``; ``judge`` gives the outcome of each case besides.
 
     On one event loop; ``aclose`` ends the sandbox (as the end of the process does). With ``learn_time_limits`` each
-    test case of a prompt has a limit of its own, below ``timeout_s``: by the slowest run that passed it.
-    """
+    test case of a prompt has a limit of its own, below ``timeout_s``: by the slowest run that passed it."""
 
     def __init__(self, options: CodeOptions, sandbox: Sandbox) -> None:
         self.options = options
@@ -139,13 +137,7 @@ class CodeReward:
         return outcome.value
 
     async def judge(
-        self,
-        completion: str,
-        tests: Any,
-        *,
-        entry_point: str = "",
-        setup: str = "",
-        prompt_id: str = "",
+        self, completion: str, tests: Any, *, entry_point: str = "", setup: str = "", prompt_id: str = ""
     ) -> CodeOutcome:
         """Run the cases of ``prompt_id``, each in a jail of its own. Raises as ``__call__`` does."""
         options = self.options

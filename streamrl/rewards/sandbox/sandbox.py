@@ -39,8 +39,7 @@ for depth, name in ((1, "streamrl"), (0, "streamrl.rewards.sandbox")):
     module = sys.modules[name] = types.ModuleType(name)
     module.__path__ = [place.rsplit("/", depth)[0]]
 from streamrl.rewards.sandbox.zygote import main
-main(int(fd))
-"""
+main(int(fd))"""
 
 
 class SandboxError(StreamRLError):

@@ -2,8 +2,7 @@
 
 An allow list: what is not named here (ptrace, mount, bpf, keyctl, io_uring, userfaultfd, perf_event_open, execve,
 unshare, socket, memfd_create, shmget, ...) fails with ENOSYS, which the C library takes as "this kernel is older".
-Calls of another architecture (x32, i386) end the process.
-"""
+Calls of another architecture (x32, i386) end the process."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def assemble(machine: int, *, paths: bool, modes: bool, processes: bool, only_pi
 
     ``machine``: 0 for x86-64, 1 for aarch64. ``paths``: files may be opened by path; ``modes``: and their modes be
     changed; ``processes``: processes may be started (threads always). ``only_pid``: the one process that may be
-    signalled, None where a process namespace decides.
-    """
+    signalled, None where a process namespace decides."""
     tables: list[_Table] = [
         _ALWAYS,
         *([_PATHS] if paths else []),

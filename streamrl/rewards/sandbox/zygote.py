@@ -4,8 +4,7 @@
 
 Requests come over a SEQPACKET socket as JSON with the files of the run attached; one answer for each run. The zygote
 never reads those files: what one run is given cannot be found in the memory of another. It ends when the socket does,
-and with it (pid 1 of its process namespace) everything that it started. Only the standard library is loaded.
-"""
+and with it (pid 1 of its process namespace) everything that it started. Only the standard library is loaded."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Held-out evaluation: completions of prompts that are never trained on, scored by the same rewards.
 
 It shares the engines with the rollout of the next batch. At most ``in_flight`` of its requests are open at once, so
-that a rollout request waits behind one filling of the engines, not behind the whole evaluation.
-"""
+that a rollout request waits behind one filling of the engines, not behind the whole evaluation."""
 
 from __future__ import annotations
 
@@ -196,8 +195,7 @@ def evaluation_metrics(
 
     avg@k: the mean over prompts of the mean score of their samples. pass@j: the mean over prompts of ``pass_at_k``. A
     sample without a reward is counted as failed and is in neither, nor is one that the named reward does not apply to;
-    a prompt with fewer than j scores is not in pass@j.
-    """
+    a prompt with fewer than j scores is not in pass@j."""
     rewarded: list[ScoredTrajectory] = []
     failed = 0
     for outcome in outcomes:

@@ -66,10 +66,7 @@ def sample_of(
 
 
 async def write_evaluation(
-    directory: Path,
-    decode: Callable[[TokenArray], str] | None,
-    policy_version: int,
-    outcomes: Sequence[EndedOutcome],
+    directory: Path, decode: Callable[[TokenArray], str] | None, policy_version: int, outcomes: Sequence[EndedOutcome]
 ) -> None:
     """Write ``step-N.jsonl`` in ``directory``, whole or not at all, in a thread. ``decode``: text of token ids; None:
     ids only. Raises ``StreamRLError`` when the disk refuses."""

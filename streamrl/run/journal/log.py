@@ -21,8 +21,7 @@ for everything before it. So the newest segment alone is enough to resume; the o
 
 Integers are little-endian. The CRC of a frame starts from its offset: a copy of a frame in a body is no frame. A frame
 is one group of records, written and flushed before the next is begun: after a crash at most the last one is torn. It is
-cut off when the journal is opened, unless a whole frame follows it: then the journal is damaged.
-"""
+cut off when the journal is opened, unless a whole frame follows it: then the journal is damaged."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A record of a trajectory or of prompts comes before the event that tells control of them, so that whatever control knows
 has its content behind it. Nothing of an evaluation is kept: it is done again from its start, or, where engines hold a
-newer version by then, given up with a warning.
-"""
+newer version by then, given up with a warning."""
 
 from __future__ import annotations
 

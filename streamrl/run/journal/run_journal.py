@@ -2,8 +2,7 @@
 
 Appending never waits. Before a step of the optimizer, which cannot be undone, ``settled`` waits until everything before
 it is on the disk. When a checkpoint is durable a new segment begins with the state of control. The segment before it
-stays until the next checkpoint: if the newer one turns out to be damaged, the run resumes from the older.
-"""
+stays until the next checkpoint: if the newer one turns out to be damaged, the run resumes from the older."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ class UserRows:
     """Rows of ``module:name``: an iterable, an async iterable, or a (coroutine) function that returns one.
 
     Used from one event loop. User code that fails raises ``StreamRLError`` (``RecipeError`` when it does not
-    import or gives nothing to iterate over). An object whose ``live`` is True, such as a queue, gives each row once.
-    """
+    import or gives nothing to iterate over). An object whose ``live`` is True, such as a queue, gives each row once."""
 
     def __init__(self, spec: str) -> None:
         self._spec = spec

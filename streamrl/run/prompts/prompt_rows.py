@@ -194,8 +194,7 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int 
     """The prompt of row ``number`` (counted from 1; part of the default id).
 
     ``columns`` holds everything of the row but the ids, so also the prompt's text, or, as ``messages``, its chat.
-    Values must be plain (what JSON has): they travel to other processes. Raises ``BadRow``.
-    """
+    Values must be plain (what JSON has): they travel to other processes. Raises ``BadRow``."""
     if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
         raise BadRow(f"is a {type(row).__name__}: a row is a mapping from column name to value")
     try:

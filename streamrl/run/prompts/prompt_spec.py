@@ -6,8 +6,7 @@
 ``some/directory``                     a Hugging Face dataset: parquet files, or what ``save_to_disk`` wrote
 ``reasoning_gym:chain_sum``            a task of reasoning-gym
 ``module:name``, ``file.py:name``      an (async) iterator of the user's
-=====================================  ==============================================================
-"""
+=====================================  =============================================================="""
 
 from __future__ import annotations
 

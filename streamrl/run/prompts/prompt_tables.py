@@ -1,8 +1,7 @@
 """Rows of parquet and Arrow tables, and of Hugging Face dataset directories, on pyarrow (no ``datasets``, no pandas).
 
 Arrow files are mapped into memory, so a table may be larger than it. Parquet has no quick way to one row: it is
-written, row group after row group, to a nameless temporary Arrow file, which is mapped then.
-"""
+written, row group after row group, to a nameless temporary Arrow file, which is mapped then."""
 
 from __future__ import annotations
 

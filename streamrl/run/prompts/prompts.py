@@ -3,8 +3,7 @@ own iterator.
 
 ``open_prompts`` gives a ``OpenPrompts``; ``check_prompts`` finds what is wrong with a source before anything starts.
 Stored rows are read one by one, never loaded as a whole; they have epochs, each in its own order. An iterator runs on a
-thread and an event loop of its own, so that user code that blocks does not stop the controller.
-"""
+thread and an event loop of its own, so that user code that blocks does not stop the controller."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ class OpenPrompts(PromptSource, Protocol):
         """The next ``count`` prompts; fewer only when the source is exhausted (stored rows never are: epochs repeat).
 
         Raises ``StreamRLError`` naming the row and the remedy when a row is no prompt or user code fails.
-        A draw that is cancelled loses nothing: the next one gets its prompts.
-        """
+        A draw that is cancelled loses nothing: the next one gets its prompts."""
         ...
 
     async def aclose(self) -> None:
@@ -54,8 +52,7 @@ def open_prompts(spec: str, tokenizer: Tokenizer, *, seed: int, shuffle: bool, s
     ``shuffle`` (stored rows): each epoch in an order that depends on ``(seed, epoch)`` only. ``start``: so many prompts
     were drawn by an earlier life of the run; an iterator is read again so far, unless it is live (``UserRows``). Raises
     ``RecipeError`` when a file is missing or empty, a library is not installed or an option is wrong; user code is
-    imported at the first draw, on its own thread.
-    """
+    imported at the first draw, on its own thread."""
     named = read_spec(spec)
     if named.kind is SourceKind.ITERATOR:
         return IteratorPrompts(spec, tokenizer, start=start)
@@ -96,14 +93,7 @@ class StoredPrompts:
     """Rows of a ``RowStore``, epoch after epoch."""
 
     def __init__(
-        self,
-        spec: PromptSpec,
-        store: RowStore,
-        tokenizer: Tokenizer,
-        *,
-        seed: int,
-        shuffle: bool,
-        start: int = 0,
+        self, spec: PromptSpec, store: RowStore, tokenizer: Tokenizer, *, seed: int, shuffle: bool, start: int = 0
     ) -> None:
         self.size = store.size
         self._spec = spec
@@ -171,8 +161,7 @@ def check_prompts(
 
     Stored rows are all read, of a task the first 16. The first row of an iterator is drawn in a throw-away process,
     within ``timeout_s``. ``needed_columns``: columns by the name of the reward that needs them
-    (``streamrl.rewards.needed_columns``). ``see`` gets the first prompt, where that is one.
-    """
+    (``streamrl.rewards.needed_columns``). ``see`` gets the first prompt, where that is one."""
     try:
         named = read_spec(spec)
         if named.kind is SourceKind.ITERATOR:

@@ -3,8 +3,7 @@
 A floating-point number is sign and magnitude. Read as ``~bits`` below zero and ``bits + 2**(width - 1)`` above, its
 pattern becomes an unsigned integer that grows with the number, a bijection of all patterns: zeros of both signs,
 infinities and every NaN payload included. One step up or down is then +1 or -1, also across a power of two and
-across zero, where the exclusive or of the patterns has many bits set.
-"""
+across zero, where the exclusive or of the patterns has many bits set."""
 
 from __future__ import annotations
 
@@ -19,11 +18,7 @@ BitArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 BitType = np.dtype[np.uint16] | np.dtype[np.uint32]
 PositionArray = npt.NDArray[np.int64]
 
-_BIT_TYPES: dict[str, BitType] = {
-    "bfloat16": np.dtype("<u2"),
-    "float16": np.dtype("<u2"),
-    "float32": np.dtype("<u4"),
-}
+_BIT_TYPES: dict[str, BitType] = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2"), "float32": np.dtype("<u4")}
 _MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
 
 

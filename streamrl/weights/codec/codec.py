@@ -15,8 +15,7 @@ among its members, and take half of what they take counted over all elements. Ex
 
 A header is its length (uint16, little endian) and msgpack. An anchor takes the smaller of the last two forms, a delta
 the smallest of all: nothing is ever larger than dense. A decoder refuses what the encoder would not have written, and
-checks each size before it allocates anything by it.
-"""
+checks each size before it allocates anything by it."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ def encode_patch(bits: BitArray, base: BitArray | None, dtype: str) -> EncodedPa
     """Encode how ``bits`` differ from ``base``; everything when ``base`` is None. None when nothing differs.
 
     ``bits``, ``base``: uint16 or uint32 [n], which may lie apart in memory. ``dtype``: the published dtype that they
-    are patterns of.
-    """
+    are patterns of."""
     if bits.size > MAXIMUM_ELEMENTS:
         raise WeightError(f"a patch of {bits.size} elements was asked for; {MAXIMUM_ELEMENTS} fit: cut the shard")
     if base is None:
@@ -180,8 +178,7 @@ def decode_patch(
 
     ``dtype``: the published one. ``count``: elements of the unit, known beforehand. ``base``: what the receiver holds
     of it (uint16 or uint32 [count]); None reads complete patches only. ``tensor`` names the tensor in errors.
-    Raises ``WeightError`` for anything that ``encode_patch`` does not write.
-    """
+    Raises ``WeightError`` for anything that ``encode_patch`` does not write."""
     view, bits = memoryview(encoded), bit_type(dtype, tensor)
     if len(view) == count * bits.itemsize:
         return WeightPatch(None, cast("BitArray", np.frombuffer(view, dtype=bits)))

@@ -1,8 +1,7 @@
 """The loops over every element of a unit, compiled by numba: one pass each, without temporaries and without the GIL.
 
 Compiled at the first call on a machine (a second or two in all), then kept beside this file. Arguments go in by
-``frozen``, so that arrays that may and may not be written to share one compiled form.
-"""
+``frozen``, so that arrays that may and may not be written to share one compiled form."""
 
 # Typed by numba, at the first call: patterns are uint16 or uint32, what counts is int64, hashes are uint64.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"

@@ -1,8 +1,7 @@
 """Complete weights, their exponents coded apart: they are few and like each other, the other bits are noise.
 
 The sign is moved below the mantissa, so that the upper byte of an element holds its exponent (and, in float16, two
-bits more). That plane takes a third of its size with zstd at level 1; the lower bytes are copied.
-"""
+bits more). That plane takes a third of its size with zstd at level 1; the lower bytes are copied."""
 
 from __future__ import annotations
 

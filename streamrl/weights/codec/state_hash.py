@@ -4,8 +4,7 @@
 
 It is additive over elements, so over shards, ranks and workers, in any order; and incremental:
 ``H' = H - terms(old bits) + terms(new bits)`` over the changed positions. It detects accidents (a lost
-chunk, a wrong route, a stale rank), not an adversary: chunk digests do that.
-"""
+chunk, a wrong route, a stale rank), not an adversary: chunk digests do that."""
 
 from __future__ import annotations
 

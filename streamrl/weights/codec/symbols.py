@@ -3,8 +3,7 @@
 The first byte says which. 0 to 31: Rice with that parameter, as two bit planes (quotients in unary, then the low bits
 of all symbols). 32 and on: as many bits a symbol, less 32. 255: pcodec (github.com/pcodec/pcodec), which bins the
 symbols and codes the bins by tANS: within 1 to 3 % of the entropy on long streams, where the others, which have next to
-no bytes of their own, are for short ones.
-"""
+no bytes of their own, are for short ones."""
 
 from __future__ import annotations
 

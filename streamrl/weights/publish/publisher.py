@@ -2,8 +2,7 @@
 
 Each version is a delta on the one published before it, whose bits are the *baseline*. An engine that missed versions
 takes the links of the chain that it lacks, and commits them as one. The first link is made on the checkpoint that the
-engines load, where that is known; else the first version is complete.
-"""
+engines load, where that is known; else the first version is complete."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ class WeightPublisher:
     quarter of the weights' bytes). ``source``: reads what ``publish`` is given, where that is not in host memory.
 
     Memory: the bits of the last published version, 2 bytes an element (bfloat16); the encoded bytes of the chain. An
-    anchor is a whole copy, until a newer version is acknowledged.
-    """
+    anchor is a whole copy, until a newer version is acknowledged."""
 
     def __init__(
         self,
@@ -117,8 +115,7 @@ class WeightPublisher:
 
         ``bits``: by tensor name, flat integer views (numpy uint16 for bfloat16/float16, uint32 for float32) of
         this rank's shard, or what the publisher's ``source`` reads. They are not kept: what is needed is copied.
-        Raises ``WeightError`` for a version that is not newer, a missing tensor, a wrong size or type.
-        """
+        Raises ``WeightError`` for a version that is not newer, a missing tensor, a wrong size or type."""
         self._server.check()
         if self._version is not None and policy_version <= self._version:
             raise WeightError(f"version {policy_version} cannot be published: {self._version} was published already")

@@ -2,8 +2,7 @@
 
 Pull makes a transfer resumable, idempotent and self-paced: a receiver has as many requests open as it
 has credits, and asks again for what got lost. The thread owns its ZeroMQ context, so that the trainer may
-run any event loop, or none.
-"""
+run any event loop, or none."""
 
 from __future__ import annotations
 

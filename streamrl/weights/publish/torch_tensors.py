@@ -2,8 +2,7 @@
 changes come to the host, to be encoded.
 
 The same changes as ``weights.codec`` finds, element for element, by torch alone: a comparison, a running count for each
-exponent, and gathers at the places that changed. On a CPU the compiled loops are many times faster.
-"""
+exponent, and gathers at the places that changed. On a CPU the compiled loops are many times faster."""
 
 from __future__ import annotations
 
@@ -20,14 +19,7 @@ from streamrl.learning.model.local_shards import LocalShard
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.published_weights import bit_array, upper_halves
 from streamrl.weights.codec.bits import BitArray, BitType, bit_type, exponent_field, step_symbols
-from streamrl.weights.codec.codec import (
-    Changes,
-    EncodedPatch,
-    ExponentClasses,
-    WeightPatch,
-    by_class,
-    encode_changes,
-)
+from streamrl.weights.codec.codec import Changes, EncodedPatch, ExponentClasses, WeightPatch, by_class, encode_changes
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.publisher import WeightPublisher
 from streamrl.weights.publish.tensor_source import HostTensors

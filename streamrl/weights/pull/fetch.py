@@ -4,8 +4,7 @@ Runs in a thread of the engine's worker process, which has no event loop: plain 
 and deadlines. Nothing here touches a model, or changes the base that a delta is decoded against.
 
 Each version is a delta on the one published before it, and its manifest names that one's. A receiver that holds an
-earlier version, or nothing but the checkpoint, fetches what lies between, and gets it as one patch a shard.
-"""
+earlier version, or nothing but the checkpoint, fetches what lies between, and gets it as one patch a shard."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ def fetch_version(
     how long nothing new may arrive from a source that is still needed. ``credit_bytes``: what may be under way, over
     all sources (a chunk of each at least). ``stop``: give up when it is set.
     Raises ``WeightError``: nothing arrives, a digest or a version differs (expected and actual are named),
-    a patch does not decode, or the hashes of the parts do not add up to the announced one.
-    """
+    a patch does not decode, or the hashes of the parts do not add up to the announced one."""
     version = announcement.policy_version
     if not announcement.sources:
         raise WeightError(f"version {version} was announced without a source")

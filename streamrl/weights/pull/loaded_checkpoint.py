@@ -35,8 +35,7 @@ def map_checkpoint(path: Path) -> dict[str, CheckpointTensor]:
     """The floating-point tensors, by name, of one safetensors file or of the model in a directory.
 
     Integer tensors (tables, counters) are left out: they are not published. Raises ``WeightError`` naming the path and
-    the remedy: nothing there, no safetensors, a broken file, a name in two files, quantised weights.
-    """
+    the remedy: nothing there, no safetensors, a broken file, a name in two files, quantised weights."""
     if not path.exists():
         raise WeightError(f"{path} does not exist: give a directory with *.safetensors, or one such file")
     try:

@@ -83,8 +83,7 @@ class CheckpointReplica:
     """The bits of every checkpoint tensor at the committed version. Empty until the first anchor.
 
     ``advance`` only remembers what changed, because requests wait for it; the bits follow in ``catch_up``, which
-    everybody who reads them calls first.
-    """
+    everybody who reads them calls first."""
 
     def __init__(self) -> None:
         self.run_id = ""
@@ -161,8 +160,7 @@ class CheckpointReplica:
         """Check that a fetched version fits here and has the hash it was announced with. Changes nothing.
 
         Raises ``WeightError``: other base version or base hash, unknown tensor, shards that leave a gap or
-        overlap, or a state hash that differs (expected and actual are named).
-        """
+        overlap, or a state hash that differs (expected and actual are named)."""
         self.catch_up()
         announced = fetched.announcement
         version = announced.policy_version

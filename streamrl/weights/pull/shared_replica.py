@@ -5,8 +5,7 @@ The first worker to stage an announced version fetches it for all; the others fi
 
 The shared bits advance to a version when the next one is staged, whose base it is. A worker that is not at their
 version (it was late, or restarted) takes all bits of the staged one, copied from memory: none of that comes from the
-trainer.
-"""
+trainer."""
 
 from __future__ import annotations
 

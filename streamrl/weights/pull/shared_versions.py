@@ -3,8 +3,7 @@ files: a lock, which the kernel gives back when its owner dies, and the state, w
 
 A memory file descriptor leaves nothing behind once the last process that has it open ends, however that ended. The
 state says which processes share it (``MemorySegment``); others open it through ``/proc`` of one of those, as long as
-one lives and is of the same user.
-"""
+one lives and is of the same user."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ def repack_linear_layers(model: Any, changed: set[int]) -> int:
     """Pack the linear layers of ``model`` again whose weight storage is in ``changed``.
 
     ``changed``: ``data_ptr()`` of storages that a commit wrote to. Returns how many layers were packed (a tied
-    head counts by itself: it shares the storage and keeps a packed copy of its own).
-    """
+    head counts by itself: it shares the storage and keeps a packed copy of its own)."""
     from vllm.model_executor.layers import utils
 
     if os.environ.get(LINEAR_VARIABLE, "plain") == "plain":

@@ -4,8 +4,7 @@ Everything is done on integer views. A runtime parameter holds either the publis
 bfloat16: the upper half of its bits, with the lower half zero.
 
 ``prepare`` does all work that is possible before the engine pauses: where every element goes, what is there now, what
-it adds to the state hash. ``apply`` then only compares, writes and reads back.
-"""
+it adds to the state hash. ``apply`` then only compares, writes and reads back."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class RouteWrite(msgspec.Struct, frozen=True, eq=False):
 
     ``positions``: int64 [n] flat in the checkpoint tensor, ``elements``: uint32 or int64 [n] in the runtime storage,
     both None for the whole rectangle, in its order. ``old_bits`` is None when nothing is known of what is there.
-    ``hash_change``: what it adds to this worker's part of the state hash, 0 where another route counts the elements.
-    """
+    ``hash_change``: what it adds to this worker's part of the state hash, 0 where another route counts the elements."""
 
     route: Route
     tensor: TensorSpec
@@ -58,8 +56,7 @@ class LiveWeights:
 
     ``counted``: the routes whose elements this worker counts, so that the parts of all workers add up.
     ``state_hash`` is this worker's part. It is the sum over bits that were found, each one, in the live parameters, or
-    that a layer was rebuilt from. ``layers``: those of the plan that are rebuilt; None: as ``LiveLayers`` has it.
-    """
+    that a layer was rebuilt from. ``layers``: those of the plan that are rebuilt; None: as ``LiveLayers`` has it."""
 
     def __init__(
         self, plan: LoadPlan, counted: frozenset[tuple[str, int]], *, layers: LiveLayers | None = None
@@ -90,8 +87,7 @@ class LiveWeights:
         """Write, read back, rebuild layers, and return this worker's new part of the state hash.
 
         Raises ``WeightError`` naming the parameter when a live element is not what the replica says it was, or
-        not what was just written: the caller must then undo.
-        """
+        not what was just written: the caller must then undo."""
         direct, layers = _apart(writes)
         failed = ""
         try:

@@ -4,8 +4,7 @@ The inputs of a layer are made ready while the engine samples: its loading-time 
 memory. The commit rebuilds from them. No element of a packed tensor can be compared with a checkpoint's, so the state
 hash counts the bits that the layers were loaded from, and is right as long as a layer is what comes of those. That is
 compared once, when the first delta is made on the files of the checkpoint that vLLM loaded; from then on each layer's
-served tensors must be those of its last rebuild, in every commit that touches it and in audits.
-"""
+served tensors must be those of its last rebuild, in every commit that touches it and in audits."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class LiveLayers:
 
     ``counted``: see ``LiveWeights``. ``as_when_loading``: around every rebuild; what vLLM sets up for its loaders.
     ``agreed``: of several workers that rebuild together (a method of quantisation may ask all of them for the largest
-    element), tells the others that this one is ready or why it is not, and raises ``WeightError`` when one is not.
-    """
+    element), tells the others that this one is ready or why it is not, and raises ``WeightError`` when one is not."""
 
     def __init__(
         self,

@@ -70,8 +70,7 @@ def scatter_checked(
 
     ``live``: uint16 or uint32, flat. ``elements``: uint32 or int64 [n], ``old`` and ``new``: bit patterns [n], of
     ``live``'s width, or uint16 that ``live`` (uint32) holds in its upper half. Returns how many elements were not
-    ``old``, then all of them are made ``old``; and how many are not ``new``: (0, 0).
-    """
+    ``old``, then all of them are made ``old``; and how many are not ``new``: (0, 0)."""
     shift = np.uint32(8 * (live.dtype.itemsize - new.dtype.itemsize))
     before = int(_scatter(live, elements, old, new, shift))
     if before:

@@ -4,8 +4,7 @@ The model's own ``load_weights`` is run once over meta tensors under a dispatch 
 the destination view of each copy and suppresses the write. Each pair is an affine map from flat checkpoint positions to
 runtime elements: fused projections, tensor-parallel shards, experts and tied embeddings need no code of their own.
 Where the engine packed, rearranged or quantised a layer after loading it, the map leads to what that was loaded as, and
-the layer is rebuilt from there (``load_plan_reload``). Any other tensor is refused by name.
-"""
+the layer is rebuilt from there (``load_plan_reload``). Any other tensor is refused by name."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ def record_load_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) 
 
     Raises ``WeightError`` naming the tensor or parameter: a loader that does more than copy, a runtime dtype
     that cannot hold the published bits, a parameter that no published tensor covers or two write to (emptied
-    parameters among them), one that was rearranged after loading in a way that is not known.
-    """
+    parameters among them), one that was rearranged after loading in a way that is not known."""
     layers = reloaded_layers(model)
     refuse_unreachable(model, layers.keys())
     sources = without_values(tensors)

@@ -10,8 +10,7 @@ weights, say), which the engine keeps no longer. They are made again from checkp
 with, so that nothing that points to those (a captured graph) is lost. It is what vLLM's layerwise reload does to all
 layers at once, for those that changed.
 
-vLLM notes, when it makes a model, what each parameter was like before loading. That note is all that is used of it.
-"""
+vLLM notes, when it makes a model, what each parameter was like before loading. That note is all that is used of it."""
 
 from __future__ import annotations
 
@@ -236,10 +235,7 @@ def _unwrap_loader(parameter: Any) -> None:
 
 
 def _reached_by_copies(
-    name: str,
-    module: torch.nn.Module,
-    loading: Mapping[str, torch.Tensor],
-    noted: AfterLoading,
+    name: str, module: torch.nn.Module, loading: Mapping[str, torch.Tensor], noted: AfterLoading
 ) -> bool:
     prefix = f"{name}." if name else ""
     if any(derived.rpartition(".")[0] == name for derived in noted.derived):

@@ -2,8 +2,7 @@
 
 A version is *staged* in a thread while the engine samples (fetch, check, decode, locate), and *committed* between two
 steps of a paused engine. Worker methods never raise for a version that does not fit: they report, so that the reason
-reaches the owner in one piece. Methods that vLLM calls do raise: its update session must end.
-"""
+reaches the owner in one piece. Methods that vLLM calls do raise: its update session must end."""
 
 from __future__ import annotations
 
@@ -18,11 +17,7 @@ from typing import Any
 
 import msgspec
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from streamrl.base.errors import WeightError
 from streamrl.weights.pull.replica import CheckpointReplica, TensorSpec
@@ -201,8 +196,7 @@ def streamrl_apply(worker: Any, policy_version: str) -> dict[str, Any]:
     """Open vLLM's update session and apply the staged version: one call, because requests wait for it.
 
     ``LiveReport`` of this worker, as plain values; its ``error`` says why nothing was applied. ``policy_version`` is
-    text, as all arguments that may travel over HTTP.
-    """
+    text, as all arguments that may travel over HTTP."""
     failure = ""
     try:
         worker.start_weight_update()

@@ -3,8 +3,7 @@
 No vllm, no torch: what is live is behind ``LiveModel``. A worker holds its replica's version bit for bit, or it is
 *tainted*: then it stages anchors only, and a committed anchor makes it whole again without a restart. One that missed
 versions gets a single delta over them; one that was restarted gets a single delta on the checkpoint that it loaded,
-after every live element was compared with that checkpoint's files.
-"""
+after every live element was compared with that checkpoint's files."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ class WeightTransaction:
 
     ``repack``: brings what the engine derives from its parameters (packed kernels) in line with written ones.
     ``checkpoint``: the directory that the live weights were loaded from, where that is known. ``replica``: one that is
-    shared with other workers (``SharedReplica``); None: one of its own.
-    """
+    shared with other workers (``SharedReplica``); None: one of its own."""
 
     def __init__(
         self,
