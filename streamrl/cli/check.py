@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.cli.command import AsJson, Command, print_json
-from streamrl.launch.plan.machine_check import Finding, State, check_machine, worst
+from streamrl.launch.plan.machine_check import Finding, State, check_machine
 
 _MARKS = {State.OK: "ok  ", State.WARN: "warn", State.FAIL: "FAIL"}
 
@@ -20,7 +20,7 @@ class Check(Command, frozen=True):
             print_json(findings)
         else:
             print("\n".join(finding_lines(findings)))
-        return 1 if worst(findings) is State.FAIL else 0
+        return int(any(finding.state is State.FAIL for finding in findings))
 
 
 def finding_lines(findings: list[Finding]) -> list[str]:

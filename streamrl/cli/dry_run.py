@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -84,13 +85,10 @@ def _held_out(recipe: Recipe) -> int:
         spec = read_spec(recipe.evaluation.prompts)
         if spec.kind is SourceKind.ITERATOR:
             return 0
-        rows = open_rows(spec)
+        with closing(open_rows(spec)) as rows:
+            return rows.size
     except (RecipeError, OSError):
         return 0
-    try:
-        return rows.size
-    finally:
-        rows.close()
 
 
 def _model(recipe: Recipe) -> CheckedModel | None:

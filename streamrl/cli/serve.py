@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,10 +34,8 @@ class Serve(Command, frozen=True):
         """0 also after SIGTERM: an order that was obeyed."""
         recipe = load_recipe(recipe_file(self.recipe), self.overrides)
         log_to(sys.stderr, logging.INFO)
-        try:
+        with suppress(Terminated):
             serve_external(Role(self.role), recipe, self.index, self.recipe if self.recipe.is_dir() else None)
-        except Terminated:
-            return 0
         return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
@@ -23,12 +24,14 @@ from streamrl.simulate.chrome_trace import ChromeTrace
 from streamrl.simulate.cluster import ClusterModel, differences, dump_cluster, load_cluster
 from streamrl.simulate.lengths import RecordedLengths
 from streamrl.simulate.recording import agreement, load_recording
-from streamrl.simulate.report import SimulationReport
+from streamrl.simulate.report import KindSummary, SimulationReport
 from streamrl.simulate.simulation import simulate_recipe
 from streamrl.simulate.what_if import World
 
 PROGRESS_AFTER_S = 2.0
 DEFAULT_CLUSTER = "demo"
+Row = Iterator[tuple[str, str]]
+"""Columns of a table, each with a cell."""
 
 
 class InVirtualTime(Command, frozen=True, kw_only=True):
@@ -215,73 +218,70 @@ def _cluster_sentence(model: ClusterModel) -> str:
 
 def speed_table(outcomes: list[Outcome]) -> Table:
     """One row a candidate: times and rates. Speed-ups are against the first one."""
-    names = ("step s", "P50", "P95", "groups/s", "goodput tok/s", "speed in groups", "in tokens", "preemptions")
-    table = results_table("simulated", ("rounds", *names))
     first, base = outcomes[0].report, outcomes[0].slower
-    for outcome in outcomes:
+
+    def row(outcome: Outcome) -> Row:
         r, by = outcome.report, outcome.slower
-        table.add_row(
-            outcome.name,
-            f"{r.step_s_mean * by:.3g}",
-            f"{r.step_s_p50 * by:.3g}",
-            f"{r.step_s_p95 * by:.3g}",
-            f"{r.groups_s / by:.3g}",
-            f"{r.goodput / by:.0f}",
-            f"{r.groups_s / first.groups_s * base / by:.2f}",
-            f"{r.goodput / first.goodput * base / by:.2f}",
-            str(r.preemptions),
-        )
-    return table
+        yield "rounds", outcome.name
+        yield "step s", f"{r.step_s_mean * by:.3g}"
+        yield "P50", f"{r.step_s_p50 * by:.3g}"
+        yield "P95", f"{r.step_s_p95 * by:.3g}"
+        yield "groups/s", f"{r.groups_s / by:.3g}"
+        yield "goodput tok/s", f"{r.goodput / by:.0f}"
+        yield "speed in groups", f"{r.groups_s / first.groups_s * base / by:.2f}"
+        yield "in tokens", f"{r.goodput / first.goodput * base / by:.2f}"
+        yield "preemptions", str(r.preemptions)
+
+    return results_table("simulated", map(row, outcomes))
 
 
 def quality_table(outcomes: list[Outcome]) -> Table:
     """One row a candidate: what the engines' time went into, how old and how long what is trained is."""
-    names = ("bubble", "of step", "staleness", "largest", "wait", "largest", "length", "wasted", "stragglers")
-    table = results_table("", ("rounds", *names))
-    for outcome in outcomes:
+
+    def row(outcome: Outcome) -> Row:
         r = outcome.report
-        table.add_row(
-            outcome.name,
-            f"{r.rollout_bubble:.3f}",
-            f"{r.step_bubble:.3f}",
-            f"{r.staleness_mean:.2f}",
-            str(r.staleness_max),
-            f"{r.wait_mean:.2f}",
-            str(r.wait_max),
-            f"{r.length_ratio:.3f}",
-            f"{r.wasted_share:.1%}",
-            f"{r.straggler_rate:.2f}",
-        )
-    return table
+        yield "rounds", outcome.name
+        yield "bubble", f"{r.rollout_bubble:.3f}"
+        yield "of step", f"{r.step_bubble:.3f}"
+        yield "staleness", f"{r.staleness_mean:.2f}"
+        yield "largest", str(r.staleness_max)
+        yield "wait", f"{r.wait_mean:.2f}"
+        yield "largest", str(r.wait_max)
+        yield "length", f"{r.length_ratio:.3f}"
+        yield "wasted", f"{r.wasted_share:.1%}"
+        yield "stragglers", f"{r.straggler_rate:.2f}"
 
-
-def results_table(title: str, columns: tuple[str, ...]) -> Table:
-    """An empty table; columns of words are on the left."""
-    table = Table(title=title or None)
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("rounds", "kind", "") else "right", overflow="fold")
-    return table
+    return results_table("", map(row, outcomes))
 
 
 def kinds_table(outcomes: list[Outcome]) -> Table:
     """One row a kind of round: how long it takes, and what it trains on against what the prompts would give."""
-    columns = ("rounds", "kind", "steps", "step s", "rollout s", "longest", "trained mean", "P95", "at cap", "unbiased")
-    table = results_table("by kind of round; unbiased: mean, P95, share at the cap", columns)
-    for outcome in outcomes:
+
+    def row(outcome: Outcome, kind: KindSummary) -> Row:
         unbiased = outcome.report.unbiased
-        for kind in outcome.report.kinds:
-            table.add_row(
-                outcome.name,
-                kind.round_kind,
-                str(kind.steps),
-                f"{kind.step_s:.3g}",
-                f"{kind.rollout_s:.3g}",
-                f"{kind.longest_mean:.0f}",
-                f"{kind.trained.mean:.1f}",
-                str(kind.trained.p95),
-                f"{kind.trained.cap_share:.2%}",
-                f"{unbiased.mean:.1f}, {unbiased.p95}, {unbiased.cap_share:.2%}",
-            )
+        yield "rounds", outcome.name
+        yield "kind", kind.round_kind
+        yield "steps", str(kind.steps)
+        yield "step s", f"{kind.step_s:.3g}"
+        yield "rollout s", f"{kind.rollout_s:.3g}"
+        yield "longest", f"{kind.longest_mean:.0f}"
+        yield "trained mean", f"{kind.trained.mean:.1f}"
+        yield "P95", str(kind.trained.p95)
+        yield "at cap", f"{kind.trained.cap_share:.2%}"
+        yield "unbiased", f"{unbiased.mean:.1f}, {unbiased.p95}, {unbiased.cap_share:.2%}"
+
+    rows = (row(outcome, kind) for outcome in outcomes for kind in outcome.report.kinds)
+    return results_table("by kind of round; unbiased: mean, P95, share at the cap", rows)
+
+
+def results_table(title: str, rows: Iterable[Row]) -> Table:
+    """A table of rows with the same columns; columns of words are on the left."""
+    table = Table(title=title or None)
+    for row in rows:
+        columns, cells = zip(*row, strict=True)
+        for column in columns if not table.columns else ():
+            table.add_column(column, justify="left" if column in ("rounds", "kind", "") else "right", overflow="fold")
+        table.add_row(*cells)
     return table
 
 

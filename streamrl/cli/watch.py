@@ -55,7 +55,8 @@ def _watch(endpoint: str, *, as_json: bool) -> int:
         try:
             for message in follow(subscriber.receive, PATIENCE_S):
                 if message is None:
-                    if _is_gone(endpoint):
+                    # An endpoint on tcp may be out of reach for a while.
+                    if endpoint.startswith("ipc://") and not has_ipc_listener(endpoint):
                         print(f"the run has ended: no process listens at {endpoint}", file=sys.stderr)
                         return 1
                     if not quiet:
@@ -79,8 +80,3 @@ def endpoint_of(run_directory: Path) -> str:
     """Endpoint of the metrics of the run in that directory. Raises ``StreamRLError`` for one that is not a run's."""
     topology = read_topology(run_directory)
     return metrics_endpoint(load_recipe(run_directory / "recipe.toml"), topology)
-
-
-def _is_gone(endpoint: str) -> bool:
-    """Return whether the run at an ipc ``endpoint`` has ended; one on tcp may be out of reach for a while."""
-    return endpoint.startswith("ipc://") and not has_ipc_listener(endpoint)

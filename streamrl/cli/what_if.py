@@ -14,7 +14,7 @@ from rich.table import Table
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.command import Argument, AsJson, Overrides, print_json, recipe_file
-from streamrl.cli.simulate import DEFAULT_CLUSTER, InVirtualTime, results_table
+from streamrl.cli.simulate import DEFAULT_CLUSTER, InVirtualTime, Row, results_table
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.cluster import differences
@@ -116,31 +116,25 @@ def _print_advice(advice: Advice, cluster: str, budget: Budget, question: WhatIf
 
 def advice_table(shown: list[TriedRecipe], advice: Advice) -> Table:
     """One row a candidate; speeds are against the recipe as it is. "steps/grad": steps along one gradient."""
-    names = ["tok/s", "speed", "groups/s", "step s", "length", "wasted", "bubble", "stale", "wait", "steps/grad", ""]
-    table = results_table("", ("rounds", *names))
     now = advice.current.figures
-    for tried in shown:
+
+    def row(tried: TriedRecipe) -> Row:
         figures = tried.figures
         recommended = "recommended" if tried is advice.recommended else ""
-        mark = "; ".join(filter(None, (recommended, tried.problem, tried.unknown and "cannot know")))
-        if figures is None:
-            table.add_row(tried.name, *("",) * 10, mark)
-            continue
-        table.add_row(
-            tried.name,
-            f"{figures.goodput:.0f}",
-            f"{figures.goodput / now.goodput:.2f}" if now else "",
-            f"{figures.groups_s:.3g}",
-            f"{figures.step_s:.3g}",
-            f"{figures.length_share:.2f}",
-            f"{figures.wasted_share:.0%}",
-            f"{figures.rollout_bubble:.2f}",
-            str(figures.staleness),
-            str(figures.wait),
-            str(tried.steps_a_gradient),
-            mark,
-        )
-    return table
+        yield "rounds", tried.name
+        yield "tok/s", f"{figures.goodput:.0f}" if figures else ""
+        yield "speed", f"{figures.goodput / now.goodput:.2f}" if figures and now else ""
+        yield "groups/s", f"{figures.groups_s:.3g}" if figures else ""
+        yield "step s", f"{figures.step_s:.3g}" if figures else ""
+        yield "length", f"{figures.length_share:.2f}" if figures else ""
+        yield "wasted", f"{figures.wasted_share:.0%}" if figures else ""
+        yield "bubble", f"{figures.rollout_bubble:.2f}" if figures else ""
+        yield "stale", str(figures.staleness) if figures else ""
+        yield "wait", str(figures.wait) if figures else ""
+        yield "steps/grad", str(tried.steps_a_gradient) if figures else ""
+        yield "", "; ".join(filter(None, (recommended, tried.problem, tried.unknown and "cannot know")))
+
+    return results_table("", map(row, shown))
 
 
 def _as_json(advice: Advice, cluster: str, budget: Budget, notes: list[str], world: World) -> dict[str, Any]:

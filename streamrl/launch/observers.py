@@ -21,7 +21,7 @@ from streamrl.learning.canary import canary_bounds
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.missing_samples import MissingSamples
 from streamrl.observe.report.run_report import RunReport
-from streamrl.observe.report.trajectory_trace import TrajectoryTrace, trace_header
+from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.run.evaluate.evaluation import HeldOutEvaluations
@@ -50,14 +50,7 @@ def run_observers(
     races = recipe.rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.response_oversampling > 1
     mismatch = recipe.off_policy.alarm if recipe.compares_logprobs else 0.0  # simulated engines need not agree
     canary = canary_bounds(recipe.training, recipe.engines, installed_device()).alarm
-    header = trace_header(
-        recipe,
-        run_id=run_directory.name,
-        max_model_len=processes.ready.max_model_len,
-        capacity=capacity(recipe, processes),
-        kv_tokens=processes.ready.kv_tokens,
-        parameters=processes.rank.parameters,
-    )
+    header = _trace_header(recipe, run_directory.name, processes)
     report = RunReport(
         emit,
         record.control,
@@ -85,6 +78,27 @@ def run_observers(
         *([resumption] if resumption else []),
         *users,
     ]
+
+
+def _trace_header(recipe: Recipe, run_id: str, processes: Processes) -> TraceHeader:
+    return TraceHeader(
+        schema=TRACE_SCHEMA,
+        run_id=run_id,
+        seed=recipe.run.seed,
+        max_tokens=recipe.sampling.max_tokens,
+        max_model_len=processes.ready.max_model_len,
+        temperature=recipe.sampling.temperature,
+        prompts_per_batch=recipe.rollout.prompts_per_batch,
+        group_size=recipe.rollout.group_size,
+        rounds=str(recipe.rollout.rounds),
+        max_staleness=recipe.rollout.max_staleness,
+        engines=recipe.engines.count,
+        capacity=capacity(recipe, processes),
+        kv_tokens=processes.ready.kv_tokens,
+        ranks=recipe.training.ranks,
+        parameters=processes.rank.parameters,
+        engine_kind=recipe.engines.kind.value,
+    )
 
 
 def _elastic_engines(recipe: Recipe, processes: Processes, record: JournalledRun, emit: Emit) -> ElasticEngines:

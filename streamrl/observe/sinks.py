@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,15 +44,10 @@ class Reporter:
         return event
 
     def close(self) -> None:
-        """Close every sink; the first error is raised after all were closed."""
-        errors = []
-        for sink in self._sinks:
-            try:
-                sink.close()
-            except OSError as error:  # a full disk must not keep the socket open
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        """Close every sink. An error is raised after all were closed: a full disk must not keep the socket open."""
+        with ExitStack() as sinks:
+            for sink in reversed(self._sinks):
+                sinks.callback(sink.close)
 
     def _bounded(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Drop names beyond the number that a run may have: rewards name their parts, and may name each differently."""

@@ -30,10 +30,6 @@ LARGEST_MESSAGE = 1 << 19
 LARGEST_SUBSCRIPTION = 1 << 10
 
 
-class TelemetryError(StreamRLError):
-    """The metrics socket cannot be had."""
-
-
 class Telemetry(msgspec.Struct, frozen=True, kw_only=True):
     """One message of the metrics socket; ``fields`` as docs/metrics.md lists them by topic."""
 
@@ -46,7 +42,7 @@ class Telemetry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TelemetryPublisher:
-    """Binds ``endpoint`` and publishes from its own thread. Raises ``TelemetryError`` when it cannot bind."""
+    """Binds ``endpoint`` and publishes from its own thread. Raises ``StreamRLError`` when it cannot bind."""
 
     def __init__(self, endpoint: str, *, run_id: str, high_water: int = HIGH_WATER) -> None:
         self._run_id = run_id
@@ -71,7 +67,7 @@ class TelemetryPublisher:
         except StreamRLError as error:
             self._context.close_gate()
             self._context.destroy(linger=0)
-            raise TelemetryError(
+            raise StreamRLError(
                 f"the metrics socket is not there: {error}; set metrics.endpoint to a free one, or leave it empty"
             ) from error
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -114,20 +110,18 @@ class TelemetryPublisher:
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _serve(self) -> None:
-        with self._socket:  # an open one would hold ``close`` up for ever
-            self._serve_all()
-
-    def _serve_all(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
-        while not (self._closed and self._pending.empty()):
-            ready = dict(poller.poll())
-            if self._wake_fd in ready:
-                os.eventfd_read(self._wake_fd)
-                self._send_pending()
-            if self._socket in ready and self._socket.recv(zmq.NOBLOCK)[:1] == b"\x01":
-                self._welcome()
+        with self._socket:  # an open one would hold ``close`` up for ever
+            while not (self._closed and self._pending.empty()):
+                ready = dict(poller.poll())
+                if self._wake_fd in ready:
+                    os.eventfd_read(self._wake_fd)
+                    self._send_pending()
+                if self._socket in ready and self._socket.recv(zmq.NOBLOCK)[:1] == b"\x01":
+                    for topic, body in self._latest.items():
+                        self._send(topic, msgspec.json.encode(body | {"replay": True}))
 
     def _send_pending(self) -> None:
         while True:
@@ -143,10 +137,6 @@ class TelemetryPublisher:
                 continue
             self._latest[topic] = body
             self._send(topic, content)
-
-    def _welcome(self) -> None:
-        for topic, body in self._latest.items():
-            self._send(topic, msgspec.json.encode(body | {"replay": True}))
 
     def _send(self, topic: str, content: bytes) -> None:
         frames = [topic.encode(), str(TELEMETRY_SCHEMA).encode(), content]
@@ -180,7 +170,7 @@ class TelemetrySubscriber:
             connect(self._socket, endpoint, KeyRole.CONTROLLER)
         except StreamRLError as error:
             self._context.destroy(linger=0)
-            raise TelemetryError(
+            raise StreamRLError(
                 f"{endpoint} cannot be watched ({error}): write tcp://HOST:PORT or ipc://PATH"
             ) from error
 

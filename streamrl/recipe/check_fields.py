@@ -68,9 +68,8 @@ class CheckedTable:
                     self._refuse(f"{name}.{key}", f"unknown key: {answer}")
         for name, section in sections.items():
             if name not in table and section.required:
-                assert section.struct is not None
                 wanted = f"[[{name}]]" if section.item else f"[{name}]"
-                keys = ", ".join(f'"{key.name}"' for key in keys_of(section.struct).values() if key.required)
+                keys = ", ".join(f'"{key.name}"' for key in keys_of(section.section).values() if key.required)
                 self._refuse(name, f"missing: add {wanted} with {keys}")
 
     def _refuse(self, written: str, text: str, path: str = "") -> None:
@@ -79,8 +78,7 @@ class CheckedTable:
         self.bad_paths.add(path or written)
 
     def _check_section(self, section: Key, value: Any) -> None:
-        name, struct = section.name, section.struct
-        assert struct is not None, "the recipe is sections, and lists of sections"
+        name, struct = section.name, section.section
         if section.item is None:
             if isinstance(value, Mapping):
                 self.values[name] = self._check_keys(name, value, struct)

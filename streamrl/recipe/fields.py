@@ -73,6 +73,12 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
         """The struct of the table, or of each item of a list of tables."""
         return self.nested or self.item
 
+    @property
+    def section(self) -> type[msgspec.Struct]:
+        """``struct`` of a key of the recipe itself, which is a section or a list of sections."""
+        assert self.struct is not None, f"{self.name} is no section"
+        return self.struct
+
 
 def bare(kind: inspect.Type) -> Any:
     """``kind`` without what ``Meta`` says beside it."""
@@ -152,8 +158,7 @@ def paths_in_view(recipe: type[msgspec.Struct], *, with_advanced: bool = False) 
                 yield from below(found.struct, f"{prefix}.{name}")
 
     for name, section in keys_of(recipe).items():
-        assert section.struct is not None, "the recipe is sections, and lists of sections"
-        yield from below(section.struct, name)
+        yield from below(section.section, name)
 
 
 def paths_to(recipe: type[msgspec.Struct], name: str) -> list[str]:

@@ -166,7 +166,7 @@ def _replayed(run: RecordedRun, model: TrainerModel) -> tuple[list[tuple[float, 
     first = 0
     for step in run.steps:
         last = bisect_left(trained_s, step.time_s)
-        full_s = _full_s(step)
+        full_s = step.time_s - step.step_s + step.rollout_s
         for group in sorted(groups[first:last], key=lambda group: group.scored_s):
             now = min(group.scored_s, full_s)
             clock.take(now, group.samples, group.tokens)
@@ -176,10 +176,6 @@ def _replayed(run: RecordedRun, model: TrainerModel) -> tuple[list[tuple[float, 
         left.append(closed_s - full_s)
         first = last
     return spans, left
-
-
-def _full_s(step: StepLine) -> float:
-    return step.time_s - step.step_s + step.rollout_s
 
 
 def _extend(spans: list[tuple[float, float]], begins: float, ends: float, *, cut: bool = False) -> None:

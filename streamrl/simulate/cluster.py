@@ -95,10 +95,7 @@ DEMO = ClusterModel(
 
 # A-heavy of the same section: the body of A-demo, and a power-law tail to the cap.
 HEAVY = msgspec.structs.replace(
-    DEMO,
-    lengths=LengthModel(
-        cap=2048, weights=(1.0,), mus=(math.log(45),), sigmas=(1.183,), cap_share=0.02, tail_from=315, correlation=0.65
-    ),
+    DEMO, lengths=msgspec.structs.replace(DEMO.lengths, cap=2048, cap_share=0.02, tail_from=315)
 )
 
 # RollPacker's math task (arXiv 2509.21009): its lengths and times of a step.

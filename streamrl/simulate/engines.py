@@ -67,11 +67,7 @@ class Request(msgspec.Struct, eq=False):
 
     def again(self) -> Request:
         """The same trajectory, to be submitted anew with the tokens that it has: this one may still be in a queue."""
-        request = Request(self.id, self.prompt, self.prompt_tokens, self.length, self.launched_s)
-        request.sampled = self.sampled
-        request.first_version = self.first_version
-        request.noise = self.noise
-        return request
+        return msgspec.structs.replace(self, stopped=False, verified=False, engine=-1)
 
 
 class RunningTogether:
@@ -174,11 +170,6 @@ class EngineClock:
             self._preempt_when_full()
         self.admit()
         return ended
-
-    def fill(self, now: float) -> float:
-        """Share of the KV cache in use at ``now``."""
-        self.advance(now)
-        return min(self.held_kv / self.model.kv_tokens, 1.0) if self.model.kv_tokens else 0.0
 
     def sampled_by_now(self, request: Request) -> int:
         """Whole tokens that ``request`` has, at the engine's time."""

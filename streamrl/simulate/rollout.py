@@ -99,12 +99,9 @@ class SimulatedRollout:
             moving = [*engine.running, *(request for request in engine.waiting if not request.stopped)]
             for request in moving:
                 self._take_off(request)
-                self._move(request, moves[request.request_id])
-
-    def _move(self, old: Request, to: int) -> None:
-        request = self.requests[old.id] = old.again()
-        self._opened(request, to)
-        self._queue.call_after(self.model.engines.migration_s, partial(self.arrived, request))
+                moved = self.requests[request.id] = request.again()
+                self._opened(moved, moves[request.request_id])
+                self._queue.call_after(self.model.engines.migration_s, partial(self.arrived, moved))
 
     def take_back(self) -> None:
         """All engines of the set serve again."""
@@ -183,8 +180,9 @@ class SimulatedRollout:
             return []
         self._queue.now = time
         self._dirty.add(index)
-        if self.model.engine.kv_tokens:
-            self.fullest = max(self.fullest, engine.fill(time))
+        if engine.model.kv_tokens:
+            engine.advance(time)
+            self.fullest = max(self.fullest, min(engine.held_kv / engine.model.kv_tokens, 1.0))
         ended = engine.finished(time)
         for request in ended:
             self._left(request)

@@ -10,7 +10,7 @@ import pytest
 
 from streamrl.cli.check import finding_lines
 from streamrl.launch.plan import machine_check
-from streamrl.launch.plan.machine_check import Finding, State, check_machine, port_problem, worst
+from streamrl.launch.plan.machine_check import Finding, State, check_machine, port_problem
 
 
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
@@ -112,7 +112,6 @@ def test_the_page() -> None:
         "",
         "this machine can run streamrl (0 to repair, 1 to know)",
     ]
-    assert worst(findings) is State.WARN
 
 
 def test_importing_it_needs_neither_torch_nor_vllm() -> None:

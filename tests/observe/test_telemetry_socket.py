@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from streamrl.base.errors import WireError
-from streamrl.observe.telemetry import TelemetryError, TelemetryPublisher, TelemetrySubscriber, decode_telemetry
+from streamrl.base.errors import StreamRLError, WireError
+from streamrl.observe.telemetry import TelemetryPublisher, TelemetrySubscriber, decode_telemetry
 
 
 @pytest.fixture(params=["ipc", "tcp"])
@@ -159,11 +159,11 @@ def test_nothing_is_left_of_an_ipc_socket(tmp_path: Path) -> None:
 def test_an_endpoint_in_use_or_wrong_says_so(tmp_path: Path) -> None:
     publisher = TelemetryPublisher("tcp://127.0.0.1:*", run_id="r")
     try:
-        with pytest.raises(TelemetryError, match=r"cannot bind tcp://127.0.0.1:\d+: Address already in use; "):
+        with pytest.raises(StreamRLError, match=r"cannot bind tcp://127.0.0.1:\d+: Address already in use; "):
             TelemetryPublisher(publisher.endpoint, run_id="r")
     finally:
         publisher.close()
-    with pytest.raises(TelemetryError, match="write tcp://HOST:PORT"):
+    with pytest.raises(StreamRLError, match="write tcp://HOST:PORT"):
         TelemetrySubscriber("nonsense")
 
 

@@ -85,16 +85,7 @@ def engine_package() -> tuple[str, str] | None:
 
 def check_machine(directory: Path = Path("runs")) -> list[Finding]:
     """Every finding, in reading order. ``directory``: where runs would be written. Never raises for what it finds."""
-    findings: list[Finding] = []
-    for check in _CHECKS:
-        findings.extend(check())
-    return [*findings, *_disk(directory)]
-
-
-def worst(findings: Iterable[Finding]) -> State:
-    """The worst state among ``findings``."""
-    states = {finding.state for finding in findings}
-    return State.FAIL if State.FAIL in states else State.WARN if State.WARN in states else State.OK
+    return [*(finding for check in _CHECKS for finding in check()), *_disk(directory)]
 
 
 def _finding(name: str, good: bool, detail: str, remedy: str, otherwise: State = State.FAIL) -> Finding:
@@ -124,7 +115,9 @@ def _packages() -> Iterable[Finding]:
     if torch and engine and transformers:
         yield _version_pair(engine, torch, transformers)
     if torch:
-        mismatched = [name for name in ("torchvision", "torchaudio", "torchcodec") if _mismatched_build(name, torch)]
+        versions = {name: installed_version(name) for name in ("torchvision", "torchaudio", "torchcodec")}
+        build = torch.partition("+")[2]
+        mismatched = [name for name, version in versions.items() if version and version.partition("+")[2] != build]
         said = (
             f"{', '.join(mismatched)} of another build than torch {torch}"
             if mismatched
@@ -146,11 +139,6 @@ def _version_pair(engine: tuple[str, str], torch: str, transformers: str) -> Fin
         f"this set was not tested; tested: {tested}",
         State.WARN,
     )
-
-
-def _mismatched_build(package: str, torch: str) -> bool:
-    version = installed_version(package)
-    return version is not None and version.partition("+")[2] != torch.partition("+")[2]
 
 
 def _cuda() -> Iterable[Finding]:

@@ -103,7 +103,8 @@ def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None, see: SeePromp
     problems += _ports(recipe)
     problems += _keys(recipe)
     problems += _memory(recipe, model)
-    problems += _engine_sets(recipe, model)
+    if model is not None and recipe.engines.kind is EngineKind.VLLM:
+        problems += device_problems(recipe, model_config(recipe.model.path), device=installed_device())
     problems += judge_problems(recipe)
     problems += _unusable("run.directory", recipe.run.directory) or _run_directory(Path(recipe.run.directory))
     problems += _unusable("TMPDIR", tempfile.gettempdir())
@@ -275,11 +276,6 @@ def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
             f"memory: this run needs about {gib(needed)} and {gib(available)} can be had: lower engines.count, "
             "engines.max_num_seqs, training.micro_batch_tokens or training.ranks, or take a smaller model"
         )
-
-
-def _engine_sets(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
-    if model is not None and recipe.engines.kind is EngineKind.VLLM:
-        yield from device_problems(recipe, model_config(recipe.model.path), device=installed_device())
 
 
 def _free_space(recipe: Recipe) -> Iterator[str]:

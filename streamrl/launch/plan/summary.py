@@ -12,7 +12,7 @@ from streamrl.launch.plan.memory import estimate_memory, gib, training_sizes
 from streamrl.learning.rank_memory import bytes_per_rank
 from streamrl.pretrained.model_facts import ModelFacts
 from streamrl.recipe.learning_rate import learning_rate_notice
-from streamrl.recipe.objective import ObjectiveSettings, Proximal, RatioLevel, why_not_streaming
+from streamrl.recipe.objective import Proximal, RatioLevel, why_not_streaming
 from streamrl.recipe.problems import shown
 from streamrl.recipe.scheduling import InFlight, RoundKind, SizingKind, StalePolicy
 from streamrl.recipe.sections import EngineKind, Gathered, Recipe
@@ -73,7 +73,9 @@ def _sizing_lines(recipe: Recipe) -> list[str]:
 def objective_lines(recipe: Recipe) -> list[str]:
     """The resolved objective: the algorithm, then each field that has an effect, in the words of the recipe."""
     settings = recipe.objective_settings
-    method = _assignments(settings, "surrogate", *_clip_fields(settings), "advantages", "loss_normalization")
+    clips = ["clip_low", "clip_high"] if settings.token_surrogate.clips else []
+    clips += ["dual_clip"] if settings.dual_clip else []
+    method = _assignments(settings, "surrogate", *clips, "advantages", "loss_normalization")
     lines = [f"{recipe.objective.algorithm}: {method}"]
     if settings.has_critic:
         names = ("discount", "gae_lambda", "value_coefficient", "value_clip")
@@ -93,11 +95,6 @@ def objective_lines(recipe: Recipe) -> list[str]:
     if recipe.dynamic_sampling:
         lines.append("dynamic_sampling = true: groups of equal rewards are dropped and refilled")
     return lines
-
-
-def _clip_fields(settings: ObjectiveSettings) -> tuple[str, ...]:
-    clipped = ("clip_low", "clip_high") if settings.token_surrogate.clips else ()
-    return (*clipped, "dual_clip") if settings.dual_clip else clipped
 
 
 def _assignments(settings: msgspec.Struct, *names: str) -> str:

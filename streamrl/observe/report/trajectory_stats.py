@@ -8,15 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from streamrl.base.stage_messages import EndedOutcome, RewardOutcome, Scored, TrajectoryLost, TrajectoryPaused
-from streamrl.base.types import (
-    DropReason,
-    FinishReason,
-    RewardCall,
-    RewardFailure,
-    ScoredTrajectory,
-    Trajectory,
-    TrajectoryId,
-)
+from streamrl.base.types import DropReason, FinishReason, RewardCall, RewardFailure, ScoredTrajectory, TrajectoryId
 from streamrl.control.actions import LaunchGroup
 from streamrl.observe.report.trajectory_trace import TRAINED, UNFINISHED, TrajectoryLine, TrajectoryTrace
 from streamrl.run.step_metrics import (
@@ -147,10 +139,6 @@ class TrajectoryStats:
             self._trace.append(_line(trajectory, one, outcome, now))
 
 
-def _sampled(outcome: EndedOutcome | None) -> Trajectory | None:
-    return outcome.outcome.trajectory if isinstance(outcome, Scored) else None
-
-
 def _length(outcome: EndedOutcome, round_kind: str) -> SampledLength:
     if isinstance(outcome, TrajectoryLost):
         return SampledLength(outcome.tokens, False, False, round_kind)
@@ -161,8 +149,8 @@ def _length(outcome: EndedOutcome, round_kind: str) -> SampledLength:
 
 
 def _line(trajectory: TrajectoryId, one: _Open, outcome: str, now: float) -> TrajectoryLine:
-    sampled = _sampled(one.outcome)
     scored = one.outcome.outcome if isinstance(one.outcome, Scored) else None
+    sampled = scored.trajectory if scored is not None else None
     return TrajectoryLine(
         prompt_id=trajectory.prompt_id,
         group=trajectory.group_id,

@@ -15,7 +15,6 @@ import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.line_file import LineFile
-from streamrl.recipe.sections import Recipe
 
 TRACE_SCHEMA = 1
 TRAINED = "trained"
@@ -53,30 +52,6 @@ class TraceHeader(Line, frozen=True, tag="header"):
     ranks: int = 1
     parameters: int = 0
     engine_kind: str = "vllm"
-
-
-def trace_header(
-    recipe: Recipe, *, run_id: str, max_model_len: int, capacity: int, kv_tokens: int = 0, parameters: int = 0
-) -> TraceHeader:
-    """The header of a run of ``recipe``; what the recipe leaves to the engines comes from their ``EngineReady``."""
-    return TraceHeader(
-        schema=TRACE_SCHEMA,
-        run_id=run_id,
-        seed=recipe.run.seed,
-        max_tokens=recipe.sampling.max_tokens,
-        max_model_len=max_model_len,
-        temperature=recipe.sampling.temperature,
-        prompts_per_batch=recipe.rollout.prompts_per_batch,
-        group_size=recipe.rollout.group_size,
-        rounds=str(recipe.rollout.rounds),
-        max_staleness=recipe.rollout.max_staleness,
-        engines=recipe.engines.count,
-        capacity=capacity,
-        kv_tokens=kv_tokens,
-        ranks=recipe.training.ranks,
-        parameters=parameters,
-        engine_kind=recipe.engines.kind.value,
-    )
 
 
 class TrajectoryLine(Line, frozen=True, tag="trajectory"):

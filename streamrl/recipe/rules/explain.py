@@ -25,7 +25,7 @@ def explain(path: str) -> list[str]:
     all sections for an empty one. Raises ``RecipeError`` for what nobody has."""
     sections = keys_of(Recipe)
     if not path:
-        return [f"[{name}]  {_doc(_struct(section))[0]}" for name, section in sections.items()]
+        return [f"[{name}]  {_doc(section.section)[0]}" for name, section in sections.items()]
     if lines := _explained(path):
         return lines
     if "." not in path and (homes := paths_to(Recipe, path)):
@@ -64,8 +64,8 @@ def _explained(path: str) -> list[str]:
 
 
 def _section_lines(section: Key) -> list[str]:
-    keys = keys_of(_struct(section)).values()
-    lines = [f"[{section.name}]", *(f"  {line}".rstrip() for line in _doc(_struct(section))), ""]
+    keys = keys_of(section.section).values()
+    lines = [f"[{section.name}]", *(f"  {line}".rstrip() for line in _doc(section.section)), ""]
     lines += [line for key in keys if not key.advanced for line in _key_lines(key)]
     if hidden := [key.name for key in keys if key.advanced]:
         lines += ["", f"[{section.name}.{ADVANCED}]  {', '.join(hidden)}"]
@@ -110,11 +110,6 @@ def _enums(kind: inspect.Type) -> Iterator[type]:
         yield from _enums(member)
 
 
-def _struct(section: Key) -> type[msgspec.Struct]:
-    assert section.struct is not None, "the recipe is sections, and lists of sections"
-    return section.struct
-
-
 def _doc(cls: type) -> list[str]:
     return (python_inspect.getdoc(cls) or "").replace("``", '"').splitlines()
 
@@ -138,7 +133,7 @@ def reference() -> str:
     blocks = [REFERENCE_HEAD]
     for name, section in keys_of(Recipe).items():
         head = f"[[{name}]]" if section.item else f"[{name}]"
-        blocks.append(f"## `{head}`\n\n{_markdown(_struct(section))}\n\n{_table(_struct(section), name)}\n")
+        blocks.append(f"## `{head}`\n\n{_markdown(section.section)}\n\n{_table(section.section, name)}\n")
     return "\n".join(blocks)
 
 

@@ -44,23 +44,14 @@ def read_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] 
         raise RecipeError([f"overrides is one text: write load_recipe(..., [{overrides!r}])"])
     if isinstance(given, Mapping):
         table = msgspec.to_builtins(as_table(given), enc_hook=str)
-        return _check(*_overridden(table, Origin(file="recipe", lines={}), overrides), Path.cwd())
+        return _check(table, Origin(file="recipe", lines={}), overrides, Path.cwd())
     path = Path(given)
     text = _read(path)
     try:
         table = parse_toml(text)
     except (ValueError, RecursionError) as error:  # tomllib lets some pass: a number of 5,000 digits, endless nesting
         raise RecipeError([f"{path}: not valid TOML: {error}"]) from error
-    return _check(*_overridden(table, Origin(file=str(path), lines=key_lines(text)), overrides), path.parent)
-
-
-def _overridden(
-    table: dict[str, Any], origin: Origin, overrides: Sequence[str]
-) -> tuple[dict[str, Any], Origin, list[str]]:
-    """``table`` with the overrides in it, its origin with their places, and what is wrong with them."""
-    problems: list[str] = []
-    places = {place for place in (_override(table, text, problems) for text in overrides) if place}
-    return table, structs.replace(origin, overridden=frozenset(places)), problems
+    return _check(table, Origin(file=str(path), lines=key_lines(text)), overrides, path.parent)
 
 
 def check_recipe(recipe: Recipe, source: str = "recipe") -> None:
@@ -125,10 +116,14 @@ def _item(items: list[Any], key: str) -> Any:
     return items[int(key)]
 
 
-def _check(table: dict[str, Any], origin: Origin, problems: list[str], directory: Path) -> tuple[Recipe, list[str]]:
-    origin, contradictions, system = apply_system(table, origin)
+def _check(
+    table: dict[str, Any], origin: Origin, overrides: Sequence[str], directory: Path
+) -> tuple[Recipe, list[str]]:
+    problems: list[str] = []
+    places = {place for place in (_override(table, text, problems) for text in overrides) if place}
+    origin, contradictions, system = apply_system(table, structs.replace(origin, overridden=frozenset(places)))
     checked = CheckedTable(table, origin, foreign_answer)
-    problems = problems + contradictions + checked.problems
+    problems += contradictions + checked.problems
     recipe = _recipe(checked)
     problems += [problem(origin, path, text) for path, text in broken_rules(recipe, checked.bad_paths)]
     if problems:

@@ -49,8 +49,7 @@ def has_no_effect(keys: str, why: Callable[[Recipe], str], *reads: str) -> None:
     """A rule for each of ``keys`` (of one section, with spaces between): where ``why`` returns a reason and a remedy,
     and the value is not the default, it is refused; somebody who wrote it would rely on it."""
     section = keys.partition(".")[0]
-    struct = keys_of(Recipe)[section].struct
-    assert struct is not None, "the recipe is sections"
+    struct = keys_of(Recipe)[section].section
     names: Mapping[str, object] = {
         key.rpartition(".")[2]: keys_of(struct)[key.rpartition(".")[2]].default for key in keys.split()
     }
