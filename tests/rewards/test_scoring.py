@@ -253,6 +253,10 @@ async def test_special_tokens_are_seen_where_the_recipe_says_so_and_said_where_n
     assert [o.reward_parts["blind"] for o in outcomes if isinstance(o, ScoredTrajectory)] == [1, 1, 1]
     assert [o.reward_parts["sees"] for o in outcomes if isinstance(o, ScoredTrajectory)] == [1, 6, 6]
     assert "special tokens (<unk>) that the reward blind does not see" in said[0] and not said[1]
+    async with scoring(with_rewards(trusted("length"), *rewards)) as scorer:
+        for trajectory in (order[0], order[0], order[0], order[1]):
+            await scorer.score([trajectory])
+        assert not scorer.take_notice(), "one token in four completions is chance"
 
 
 async def test_weights_and_none(trusted: MakeRecipe, make_trajectory: MakeTrajectory) -> None:

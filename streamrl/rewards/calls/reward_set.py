@@ -57,7 +57,7 @@ class RewardSet:
         self._pool: CallPool | None = None
         self._queues = [RewardQueue(reward, limits.concurrency) for reward in self._all]
         self._without_tokens = ""  # names of those that see no special tokens, until there is a notice of that
-        self._orders = 0
+        self._orders = self._searched = self._with_tokens = 0
         self._notice = ""
 
     async def open(self) -> None:
@@ -97,7 +97,12 @@ class RewardSet:
         texts = SampleTexts(order.completions, prompts, self._tokenizer)
         self._orders += 1
         look = self._without_tokens and (self._orders <= _LOOKED_AT or self._orders % _LOOK_EVERY == 0)
-        if look and (special := texts.special_tokens()):
+        special = texts.special_tokens() if look else []
+        self._searched += bool(look)
+        self._with_tokens += bool(special)
+        # A token that a policy samples by chance is no format that a reward reads.
+        often = 2 * self._with_tokens >= self._searched or self._with_tokens >= max(8, self._searched / 20)
+        if special and often:
             self._notice = (
                 f"completions have special tokens ({', '.join(special)}) that the reward {self._without_tokens} does "
                 "not see: set special_tokens = true below [rewards.advanced] where it looks for them"
