@@ -77,7 +77,10 @@ def frames(draw: random.Random) -> list[bytes]:
             [b"", b"", noise],
             [b"x"] * draw.choice((2, 40, 400)),
             [pack_header(kind, draw.choice((0, 1, 2**32, 2**63))), noise],
-            [pack_header(kind), msgspec.msgpack.encode({"type": "ResumeEngine", "order_id": draw.randrange(99)})],
+            [
+                pack_header(kind),
+                msgspec.msgpack.encode({"type": "EngineCall", "order_id": draw.randrange(99), "method": "resume"}),
+            ],
             [pack_header(kind, version=draw.randrange(256)), noise, noise],
             [msgspec.msgpack.encode(draw.choice(([[[]]] * 50, {"piece": 0, "digest": "x"}, -1, "a" * 999)))],
             [b"\x01" + noise[:200]],  # a subscription, for the metrics socket

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Literal
 
 from streamrl.base.types import Completion, Record, TokenArray, TrainingGroup
 
@@ -109,55 +110,18 @@ class Abort(Message, frozen=True):
     request_ids: tuple[str, ...]
 
 
-class PauseEngine(Message, frozen=True):
-    """Stop sampling. ``clear_cache``: drop KV and prefix blocks made by the old weights."""
+EngineMethod = Literal["pause", "resume", "sleep", "wake", "stage", "commit", "checksums"]
+
+
+class EngineCall(Message, frozen=True):
+    """Call ``method`` of the engine (see ``contracts.WatchedEngine``) with these arguments."""
 
     order_id: int
-    mode: PauseMode
-    clear_cache: bool
+    method: EngineMethod
+    arguments: dict[str, WeightAnnouncement | PauseMode | int | bool] = {}
 
 
-class ResumeEngine(Message, frozen=True):
-    """Resume sampling after a pause."""
-
-    order_id: int
-
-
-class Sleep(Message, frozen=True):
-    """Give the device's memory back until ``Wake``, with the weights in host memory: the engine's set is not in use."""
-
-    order_id: int
-
-
-class Wake(Message, frozen=True):
-    """Take the device's memory again. The live version must be committed before anything is sampled."""
-
-    order_id: int
-
-
-class StageWeights(Message, frozen=True):
-    """Fetch, check and decode a version while generation goes on; nothing live changes."""
-
-    order_id: int
-    announcement: WeightAnnouncement
-
-
-class CommitWeights(Message, frozen=True):
-    """Apply the staged version to the live weights. Only while paused."""
-
-    order_id: int
-    policy_version: int
-
-
-class ComputeChecksums(Message, frozen=True):
-    """Ask for the engine's own checksum of every live parameter (slow)."""
-
-    order_id: int
-
-
-EngineOrder = (
-    Generate | Abort | PauseEngine | ResumeEngine | Sleep | Wake | StageWeights | CommitWeights | ComputeChecksums
-)
+EngineOrder = Generate | Abort | EngineCall
 
 
 # ---- engine -> controller ------------------------------------------------------------------------

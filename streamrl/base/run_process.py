@@ -52,6 +52,14 @@ def set_process_option(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; the number of a signal without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def memory_prefix(marker: str, session: int) -> str:
     """Prefix of the names of shared memory that processes of ``session`` make in the run with this marker."""
     return f"{marker}-{session}-"

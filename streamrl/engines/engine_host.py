@@ -13,7 +13,7 @@ from streamrl.base.concurrent_calls import first_error
 from streamrl.base.errors import EngineError, RequestRefused, StreamBroken, StreamClosed, WeightError
 from streamrl.base.messages import (
     Abort,
-    CommitWeights,
+    EngineCall,
     EngineEvent,
     EngineOrder,
     EngineReady,
@@ -22,11 +22,6 @@ from streamrl.base.messages import (
     GenerationFailed,
     OrderDone,
     OrderFailed,
-    PauseEngine,
-    ResumeEngine,
-    Sleep,
-    StageWeights,
-    Wake,
 )
 from streamrl.comm.stream import ReceiveStream, SendStream, send_hello
 from streamrl.contracts import WatchedEngine
@@ -83,7 +78,7 @@ async def _serve(engine: WatchedEngine, ready: EngineReady, orders: Orders, even
                 elif isinstance(order, Abort):
                     group.start_soon(engine.abort, order.request_ids)
                 else:
-                    group.start_soon(_carry_out, engine, order, events)
+                    group.start_soon(_call, engine, order, events)
             group.cancel_scope.cancel()
     except BaseExceptionGroup as errors:
         raise first_error(errors) from None
@@ -106,35 +101,19 @@ async def _generate(engine: WatchedEngine, request: Generate, events: Events) ->
     await events.send(Generated(request_id=request.request_id, completion=completion, seconds=seconds))
 
 
-async def _carry_out(engine: WatchedEngine, order: EngineOrder, events: Events) -> None:
-    """Carry out an order to the whole engine."""
-    assert not isinstance(order, Generate | Abort)
+async def _call(engine: WatchedEngine, order: EngineCall, events: Events) -> None:
+    """Call a method of the whole engine."""
     began = time.monotonic()
     try:
-        done = await _act(engine, order)
+        returned = await getattr(engine, order.method)(**order.arguments)
     except (WeightError, RequestRefused) as error:
         await events.send(OrderFailed(order_id=order.order_id, reason=str(error)))
         return
     seconds = time.monotonic() - began
-    await events.send(msgspec.structs.replace(done, order_id=order.order_id, seconds=seconds))
+    done = OrderDone(order_id=order.order_id, seconds=seconds)
+    if order.method == "checksums":
+        done = msgspec.structs.replace(done, checksums=returned)
+    elif returned is not None:  # of a stage or a commit
+        done = msgspec.structs.replace(returned, order_id=order.order_id, seconds=seconds)
+    await events.send(done)
     await events.send(engine.load())
-
-
-async def _act(engine: WatchedEngine, order: EngineOrder) -> OrderDone:
-    done = OrderDone(order_id=0, seconds=0.0)
-    match order:
-        case StageWeights():
-            done = await engine.stage(order.announcement)
-        case CommitWeights():
-            done = await engine.commit(order.policy_version)
-        case PauseEngine():
-            await engine.pause(order.mode, clear_cache=order.clear_cache)
-        case ResumeEngine():
-            await engine.resume()
-        case Sleep():
-            await engine.sleep()
-        case Wake():
-            await engine.wake()
-        case _:
-            done = msgspec.structs.replace(done, checksums=await engine.checksums())
-    return done

@@ -19,9 +19,9 @@ import msgspec
 from streamrl.base.concurrent_calls import all_of
 from streamrl.base.errors import EngineError, RequestRefused
 from streamrl.base.messages import EngineLoad, EngineReady, Generate
-from streamrl.base.types import Completion, FinishReason, float_array, token_array
+from streamrl.base.types import Completion, FinishReason
 from streamrl.contracts import Engine
-from streamrl.engines.resumption import whole_of
+from streamrl.engines.resumption import empty_completion, whole_of
 from streamrl.engines.routing import Router, ServedRequest, forget_oldest
 
 UNAVAILABLE = "unavailable"
@@ -95,7 +95,7 @@ class EnginePool:
         request migrates: submit the rest of it, as the next part of the same completion. While no engine serves it
         waits. Raises ``RequestRefused`` for one that was being sampled while too many engines died."""
         if not await self._until_one_serves(request.request_id):
-            return nothing_sampled()
+            return empty_completion(FinishReason.ABORT)
         name = self.route(request)
         engine = self._engines[name]
         self._router.opened(_served(request, name))
@@ -157,7 +157,7 @@ class EnginePool:
                 f"{whole} was being sampled when {deaths} engines died (engines.advanced.fatal_deaths), the last of "
                 f"them {name}: it may be what they died of"
             )
-        return nothing_sampled()
+        return empty_completion(FinishReason.ABORT)
 
     # ---- engines -----------------------------------------------------------------------------------
 
@@ -262,13 +262,6 @@ class EnginePool:
     async def aclose(self) -> None:
         """Close all."""
         await all_of([engine.aclose for engine in list(self._engines.values())])
-
-
-def nothing_sampled() -> Completion:
-    """Return the completion of a request that was cut before its first token."""
-    return Completion(
-        token_ids=token_array(), behavior_logprobs=float_array(), finish_reason=FinishReason.ABORT, version_spans=()
-    )
 
 
 def _served(request: Generate, engine: str) -> ServedRequest[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,10 +13,10 @@ import anyio
 from streamrl.base.errors import EngineError, RequestRefused, StreamBroken, StreamClosed, StreamEnded, WeightError
 from streamrl.base.messages import (
     Abort,
-    CommitWeights,
-    ComputeChecksums,
+    EngineCall,
     EngineEvent,
     EngineLoad,
+    EngineMethod,
     EngineOrder,
     EngineReady,
     Generate,
@@ -24,12 +24,7 @@ from streamrl.base.messages import (
     GenerationFailed,
     OrderDone,
     OrderFailed,
-    PauseEngine,
     PauseMode,
-    ResumeEngine,
-    Sleep,
-    StageWeights,
-    Wake,
     WeightAnnouncement,
 )
 from streamrl.base.types import Completion
@@ -90,18 +85,14 @@ class RemoteEngine:
                     self._accept(event)
                 if self.failure:
                     break
-            self._fail("its host ended the stream of completions")
+            self.give_up("its host ended the stream of completions")
         except (StreamBroken, StreamClosed, StreamEnded) as error:
-            self._fail(f"its host is gone: {error}")
+            self.give_up(f"its host is gone: {error}")
         except BaseException:
-            self._fail("the controller stopped listening to it")
+            self.give_up("the controller stopped listening to it")
             raise
         if not self._closing:
             raise EngineError(self.failure)
-
-    def give_up(self, reason: str) -> None:
-        """Take it for dead: every pending call raises ``EngineError``, and what it still says is not listened to."""
-        self._fail(reason)
 
     async def start(self) -> EngineReady:
         """Wait for the host's ``EngineReady``."""
@@ -137,32 +128,32 @@ class RemoteEngine:
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stop sampling; returns when the engine said that it did."""
         self._paused = True
-        await self._order(lambda i: PauseEngine(order_id=i, mode=mode, clear_cache=clear_cache), EngineError)
+        await self._call(EngineError, "pause", mode=mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
         """Resume sampling."""
-        await self._order(lambda i: ResumeEngine(order_id=i), EngineError)
+        await self._call(EngineError, "resume")
         self._paused = False
 
     async def sleep(self) -> None:
         """Give the device's memory back until ``wake``."""
-        await self._order(lambda i: Sleep(order_id=i), EngineError)
+        await self._call(EngineError, "sleep")
 
     async def wake(self) -> None:
         """Take the device's memory again; the live version must be committed before anything is sampled."""
-        await self._order(lambda i: Wake(order_id=i), EngineError)
+        await self._call(EngineError, "wake")
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
         """Fetch and check a version while generating."""
-        return await self._order(lambda i: StageWeights(order_id=i, announcement=announcement), WeightError)
+        return await self._call(WeightError, "stage", announcement=announcement)
 
     async def commit(self, policy_version: int) -> OrderDone:
         """Apply the staged version."""
-        return await self._order(lambda i: CommitWeights(order_id=i, policy_version=policy_version), WeightError)
+        return await self._call(WeightError, "commit", policy_version=policy_version)
 
     async def checksums(self) -> dict[str, str]:
         """Checksums of the live parameters."""
-        return (await self._order(lambda i: ComputeChecksums(order_id=i), EngineError)).checksums
+        return (await self._call(EngineError, "checksums")).checksums
 
     def load(self) -> EngineLoad:
         """Load that the host reported last, a fraction of a second ago."""
@@ -173,15 +164,16 @@ class RemoteEngine:
         self._closing = True
         with suppress(StreamBroken):  # whose the process is sees how it ended
             await self._orders.aclose()
-        self._fail("closed")
+        self.give_up("closed")
 
-    async def _order(self, make: Callable[[int], EngineOrder], error: type[EngineError | WeightError]) -> OrderDone:
+    async def _call(self, error: type[EngineError | WeightError], method: EngineMethod, **arguments: Any) -> OrderDone:
+        """Have the host call ``method``. Raises ``error`` for a call that it could not carry out."""
         self._require_alive()
         order_id = next(self._order_ids)
         future: asyncio.Future[OrderDone] = asyncio.get_running_loop().create_future()
         self._pending_orders[order_id] = future, error
         try:
-            await self._send(make(order_id))
+            await self._send(EngineCall(order_id=order_id, method=method, arguments=arguments))
             return await future
         finally:
             del self._pending_orders[order_id]
@@ -191,7 +183,7 @@ class RemoteEngine:
         try:
             await self._orders.send(order)
         except (StreamBroken, StreamClosed) as error:
-            self._fail(f"its host is gone: {error}")
+            self.give_up(f"its host is gone: {error}")
             self._require_alive()
 
     def _accept(self, event: EngineEvent) -> None:
@@ -204,22 +196,20 @@ class RemoteEngine:
         elif isinstance(event, GenerationFailed):
             _settle(self._requests.get(event.request_id), RequestRefused(f"{self.name}: {event.reason}"))
         elif isinstance(event, OrderFailed) and event.order_id == ENGINE_FAILURE:
-            self._fail(event.reason)
+            self.give_up(event.reason)
         elif isinstance(event, OrderDone | OrderFailed):
-            self._order_ended(event)
+            future, error = self._pending_orders.get(event.order_id, (None, EngineError))
+            _settle(future, event if isinstance(event, OrderDone) else error(f"{self.name}: {event.reason}"))
         elif isinstance(event, EngineLoad):
             self._load = event
         elif self.readiness is None:
             self.readiness = event
             self._ready.set()
         else:
-            self._fail("its host said hello twice")
+            self.give_up("its host said hello twice")
 
-    def _order_ended(self, event: OrderDone | OrderFailed) -> None:
-        future, error = self._pending_orders.get(event.order_id, (None, EngineError))
-        _settle(future, event if isinstance(event, OrderDone) else error(f"{self.name}: {event.reason}"))
-
-    def _fail(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """Take it for dead: every pending call raises ``EngineError``, and what it still says is not listened to."""
         if not self.failure:
             self.lost_requests = len(self._requests)
             self.failure = reason if reason.startswith(f"{self.name}:") else f"{self.name}: {reason}"

@@ -20,7 +20,15 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from streamrl.base.messages import Generate
-from streamrl.base.types import Completion, FinishReason, TokenArray, TrajectoryId, VersionSpan, float_array
+from streamrl.base.types import (
+    Completion,
+    FinishReason,
+    TokenArray,
+    TrajectoryId,
+    VersionSpan,
+    float_array,
+    token_array,
+)
 
 FEWEST_KEPT = 32
 """Tokens: shorter completions are sampled again sooner than they are verified (two requests instead of one)."""
@@ -45,6 +53,11 @@ def resumed_request(request: Generate, partial: Completion, *, seed: int, reques
         prefix_length=request.prefix_length + len(partial.token_ids),
         seed=seed,
     )
+
+
+def empty_completion(reason: FinishReason) -> Completion:
+    """A completion without a token."""
+    return Completion(token_ids=token_array(), behavior_logprobs=float_array(), finish_reason=reason, version_spans=())
 
 
 def part_id(whole: str, part: int) -> str:

@@ -34,14 +34,10 @@ class ForkPoint(Record, frozen=True):
     prompts: tuple[Prompt, ...]
 
 
-def _fork_codec() -> OneFrameCodec[ForkPoint]:
-    return OneFrameCodec(ForkPoint)
-
-
 def fork_point(control: Snapshot, store: TrajectoryStore) -> dict[str, bytes]:
     """The file by its name."""
     prompts = tuple(store.prompts[prompt_id] for prompt_id in sorted(prompts_needed(control.state)))
-    return {FORK_POINT: _fork_codec().encode(ForkPoint(control=control, prompts=prompts))}
+    return {FORK_POINT: OneFrameCodec[ForkPoint](ForkPoint).encode(ForkPoint(control=control, prompts=prompts))}
 
 
 def read_fork_point(checkpoint: Path) -> ForkPoint | None:
@@ -51,7 +47,7 @@ def read_fork_point(checkpoint: Path) -> ForkPoint | None:
     if not path.exists():
         return None
     try:
-        return _fork_codec().decode(path.read_bytes())
+        return OneFrameCodec[ForkPoint](ForkPoint).decode(path.read_bytes())
     except WireError as error:
         raise StreamRLError(
             f"{path} cannot be read: {error}; use the streamrl that wrote it, or resume from another checkpoint"

@@ -267,17 +267,15 @@ async def test_large_arrays_arrive_equal(open_ends: Any) -> None:
 
 
 async def test_union_items_keep_their_type(open_ends: Any) -> None:
+    announcement = messages.WeightAnnouncement(policy_version=1, base_version=None, state_hash=2**64 - 1, sources=())
     orders: list[messages.EngineOrder] = [
         messages.Generate(request_id="r", token_ids=token_array([1, 2]), max_tokens=4, seed=2**62, temperature=1.0),
         messages.Abort(request_ids=("r",)),
-        messages.PauseEngine(order_id=1, mode=messages.PauseMode.KEEP, clear_cache=True),
-        messages.ResumeEngine(order_id=2),
-        messages.StageWeights(
-            order_id=3,
-            announcement=messages.WeightAnnouncement(
-                policy_version=1, base_version=None, state_hash=2**64 - 1, sources=()
-            ),
+        messages.EngineCall(
+            order_id=1, method="pause", arguments={"mode": messages.PauseMode.KEEP, "clear_cache": True}
         ),
+        messages.EngineCall(order_id=2, method="resume"),
+        messages.EngineCall(order_id=3, method="stage", arguments={"announcement": announcement}),
     ]
     async with open_ends(messages.EngineOrder) as (sender, receiver):
         for order in orders:

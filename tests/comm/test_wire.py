@@ -169,7 +169,7 @@ def test_sizes_are_checked_before_decoding(limits: WireLimits, frames: list[byte
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        (messages.ResumeEngine(order_id=1), "an item of type ResumeEngine on a stream of Arrays"),
+        (messages.EngineCall(order_id=1, method="resume"), "an item of type EngineCall on a stream of Arrays"),
         (Arrays(columns={"a": "\ud800"}), "surrogates"),
         (Arrays(columns={"a": 2**80}), "cannot be encoded"),
         (Arrays(columns={"a": object()}), "objects of type object do not travel"),
@@ -192,6 +192,6 @@ def test_header_round_trip_and_strangers() -> None:
 
 
 def test_type_names_do_not_depend_on_the_order_of_a_union() -> None:
-    assert wire.item_type_name(messages.ResumeEngine | messages.Abort) == "Abort | ResumeEngine"
+    assert wire.item_type_name(messages.EngineCall | messages.Abort) == "Abort | EngineCall"
     assert wire.item_type_name(messages.SaveCheckpoint) == "SaveCheckpoint"
     assert wire.item_type_name(list[int]) == "list[int]"

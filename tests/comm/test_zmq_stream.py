@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from streamrl.base.errors import StreamBroken, StreamEnded, WireError
-from streamrl.base.messages import EngineEvent, EngineLoad, EngineOrder, ResumeEngine
+from streamrl.base.messages import EngineCall, EngineEvent, EngineLoad, EngineOrder
 from streamrl.base.types import Record, TokenArray
 from streamrl.comm import socket_options, wire, zmq_stream
 from streamrl.comm.guarded_sockets import KeyGuard
@@ -37,7 +37,7 @@ CHILD = """
 import sys, time, anyio
 from streamrl.comm import socket_options
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.base.messages import EngineOrder, ResumeEngine
+from streamrl.base.messages import EngineCall, EngineOrder
 from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.transport_keys import KeyRole
 
@@ -48,7 +48,7 @@ async def main(role, endpoint, then):
     if role == "sender":
         async with zmq_sender(EngineOrder, endpoint, bind=False, window=4, guard=guard) as sends:
             for number in range(3):
-                await sends.send(ResumeEngine(order_id=number))
+                await sends.send(EngineCall(order_id=number, method="resume"))
             await rest(then)
     else:
         async with zmq_receiver(EngineOrder, endpoint, bind=False, window=4, guard=guard) as receives:
@@ -184,7 +184,11 @@ async def test_different_item_types_break_both_ends(
         ):
             await receives.receive()
         with pytest.raises(StreamBroken, match="carries"):
-            await sends.send(ResumeEngine(order_id=1) if receiver_binds else LOAD)
+            await sends.send(resume(1) if receiver_binds else LOAD)
+
+
+def resume(order_id: int) -> EngineCall:
+    return EngineCall(order_id=order_id, method="resume")
 
 
 LOAD = EngineLoad(running=1, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
@@ -250,8 +254,8 @@ async def test_strangers_at_the_port_are_ignored(new_endpoint: NewEndpoint) -> N
                 dealer.send_multipart(noise)
             dealer.send_multipart([b"x"] * 2000)
             await shake_hands(dealer)
-            dealer.send_multipart([pack_header(Kind.ITEM), msgspec.msgpack.encode(ResumeEngine(order_id=3))])
-            assert await receives.receive() == ResumeEngine(order_id=3)
+            dealer.send_multipart([pack_header(Kind.ITEM), msgspec.msgpack.encode(resume(3))])
+            assert await receives.receive() == resume(3)
 
 
 # ---- a peer that breaks the protocol -------------------------------------------------------------
@@ -290,13 +294,11 @@ async def test_a_sender_that_ignores_its_window_breaks_the_stream(new_endpoint: 
         with raw_dealer(receives.endpoint) as dealer:
             await shake_hands(dealer)
             for number in range(5):
-                dealer.send_multipart(
-                    [pack_header(Kind.ITEM, number), msgspec.msgpack.encode(ResumeEngine(order_id=number))]
-                )
+                dealer.send_multipart([pack_header(Kind.ITEM, number), msgspec.msgpack.encode(resume(number))])
             while len(receives._end.items) < 4:
                 await anyio.sleep(0.001)
             for number in range(4):
-                assert await receives.receive() == ResumeEngine(order_id=number)
+                assert await receives.receive() == resume(number)
             with pytest.raises(StreamBroken, match="more than its window of 4"):
                 await receives.receive()
 
@@ -355,9 +357,7 @@ async def test_a_killed_sender_breaks_the_receiver_after_its_items(new_endpoint:
                 await anyio.sleep(0.001)
             process.kill()
             process.wait()
-            assert [await receives.receive() for _ in range(3)] == [
-                ResumeEngine(order_id=number) for number in range(3)
-            ]
+            assert [await receives.receive() for _ in range(3)] == [resume(number) for number in range(3)]
             with pytest.raises(StreamBroken, match="the sender is gone"):
                 await receives.receive()
 
@@ -368,10 +368,10 @@ async def test_what_a_peer_said_before_it_died_comes_first_even_when_both_are_re
     async with zmq_receiver(EngineOrder, new_endpoint("ipc"), bind=True, window=4) as receives:
         with raw_dealer(receives.endpoint) as dealer:
             await shake_hands(dealer)
-            dealer.send_multipart([pack_header(Kind.ITEM), msgspec.msgpack.encode(ResumeEngine(order_id=7))])
+            dealer.send_multipart([pack_header(Kind.ITEM), msgspec.msgpack.encode(resume(7))])
             dealer.close(linger=1000)
             time.sleep(0.2)  # noqa: ASYNC251  (a busy event loop: item and disconnection are both there when it turns)
-            assert await receives.receive() == ResumeEngine(order_id=7)
+            assert await receives.receive() == resume(7)
             with pytest.raises(StreamBroken, match="the sender is gone"):
                 await receives.receive()
 
@@ -381,12 +381,12 @@ async def test_what_a_peer_said_before_it_died_comes_first_even_when_both_are_re
 async def test_a_killed_receiver_breaks_a_waiting_sender(new_endpoint: NewEndpoint, transport: str) -> None:
     async with zmq_sender(EngineOrder, new_endpoint(transport), bind=True, window=1) as sends:
         with child("receiver", sends.endpoint, "sleep") as process:
-            await sends.send(ResumeEngine(order_id=0))
+            await sends.send(resume(0))
             await until_ready(process)
-            await sends.send(ResumeEngine(order_id=1))
+            await sends.send(resume(1))
             process.send_signal(signal.SIGKILL)
             with pytest.raises(StreamBroken, match="the receiver is gone"):
-                await sends.send(ResumeEngine(order_id=2))
+                await sends.send(resume(2))
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
@@ -461,7 +461,7 @@ async def test_an_end_that_nobody_acknowledges_is_an_error_and_bounded(new_endpo
                 reply = hello_bytes(role=StreamRole.RECEIVER, session=theirs.session)
                 router.send_multipart([peer, pack_header(Kind.WELCOME), reply])
                 router.send_multipart([peer, pack_header(Kind.CREDIT, 0)])
-                await sends.send(ResumeEngine(order_id=1))
+                await sends.send(resume(1))
     finally:
         router.close(linger=0)
 

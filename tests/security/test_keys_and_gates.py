@@ -14,7 +14,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from streamrl.base.errors import StreamRLError, leaves
-from streamrl.base.messages import EngineOrder, ResumeEngine
+from streamrl.base.messages import EngineCall, EngineOrder
 from streamrl.comm import guarded_sockets
 from streamrl.comm.guarded_sockets import GuardedContext, KeyGuard, keys_for
 from streamrl.comm.key_gate import KeyGate
@@ -120,8 +120,8 @@ async def test_streams_run_between_processes_with_keys(act_as: ActAs) -> None:
     async with zmq_receiver(EngineOrder, LOOPBACK, bind=True, guard=KeyGuard(KeyRole.ENGINE)) as receives:
         act_as(KeyRole.ENGINE)
         async with zmq_sender(EngineOrder, receives.endpoint, bind=False, guard=KeyGuard(KeyRole.CONTROLLER)) as sends:
-            await sends.send(ResumeEngine(order_id=1))
-            assert await receives.receive() == ResumeEngine(order_id=1)
+            await sends.send(EngineCall(order_id=1, method="resume"))
+            assert await receives.receive() == EngineCall(order_id=1, method="resume")
 
 
 def test_metrics_are_read_with_the_key_of_an_observer(act_as: ActAs) -> None:

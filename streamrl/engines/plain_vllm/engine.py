@@ -18,7 +18,7 @@ from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone,
 from streamrl.base.types import Completion, FinishReason, VersionSpan, float_array, token_array
 from streamrl.engines.file_weights import FilePush
 from streamrl.engines.plain_vllm.options import PlainOptions, vllm_config
-from streamrl.engines.resumption import accepted_part, remaining_tokens, without_kept
+from streamrl.engines.resumption import accepted_part, empty_completion, remaining_tokens, without_kept
 from streamrl.pretrained.tokenizer import end_tokens
 
 if TYPE_CHECKING:
@@ -264,11 +264,6 @@ def _sampling_params(request: Generate, **changes: Any) -> SamplingParams:
         "skip_clone": True,
     }
     return SamplingParams(**(arguments | changes))
-
-
-def empty_completion(reason: FinishReason) -> Completion:
-    """A completion without a token."""
-    return Completion(token_ids=token_array(), behavior_logprobs=float_array(), finish_reason=reason, version_spans=())
 
 
 def completion_of(output: CompletionOutput) -> Completion:

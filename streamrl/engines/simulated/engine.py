@@ -18,8 +18,8 @@ import msgspec
 
 from streamrl.base.errors import EngineError, RequestRefused, WeightError
 from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.base.types import Completion, FinishReason, VersionSpan, float_array, token_array
-from streamrl.engines.resumption import accepted_prefix, remaining_tokens, without_kept
+from streamrl.base.types import Completion, FinishReason, VersionSpan
+from streamrl.engines.resumption import accepted_prefix, empty_completion, remaining_tokens, without_kept
 from streamrl.engines.simulated.text import LengthMixture, SampledText, UniformText
 from streamrl.engines.step_cost import StepCost
 
@@ -167,12 +167,7 @@ class SimulatedEngine:
                 f" {self._options.max_model_len}; shorten it or raise engines.max_model_len"
             )
         if remaining_tokens(request) == 0:
-            return Completion(
-                token_ids=token_array(),
-                behavior_logprobs=float_array(),
-                finish_reason=FinishReason.LENGTH,
-                version_spans=(),
-            )
+            return empty_completion(FinishReason.LENGTH)
         running = self._open[request.request_id] = _Running(request, self._text, self._options.max_model_len)
         try:
             await self._until_finished(running)

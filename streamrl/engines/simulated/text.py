@@ -7,7 +7,7 @@ import math
 import random
 import zlib
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -15,6 +15,9 @@ from streamrl.base.errors import RecipeError
 from streamrl.base.messages import Generate
 from streamrl.base.types import FloatArray, TokenArray, float_array, token_array
 from streamrl.engines.resumption import remaining_tokens
+
+if TYPE_CHECKING:
+    from streamrl.pretrained.tokenizer import Tokenizer
 
 FIRST_STOP = 0.25
 """Chance that a completion begins with a full stop: an empty answer."""
@@ -48,21 +51,6 @@ class Draft(msgspec.Struct, frozen=True, eq=False):
     token_ids: TokenArray
     logprobs: FloatArray
     ends: bool
-
-
-class Vocabulary(Protocol):
-    """Words for sentences: a part of ``pretrained.tokenizer.Tokenizer``."""
-
-    eos_token_ids: tuple[int, ...]
-    vocabulary_size: int
-
-    def encode(self, text: str) -> TokenArray:
-        """Token ids of ``text``."""
-        ...
-
-    def decode(self, token_ids: TokenArray) -> str:
-        """The text of ``token_ids``."""
-        ...
 
 
 class SampledText(Protocol):
@@ -143,7 +131,7 @@ class Sentences:
         return Draft(tokens, logprobs, previous == self._end_token)
 
 
-def sentences_of(tokenizer: Vocabulary) -> Sentences:
+def sentences_of(tokenizer: Tokenizer) -> Sentences:
     """Sentences of the first tokens that ``tokenizer`` decodes to text, ended by its own end token. Raises
     ``RecipeError`` where it has no end token or next to no text."""
     if not tokenizer.eos_token_ids:

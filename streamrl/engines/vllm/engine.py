@@ -15,11 +15,12 @@ import msgspec
 from streamrl.base.errors import ModelRefused
 from streamrl.base.messages import EngineLoad, EngineReady, Generate, PauseMode
 from streamrl.base.types import Completion, FinishReason, TokenArray
-from streamrl.engines.plain_vllm.engine import PlainVllmEngine, completion_of, empty_completion
+from streamrl.engines.plain_vllm.engine import PlainVllmEngine, completion_of
 from streamrl.engines.plain_vllm.options import vllm_config
 from streamrl.engines.resumption import (
     accepted_part,
     accepted_prefix,
+    empty_completion,
     join_completions,
     remaining_tokens,
     resumed_request,

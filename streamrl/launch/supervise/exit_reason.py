@@ -15,7 +15,7 @@ import msgspec
 from streamrl.base import errors
 from streamrl.base.atomic_files import write_atomic
 from streamrl.base.errors import UNDECODABLE, EngineError, ModelRefused, RecipeError, StreamBroken, leaves
-from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
+from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE, signal_name
 from streamrl.recipe.topology import Role
 
 DISK_FULL_EXIT_CODE = 74
@@ -82,7 +82,7 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
         if self.exit_code is None:
             how = f"{self.name} is gone"
         elif self.exit_code < 0:
-            how = f"{self.name} was killed by {_signal_name(-self.exit_code)}"
+            how = f"{self.name} was killed by {signal_name(-self.exit_code)}"
         else:
             how = f"{self.name} ended with exit code {self.exit_code}"
             if self.exit_code == DISK_FULL_EXIT_CODE:
@@ -195,10 +195,3 @@ def failures(error: BaseException) -> Iterator[BaseException]:
 def _is_consequence(role: Role, error: BaseException) -> bool:
     # In an engine host an EngineError is about its own vLLM; in the controller it is about a host that ended.
     return isinstance(error, StreamBroken) or (role is Role.CONTROLLER and isinstance(error, EngineError))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -21,7 +21,6 @@ import contextlib
 import heapq
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -35,6 +34,7 @@ import msgspec
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.notifier import Notifier
+from streamrl.base.run_process import signal_name
 from streamrl.base.types import RewardFailureKind
 from streamrl.recipe.rewards import Reward
 from streamrl.rewards.calls.frames import (
@@ -181,10 +181,7 @@ class CallChild:
             return "with the server of all reward processes"
         if self.status >= 0:
             return f"exit code {self.status}"
-        try:
-            name = signal.Signals(-self.status).name
-        except ValueError:
-            name = f"signal {-self.status}"
+        name = signal_name(-self.status)
         likely = {"SIGKILL": ", perhaps for want of memory", "SIGXCPU": ", it burned CPU past its limit"}
         return f"killed by {name}{likely.get(name, '')}"
 
