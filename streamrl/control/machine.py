@@ -9,7 +9,7 @@ from streamrl.control.actions import ControlAction
 from streamrl.control.apply import apply
 from streamrl.control.decide import decide
 from streamrl.control.events import ControlEvent, RunContinued
-from streamrl.control.model import Batch, RunState, Snapshot, requeue_interrupted
+from streamrl.control.model import SNAPSHOT_SCHEMA, Batch, RunState, Snapshot, requeue_interrupted
 from streamrl.control.pending import orders_again
 from streamrl.control.round_policy import GroupSizer, RoundPolicy, Rules
 from streamrl.control.settings import ControlSettings
@@ -61,6 +61,7 @@ class Control:
     def snapshot(self) -> Snapshot:
         """All of control, to be encoded before the next event."""
         return Snapshot(
+            schema=SNAPSHOT_SCHEMA,
             state=self.state,
             policy=msgspec.to_builtins(self.rules.policy.snapshot()),  # copies: a policy may change what it gave
             sizer=msgspec.to_builtins(self.rules.sizer.snapshot()),
@@ -83,4 +84,4 @@ def fork(snapshot: Snapshot, settings: ControlSettings) -> Snapshot:
         ref if ref.group_size in sizes else msgspec.structs.replace(ref, group_size=sizes[0])
         for ref in (*state.prompts.queue, *before.prompts.queue)
     ]
-    return Snapshot(state=state, policy=snapshot.policy, sizer=snapshot.sizer)
+    return msgspec.structs.replace(snapshot, state=state, order=None)

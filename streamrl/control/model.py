@@ -180,11 +180,11 @@ class Snapshot(Record, frozen=True):
     """All of control. ``policy``, ``sizer``, ``order``: what the round policy, the group sizing and, in a deterministic
     run, the order of arrivals give as their own state."""
 
+    schema: int
     state: RunState
     policy: dict[str, Any] = {}
     sizer: dict[str, Any] = {}
     order: dict[str, Any] | None = None
-    schema: int = SNAPSHOT_SCHEMA
 
     def check(self) -> None:
         """Raise ``StreamRLError`` for a snapshot of another schema."""

@@ -23,7 +23,7 @@ from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings as settings_of
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.scheduling import LengthSorted, RoundKind, StalePolicy
-from streamrl.run.journal.records import JournalBase, JournalCodec
+from streamrl.run.journal.records import JOURNAL_SCHEMA, JournalBase, JournalCodec
 from streamrl.run.outcome_events import event_of
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
@@ -121,9 +121,14 @@ def test_a_snapshot_of_another_schema_order_or_number_of_slots_is_refused() -> N
     snapshot.state.slots.in_use = 5
     with pytest.raises(ValueError, match="5 slots were in use, and this recipe has 4"):
         make_control(chosen, snapshot)
-    written = JournalCodec().encode(JournalBase(control=begun().core.snapshot(), events=0, elapsed_s=0.0))
-    with pytest.raises(StreamRLError, match=r"`weight`.*use the streamrl that wrote it"):
-        JournalCodec().decode(written.replace(b"weight", b"height"))  # as before groups had a weight
+    base = JournalBase(schema=JOURNAL_SCHEMA, control=snapshot, events=0, elapsed_s=0.0)
+    written = JournalCodec().encode(base)
+    for problem, other in (
+        ("`schema`", written.replace(b"schema", b"scheme")),  # as those before 4, which did not have it
+        ("has schema 3", JournalCodec().encode(msgspec.structs.replace(base, schema=3))),
+    ):
+        with pytest.raises(StreamRLError, match=f"{problem}.*use the streamrl that wrote it"):
+            JournalCodec().decode(other)
 
 
 def test_a_continuous_run_keeps_every_slot_busy_and_uses_its_staleness() -> None:

@@ -44,7 +44,7 @@ from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStats
 from streamrl.observe.report.trajectory_trace import TrajectoryTrace, read_trace
-from streamrl.run.journal.records import JournalBase
+from streamrl.run.journal.records import JOURNAL_SCHEMA, JournalBase
 from streamrl.run.journal.recover import RecoveredRun, Resumption
 from streamrl.run.step_metrics import discard_metrics, length_metrics, reward_metrics, unbiased_mean
 from streamrl.run.wait_reason import WaitReason
@@ -454,7 +454,7 @@ async def test_engines_are_measured_since_the_last_time(tmp_path: Path) -> None:
 
 
 async def test_a_run_that_is_restored_and_one_without_engines_wait_for_recovery() -> None:
-    base = JournalBase(control=make_control(SETTINGS).snapshot(), events=0, elapsed_s=2.0)
+    base = JournalBase(schema=JOURNAL_SCHEMA, control=make_control(SETTINGS).snapshot(), events=0, elapsed_s=2.0)
     recovered = RecoveredRun(base, lambda snapshot: make_control(SETTINGS, snapshot), 0)
     story = Story(resumption=Resumption(recovered, SimpleNamespace(policy_version=0), Waits()))
     story.control.handle(RunBegan())

@@ -35,7 +35,7 @@ class JournalBase(Record, frozen=True, tag=True):
     control: Snapshot
     events: int
     elapsed_s: float
-    schema: int = JOURNAL_SCHEMA
+    schema: int
 
 
 class JournalEvent(Record, frozen=True, tag=True):
@@ -124,7 +124,8 @@ class JournalCodec:
                 f"a record of the journal cannot be read: {error}; use the streamrl that wrote it"
             ) from error
         if isinstance(record, JournalBase) and record.schema != JOURNAL_SCHEMA:
-            raise StreamRLError(f"the journal has schema {record.schema}, this streamrl reads {JOURNAL_SCHEMA}")
+            schemas = f"schema {record.schema}, this streamrl reads {JOURNAL_SCHEMA}"
+            raise StreamRLError(f"the journal has {schemas}: use the streamrl that wrote it")
         return record
 
 

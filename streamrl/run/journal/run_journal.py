@@ -19,6 +19,7 @@ from streamrl.control.machine import Control
 from streamrl.control.model import Snapshot
 from streamrl.run.journal.log import JournalFile
 from streamrl.run.journal.records import (
+    JOURNAL_SCHEMA,
     JournalBase,
     JournalCodec,
     JournalDecision,
@@ -109,7 +110,7 @@ class RunJournal(Journal):
 
     def _base(self, control: Snapshot, elapsed_s: float) -> Iterator[bytes]:
         encode = self._codec.encode
-        yield encode(JournalBase(control=control, events=self._events, elapsed_s=elapsed_s))
+        yield encode(JournalBase(schema=JOURNAL_SCHEMA, control=control, events=self._events, elapsed_s=elapsed_s))
         yield from (encode(JournalPrompt(prompt=prompt)) for prompt in self._store.prompts.values())
         if self._published is not None:
             yield encode(self._published)
