@@ -178,9 +178,10 @@ class Pipeline:
         topology = gpu_placement(self.recipe).placed(plan_topology(self.recipe, sockets))
         self._supervisor = Supervisor(topology, self.run_directory, sockets, resumes=self._resumes)
         self._supervisor.before_resume.append(self._await_controller)
-        self._sink_calls = [UserCalls(sink, f"sink {type(sink).__name__}") for sink in self._sinks]
         self._orders = EngineOrders(self._supervisor)
         async with AsyncExitStack() as entered:
+            self._sink_calls = [UserCalls(sink, f"sink {type(sink).__name__}") for sink in self._sinks]
+            entered.push_async_callback(close_all, self._sink_calls, "close")
             for stream in (self._sender, self._receiver):
                 entered.callback(stream.close)
             await entered.enter_async_context(self._supervisor)
@@ -211,7 +212,6 @@ class Pipeline:
             self._tasks.cancel_scope.cancel()
             self._rewards.close()
             await self._open.__aexit__(None, None, None)
-            await close_all(self._sink_calls, "close")
         finally:
             self._let_go()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import anyio
 import pytest
 
 from streamrl import Pipeline, load_recipe
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.run_events import RunFinished, RunWarning, StepFinished
 from streamrl.launch import user_calls
 from streamrl.launch.plan.probe import problems_of_object
@@ -144,3 +145,13 @@ async def test_calls_that_a_busy_object_cannot_take_are_counted() -> None:
     blocked.set()
     await calls.aclose("close")
     assert busy.seen[: MOST_WAITING + 1] == list(range(MOST_WAITING + 1)) and calls.errors == 0
+
+
+async def test_sinks_of_a_run_that_does_not_start_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sockets := tmp_path / ("s" * 107)).mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(sockets))
+    sink = Calls(lambda: None)
+    with pytest.raises(StreamRLError, match="set TMPDIR to a shorter directory"):
+        await Pipeline(load_recipe(EXAMPLE, ['engines.kind="simulated"']), sinks=[sink]).__aenter__()
+    assert sink.seen == ["closed"]
