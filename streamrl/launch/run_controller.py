@@ -178,9 +178,9 @@ async def _train(
             stages.cancel_scope.cancel()
     finally:
         report.close()
-        await close_all([user.calls for user in users], "end")
         await record.aclose()
         await prompts.aclose()
+        await close_all([user.calls for user in users], "end")  # last: they may take their time
 
 
 def _evaluations(

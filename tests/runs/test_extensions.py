@@ -24,11 +24,17 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "sort" / "recipe.toml"
 OWN = """
 import threading
+from pathlib import Path
 from streamrl.contracts import Observer
+from streamrl.run.journal.log import writer_of
 
 class Failing(Observer):
     async def on_event(self, event):
         raise SystemExit("of the user")
+
+    def end(self):
+        place = Path(__file__).parent
+        (place / "writer").write_text(str(writer_of(place / "runs" / "latest" / "journal")))
 
 class Blocking(Observer):
     def on_outcome(self, outcome):
@@ -104,6 +110,7 @@ async def test_the_page_is_a_run_and_what_misbehaves_neither_ends_nor_delays_it(
     assert steps[-1].metrics["health/observer_errors_total"] > 16, "counted"
     log = (pipeline.run_directory / "logs" / "controller.log").read_text()
     assert log.count(f"observer {own}:Failing failed in on_event: SystemExit: of the user (own.py:") == 1, "logged once"
+    assert (tmp_path / "writer").read_text() == "None", "the journal is closed before observers are waited for"
     assert f"{own}:Blocking: did not return from its calls in 10 s; 0 errors" in log
     assert pipeline.sink_errors == len(events), "of the sink that fails; the one that blocks is not that far behind"
     messages = "\n".join(caplog.messages)
