@@ -9,6 +9,7 @@ import inspect
 import logging
 import queue
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
@@ -49,8 +50,8 @@ class UserCalls:
             self.dropped += 1
 
     async def aclose(self, last: str) -> None:
-        """Queue a call of ``last`` and wait until everything queued is done, at most ``CLOSE_S``."""
-        self.call(last)
+        """Wait until everything queued and a call of ``last`` is done, at most ``CLOSE_S``."""
+        self._last = last
         with anyio.CancelScope(shield=True):
             ended = await anyio.to_thread.run_sync(self._end)
         if not ended or self.errors > 1 or self.dropped:
@@ -58,16 +59,18 @@ class UserCalls:
             log.warning("%s: %s%d errors, %d calls dropped", self._name, state, self.errors, self.dropped)
 
     def _end(self) -> bool:
+        until = time.monotonic() + CLOSE_S
         try:
             self._waiting.put(None, timeout=CLOSE_S)
         except queue.Full:
             return False
-        return self._ended.wait(CLOSE_S)
+        return self._ended.wait(until - time.monotonic())
 
     def _run(self) -> None:
         with asyncio.Runner() as self._loop:
             while (call := self._waiting.get()) is not None:
                 call()
+            self._call(self._last)
         self._ended.set()
 
     def _call(self, method: str, *arguments: Any, **named: Any) -> None:

@@ -149,9 +149,11 @@ async def test_calls_that_a_busy_object_cannot_take_are_counted() -> None:
     for number in range(MOST_WAITING + 3):
         calls.call("record", number + 1)
     assert calls.dropped == 3
-    blocked.set()
-    await calls.aclose("close")
-    assert busy.seen[: MOST_WAITING + 1] == list(range(MOST_WAITING + 1)) and calls.errors == 0
+    async with anyio.create_task_group() as closing:
+        closing.start_soon(calls.aclose, "close")
+        await anyio.wait_all_tasks_blocked()
+        blocked.set()
+    assert busy.seen == [*range(MOST_WAITING + 1), "closed"] and calls.errors == 0
 
 
 async def test_sinks_of_a_run_that_does_not_start_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
