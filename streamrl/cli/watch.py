@@ -15,7 +15,7 @@ from streamrl.comm.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole
 from streamrl.comm.zmq_sockets import has_ipc_listener
 from streamrl.observe.telemetry import TelemetrySubscriber
 from streamrl.observe.terminal.stdout import StdoutReporter
-from streamrl.observe.topics import follow, to_run_event
+from streamrl.observe.topics import to_run_event
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.topology import metrics_endpoint, read_topology
 
@@ -53,7 +53,8 @@ def _watch(endpoint: str, *, as_json: bool) -> int:
     quiet = False
     with TelemetrySubscriber(endpoint) as subscriber, StdoutReporter() as report:
         try:
-            for message in follow(subscriber.receive, PATIENCE_S):
+            while True:
+                message = subscriber.receive(PATIENCE_S)
                 if message is None:
                     # An endpoint on tcp may be out of reach for a while.
                     if endpoint.startswith("ipc://") and not has_ipc_listener(endpoint):
@@ -68,6 +69,8 @@ def _watch(endpoint: str, *, as_json: bool) -> int:
                     print(msgspec.json.encode(message).decode(), flush=True)
                 elif (event := to_run_event(message)) is not None:
                     report(event)
+                if message.topic == "run" and message.fields.get("state") == "finished":
+                    break
         except KeyboardInterrupt:
             pass  # leaving is what Ctrl-C asks a watcher for; the run does not notice
         lost = subscriber.lost

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -71,12 +71,3 @@ def to_run_event(message: Telemetry) -> RunEvent | None:
     except msgspec.ValidationError:
         return None
     return event
-
-
-def follow(receive: Callable[[float], Telemetry | None], patience_s: float) -> Iterator[Telemetry | None]:
-    """Messages until the run says that it is finished; None each time ``patience_s`` passed without one."""
-    while True:
-        message = receive(patience_s)
-        yield message
-        if message is not None and message.topic == "run" and message.fields.get("state") == "finished":
-            return

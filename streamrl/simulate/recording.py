@@ -59,15 +59,10 @@ class LifeTimes(msgspec.Struct, frozen=True, kw_only=True):
     def decoding_s(self, cost: StepCost) -> Floats:
         """Seconds that its tokens take where decode steps have that ``cost``, at the loads it met."""
         step_s = np.array([cost.step_s(running) for running in np.maximum(self.in_flight, 1.0).tolist()])
-        steps = np.maximum(self._between(1 / step_s), 1e-12)
-        taken: Floats = self.tokens * self.seconds / steps
+        made = np.concatenate([[0.0], np.cumsum(np.diff(self.times) / step_s[:-1])])  # steps until each of the times
+        steps = np.interp(self.ends, self.times, made) - np.interp(self.begins, self.times, made)
+        taken: Floats = self.tokens * self.seconds / np.maximum(steps, 1e-12)
         return taken
-
-    def _between(self, rates: Floats) -> Floats:
-        """Integral of ``rates`` over each life."""
-        integral = np.concatenate([[0.0], np.cumsum(rates[:-1] * np.diff(self.times))])
-        found: Floats = np.interp(self.ends, self.times, integral) - np.interp(self.begins, self.times, integral)
-        return found
 
 
 def life_times(run: RecordedRun) -> LifeTimes:
