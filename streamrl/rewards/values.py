@@ -53,6 +53,7 @@ def check_returned(returned: Any, count: int, *, per_group: bool) -> tuple[Check
     """``count`` checked values from what one call returned."""
     if not per_group:
         return (check_value(returned),)
+    returned = _as_list(returned)
     if not isinstance(returned, (list, tuple)):
         message = f"returned {_type_name(returned)}: a group function returns a list with one value for each completion"
     elif len(returned) != count:
@@ -113,15 +114,24 @@ def _shown(given: Any) -> str:
         return _type_name(given)
 
 
+def _as_list(value: Any) -> Any:
+    """Return the lists and numbers of an array or a tensor; everything else as it is."""
+    try:
+        return value.tolist() if hasattr(value, "tolist") else value
+    except Exception:  # noqa: BLE001 - a user's class may raise anything
+        return value
+
+
 def _number(value: Any) -> float | CallFailure:
-    if not isinstance(value, numbers.Real):
+    plain = value if isinstance(value, numbers.Real) else _as_list(value)
+    if not isinstance(plain, numbers.Real):
         return CallFailure(
             RewardFailureKind.WRONG_TYPE,
             f"returned {_type_name(value)}: return a float, an int, a bool, a mapping of named parts, or None for not "
             "applicable",
         )
     try:
-        number = float(value)
+        number = float(plain)
     except OverflowError:
         number = math.inf
     except Exception as error:  # noqa: BLE001 - a user's number class may raise anything

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -404,6 +405,16 @@ def test_group_list_gives_each_sample_its_own_value(values: list[Any], count: in
         assert all(c.value is None and c.failure for c in checked)
     else:
         assert list(checked) == [check_value(value) for value in values]
+
+
+def test_arrays_are_lists_of_their_numbers() -> None:
+    """TRL takes what a tensor is made of: a list, an array, a tensor, and each of them in a list."""
+    ones = [np.float32(1), np.array(1.0)]
+    for returned in (np.array([1, 1]), np.ones(2, np.float32), ones):
+        assert check_returned(returned, 2, per_group=True) == (CheckedValue(1.0),) * 2
+    assert check_value({"part": np.array(1)}) == CheckedValue(parts={"part": 1.0})
+    for wrong in (np.ones((2, 1)), np.array([1.0, math.nan]), np.array(["a", "b"])):
+        assert check_returned(wrong, 2, per_group=True)[1].failure is not None
 
 
 @given(parts=st.lists(st.tuples(st.none() | st.floats(-1e6, 1e6), st.floats(-10, 10)), min_size=1, max_size=4))

@@ -15,8 +15,9 @@ VERL_TEXT, VERL_EXTRA = "solution_str", "extra_info"
 _FIRST_OF_GROUPS = ("completion_ids", "prompts")  # what a function of TRL's form may look at instead
 _LISTS = {"completion_ids", "token_ids", "finish_reason"}  # arguments of a group that differ between siblings
 
-_SINGLE = re.compile(r"(Optional\[)?(str|int|float|bool|dict|Dict|Mapping)\b")
-_SEVERAL = re.compile(r"(list|List|Sequence|tuple|Tuple)\b|Messages$")
+# A union with the other kind takes what it gets.
+_SINGLE = re.compile(r"(?!.*\|(list|List|Sequence)\b)(Optional\[)?(str|int|float|bool|dict|Dict|Mapping)\b")
+_SEVERAL = re.compile(r"(?!.*\|str\b)((list|List|Sequence|tuple|Tuple)\b|Messages$)")
 TEXTS = re.compile(r"(list|List|Sequence)\[str\]$")
 
 

@@ -56,14 +56,9 @@ def load_reward(reward: Reward, limits: TimeLimits | None = None) -> RewardFunct
 def _build(reward: Reward) -> Callable[..., Any]:
     factory = BUILTIN.get(reward.function)
     if factory is None:
-        raise RecipeError(
-            [
-                (
-                    f'there is no built-in reward "{reward.function}": write one of {", ".join(sorted(BUILTIN))}, '
-                    'or a function of yours as "module:function" or "path/to/file.py:function"'
-                )
-            ]
-        )
+        yours = 'or a function of yours as "module:function" or "path/to/file.py:function"'
+        one_of = f"write one of {', '.join(sorted(BUILTIN))}, {yours}"
+        raise RecipeError([f'there is no built-in reward "{reward.function}": {one_of}'])
     try:
         return factory(**reward.options)
     except TypeError as error:
@@ -80,14 +75,8 @@ def _bind(reward: Reward, function: Callable[..., Any]) -> Callable[..., Any]:
     taken = [p.name for p in parameters if p is not taker and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else sorted(set(reward.options) - set(taken))
     if unknown:
-        raise RecipeError(
-            [
-                (
-                    f'reward "{reward.function}" takes no option "{unknown[0]}": correct rewards.options '
-                    f"(it takes {', '.join(taken) or 'none'})"
-                )
-            ]
-        )
+        remedy = f"correct rewards.options (it takes {', '.join(taken) or 'none'})"
+        raise RecipeError([f'reward "{reward.function}" takes no option "{unknown[0]}": {remedy}'])
     return functools.partial(function, **reward.options)
 
 
