@@ -125,7 +125,10 @@ def test_chats_are_what_transformers_makes_of_them(name: str, tmp_path: Path) ->
     directory = write_model(tmp_path, TEMPLATES[name])
     ours, theirs = load_tokenizer(directory), transformers.PreTrainedTokenizerFast.from_pretrained(directory)
     system = {"role": "system", "content": "Be brief."}
-    chats: list[tuple[list[dict[str, str]], Any, dict[str, Any]]] = [(ASKS, None, {}), (TALK, None, {})]
+    chats: list[tuple[list[dict[str, str]], Any, dict[str, Any]]] = [
+        (ASKS, None, {}),
+        (TALK, None, {"documents": [{"text": "a"}]}),
+    ]
     if name != "gemma":
         chats += [([system, *TALK], None, {}), ([system, *ASKS], [TOOL], {"date": "1 May", "enable_thinking": False})]
     if name == "llama":

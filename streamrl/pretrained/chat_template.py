@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from streamrl.base.errors import StreamRLError
+from streamrl.pretrained.model_folder import read_bounded
 
 if TYPE_CHECKING:
     import jinja2
@@ -50,9 +51,9 @@ class ChatFormat(msgspec.Struct, frozen=True):
                 'give prompts as text in the column "prompt"'
             )
         shown, said = _tagged(messages)
-        variables = {"add_generation_prompt": said is None, **self.named_tokens, **(arguments or {})}
+        variables = {"documents": None, "add_generation_prompt": said is None, **self.named_tokens, **(arguments or {})}
         try:
-            text = _compiled(source).render(messages=shown, tools=tools, documents=None, **variables)
+            text = _compiled(source).render(messages=shown, tools=tools, **variables)
         except Exception as error:  # a template is a program of the model's author
             raise ChatError(
                 f"the model's chat template refuses the messages ({type(error).__name__}: {error})"
@@ -93,10 +94,10 @@ def read_chat_format(directory: Path, config: Mapping[str, Any], named_tokens: M
     """The templates in ``config`` (of ``tokenizer_config.json``), or, as in transformers, those of ``.jinja`` files in
     place of them all. Raises what a broken ``config`` or file makes Python raise."""
     files = sorted((directory / TEMPLATE_FOLDER).glob("*.jinja"))
-    templates = {file.stem: file.read_text(encoding="utf-8") for file in files}
+    templates = {file.stem: read_bounded(file).decode() for file in files}
     file = directory / "chat_template.jinja"
     if file.is_file():
-        templates["default"] = file.read_text(encoding="utf-8")
+        templates["default"] = read_bounded(file).decode()
     found = config.get("chat_template")
     if "default" not in templates and found is not None:
         ours = {"default": found} if isinstance(found, str) else found

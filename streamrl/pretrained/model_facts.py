@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.pretrained.model_folder import unsafe_content
+from streamrl.pretrained.model_folder import read_bounded, unsafe_content
 from streamrl.pretrained.weight_files import LARGEST_SIZE, ModelDirectoryError, stored_tensors
 
 # By the name that most configurations use: other names of the same size, by transformers' attribute maps and vLLM.
@@ -75,7 +75,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     it. Raises ``ModelDirectoryError`` where the file is missing or no JSON object."""
     path = directory / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_bounded(path).decode())
     except FileNotFoundError:
         adapter = (directory / ADAPTER_FILE).exists()
         raise ModelDirectoryError(

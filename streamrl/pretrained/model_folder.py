@@ -40,6 +40,14 @@ def unsafe_content(directory: Path) -> str:
     return ""
 
 
+def read_bounded(path: Path, most: int = LARGEST_CONFIGURATION) -> bytes:
+    """The content of a file that is no weights. Raises ``ValueError`` where it is larger than any is, and
+    ``OSError``."""
+    if (size := path.stat().st_size) > most:
+        raise ValueError(f"{path.name} has {size} bytes, and at most {most} are read")
+    return path.read_bytes()
+
+
 def own_folder(directory: Path) -> Path:
     """The folder that links of a model may lead into: its own, or that of the model in the Hugging Face cache, where
     ``snapshots/<commit>`` links to ``blobs``."""
@@ -67,9 +75,7 @@ def _files(directory: Path, own: Path) -> Iterator[Path | str]:
 def _asks_for_code(path: Path) -> str:
     """The key in a configuration file that asks for code; empty: none, or it is none that can be read."""
     try:
-        if path.stat().st_size > LARGEST_CONFIGURATION:
-            return ""
-        content: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        content: dict[str, Any] = msgspec.json.decode(read_bounded(path), type=dict[str, Any])
     except (OSError, *UNDECODABLE):
         return ""
     parts = [content, *(part for part in content.values() if isinstance(part, dict))]

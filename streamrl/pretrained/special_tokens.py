@@ -13,6 +13,7 @@ import msgspec
 import tokenizers
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
+from streamrl.pretrained.model_folder import read_bounded
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -83,6 +84,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except UNDECODABLE as error:
+        return msgspec.json.decode(read_bounded(path), type=dict[str, Any])
+    except (OSError, *UNDECODABLE) as error:
         raise RecipeError([f"{path} is not JSON ({error}): save the model again"]) from error

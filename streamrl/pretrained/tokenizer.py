@@ -16,9 +16,12 @@ from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import TokenArray, token_array
 from streamrl.pretrained.chat_template import ChatError, ChatFormat, read_chat_format
 from streamrl.pretrained.end_tokens import EndTokens, read_end_tokens
+from streamrl.pretrained.model_folder import LARGEST_CONFIGURATION, read_bounded
 from streamrl.pretrained.special_tokens import SpecialTokens, read_json, read_special_tokens
 
 T = TypeVar("T")
+
+_LARGEST_TOKENIZER = 4 * LARGEST_CONFIGURATION
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +152,11 @@ def end_tokens(model_path: str | Path) -> EndTokens:
     return _configured(Path(model_path), _read(Path(model_path))[1])[2]
 
 
+def chat_format(model_path: str | Path) -> ChatFormat:
+    """The way in which the model in a Hugging Face directory wants chats. Raises ``RecipeError``."""
+    return _configured(Path(model_path), _read(Path(model_path))[1])[1]
+
+
 def _read(directory: Path) -> tuple[str, dict[str, Any]]:
     """Text and content of ``tokenizer.json``."""
     if not directory.is_dir():
@@ -160,7 +168,7 @@ def _read(directory: Path) -> tuple[str, dict[str, Any]]:
         how = 'transformers.AutoTokenizer.from_pretrained(...).save_pretrained("' + str(directory) + '")'
         raise RecipeError([f"model directory {directory} has no tokenizer.json: save the tokenizer there with {how}"])
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded(path, _LARGEST_TOKENIZER).decode()
         content = json.loads(text)
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")

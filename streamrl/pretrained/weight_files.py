@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.pretrained.model_folder import read_bounded
 
 LARGEST_SAFETENSORS_HEADER = 100_000_000
 MOST_TENSORS = 100_000
@@ -119,7 +120,7 @@ def _weight_map(directory: Path) -> Mapping[str, str]:
     if not path.is_file():
         return {}
     try:
-        if found := msgspec.json.decode(path.read_bytes(), type=_Index).weight_map:
+        if found := msgspec.json.decode(read_bounded(path), type=_Index).weight_map:
             return found
         raise ValueError("it names no tensor")
     except (OSError, *UNDECODABLE) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from streamrl.learning.threads import judge_threads, trainer_threads
@@ -61,6 +62,12 @@ def test_the_sort_model_of_the_demo_takes_no_chats(tmp_path: Path) -> None:
     own = f'[judge]\nmodel = "{model}"\n'
     (problem,) = judge_problems(load(tmp_path, own + ASKING), device="cpu")
     assert "has no chat template, so it takes no chats: set chat = false" in problem
+    shutil.copytree(model, tmp_path / "copy")  # with the template of a processor, which text models have none of
+    (tmp_path / "copy" / "chat_template.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
+    copied = load(tmp_path, f'[judge]\nmodel = "{tmp_path / "copy"}"\n' + ASKING)
+    assert "has no chat template" in next(judge_problems(copied, device="cpu"))
+    (tmp_path / "copy" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert not list(judge_problems(copied, device="cpu"))
     recipe = load(tmp_path, own + ASKING + "[rewards.options]\nchat = false\n")
     assert not list(judge_problems(recipe, device="cpu"))
     assert list(

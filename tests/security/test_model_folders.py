@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.engines.plain_vllm.options import shared_environment
 from streamrl.engines.vllm.options import model_config
 from streamrl.pretrained import weight_files
 from streamrl.pretrained.model_facts import read_model_facts
 from streamrl.pretrained.model_folder import unsafe_content
+from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.rewards.builtin import sequence_classifier
 from streamrl.rewards.declared import BadOption
 
+SORT = Path(__file__).parents[2] / "examples" / "sort" / "model"
 CONFIG = {"hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 8}
 
 
@@ -100,10 +102,31 @@ def test_a_folder_that_could_run_code_is_refused_by_who_reads_it(folder: Path, n
         sequence_classifier._labels(folder)
 
 
+READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "config": ("config.json", read_model_facts),
+    "reward model": ("config.json", sequence_classifier._labels),
+    "index": ("model.safetensors.index.json", read_model_facts),
+    "tokenizer": ("tokenizer.json", load_tokenizer),
+    "settings": ("tokenizer_config.json", load_tokenizer),
+    "end tokens": ("generation_config.json", load_tokenizer),
+    "template": ("chat_template.jinja", load_tokenizer),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_of_absurd_size_is_refused_before_it_is_read(folder: Path, name: str) -> None:
+    file, read = READERS[name]
+    shutil.copy(SORT / "tokenizer.json", folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"eos_token_id": 1}))
+    with (folder / file).open("wb") as stream:
+        stream.truncate(1 << 40)
+    with pytest.raises((StreamRLError, BadOption), match=f"{file} has {1 << 40} bytes, and at most "):
+        read(folder)
+
+
 @pytest.mark.torch
 def test_the_trainer_refuses_it_before_anything_is_imported_for_it(folder: Path) -> None:
     torch = pytest.importorskip("torch")
-    from streamrl.base.errors import StreamRLError
     from streamrl.learning.model.loading import load_policy
 
     adds("modeling_evil.py", f"open({str(folder / 'ran')!r}, 'w')")(folder)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from streamrl.pretrained.model_folder import unsafe_content
+from streamrl.pretrained.model_folder import read_bounded, unsafe_content
 from streamrl.pretrained.weight_files import ModelDirectoryError, weight_files
 from streamrl.rewards.builtin.reward_model_options import RewardModelOptions
 from streamrl.rewards.declared import BadOption, BuiltinReward, RewardCallable, declare
@@ -44,7 +44,7 @@ def _labels(directory: Path) -> int:
     if unsafe := unsafe_content(directory):
         raise BadOption(f"{place} {unsafe}")
     try:
-        config = json.loads((directory / "config.json").read_text())
+        config = json.loads(read_bounded(directory / "config.json").decode())
         architectures = list(config.get("architectures") or [])
         names = config.get("id2label")
         labels = len(names) if names else int(config.get("num_labels", 2))  # 2: what transformers takes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from streamrl.engines.vllm.options import (
 )
 from streamrl.learning.threads import judge_threads
 from streamrl.pretrained.model_facts import read_model_facts
+from streamrl.pretrained.tokenizer import chat_format
 from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.judge import JUDGE_CONTEXT, YieldKind, asks_own_judge
 from streamrl.recipe.sections import Recipe
@@ -36,14 +36,8 @@ def judge_options(recipe: Recipe, socket_directory: str | Path, *, device: str =
     config = model_config(judge.model, field="judge.model")
     positions = int(config.get("max_position_embeddings") or 0)
     if judge.max_model_len and positions and judge.max_model_len > positions:
-        raise RecipeError(
-            [
-                (
-                    f"judge.advanced.max_model_len: {judge.max_model_len} is more than the model's {positions} "
-                    f"positions: lower it"
-                )
-            ]
-        )
+        beyond = f"{judge.max_model_len} is more than the model's {positions} positions: lower it"
+        raise RecipeError([f"judge.advanced.max_model_len: {beyond}"])
     context = judge.max_model_len or min(positions or JUDGE_CONTEXT, JUDGE_CONTEXT)
     dtype = judge.dtype if judge.dtype != "auto" else ("float32" if on_cpu else "bfloat16")
     environment = shared_environment(socket_directory)
@@ -76,25 +70,17 @@ def judge_problems(recipe: Recipe, *, device: str = "") -> Iterator[str]:
     try:
         read_model_facts(directory)
         judge_options(recipe, "", device=device)
+        templates = chat_format(directory).templates
     except ModelDirectoryError as error:
         yield f"judge.model: {directory} {error}"
         return
     except RecipeError as error:
         yield from error.problems
         return
-    if not _has_chat_template(directory):
+    if "default" not in templates:
         for index, reward in enumerate(recipe.rewards):
             if asks_own_judge(reward) and reward.options.get("chat", True):
                 yield (
                     f"rewards.{index}.options: {directory} has no chat template, so it takes no chats: set chat = "
                     "false in [rewards.options], or name a model that was tuned for chats in [judge]"
                 )
-
-
-def _has_chat_template(directory: Path) -> bool:
-    if (directory / "chat_template.jinja").exists() or (directory / "chat_template.json").exists():
-        return True
-    try:
-        return "chat_template" in json.loads((directory / "tokenizer_config.json").read_text())
-    except (OSError, ValueError):
-        return False

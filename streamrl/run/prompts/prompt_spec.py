@@ -96,14 +96,9 @@ def _kind(text: str, source: str) -> SourceKind:
         return SourceKind.ITERATOR
     if _is_directory(source):
         return SourceKind.TABLE
-    raise RecipeError(
-        [
-            (
-                f'prompts "{text}" is neither a .jsonl, .parquet or .arrow file, nor a directory that exists, nor '
-                '"reasoning_gym:task", nor "module:name" nor "file.py:name": correct it'
-            )
-        ]
-    )
+    kinds = "neither a .jsonl, .parquet or .arrow file, nor a directory that exists, nor"
+    named = '"reasoning_gym:task", nor "module:name" nor "file.py:name"'
+    raise RecipeError([f'prompts "{text}" is {kinds} {named}: correct it'])
 
 
 def _is_directory(source: str) -> bool:
