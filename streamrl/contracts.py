@@ -204,7 +204,9 @@ class PromptSource(Protocol):
     """The prompts that a run trains on, in order."""
 
     async def draw(self, count: int) -> list[Prompt]:
-        """Return the next ``count`` prompts; fewer mean that the source is exhausted."""
+        """Return the next ``count`` prompts; fewer mean that the source is exhausted (stored rows never are: epochs
+        repeat). Raises ``StreamRLError`` naming the row and the remedy when a row is no prompt or user code fails. A
+        draw that is cancelled loses nothing: the next one gets its prompts."""
         ...
 
 

@@ -252,16 +252,11 @@ class ZmqReceiveStream(_ZmqStream[T], ReceiveStream[T]):
             await self.abort("the receiver closed the stream")
 
 
-def zmq_sender(item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]) -> ZmqSendStream[Any]:
-    """The sending end of a stream, to be entered with ``async with``. ``item_type`` may be a union of records.
+zmq_sender = ZmqSendStream[Any]
+"""The sending end of a stream, to be entered with ``async with``. ``item_type`` may be a union of records.
 
-    Raises ``StreamRLError`` where the endpoint is none; entering does where it cannot be bound, or where other hosts
-    could reach it without keys."""
-    return ZmqSendStream(item_type, endpoint, bind=bind, **options)
+Raises ``StreamRLError`` where the endpoint is none; entering does where it cannot be bound, or where other hosts could
+reach it without keys."""
 
-
-def zmq_receiver(
-    item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]
-) -> ZmqReceiveStream[Any]:
-    """The receiving end of a stream, to be entered with ``async with``. Arguments as for ``zmq_sender``."""
-    return ZmqReceiveStream(item_type, endpoint, bind=bind, **options)
+zmq_receiver = ZmqReceiveStream[Any]
+"""The receiving end of a stream. Arguments as for ``zmq_sender``."""

@@ -29,9 +29,8 @@ class PromptsDrawn(Event, frozen=True):
 
 class TrajectoryScored(Event, frozen=True):
     """A trajectory was sampled and its reward is a value that the user's function returned. ``reward_version``: of the
-    set of functions that did it; ``adapted_limits_s``: the time that they had, where it was learnt;
-    ``separate_rewards``: by name, those that are compared with their siblings' alone, where any are; ``seconds``: of
-    engine and reward, from launch to score."""
+    set of functions that did it; ``separate_rewards``: by name, those that are compared with their siblings' alone,
+    where any are; ``seconds``: of engine and reward, from launch to score."""
 
     id: TrajectoryId
     reward: float
@@ -40,7 +39,6 @@ class TrajectoryScored(Event, frozen=True):
     oldest_version: int
     newest_version: int
     reward_version: int = 0
-    adapted_limits_s: dict[str, float] = {}
     separate_rewards: dict[str, float] = {}
     seconds: float = 0.0
 
@@ -55,7 +53,6 @@ class TrajectoryFailed(Event, frozen=True):
     tokens: int = 0
     policy: str = ""
     reward_version: int = 0
-    adapted_limits_s: dict[str, float] = {}
 
 
 class EnginesMeasured(Event, frozen=True):

@@ -21,7 +21,7 @@ from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import Topology, rewards_endpoint
 from streamrl.rewards.calls.inspect import inspect_in_subprocess
 from streamrl.rewards.reward_messages import LoadRewardSet, RewardOrder, RewardReply, RewardRequest, RewardResult
-from streamrl.rewards.rewards_snapshot import RewardsSnapshot, fresh_rewards, read_rewards_file
+from streamrl.rewards.rewards_snapshot import fresh_rewards, read_rewards_file
 from streamrl.rewards.signature import needed_columns
 from streamrl.rewards.time_limits import LearntLimits
 from streamrl.run.prompts.prompt_spec import SourceKind, read_spec
@@ -50,12 +50,14 @@ async def open_reward_stage(
     """The stage, and the functions that score: as the recipe says, or as the run that is resumed had them."""
     snapshot = await anyio.to_thread.run_sync(read_rewards_file, run_directory) or fresh_rewards(recipe)
     inspections = await anyio.to_thread.run_sync(inspect_in_subprocess, snapshot.rewards)
+    version, rewards = snapshot.reward_version, snapshot.rewards
     settings = RewardSettings(
         functions="+".join(r.label for r in snapshot.rewards),
         per_group=any(i.signature is not None and i.signature.per_group for i in inspections),
         timeout_s=max(r.timeout_s for r in snapshot.rewards),
         concurrency=recipe.reward_limits.concurrency,
-        attached=_as_order(snapshot),
+        # Workers begin with the rewards of the recipe, which are version 0.
+        attached=LoadRewardSet(reward_version=version, rewards=rewards) if version else None,
     )
     workers = [partial(open_worker, topology, index) for index in range(recipe.reward_limits.workers)]
 
@@ -64,16 +66,6 @@ async def open_reward_stage(
 
     stage = RewardStage(settings, workers, LearntLimits(snapshot.since, snapshot.slowest_s), notify)
     return stage, AttachedRewards(recipe, stage, snapshot, emit, check_reward)
-
-
-def _as_order(snapshot: RewardsSnapshot) -> LoadRewardSet | None:
-    """Return the order that loads the rewards of ``snapshot``; None: workers begin with them, as those of the
-    recipe."""
-    return (
-        LoadRewardSet(reward_version=snapshot.reward_version, rewards=snapshot.rewards)
-        if snapshot.reward_version
-        else None
-    )
 
 
 async def change_rewards(topology: Topology, attached: AttachedRewards, run_directory: Path, note: Note) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost
-from streamrl.base.types import DropReason, RewardFailure, ScoredTrajectory
+from streamrl.base.types import DropReason, RewardFailure
 from streamrl.control import events as on
 
 
@@ -22,7 +22,6 @@ def event_of(item: EndedOutcome) -> on.TrajectoryFailed | on.TrajectoryScored:
             tokens=trajectory.generated_tokens,
             policy=outcome.policy,
             reward_version=outcome.reward_version,
-            adapted_limits_s=_adapted_limits(outcome),
         )
     return on.TrajectoryScored(
         id=trajectory.id,
@@ -32,11 +31,6 @@ def event_of(item: EndedOutcome) -> on.TrajectoryFailed | on.TrajectoryScored:
         oldest_version=trajectory.oldest_version,
         newest_version=trajectory.newest_version,
         reward_version=outcome.reward_version,
-        adapted_limits_s=_adapted_limits(outcome),
         separate_rewards={name: value for name, (weight, value) in outcome.separate_rewards.items() if weight},
         seconds=round(trajectory.rollout_seconds + item.reward_s, 3),
     )
-
-
-def _adapted_limits(outcome: ScoredTrajectory | RewardFailure) -> dict[str, float]:
-    return {call.function: round(call.limit_s, 4) for call in outcome.calls if call.adapted}

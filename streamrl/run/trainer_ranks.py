@@ -43,7 +43,8 @@ class TrainerRanks:
         self._ranks = ranks
         self._open_tokens = [0] * len(ranks)
         self._waiting_tokens = self._together_tokens = 0
-        self._ordered_version = 0
+        self.policy_version = 0
+        """The version that ranks hold, or were ordered to make."""
         self._answered = 0
         self._ended = self._gone = False
         self._answers: dict[tuple[type[msgspec.Struct], int], Future[TrainingEvent]] = {}
@@ -60,7 +61,7 @@ class TrainerRanks:
             if not isinstance(hello, TrainerReady) or hello.rank != index or hello.ranks != len(self._ranks):
                 raise StreamRLError(f"trainer-{index} said hello with {hello}; {len(self._ranks)} ranks were expected")
             hellos.append(hello)
-        self._ordered_version = hellos[0].policy_version
+        self.policy_version = hellos[0].policy_version
         self._together_tokens = hellos[0].together_tokens
         if len({(g.policy_version, g.parameters) for g in hellos}) != 1:
             raise StreamRLError(f"trainer ranks hold different models: {hellos}")
@@ -79,11 +80,6 @@ class TrainerRanks:
                 if not waiting.done():
                     waiting.set_exception(StreamBroken(GONE))
                     waiting.exception()  # it may be that nobody waits
-
-    @property
-    def policy_version(self) -> int:
-        """The version that ranks hold, or were ordered to make."""
-        return self._ordered_version
 
     def answers(self) -> int:
         """Number of answers until now."""
@@ -115,7 +111,7 @@ class TrainerRanks:
     async def close_batch(self, close: CloseBatch) -> Callable[[], Awaitable[list[StepReport]]]:
         """Order every rank to step. Returns when that is sent; call the result for the reports, in rank order."""
         self._open_tokens, self._waiting_tokens = [0] * len(self._ranks), 0
-        self._ordered_version = close.policy_version
+        self.policy_version = close.policy_version
         return await self._ask(close, StepReport)
 
     async def publish_anchor(self, policy_version: int) -> WeightAnnouncement:
@@ -123,8 +119,8 @@ class TrainerRanks:
         ordered already: the engine that asks must wait for that one; also after ``aclose``."""
         if self._ended:
             raise VersionLeft(f"version {policy_version} is not published any more: the trainer has made its last step")
-        if policy_version < self._ordered_version:
-            raise VersionLeft(f"version {policy_version} is not held any more: {self._ordered_version} was ordered")
+        if policy_version < self.policy_version:
+            raise VersionLeft(f"version {policy_version} is not held any more: {self.policy_version} was ordered")
         gather = await self._ask(PublishAnchor(policy_version=policy_version), AnchorPublished)
         return announcement_of(policy_version, await gather())
 

@@ -18,9 +18,6 @@ from streamrl.comm.guarded_sockets import GuardedContext
 from streamrl.comm.socket_options import make_socket
 from streamrl.comm.zmq_sockets import transport_of
 
-WeightContext = GuardedContext
-
-
 MANIFEST = -1
 """The piece of a part that is its manifest; its chunks are the pieces from 0 on."""
 
@@ -78,7 +75,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Kind], frame: bytes | memoryview) 
         raise WeightError(f"not a message of this version: {error}") from error
 
 
-def pull_socket(context: WeightContext, kind: int, endpoint: str, *, max_frame_bytes: int) -> zmq.Socket[bytes]:
+def pull_socket(context: GuardedContext, kind: int, endpoint: str, *, max_frame_bytes: int) -> zmq.Socket[bytes]:
     """A socket that drops what is unsent when it is closed, and whose peer is cut off above ``max_frame_bytes``."""
     transport_of(endpoint)
     return make_socket(context, kind, endpoint=endpoint, max_frame_bytes=max_frame_bytes)

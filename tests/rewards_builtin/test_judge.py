@@ -404,7 +404,6 @@ def serving(listening: Server) -> Iterator[Server]:
 
 @pytest.mark.usefixtures("soon")
 def test_without_an_endpoint_the_runs_own_judge_is_asked_and_waited_for(make, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("streamrl.rewards.judge.client._OWN_RETRIES", 0)
     path = tmp_path / "http"
     monkeypatch.setenv(JUDGE_SOCKET, str(path))
     monkeypatch.setenv(JUDGE_MODEL, "/models/judge")

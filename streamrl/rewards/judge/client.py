@@ -7,7 +7,7 @@ import random
 import sqlite3
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 from weakref import WeakValueDictionary
@@ -23,7 +23,6 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 15.0
 _LONGEST_WAIT_FOR_OWN_S = 1.0  # it is being started again; nobody else is troubled by asking often
 _CONNECT_S = 10.0
 _LONGEST_DETAIL = 200
-_OWN_RETRIES = 4
 _TRIM_EVERY = 256
 _BUSY_S = 10.0
 
@@ -56,18 +55,6 @@ class JudgeClient:
         self._socket_path = socket_path
         self._proxy = "" if socket_path is not None else proxy_of(self._endpoint)
         self._opened: tuple[httpx.AsyncClient, asyncio.Semaphore] | None = None
-
-    @classmethod
-    def of_own(cls, socket_path: str, *, concurrency: int) -> Self:
-        """A client of the run's own judge."""
-        return cls(
-            "http://judge/v1",
-            {},
-            concurrency=concurrency,
-            retries=_OWN_RETRIES,
-            timeout_s=None,
-            socket_path=socket_path,
-        )
 
     async def ask(self, route: str, body: Mapping[str, Any]) -> str:
         """The text that the model wrote. Raises ``JudgeError`` when the last attempt failed as well."""

@@ -106,19 +106,17 @@ class Verdicts:
 def _judge(options: JudgeOptions) -> RewardCallable:
     fields = _fields(options.question)
     verdicts = Verdicts(options)
-    model = options.model
-    if options.endpoint:
-        client = JudgeClient(
-            options.endpoint,
-            _authorization(options.api_key_variable),
-            concurrency=options.concurrency,
-            retries=options.retries,
-            timeout_s=options.timeout_s,
-        )
-    else:
-        # Empty while a recipe is only looked at: then nothing is asked.
-        model = os.environ.get(JUDGE_MODEL, "")
-        client = JudgeClient.of_own(os.environ.get(JUDGE_SOCKET, ""), concurrency=options.concurrency)
+    by_endpoint = bool(options.endpoint)
+    # Of the run's own judge, empty while a recipe is only looked at: then nothing is asked.
+    model = options.model if by_endpoint else os.environ.get(JUDGE_MODEL, "")
+    client = JudgeClient(
+        options.endpoint or "http://judge/v1",
+        _authorization(options.api_key_variable) if by_endpoint else {},
+        concurrency=options.concurrency,
+        retries=options.retries,
+        timeout_s=options.timeout_s if by_endpoint else None,
+        socket_path=None if by_endpoint else os.environ.get(JUDGE_SOCKET, ""),
+    )
     cache = AnswerCache(options.cache, options.cache_entries)
     route = "chat/completions" if options.chat else "completions"
 

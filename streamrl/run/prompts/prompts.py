@@ -34,13 +34,6 @@ class OpenPrompts(PromptSource, Protocol):
     @property
     def size(self) -> int | None: ...
 
-    async def draw(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts; fewer only when the source is exhausted (stored rows never are: epochs repeat).
-
-        Raises ``StreamRLError`` naming the row and the remedy when a row is no prompt or user code fails.
-        A draw that is cancelled loses nothing: the next one gets its prompts."""
-        ...
-
     async def aclose(self) -> None:
         """Close the files, or the user's iterator. Idempotent."""
         ...

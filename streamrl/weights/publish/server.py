@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from streamrl.base.errors import WeightError
-from streamrl.comm.guarded_sockets import bind
+from streamrl.comm.guarded_sockets import GuardedContext, bind
 from streamrl.comm.key_gate import KeyGate
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_sockets import ipc_path_identity, remove_ipc_path
@@ -24,7 +24,6 @@ from streamrl.weights.requests import (
     NotServed,
     Piece,
     Reply,
-    WeightContext,
     decode_request,
     encoder,
     pull_socket,
@@ -52,7 +51,7 @@ class PublisherServer:
         self.endpoint = endpoint
         self._parts: dict[str, ServedPart] = {}
         self._name = name
-        self._context: WeightContext | None = None
+        self._context: GuardedContext | None = None
         self._stop_fd = -1
         self._thread: threading.Thread | None = None
         self._bound = threading.Event()
@@ -64,7 +63,7 @@ class PublisherServer:
         # Made now, nobody sees the process grow when it first serves a large part, hours later.
         zmq.Frame(b"", copy=False)
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
-        self._context = WeightContext(io_threads=1)
+        self._context = GuardedContext(io_threads=1)
         self._thread = threading.Thread(target=self._serve, args=(self._context,), name=self._name, daemon=True)
         self._thread.start()
         self._bound.wait()
@@ -94,7 +93,7 @@ class PublisherServer:
         self._context.term()
         self._context = None
 
-    def _serve(self, context: WeightContext) -> None:
+    def _serve(self, context: GuardedContext) -> None:
         try:
             self._bind_and_answer(context)
         except Exception as failure:  # noqa: BLE001 - kept, and raised in the owner's thread by check()
@@ -102,7 +101,7 @@ class PublisherServer:
         finally:
             self._bound.set()
 
-    def _bind_and_answer(self, context: WeightContext) -> None:
+    def _bind_and_answer(self, context: GuardedContext) -> None:
         identity: tuple[int, int] | None = None
         router = pull_socket(context, zmq.ROUTER, self.endpoint, max_frame_bytes=REQUEST_LIMIT)
         try:

@@ -17,7 +17,7 @@ import zmq
 
 from streamrl.base.errors import StreamRLError, WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement, WeightSource
-from streamrl.comm.guarded_sockets import connect
+from streamrl.comm.guarded_sockets import GuardedContext, connect
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_sockets import ConnectionMonitor
 from streamrl.weights.manifest import CHECKPOINT_VERSION, MANIFEST_LIMIT, Manifest, ShardSpec
@@ -25,7 +25,7 @@ from streamrl.weights.pull.decoding import Decoding
 from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.received_part import ReceivedChain, ReceivedPart
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion
-from streamrl.weights.requests import WeightContext, encoder, pull_socket
+from streamrl.weights.requests import encoder, pull_socket
 
 CREDIT_BYTES = 32 << 20
 """Bytes asked for and not received yet, over all sources of one receiver."""
@@ -221,7 +221,7 @@ def _receive(
 def _pulls_of(
     chains: Sequence[ReceivedChain], progress_seconds: float, retry_seconds: float
 ) -> Iterator[Sequence[_Pull]]:
-    context = WeightContext(io_threads=1)
+    context = GuardedContext(io_threads=1)
     pulls: list[_Pull] = []
     try:
         pulls.extend(_Pull(context, chain, progress_seconds, retry_seconds) for chain in chains)
@@ -236,7 +236,7 @@ class _Pull:
     """The socket of one source, and how long ago something came from there."""
 
     def __init__(
-        self, context: WeightContext, chain: ReceivedChain, progress_seconds: float, retry_seconds: float
+        self, context: GuardedContext, chain: ReceivedChain, progress_seconds: float, retry_seconds: float
     ) -> None:
         self.chain = chain
         source: WeightSource = chain.source
