@@ -9,7 +9,7 @@ contract          implementations in the product                                
 ``Publisher``     deltas over sockets (``weights``), files (``learning.state``)        ``launch.roles``
 ``WeightPush``    one transaction (``engines.push``), a plain one (``run.plain_push``)  ``Controller(sync=...)``
 ``PromptSource``  rows, tasks, iterators (``run.prompts``)                             ``prompts.train``
-``Observer``      report, elastic engines, audit, a resumed run                        ``run.observers``
+``Observer``      report, elastic engines, audit, a resumed run                        ``run.advanced.observers``
 ``Sink``          ``metrics.jsonl``, the metrics socket (``observe.sinks``)            ``Pipeline(sinks=[...])``
 ================  ===================================================================  ===========================
 
@@ -213,9 +213,9 @@ class PromptSource(Protocol):
 class Observer:
     """Is called with what happens in a run. Every method does nothing until it is overridden.
 
-    One that a recipe names (``run.observers``) is called in the controller's process on a thread of its own, in order:
-    it may block, and an error of it is logged and counted. It gets the ``on_`` calls and ``end``. Observers of the
-    product are called in the controller's event loop, and may ``prepare`` and ``run``, too."""
+    One that a recipe names (``run.advanced.observers``) is called in the controller's process on a thread of its own,
+    in order: it may block, and an error of it is logged and counted. It gets the ``on_`` calls and ``end``. Observers
+    of the product are called in the controller's event loop, and may ``prepare`` and ``run``, too."""
 
     async def prepare(self) -> None:
         """Prepare: nothing is published or sampled before this returns."""

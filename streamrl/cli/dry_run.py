@@ -55,7 +55,7 @@ def dry_run(recipe: Recipe, system: Sequence[str], path: Path, overrides: Sequen
 
 def _show_prompt(seen: list[Prompt], tokenizer: Tokenizer, prompt: Prompt) -> None:
     seen.append(prompt)
-    print("\n# the first prompt, as the model will see it\n")
+    print("\n# the prompt of the first row, as the model will see it\n")
     print("\n".join(first_prompt_lines(prompt, tokenizer)))
 
 

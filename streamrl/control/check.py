@@ -1,5 +1,7 @@
 """The invariants of a run, as far as one state shows them: ``violations``. That nothing is trained twice, or that
-versions never go back, takes a history: the tests' walks and the fault campaign have one."""
+versions never go back, takes a history: the tests' walks and the fault campaign have one.
+
+The walks ask after every event, simulated runs at every live version, ``streamrl show`` of the replayed journal."""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from streamrl.control.round_policy import Rules
 from streamrl.recipe.scheduling import RoundKind, StalePolicy
 
 Claims = Iterator[tuple[bool, str]]
-"""Claims that hold, or what is wrong where they do not."""
+"""(holds, the message where it does not) of each claim."""
 
 
 def violations(state: RunState, rules: Rules) -> list[str]:

@@ -10,7 +10,7 @@ from streamrl.control.apply import apply
 from streamrl.control.decide import decide
 from streamrl.control.events import ControlEvent, RunContinued
 from streamrl.control.model import SNAPSHOT_SCHEMA, Batch, RunState, Snapshot, requeue_interrupted
-from streamrl.control.pending import orders_again
+from streamrl.control.pending import unanswered_orders
 from streamrl.control.round_policy import GroupSizer, RoundPolicy, Rules
 from streamrl.control.settings import ControlSettings
 
@@ -54,9 +54,9 @@ class Control:
         if apply(state, event, rules, out) and not state.finished:
             decide(state, rules, out)
 
-    def orders_again(self) -> list[ControlAction]:
+    def unanswered_orders(self) -> list[ControlAction]:
         """List what was ordered and not answered (``pending``), for a shell with nothing in flight."""
-        return orders_again(self.state)
+        return unanswered_orders(self.state)
 
     def snapshot(self) -> Snapshot:
         """All of control, to be encoded before the next event."""

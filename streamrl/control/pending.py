@@ -1,7 +1,7 @@
 """Orders that a controller that takes over must give again: what the state remembers as ordered and not answered.
 
 An answer that the new controller finds by itself (ranks that have stepped, engines that hold the version that is
-pushed) is an event first, taken without carrying out what control orders then: ``orders_again`` says all of it.
+pushed) is an event first, taken without carrying out what control orders then: ``unanswered_orders`` says all of it.
 
 Engines that are paused for a version (``rollout.advanced.presubmit``) are paused again before anything that waits for
 it is launched, and the push, which ends the pause, follows after the last launch. What was stopped with its tokens is
@@ -20,7 +20,7 @@ from streamrl.control.events import ControlEvent
 from streamrl.control.model import Batch, RunState
 
 
-def orders_again(
+def unanswered_orders(
     state: RunState, answered: Collection[type[ControlEvent]] = (), ended: Collection[TrajectoryId] = ()
 ) -> list[ControlAction]:
     """List what brings a shell with nothing in flight to where the old one was, in an order that it can carry out.

@@ -73,7 +73,8 @@ class Pipeline:
     """One run of a recipe: the path of a file, a ``Recipe``, or nested dicts, in which a reward may be a function.
 
     ``sinks`` are given every event of the run, in this process. ``observers``, classes or their names, are called in
-    the controller's process, beside those of ``run.observers``. Both on threads of their own (docs/extending.md).
+    the controller's process, beside those of ``run.advanced.observers``. Both have threads of their own
+    (docs/extending.md).
 
     Raises ``RecipeError`` on entering when something is wrong with the recipe, ``ProcessDied`` from the iteration when
     a process ends that should not have. Leaving early drains the run; leaving with an exception kills it."""

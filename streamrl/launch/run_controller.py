@@ -70,7 +70,7 @@ from streamrl.run.journal.run_journal import JournalledOutcomes
 
 T = TypeVar("T")
 
-Ends = tuple[SendStream[T], ReceiveStream[T]]
+StreamPair = tuple[SendStream[T], ReceiveStream[T]]
 
 
 async def run_controller_process(context: ChildContext) -> None:
@@ -86,7 +86,9 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
         )
         trainer = await connect_ranks(recipe, topology, streams)
         socket = PublishSink(metrics_endpoint(recipe, topology), run_id=run_directory.name)
-        reporter = Reporter([JsonlSink(run_directory / "metrics.jsonl"), socket], standing=transport_metrics(recipe))
+        reporter = Reporter(
+            [JsonlSink(run_directory / "metrics.jsonl"), socket], constant_metrics=transport_metrics(recipe)
+        )
         streams.callback(reporter.close)
         judge = JudgeLink(recipe.judge, topology)
 
@@ -161,9 +163,9 @@ async def _train(
     )
     # Everything in flight fits into the windows, so control never waits for a stage to take an order.
     window = 2 * record.control.rules.slots + held_out.in_flight + 64
-    orders: Ends[RolloutOrder] = memory_stream(window)
-    trajectories: Ends[RolloutOutcome] = memory_stream(window)
-    scored: Ends[RewardOutcome] = memory_stream(window)
+    orders: StreamPair[RolloutOrder] = memory_stream(window)
+    trajectories: StreamPair[RolloutOutcome] = memory_stream(window)
+    scored: StreamPair[RewardOutcome] = memory_stream(window)
     try:
         async with anyio.create_task_group() as stages:
             _start_beside(stages, recipe, run_directory, controller)

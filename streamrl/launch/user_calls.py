@@ -119,7 +119,7 @@ class UserObserver(Observer):
         try:
             self.calls = UserCalls(named(), f"observer {spec}")
         except Exception as error:
-            problem = f'run.observers: "{spec}" cannot be made: {describe_error(error)}: correct it'
+            problem = f'run.advanced.observers: "{spec}" cannot be made: {describe_error(error)}: correct it'
             raise RecipeError([problem]) from error
         for name, method in vars(Observer).items():
             if name.startswith("on_") and getattr(named, name) is not method:

@@ -25,18 +25,18 @@ LONGEST_NAME = 256
 
 
 class Reporter:
-    """Hands each event to every sink, in order. ``standing``: metrics of every step that do not change in a run."""
+    """Hands each event to every sink, in order. ``constant_metrics``: those that do not change in a run."""
 
-    def __init__(self, sinks: Sequence[Sink], *, standing: Mapping[str, float] | None = None) -> None:
+    def __init__(self, sinks: Sequence[Sink], *, constant_metrics: Mapping[str, float] | None = None) -> None:
         self._sinks = tuple(sinks)
-        self._standing = dict(standing or {})
+        self._constant_metrics = dict(constant_metrics or {})
         self._names: set[str] = set()
         self._refused = 0
 
     def record(self, event: E) -> E:
         """Report something that happened. Returns the event as the sinks got it."""
         if isinstance(event, StepFinished):
-            event = msgspec.structs.replace(event, metrics=self._bounded(event.metrics | self._standing))
+            event = msgspec.structs.replace(event, metrics=self._bounded(event.metrics | self._constant_metrics))
         elif isinstance(event, EvaluationFinished):
             event = msgspec.structs.replace(event, metrics=self._bounded(event.metrics))
         for sink in self._sinks:

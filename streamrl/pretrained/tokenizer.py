@@ -47,7 +47,7 @@ class Tokenizer:
         self.digest = digest
         self.eos_token_ids, self.end_notice, self.embeddings = ends.ids, ends.notice, ends.embeddings
         self._chat = chat
-        self._said = False
+        self._warned = False
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special) | {*ends.ids}
         self.vocabulary_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -62,8 +62,8 @@ class Tokenizer:
 
     def _begins_twice(self, ids: Sequence[int], front: int) -> bool:
         twice = front > 0 and ids[front : 2 * front] == ids[:front]
-        if twice and not self._said:
-            self._said = True
+        if twice and not self._warned:
+            self._warned = True
             shown = self._backend.decode(ids[:front], skip_special_tokens=False)
             log.warning("prompts begin with %s, which the tokenizer adds as well: it is written once", shown)
         return twice

@@ -27,15 +27,15 @@ class Role(StrEnum):
 
 
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One process: ``engine-0``, ``trainer-1``, ... ``local``: the supervisor starts it; ``resting``: only when it is
-    told to, because its set of engines serves. ``restarts``: how often it is started again when it died. ``gpus``: its
+    """One process: ``engine-0``, ``trainer-1``, ... ``local``: the supervisor starts it; ``starts_inactive``: only when
+    its set of engines serves. ``restarts``: how often it is started again when it died. ``gpus``: its
     own, as ``CUDA_VISIBLE_DEVICES`` names them (empty: it was given none); ``gpu_memory_utilization``: of each, for an
     engine."""
 
     role: Role
     index: int
     local: bool = True
-    resting: bool = False
+    starts_inactive: bool = False
     restarts: int = 0
     gpus: tuple[str, ...] = ()
     gpu_memory_utilization: float = 0.0
@@ -157,7 +157,7 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
             role=Role.ENGINE,
             index=i,
             local=engines_local,
-            resting=i >= recipe.engines.count,
+            starts_inactive=i >= recipe.engines.count,
             restarts=recipe.engines.restarts,
         )
         for i in range(last.first + last.count)

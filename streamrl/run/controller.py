@@ -142,7 +142,7 @@ class Controller:
         if (evaluated := state.evaluating) is not None and evaluated != version:
             await self._evaluations.warn_cancelled(evaluated, f"the run was resumed with version {version}")
             await self._handle(on.EvaluationDone(policy_version=evaluated))
-        return self._control.orders_again()
+        return self._control.unanswered_orders()
 
     async def _handle(self, event: on.ControlEvent) -> list[do.ControlAction]:
         """Journal ``event`` and let control decide."""

@@ -289,7 +289,7 @@ def test_dry_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "bound       staleness 0: every token is trained by the version that sampled it" in text
     assert 'objective   grpo: surrogate = "token_clip"' in text
     assert "engine-0     started by hand (external)" in text
-    shown = text.partition("# the first prompt, as the model will see it\n\n")[2].splitlines()
+    shown = text.partition("# the prompt of the first row, as the model will see it\n\n")[2].splitlines()
     assert shown[0].endswith(", 3 tokens: 1, 2, 3") and shown[1:3] == [
         "text        1 2 3",
         "completion  ends with 0 (0)",

@@ -131,6 +131,6 @@ def test_what_was_answered_and_does_not_count_yet_is_not_asked_for_again() -> No
     ):
         control.handle(event)
     draws, saves = do.DrawPrompts(count=1), do.WriteCheckpoint(policy_version=1)
-    assert control.orders_again() == [saves, draws]
+    assert control.unanswered_orders() == [saves, draws]
     assert control.handle(on.CheckpointDone(policy_version=1)) == [], "prompts come first"
-    assert control.orders_again() == [draws]
+    assert control.unanswered_orders() == [draws]

@@ -164,7 +164,7 @@ def random_run(
 def seen(control: Control) -> tuple[object, ...]:
     """All of control, as it is written down, and what policies are shown."""
     shown = view(control.state, control.rules) if control.state.live_version >= 0 else None
-    return msgspec.to_builtins(control.snapshot()), control.orders_again(), shown
+    return msgspec.to_builtins(control.snapshot()), control.unanswered_orders(), shown
 
 
 class TwinWorld(World):
@@ -227,7 +227,7 @@ class CrashWorld(World):
         self._lose_everything()
         if stepped:  # the ranks have, and nobody heard: that comes first, and what is ordered again follows from it
             self._step_unheard(before)
-        for action in self.core.orders_again():
+        for action in self.core.unanswered_orders():
             self._obey_again(action)
         if not stepped and not over:
             after = self._in_flight()

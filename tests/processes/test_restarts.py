@@ -27,7 +27,7 @@ from streamrl.recipe.topology import RENDEZVOUS_FILE, ProcessPlan, Role
 
 ENGINE_1 = ProcessPlan(role=Role.ENGINE, index=1)
 RANK_1 = ProcessPlan(role=Role.TRAINER, index=1)
-RESTING = ProcessPlan(role=Role.ENGINE, index=1, resting=True)
+RESTING = ProcessPlan(role=Role.ENGINE, index=1, starts_inactive=True)
 
 
 # ---- budgets ---------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ async def surviving(
     topology = Topology(processes=tuple(plans), endpoints={}, min_serving=min_serving)
     entry = (str(STAND_IN),)
     async with Supervisor(topology, one.directory, one.sockets, entry=entry, **options) as supervisor:  # type: ignore[arg-type]
-        await until(lambda: all(one.started(plan.name) for plan in plans if not plan.resting))
+        await until(lambda: all(one.started(plan.name) for plan in plans if not plan.starts_inactive))
         yield supervisor
 
 

@@ -134,7 +134,7 @@ def test_the_dry_run_refuses_what_is_no_observer(tmp_path: Path, name: str, prob
 
 
 async def test_an_observer_needs_a_name() -> None:
-    with pytest.raises(RecipeError, match=r'run.observers: "own" does not name an object'):
+    with pytest.raises(RecipeError, match=r'run.advanced.observers: "own" does not name an object'):
         await Pipeline(load_recipe(EXAMPLE, ['engines.kind="simulated"']), observers=["own"]).__aenter__()
     with pytest.raises(RecipeError, match="cannot be imported by another process"):
         Pipeline(load_recipe(EXAMPLE), observers=[type("Local.Class", (), {})])

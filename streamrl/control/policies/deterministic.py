@@ -33,7 +33,7 @@ from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
 from streamrl.control.machine import Control
 from streamrl.control.model import Snapshot
-from streamrl.control.pending import orders_again
+from streamrl.control.pending import unanswered_orders
 from streamrl.control.round_policy import GroupSizer, RoundPolicy
 from streamrl.control.settings import ControlSettings
 
@@ -87,9 +87,9 @@ class DeterministicControl(Control):
             counts = None if self.state.finished else self._next()
         return out
 
-    def orders_again(self) -> list[ControlAction]:
-        """List orders as ``Control.orders_again`` does, without those whose answer is here and does not count yet."""
-        return orders_again(self.state, answered=self._answers.keys(), ended=self._ended.keys())
+    def unanswered_orders(self) -> list[ControlAction]:
+        """List orders as ``Control`` does, without those whose answer is here and does not count yet."""
+        return unanswered_orders(self.state, answered=self._answers.keys(), ended=self._ended.keys())
 
     def snapshot(self) -> Snapshot:
         """Extend ``Control.snapshot`` by the arrivals that do not count yet."""

@@ -155,7 +155,7 @@ class WeightSync:
             pushed, limit = self._pushed, self._limit(f"version {live.policy_version} was not live on {name}")
             try:
                 with limit():
-                    await self._bring(name, engine, live)
+                    await self._catch_up(name, engine, live)
             except VersionLeft:
                 waits()
                 if not self._engines and self._live is live:
@@ -170,7 +170,7 @@ class WeightSync:
                     self._engines[engine] = name
                     return
 
-    async def _bring(self, name: str, engine: Engine, live: WeightAnnouncement) -> None:
+    async def _catch_up(self, name: str, engine: Engine, live: WeightAnnouncement) -> None:
         announced = live
         while True:
             try:

@@ -10,7 +10,7 @@ from streamrl.base.types import Prompt, token_array
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.run.prompts.prompt_rows import as_chat
 
-_ENDS, _CHARACTERS = 8, 400
+_TOKENS, _CHARACTERS = 8, 400
 
 
 def first_prompt_lines(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
@@ -19,8 +19,8 @@ def first_prompt_lines(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
     text, last = (one_line(tokenizer.decode(part, skip_special=False)) for part in (ids, ids[-1:]))
     ends = [f"{end} ({one_line(tokenizer.decode(token_array([end]), False))})" for end in tokenizer.eos_token_ids]
     lines = [
-        f"prompt      {prompt.prompt_id}, {len(ids):,} tokens: {_both_ends(list(map(str, ids)), _ENDS, ', ')}",
-        f"text        {_both_ends(text, _CHARACTERS, '')}",
+        f"prompt      {prompt.prompt_id}, {len(ids):,} tokens: {_abbreviated(list(map(str, ids)), _TOKENS, ', ')}",
+        f"text        {_abbreviated(text, _CHARACTERS, '')}",
         f"completion  ends with {', '.join(ends)}",
     ]
     also = (
@@ -57,7 +57,7 @@ def difference_from_transformers(model_path: str, row: Mapping[str, Any], ours: 
     return f"token {place + 1} of {len(ids)} is {there} there, and {here} of {len(ours)} here"
 
 
-def _both_ends(whole: Any, count: int, between: str) -> str:
+def _abbreviated(whole: Any, count: int, between: str) -> str:
     if len(whole) <= 2 * count:
         return between.join(whole)
     return f"{between.join(whole[:count])}{between or ' '}...{between or ' '}{between.join(whole[-count:])}"

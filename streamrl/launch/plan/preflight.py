@@ -88,7 +88,7 @@ def recipe_of_resumed_run(recipe: Recipe, run_directory: Path) -> tuple[Recipe, 
 
 def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None, see: SeePrompt | None = None) -> None:
     """Check what ``recipe`` points at. Raises ``RecipeError`` with every problem. Takes about a second; blocking.
-    ``kept``: where its rewards come from, in a run that resumes another. ``see`` gets the first prompt to train on."""
+    ``kept``: where its rewards come from, in a run that resumes another. ``see`` gets the prompt of the first row."""
     problems = [f"{path}: {text}" for path, text in broken_rules(recipe)]
     model: CheckedModel | None = None
     try:
@@ -159,7 +159,7 @@ def _other_code(recipe: Recipe) -> Iterator[str]:
         yield from (f"rollout.policy: {problem}" for problem in problems_of_object(spec, USER_CODE_TIMEOUT_S))
     for spec in recipe.run.observers:
         problems = problems_of_object(spec, USER_CODE_TIMEOUT_S, kind="observer")
-        yield from (f"run.observers: {problem}" for problem in problems)
+        yield from (f"run.advanced.observers: {problem}" for problem in problems)
 
 
 def _devices(recipe: Recipe) -> Iterator[str]:

@@ -260,7 +260,7 @@ def _memory_text(recipe: Recipe, facts: ModelFacts, context: int) -> str:
 def _started(process: ProcessPlan) -> str:
     if not process.local:
         return "started by hand (external)"
-    return "started when its set of engines serves" if process.resting else "started by this run"
+    return "started when its set of engines serves" if process.starts_inactive else "started by this run"
 
 
 def process_lines(recipe: Recipe, topology: Topology, recipe_path: str) -> list[str]:

@@ -40,7 +40,7 @@ class ExitMonitor:
         """All processes are started: budgets are whole again, but for that of the run."""
         run, self.policy, self.due_s = self.policy.run, RestartPolicy(self._topology), {}
         self.policy.run = run
-        self.stopped = {plan.name for plan in self._topology.processes if plan.local and plan.resting}
+        self.stopped = {plan.name for plan in self._topology.processes if plan.local and plan.starts_inactive}
 
     @property
     def controller(self) -> ChildProcess | None:

@@ -196,7 +196,7 @@ class Supervisor:
     def _start_all(self, *, resumes: bool) -> None:
         self._exits.begin_life()
         for plan in self.topology.processes:
-            if plan.local and not plan.resting:
+            if plan.local and not plan.starts_inactive:
                 self._start(plan, resumes=resumes)
 
     async def _replace(self, child: ChildProcess) -> None:

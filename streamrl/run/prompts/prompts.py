@@ -154,7 +154,7 @@ def check_prompts(
 
     Stored rows are all read, of a task the first 16. The first row of an iterator is drawn in a throw-away process,
     within ``timeout_s``. ``needed_columns``: columns by the name of the reward that needs them
-    (``streamrl.rewards.needed_columns``). ``see`` gets the first prompt, where that is one."""
+    (``rewards.signature.needed_columns``). ``see`` gets the first prompt, where that is one."""
     try:
         named = read_spec(spec)
         if named.kind is SourceKind.ITERATOR:
