@@ -75,7 +75,7 @@ def bench_weights(request: BenchRequest) -> int:
     try:
         updates = updates_of(request)
     except WeightError as error:
-        raise RecipeError([str(error)]) from None
+        raise RecipeError(str(error)) from None
     measured = _measure(updates, request.threads)
     if request.as_json:
         print(msgspec.json.format(msgspec.json.encode(measured), indent=2).decode())
@@ -101,7 +101,7 @@ def parse_parameters(text: str) -> int:
     except (ValueError, OverflowError):
         number = 0
     if not 1 <= number <= MOST_PARAMETERS:
-        raise RecipeError([f"--params {text!r} is no number of parameters: give one such as 500M, 0.5G or 1000000"])
+        raise RecipeError(f"--params {text!r} is no number of parameters: give one such as 500M, 0.5G or 1000000")
     return number
 
 
@@ -109,23 +109,19 @@ def updates_of(request: BenchRequest) -> Updates:
     """The updates that the request names. Raises ``RecipeError`` or ``WeightError``; nothing large is made yet."""
     density = DEFAULT_DENSITY if request.density is None else request.density
     if not 0 < density <= 1:
-        raise RecipeError(
-            [f"--density {density:g} is no share of elements: give one above 0 and up to 1, such as 0.01"]
-        )
+        raise RecipeError(f"--density {density:g} is no share of elements: give one above 0 and up to 1, such as 0.01")
     if request.threads < 1 or request.seed < 0:
-        raise RecipeError([f"--threads {request.threads} --seed {request.seed}: at least 1 and 0"])
+        raise RecipeError(f"--threads {request.threads} --seed {request.seed}: at least 1 and 0")
     parameters = parse_parameters(request.parameters) if request.parameters else None
     if len(request.model) > 2:
-        raise RecipeError(
-            [f"--model was given {len(request.model)} paths: one model, or an old and a new version of it"]
-        )
+        raise RecipeError(f"--model was given {len(request.model)} paths: one model, or an old and a new version of it")
     if len(request.model) == 2:
         if request.density is not None or request.pattern is not Pattern.ADAM:
-            raise RecipeError(["--density and --pattern make an update up; two versions are one: leave them out"])
+            raise RecipeError("--density and --pattern make an update up; two versions are one: leave them out")
         return _recorded(request.model[0], request.model[1], parameters)
     if request.model:
         if parameters is not None:
-            raise RecipeError([f"--params {request.parameters} and --model {request.model[0]}: the model has its size"])
+            raise RecipeError(f"--params {request.parameters} and --model {request.model[0]}: the model has its size")
         return _on_model(request.model[0], density, request)
     return _synthetic(parameters or DEFAULT_PARAMETERS, density, request)
 
@@ -221,7 +217,7 @@ def _step_size(density: float, pattern: Pattern, sample: Callable[[], HalfArray]
         return density
     if density > LARGEST_ADAM_DENSITY:
         raise RecipeError(
-            [f"--density {density:g}: a noise step leaves some elements; give at most {LARGEST_ADAM_DENSITY:g}"]
+            f"--density {density:g}: a noise step leaves some elements; give at most {LARGEST_ADAM_DENSITY:g}"
         )
     return learning_rate_for(density, sample())
 
@@ -262,7 +258,7 @@ def _measure(updates: Updates, threads: int) -> Measurement:
             meter.add(tensors)
             progress.advance(task, sum(tensor.old.size for tensor in tensors) / 2)
     if not meter.changed:
-        raise RecipeError([f"{updates.description}: none of {updates.elements:,} elements differs: give two versions"])
+        raise RecipeError(f"{updates.description}: none of {updates.elements:,} elements differs: give two versions")
     return meter.result(updates.description)
 
 

@@ -286,7 +286,7 @@ class Evaluations:
     def begin(self, policy_version: int, limit: int) -> None: ...
 
     async def run(self, orders: SendStream[RolloutOrder]) -> Callable[[], Awaitable[None]]:
-        raise RecipeError(["evaluation.prompts: this run has no held-out runs"])
+        raise RecipeError("evaluation.prompts: this run has no held-out runs")
 
     def take(self, outcome: EndedOutcome) -> None: ...
 

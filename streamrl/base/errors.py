@@ -38,9 +38,9 @@ class RecipeError(StreamRLError):
     """The user's input is wrong; nothing was started. Exit code 2. ``problems`` holds one line each; ``outcome``: the
     outcome, in a few words."""
 
-    def __init__(self, problems: list[str], outcome: str = "nothing was started") -> None:
+    def __init__(self, *problems: str, outcome: str = "nothing was started") -> None:
         super().__init__("\n".join(problems))
-        self.problems = problems
+        self.problems = list(problems)
         self.outcome = outcome
 
 

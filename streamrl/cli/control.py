@@ -146,7 +146,7 @@ def reward_option(text: str) -> tuple[str, Any]:
     """Key and value of ``--option key=value``: a TOML value, or else the text itself. Raises ``RecipeError``."""
     key, equals, raw = text.partition("=")
     if not equals or not key:
-        raise RecipeError([f"--option {text}: write --option key=value, such as --option column=answer"])
+        raise RecipeError(f"--option {text}: write --option key=value, such as --option column=answer")
     return key, value_or_text(raw)
 
 
@@ -162,5 +162,5 @@ def _ask(run_directory: Path, operation: ControlOperation, *, changes: bool = Tr
     key = read_key(run_directory) if changes else ""
     answer = anyio.run(ask_control, path, operation, key, ANSWER_LIMIT_S)
     if isinstance(answer, ControlRefused):
-        raise RecipeError(list(answer.problems), "the run is as it was")
+        raise RecipeError(*list(answer.problems), outcome="the run is as it was")
     return answer

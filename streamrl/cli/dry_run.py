@@ -73,7 +73,7 @@ def _try_model(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:
     if differs:
         print(f"transformers makes other tokens of the first prompt: {differs}")
     if problem:
-        raise RecipeError([f"model.path: {problem}"])
+        raise RecipeError(f"model.path: {problem}")
     return problem is not None
 
 

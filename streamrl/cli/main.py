@@ -125,9 +125,9 @@ def _check_surroundings() -> None:
     try:
         Path.cwd()
     except FileNotFoundError:
-        raise RecipeError(["the current directory was deleted: change to another"]) from None
+        raise RecipeError("the current directory was deleted: change to another") from None
     if sys.platform == "linux" and not Path("/proc/self").exists():
-        raise RecipeError(["/proc is not there: mount it (mount -t proc proc /proc)"])
+        raise RecipeError("/proc is not there: mount it (mount -t proc proc /proc)")
 
 
 def _complain(text: str) -> None:

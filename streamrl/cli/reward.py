@@ -91,9 +91,9 @@ def _only_the_report_on_stdout() -> Iterator[None]:
 
 def _reward(request: Test) -> Reward:
     if sum(given is not None for given in (request.completions, request.engine, request.recipe)) > 1:
-        raise RecipeError(["--completions, --engine and --recipe: give one of them"])
+        raise RecipeError("--completions, --engine and --recipe: give one of them")
     if min(request.timeout, request.memory, request.prompt_count, request.samples) <= 0:
-        raise RecipeError(["-n, --samples, --timeout and --memory must be above 0: correct them"])
+        raise RecipeError("-n, --samples, --timeout and --memory must be above 0: correct them")
     reward = request.reward(request.function)
     return structs.replace(reward, function=resolve_function(reward.function, Path.cwd()))
 
@@ -137,11 +137,11 @@ def _sampling_recipe(request: Test) -> Recipe:
         recipe = load_recipe(recipe_file(request.recipe or here))
     else:
         remedy = "name --completions FILE, --engine MODEL or --recipe RECIPE"
-        raise RecipeError([f"there is nothing to score: {remedy}, or start this in a directory with a recipe.toml"])
+        raise RecipeError(f"there is nothing to score: {remedy}, or start this in a directory with a recipe.toml")
     given = {"max_tokens": request.max_tokens, "temperature": request.temperature}
     chosen = {name: value for name, value in given.items() if value is not None}
     if any(value <= 0 for value in chosen.values()):
-        raise RecipeError(["--max-tokens and --temperature must be above 0: correct them"])
+        raise RecipeError("--max-tokens and --temperature must be above 0: correct them")
     return structs.replace(recipe, sampling=structs.replace(recipe.sampling, **chosen))
 
 
@@ -149,16 +149,16 @@ def _signature(reward: Reward) -> RewardSignature:
     """Read in a process of its own, so that this one imports no user code. Raises ``RecipeError``."""
     (inspection,) = inspect_in_subprocess([reward])
     if inspection.signature is None:
-        raise RecipeError(list(inspection.problems))
+        raise RecipeError(*list(inspection.problems))
     return inspection.signature
 
 
 def _require_columns(request: Test, prompts: Sequence[Prompt], columns: Mapping[str, Sequence[str]]) -> None:
     if not prompts:
-        raise RecipeError([f"prompts {request.prompts} is empty: add rows"])
+        raise RecipeError(f"prompts {request.prompts} is empty: add rows")
     for number, prompt in enumerate(prompts, start=1):
         if missing := missing_columns(prompt, columns):
-            raise RecipeError([f"prompts {request.prompts}, prompt {number} {line}" for line in missing])
+            raise RecipeError(*(f"prompts {request.prompts}, prompt {number} {line}" for line in missing))
 
 
 def _say(text: str) -> None:

@@ -47,7 +47,7 @@ class InVirtualTime(Command, frozen=True, kw_only=True):
         where none is named. Raises ``StreamRLError``."""
         if self.steps < 1 or self.warm_up < 0 or self.seed < 0:
             given = f"--steps {self.steps} --warm-up {self.warm_up} --seed {self.seed}"
-            raise RecipeError([f"{given}: at least 1, 0 and 0"])
+            raise RecipeError(f"{given}: at least 1, 0 and 0")
         simulated = partial(World, steps=self.steps, warm_up=self.warm_up, seed=self.seed)
         if trace is None:
             name = self.cluster or DEFAULT_CLUSTER
@@ -171,7 +171,7 @@ def candidates(request: Simulate) -> list[tuple[str, Recipe]]:
         overrides = (*request.overrides, *one, *settings)
         chosen.append((text, load_recipe(recipe_file(request.recipe), overrides)))
     if not chosen:
-        raise RecipeError([f"--compare {request.compare!r} names no policy: give some, such as synchronous,continuous"])
+        raise RecipeError(f"--compare {request.compare!r} names no policy: give some, such as synchronous,continuous")
     return chosen
 
 
@@ -290,4 +290,4 @@ def write_output(flag: str, path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise RecipeError([f"{flag} {path}: {error.strerror}: name a file that can be written to"]) from error
+        raise RecipeError(f"{flag} {path}: {error.strerror}: name a file that can be written to") from error

@@ -51,9 +51,7 @@ class WhatIf(InVirtualTime, frozen=True, kw_only=True):
         stale = recipe.rollout.max_staleness if self.max_staleness is None else self.max_staleness
         share = self.min_length_share
         if stale < 0 or not 0 <= share <= 1:
-            raise RecipeError(
-                [f"--max-staleness {stale} --min-length-share {share:g}: at least 0, and between 0 and 1"]
-            )
+            raise RecipeError(f"--max-staleness {stale} --min-length-share {share:g}: at least 0, and between 0 and 1")
         budget = Budget(max_staleness=stale, min_length_share=share)
         trace = self.subject if of_trace or (self.subject / TRACE_FILE).is_file() else None
         name, world, notes = self.world(trace)

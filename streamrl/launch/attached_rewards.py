@@ -129,7 +129,7 @@ def changed(rewards: tuple[Reward, ...], change: RewardChange) -> tuple[Reward, 
         return (*rewards, change.reward)
     names = [reward.label for reward in rewards]
     if change.name not in names:
-        raise RecipeError([f'no reward is called "{change.name}": name one of {", ".join(names)}'])
+        raise RecipeError(f'no reward is called "{change.name}": name one of {", ".join(names)}')
     if isinstance(change, ReplaceReward):
         return tuple(change.reward if reward.label == change.name else reward for reward in rewards)
     return tuple(reward for reward in rewards if reward.label != change.name)

@@ -34,7 +34,7 @@ def torchrun_rank(environment: Mapping[str, str], ranks: int) -> int | None:
         text = (
             f"training.ranks: {ranks}, but torchrun starts {world_size} (nodes times --nproc-per-node): make them equal"
         )
-        raise RecipeError([text])
+        raise RecipeError(text)
     return rank
 
 
@@ -47,22 +47,22 @@ def serve_external(role: Role, recipe: Recipe, index: int | None = None, run_dir
     Raises ``RecipeError`` when the recipe does not let such a process be started by hand, ``Terminated`` on SIGTERM."""
     counts = {Role.ENGINE: recipe.engines.count, Role.TRAINER: recipe.training.ranks}
     if role not in counts:
-        raise RecipeError([f"serve: {role.value} cannot be started by hand; engine and trainer can"])
+        raise RecipeError(f"serve: {role.value} cannot be started by hand; engine and trainer can")
     given = torchrun_rank(os.environ, recipe.training.ranks) if role is Role.TRAINER else None
     if given is not None and index not in (None, given):
-        raise RecipeError([f"serve: --index {index}, but torchrun made this process rank {given}: leave --index out"])
+        raise RecipeError(f"serve: --index {index}, but torchrun made this process rank {given}: leave --index out")
     index = given if given is not None else index or 0
     if not 0 <= index < counts[role]:
-        raise RecipeError([f"serve: {role.value} {index} is not in this recipe: it has 0 to {counts[role] - 1}"])
+        raise RecipeError(f"serve: {role.value} {index} is not in this recipe: it has 0 to {counts[role] - 1}")
     if recipe.transport.kind is not TransportKind.TCP:
-        raise RecipeError([f'transport.kind: {recipe.transport.kind.value} is private to one run; set it to "tcp"'])
+        raise RecipeError(f'transport.kind: {recipe.transport.kind.value} is private to one run; set it to "tcp"')
     if role is Role.TRAINER and (problem := port_problem(recipe.transport.host, 0)):
         where = f'transport.host = "{recipe.transport.host}" is no address of this one ({problem})'
         remedy = "start it there; engines may run on other hosts"
-        raise RecipeError([f"serve: a trainer rank runs on the host of the controller, and {where}: {remedy}"])
+        raise RecipeError(f"serve: a trainer rank runs on the host of the controller, and {where}: {remedy}")
     placement = gpu_placement(recipe, by_hand=True)
     if placement.problems:
-        raise RecipeError(placement.problems)
+        raise RecipeError(*placement.problems)
     socket_directory = Path(tempfile.mkdtemp(prefix="streamrl-"))
     topology = placement.placed(plan_topology(recipe, socket_directory))
     if given is not None:

@@ -321,7 +321,7 @@ def recipe_of_run(run_directory: Path, overrides: Sequence[str] = ()) -> Recipe:
     recipe = load_recipe(path, overrides) if path.is_file() else None
     if recipe is None or recipe.run.journal is JournalKind.NONE:
         remedy = "name the directory of a run that keeps a journal (run.journal), such as runs/latest"
-        raise RecipeError([f"{run_directory} has no journal to go on from: {remedy}"], outcome=NOT_RESUMED)
+        raise RecipeError(f"{run_directory} has no journal to go on from: {remedy}", outcome=NOT_RESUMED)
     return recipe
 
 

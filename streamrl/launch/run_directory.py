@@ -34,7 +34,7 @@ def lock_run(run_directory: Path) -> IO[bytes]:
     remedy = "drain or end that one first"
     return hold_lock(
         run_directory / LOCK_FILE,
-        lambda holder: RecipeError([f"{run_directory} runs already (process {holder}): {remedy}"]),
+        lambda holder: RecipeError(f"{run_directory} runs already (process {holder}): {remedy}"),
     )
 
 
@@ -72,7 +72,7 @@ def refuse_changes(run_directory: Path, recipe: Recipe, *, force: bool, chosen: 
     found = changed_inputs(run_directory, recipe, chosen)
     if found and not force:
         remedy = "undo that, or go on all the same with --force"
-        raise RecipeError([f"{change}: {remedy}" for change in found], outcome=NOT_RESUMED)
+        raise RecipeError(*(f"{change}: {remedy}" for change in found), outcome=NOT_RESUMED)
     return found
 
 

@@ -99,7 +99,7 @@ def refuse_lost_journal(run_directory: Path) -> None:
     metrics = run_directory / METRICS
     began = (metrics.exists() and metrics.stat().st_size > 0) or _has_checkpoints(run_directory)
     if began and not any((run_directory / JOURNAL_DIRECTORY).glob("*.journal")):
-        raise RecipeError([_without_journal(run_directory)], outcome=NOT_RESUMED)
+        raise RecipeError(_without_journal(run_directory), outcome=NOT_RESUMED)
 
 
 def _has_checkpoints(run_directory: Path) -> bool:

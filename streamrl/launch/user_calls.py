@@ -100,13 +100,13 @@ def observer_class(spec: str) -> type[Observer]:
     """Import the class that ``spec`` names. Raises ``RecipeError`` where it is no observer that a run can make."""
     named = load_user_object(spec)
     if not isinstance(named, type) or not issubclass(named, Observer):
-        raise RecipeError([f'"{spec}" is no class that inherits streamrl.contracts.Observer: name one'])
+        raise RecipeError(f'"{spec}" is no class that inherits streamrl.contracts.Observer: name one')
     if unused := {"prepare", "run"} & set(vars(named)):
-        raise RecipeError([f'"{spec}" has {", ".join(sorted(unused))}, which is never called: use on_ methods and end'])
+        raise RecipeError(f'"{spec}" has {", ".join(sorted(unused))}, which is never called: use on_ methods and end')
     try:
         inspect.signature(named).bind()
     except TypeError as error:
-        raise RecipeError([f'"{spec}" is made without arguments, and needs some: {error}']) from error
+        raise RecipeError(f'"{spec}" is made without arguments, and needs some: {error}') from error
     return named
 
 
@@ -120,7 +120,7 @@ class UserObserver(Observer):
             self.calls = UserCalls(named(), f"observer {spec}")
         except Exception as error:
             problem = f'run.advanced.observers: "{spec}" cannot be made: {describe_error(error)}: correct it'
-            raise RecipeError([problem]) from error
+            raise RecipeError(problem) from error
         for name, method in vars(Observer).items():
             if name.startswith("on_") and getattr(named, name) is not method:
                 call = partial(self.calls.call, name)

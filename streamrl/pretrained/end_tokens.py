@@ -50,7 +50,7 @@ def read_end_tokens(directory: Path, content: Mapping[str, Any], eos_token: str)
     if not within:
         beyond = f"none that the model has an embedding for ({size} embeddings; {said}): resize them"
         missing = "no eos_token_id: add it to its generation_config.json or config.json"
-        raise RecipeError([f"model directory {directory} names {beyond if ends else missing}"])
+        raise RecipeError(f"model directory {directory} names {beyond if ends else missing}")
     first = set(next(filter(None, named.values())))
     agree = within == whole and all(first >= set(tokens) for tokens in named.values())
     notice = f"files of the model disagree about what ends a completion ({said}): here {_shown(within, texts)} does"

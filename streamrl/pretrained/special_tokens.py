@@ -86,4 +86,4 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(read_bounded(path), type=dict[str, Any])
     except (OSError, *UNDECODABLE) as error:
-        raise RecipeError([f"{path} is not JSON ({error}): save the model again"]) from error
+        raise RecipeError(f"{path} is not JSON ({error}): save the model again") from error

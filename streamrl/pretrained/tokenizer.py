@@ -161,12 +161,12 @@ def _read(directory: Path) -> tuple[str, dict[str, Any]]:
     """Text and content of ``tokenizer.json``."""
     if not directory.is_dir():
         raise RecipeError(
-            [f"model directory {directory} does not exist: set model.path to a directory in Hugging Face format"]
+            f"model directory {directory} does not exist: set model.path to a directory in Hugging Face format"
         )
     path = directory / "tokenizer.json"
     if not path.is_file():
         how = 'transformers.AutoTokenizer.from_pretrained(...).save_pretrained("' + str(directory) + '")'
-        raise RecipeError([f"model directory {directory} has no tokenizer.json: save the tokenizer there with {how}"])
+        raise RecipeError(f"model directory {directory} has no tokenizer.json: save the tokenizer there with {how}")
     try:
         text = read_bounded(path, _LARGEST_TOKENIZER).decode()
         content = json.loads(text)
@@ -179,7 +179,7 @@ def _read(directory: Path) -> tuple[str, dict[str, Any]]:
 
 def _unreadable(directory: Path, error: Exception) -> RecipeError:
     path = directory / "tokenizer.json"
-    return RecipeError([f"{path} cannot be read as a tokenizer ({error}): save it again from a good copy"])
+    return RecipeError(f"{path} cannot be read as a tokenizer ({error}): save it again from a good copy")
 
 
 def _digest(content: dict[str, Any], end: tuple[int, ...], special: SpecialTokens, chat: ChatFormat) -> str:
@@ -212,6 +212,4 @@ def _configured(directory: Path, content: Mapping[str, Any]) -> tuple[SpecialTok
         ends = read_end_tokens(directory, content, special.named.get("eos_token", ""))
         return special, read_chat_format(directory, config, special.named), ends
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise RecipeError(
-            [f"{path} or a template beside it cannot be read ({error!r}): save the model again"]
-        ) from error
+        raise RecipeError(f"{path} or a template beside it cannot be read ({error!r}): save the model again") from error

@@ -92,7 +92,7 @@ class Rollout(Section, frozen=True):
     def __post_init__(self) -> None:
         if self.system is not None:  # reading takes it out: a struct cannot say which of its keys were written
             text = f'rollout.system: "{self.system}" is applied while a recipe is read: give a file or dicts'
-            raise RecipeError([f"{text}, as in load_recipe({{..., 'rollout': {{'system': '{self.system}'}}}})"])
+            raise RecipeError(f"{text}, as in load_recipe({{..., 'rollout': {{'system': '{self.system}'}}}})")
 
 
 class DeferredPrompts(StrEnum):

@@ -42,26 +42,26 @@ def load_user_object(spec: str) -> object:
     (``SystemExit`` included) or the name is not there."""
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
-        raise RecipeError([f'"{spec}" does not name an object: write "module:name" or "path/to/file.py:name"'])
+        raise RecipeError(f'"{spec}" does not name an object: write "module:name" or "path/to/file.py:name"')
     is_file = source.endswith(".py")
     if not is_file and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last, so that it hides no module of Python or of an installed package
     if is_file and not Path(source).is_file():
-        raise RecipeError([f'"{spec}": there is no file {Path(source).absolute()}: correct the path'])
+        raise RecipeError(f'"{spec}": there is no file {Path(source).absolute()}: correct the path')
     try:
         module = _import_file(Path(source)) if is_file else importlib.import_module(source)
     except BaseException as error:  # a user's module may call sys.exit()
         if isinstance(error, ModuleNotFoundError) and error.name == source.partition(".")[0] and not is_file:
             remedy = f'install it, or name its file: "path/to/{source.rpartition(".")[2]}.py:{name}"'
-            raise RecipeError([f'"{spec}": there is no module "{source}": {remedy}']) from error
+            raise RecipeError(f'"{spec}": there is no module "{source}": {remedy}') from error
         remedy = "correct it, or install what it needs"
-        raise RecipeError([f'"{spec}" cannot be imported: {describe_error(error)}: {remedy}']) from error
+        raise RecipeError(f'"{spec}" cannot be imported: {describe_error(error)}: {remedy}') from error
     try:
         return getattr(module, name)
     except AttributeError as error:
         public = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
         there = f" (it has {', '.join(public[:8])})" if public else ""
-        raise RecipeError([f'"{spec}": {source} has no "{name}"{there}: correct the name']) from error
+        raise RecipeError(f'"{spec}": {source} has no "{name}"{there}: correct the name') from error
 
 
 def spec_of(named: Any) -> str:
@@ -71,7 +71,7 @@ def spec_of(named: Any) -> str:
     file = getattr(sys.modules.get(module), "__file__", None)
     if not name.isidentifier() or not module or (module == "__main__" and file is None):
         raise RecipeError(
-            [f"{named!r} cannot be imported by another process: define it at the top level of a module or a file"]
+            f"{named!r} cannot be imported by another process: define it at the top level of a module or a file"
         )
     return f"{Path(str(file)).absolute()}:{name}" if module == "__main__" else f"{module}:{name}"
 

@@ -49,11 +49,11 @@ class BuiltinReward:
         and for each library that is not installed."""
         problems = [*self._bad_options(options), *self._missing_libraries()]
         if problems:
-            raise RecipeError(problems)
+            raise RecipeError(*problems)
         try:
             function = self._make(msgspec.convert(options, self.options))
         except BadOption as error:
-            raise RecipeError([f'reward "{self.name}": option {error}']) from error
+            raise RecipeError(f'reward "{self.name}": option {error}') from error
         function.__name__ = function.__qualname__ = self.name
         return function
 

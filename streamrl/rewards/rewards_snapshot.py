@@ -83,13 +83,9 @@ def resumed_rewards(recipe: Recipe, snapshot: RewardsSnapshot, checkpoint: Path)
     else:
         names = ", ".join(reward.label for reward in snapshot.rewards)
         raise RecipeError(
-            [
-                (
-                    f"checkpoint.resume_from: the rewards of {checkpoint} were changed while that run went on (to "
-                    f"{names}), and [[rewards]] of the recipe has changed since, too: undo that, or start with the "
-                    'recipe\'s by checkpoint.advanced.rewards = "recipe"'
-                )
-            ]
+            f"checkpoint.resume_from: the rewards of {checkpoint} were changed while that run went on (to "
+            f"{names}), and [[rewards]] of the recipe has changed since, too: undo that, or start with the "
+            'recipe\'s by checkpoint.advanced.rewards = "recipe"'
         )
     version = snapshot.reward_version + (rewards != snapshot.rewards)
     same = {reward.label for reward in rewards if reward in snapshot.rewards}

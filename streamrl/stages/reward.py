@@ -123,7 +123,7 @@ class RewardStage:
         while not replies:  # also where the last worker is just being replaced
             if deaths >= _MOST_DEATHS:
                 what = f"when they were to load {', '.join(reward.label for reward in rewards)}"
-                raise RecipeError([f"reward workers ended, {deaths} times, {what}: see the log of the last"])
+                raise RecipeError(f"reward workers ended, {deaths} times, {what}: see the log of the last")
             while not self._workers:
                 await self._changed.wait()
             async with self._changing:
@@ -133,7 +133,7 @@ class RewardStage:
                 problems = [problem for reply in replies for problem in reply.problems]
                 if problems:
                     await self._send_all(CloseRewardSet(reward_version=version))
-                    raise RecipeError(list(dict.fromkeys(problems)))
+                    raise RecipeError(*list(dict.fromkeys(problems)))
                 if replies:
                     noted()
                     for remembered in self.limits.pieces(version):
@@ -253,7 +253,7 @@ class RewardStage:
         for load in self._versions.orders():
             reply = await worker.load(load)
             if reply is not None and reply.problems:
-                raise RecipeError(list(reply.problems))
+                raise RecipeError(*list(reply.problems))
         if 0 not in self._versions.scoring:
             await worker.orders.send(CloseRewardSet(reward_version=0))
         for version in self._versions.scoring:

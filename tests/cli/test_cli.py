@@ -449,7 +449,7 @@ def test_a_run_that_cannot_stream_says_so(
             1,
             "error: engine-0 died\n",
         ),
-        (RecipeError(["model.path: not there"]), 2, "error: 1 problem; nothing was started\n  model.path: not there\n"),
+        (RecipeError("model.path: not there"), 2, "error: 1 problem; nothing was started\n  model.path: not there\n"),
         (STEP, 130, ""),
     ],
     ids=["drained", "died", "group", "recipe", "cut short"],

@@ -46,7 +46,7 @@ def test_who_lived_for_a_while_is_not_made_to_wait_for_its_successor() -> None:
     assert one.left == 1, "the budget is spent as before"
 
 
-@pytest.mark.parametrize("error", [CannotContinue("too many"), RecipeError(["wrong"])])
+@pytest.mark.parametrize("error", [CannotContinue("too many"), RecipeError("wrong")])
 def test_a_controller_that_ends_the_run_on_purpose_says_so(error: Exception) -> None:
     assert reason_of(Role.CONTROLLER, error).kind is ExitKind.VERDICT
     assert reason_of(Role.REWARD, error).kind is ExitKind.CAUSE

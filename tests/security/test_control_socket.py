@@ -184,7 +184,7 @@ async def test_who_says_nothing_is_notified_and_takes_no_place(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("failure", "problems"),
     [
-        (RecipeError(["one", "two"]), ("one", "two")),
+        (RecipeError("one", "two"), ("one", "two")),
         (StreamRLError("the run has ended"), ("the run has ended",)),
         (StreamRLError("\udcff is not there"), ("the answer could not be written: a ControlRefused cannot be sent: ",)),
         (ZeroDivisionError("secret"), ("ListRewards failed: ZeroDivisionError: the log of the run has more",)),

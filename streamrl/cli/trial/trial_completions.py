@@ -108,12 +108,8 @@ async def groups_from_file(
             break
     if not groups:
         raise RecipeError(
-            [
-                (
-                    f"{path}: no line belongs to a prompt of the {looked} that were read: "
-                    "each line names its prompt_id, or its prompt (the text)"
-                )
-            ]
+            f"{path}: no line belongs to a prompt of the {looked} that were read: "
+            "each line names its prompt_id, or its prompt (the text)"
         )
     return groups
 
@@ -130,17 +126,17 @@ def _read_completions(path: Path) -> tuple[dict[str, list[CompletionLine]], dict
                 try:
                     read = decoder.decode(line)
                 except UNDECODABLE as error:
-                    raise RecipeError([f"{path}, line {number} is no completion ({error}): correct it"]) from error
+                    raise RecipeError(f"{path}, line {number} is no completion ({error}): correct it") from error
                 if next(read.samples(), None) is None:
-                    raise RecipeError([f'{path}, line {number} has no "completion" (or "completions"): add it'])
+                    raise RecipeError(f'{path}, line {number} has no "completion" (or "completions"): add it')
                 if read.prompt_id is not None:
                     by_id.setdefault(str(read.prompt_id), []).append(read)
                 elif isinstance(read.prompt, str):
                     by_text.setdefault(read.prompt, []).append(read)
                 else:
-                    raise RecipeError([f'{path}, line {number} has no "prompt_id" and no "prompt": name its prompt'])
+                    raise RecipeError(f'{path}, line {number} has no "prompt_id" and no "prompt": name its prompt')
     except OSError as error:
-        raise RecipeError([f"{path} cannot be read ({error.strerror}): correct the path"]) from error
+        raise RecipeError(f"{path} cannot be read ({error.strerror}): correct the path") from error
     return by_id, by_text
 
 

@@ -38,12 +38,12 @@ def make_round_policy(settings: ControlSettings) -> RoundPolicy:
         return ROUND_POLICIES[settings.rounds](settings)
     made = load_user_object(settings.policy)
     if not isinstance(made, type):
-        raise RecipeError([f'rollout.policy: "{settings.policy}" is a {type(made).__name__}: name a class'])
+        raise RecipeError(f'rollout.policy: "{settings.policy}" is a {type(made).__name__}: name a class')
     policy: RoundPolicy = made(settings)
     missing = [name for name in _ASKED if not hasattr(policy, name)]
     if missing:
         raise RecipeError(
-            [f'rollout.policy: "{settings.policy}" has no {", ".join(missing)}: see streamrl/control/round_policy.py']
+            f'rollout.policy: "{settings.policy}" has no {", ".join(missing)}: see streamrl/control/round_policy.py'
         )
     return policy
 

@@ -135,15 +135,13 @@ def sentences_of(tokenizer: Tokenizer) -> Sentences:
     """Sentences of the first tokens that ``tokenizer`` decodes to text, ended by its own end token. Raises
     ``RecipeError`` where it has no end token or next to no text."""
     if not tokenizer.eos_token_ids:
-        raise RecipeError(
-            ["model.path: the model names no end token, so simulated engines could never end a completion"]
-        )
+        raise RecipeError("model.path: the model names no end token, so simulated engines could never end a completion")
     scanned = range(min(tokenizer.vocabulary_size, _SCANNED))
     readable = (token for token in scanned if _is_text(tokenizer.decode(token_array([token]))))
     words = [token for token in islice(readable, WORDS) if token not in tokenizer.eos_token_ids]
     stops = [t for t in tokenizer.encode(".") if tokenizer.decode(token_array([t])).strip() == "."]
     if len(words) < 2:
-        raise RecipeError(["model.path: its tokenizer has no text that simulated engines could sample"])
+        raise RecipeError("model.path: its tokenizer has no text that simulated engines could sample")
     full_stop = stops[-1] if stops else words.pop()
     return Sentences(
         tuple(word for word in words if word != full_stop), full_stop=full_stop, end_token=tokenizer.eos_token_ids[0]

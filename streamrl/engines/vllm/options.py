@@ -137,7 +137,7 @@ def model_config(model_path: str, *, field: str = "model.path") -> dict[str, Any
             raise ModelDirectoryError(unsafe)
         return read_model_config(directory)
     except ModelDirectoryError as error:
-        raise RecipeError([f"{field}: {directory} {error}; give a Hugging Face model directory"]) from error
+        raise RecipeError(f"{field}: {directory} {error}; give a Hugging Face model directory") from error
 
 
 def max_model_len(recipe: Recipe, config: dict[str, Any]) -> int:
@@ -146,13 +146,13 @@ def max_model_len(recipe: Recipe, config: dict[str, Any]) -> int:
     asked = recipe.engines.max_model_len
     if asked and positions and asked > positions:
         raise RecipeError(
-            [f"engines.max_model_len: {asked} is more than the model's {positions} positions; lower it or set 0"]
+            f"engines.max_model_len: {asked} is more than the model's {positions} positions; lower it or set 0"
         )
     wanted = asked or recipe.sampling.max_tokens + PROMPT_ALLOWANCE
     context = min(wanted, positions) if positions else wanted
     if context <= recipe.sampling.max_tokens:
         raise RecipeError(
-            [f"sampling.max_tokens: {recipe.sampling.max_tokens} leaves no room for a prompt in {context}; lower it"]
+            f"sampling.max_tokens: {recipe.sampling.max_tokens} leaves no room for a prompt in {context}; lower it"
         )
     return context
 

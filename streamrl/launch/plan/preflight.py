@@ -67,7 +67,7 @@ def with_checkpoint_rewards(recipe: Recipe) -> tuple[Recipe, RewardsSnapshot | N
     try:
         kept = read_rewards_file(checkpoint)
     except StreamRLError as error:
-        raise RecipeError([f"checkpoint.resume_from: {error}"]) from error
+        raise RecipeError(f"checkpoint.resume_from: {error}") from error
     if kept is None:
         return recipe, None
     begins = resumed_rewards(recipe, kept, checkpoint)
@@ -111,7 +111,7 @@ def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None, see: SeePromp
     problems += _checkpoint(recipe)
     problems += _free_space(recipe)
     if problems:
-        raise RecipeError(list(dict.fromkeys(problems)))
+        raise RecipeError(*list(dict.fromkeys(problems)))
 
 
 def check_model(recipe: Recipe) -> CheckedModel:
@@ -123,9 +123,9 @@ def check_model(recipe: Recipe) -> CheckedModel:
         refuse_untrainable(directory)
         unknown = unknown_modules(directory, recipe.lora.named_targets if recipe.lora.rank else ())
     except ModelDirectoryError as error:
-        raise RecipeError([f"model.path: {directory} {error}"]) from error
+        raise RecipeError(f"model.path: {directory} {error}") from error
     if unknown:
-        raise RecipeError([f'lora.targets: "{name}" {problem}' for name, problem in unknown.items()])
+        raise RecipeError(*(f'lora.targets: "{name}" {problem}' for name, problem in unknown.items()))
     return CheckedModel(facts, max_model_len(recipe, model_config(recipe.model.path)))
 
 

@@ -39,7 +39,7 @@ def explain(path: str) -> list[str]:
         known = [one.partition(".")[2] for one in paths_in_view(Recipe, with_advanced=True) if one.startswith(section)]
     hint = did_you_mean(name if section in sections else section, known, ".")
     what, names = ("key", f"Keys of [{section}]") if section in sections else ("section", "Sections")
-    raise RecipeError([f"{path}: unknown {what}{hint} {names}: {', '.join(known)}"])
+    raise RecipeError(f"{path}: unknown {what}{hint} {names}: {', '.join(known)}")
 
 
 def _explained(path: str) -> list[str]:

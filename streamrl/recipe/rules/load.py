@@ -41,7 +41,7 @@ def load_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] 
 def read_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
     """Read a recipe as ``load_recipe`` does; also return what ``rollout.system`` sets in it, one line a key."""
     if isinstance(overrides, str):
-        raise RecipeError([f"overrides is one text: write load_recipe(..., [{overrides!r}])"])
+        raise RecipeError(f"overrides is one text: write load_recipe(..., [{overrides!r}])")
     if isinstance(given, Mapping):
         table = msgspec.to_builtins(as_table(given), enc_hook=str)
         return _check(table, Origin(file="recipe", lines={}), overrides, Path.cwd())
@@ -50,7 +50,7 @@ def read_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] 
     try:
         table = parse_toml(text)
     except (ValueError, RecursionError) as error:  # tomllib lets some pass: a number of 5,000 digits, endless nesting
-        raise RecipeError([f"{path}: not valid TOML: {error}"]) from error
+        raise RecipeError(f"{path}: not valid TOML: {error}") from error
     return _check(table, Origin(file=str(path), lines=key_lines(text)), overrides, path.parent)
 
 
@@ -61,7 +61,7 @@ def check_recipe(recipe: Recipe, source: str = "recipe") -> None:
     rules = broken_rules(_recipe(checked), checked.bad_paths)
     problems = checked.problems + [problem(origin, path, text) for path, text in rules]
     if problems:
-        raise RecipeError(problems)
+        raise RecipeError(*problems)
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -73,11 +73,11 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise RecipeError([f"{path}: no such file; give the path of a recipe (TOML)"]) from None
+        raise RecipeError(f"{path}: no such file; give the path of a recipe (TOML)") from None
     except UnicodeDecodeError as error:
-        raise RecipeError([f"{path}: not UTF-8 text ({error.reason} at byte {error.start})"]) from None
+        raise RecipeError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     except OSError as error:
-        raise RecipeError([f"{path}: cannot be read: {error.strerror}"]) from None
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _override(table: dict[str, Any], text: str, problems: list[str]) -> str | None:
@@ -127,7 +127,7 @@ def _check(
     recipe = _recipe(checked)
     problems += [problem(origin, path, text) for path, text in broken_rules(recipe, checked.bad_paths)]
     if problems:
-        raise RecipeError(problems)
+        raise RecipeError(*problems)
     return _resolve_paths(recipe, directory.absolute()), system
 
 
@@ -189,9 +189,9 @@ def _absolute(path: str, directory: Path) -> Path:
         str(resolved).encode()
         return resolved
     except UnicodeEncodeError:
-        raise RecipeError([f"the path {path[:200]!r} below {directory!a} is not UTF-8: choose another"]) from None
+        raise RecipeError(f"the path {path[:200]!r} below {directory!a} is not UTF-8: choose another") from None
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, a home of nobody, links in a circle
-        raise RecipeError([f"the path {path[:200]!r} cannot be resolved ({error}): correct it"]) from error
+        raise RecipeError(f"the path {path[:200]!r} cannot be resolved ({error}): correct it") from error
 
 
 def resolve_function(spec: str, directory: Path) -> str:

@@ -26,7 +26,7 @@ def completion_parameter(spec: str, parameters: Sequence[inspect.Parameter]) -> 
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     if {"completion", "completions"} <= named.keys():
         remedy = "keep the first to get one, or the second to get a group"
-        raise RecipeError([f'reward "{spec}" takes "completion" and "completions": {remedy}'])
+        raise RecipeError(f'reward "{spec}" takes "completion" and "completions": {remedy}')
     for name in ("completions", "completion", *([VERL_TEXT] if "ground_truth" in named else [])):
         if name in named:
             return named[name]
@@ -36,7 +36,7 @@ def completion_parameter(spec: str, parameters: Sequence[inspect.Parameter]) -> 
         remedy = f'"{first.name}" gets something else, so name the one that gets it "completion"'
     elif first is not None and first.kind not in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
         return first
-    raise RecipeError([f'reward "{spec}" takes no completion: {remedy}, as in {example(spec)}'])
+    raise RecipeError(f'reward "{spec}" takes no completion: {remedy}, as in {example(spec)}')
 
 
 def takes_group(taker: inspect.Parameter) -> bool:

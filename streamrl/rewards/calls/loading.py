@@ -43,7 +43,7 @@ def load_reward(reward: Reward, limits: TimeLimits | None = None) -> RewardFunct
         function = load_user_object(reward.function)
         if not callable(function):
             kind = type(function).__name__
-            raise RecipeError([f'reward "{reward.function}" is a {kind}, not a function: name a function'])
+            raise RecipeError(f'reward "{reward.function}" is a {kind}, not a function: name a function')
         if reward.options:
             function = _bind(reward, function)
     read = _read_function(reward.function, reward.label, function)
@@ -58,13 +58,13 @@ def _build(reward: Reward) -> Callable[..., Any]:
     if factory is None:
         yours = 'or a function of yours as "module:function" or "path/to/file.py:function"'
         one_of = f"write one of {', '.join(sorted(BUILTIN))}, {yours}"
-        raise RecipeError([f'there is no built-in reward "{reward.function}": {one_of}'])
+        raise RecipeError(f'there is no built-in reward "{reward.function}": {one_of}')
     try:
         return factory(**reward.options)
     except TypeError as error:
         taken = ", ".join(name for name in inspect.signature(factory).parameters) or "none"
         raise RecipeError(
-            [f'built-in reward "{reward.function}": {error}: correct its options (it takes {taken})']
+            f'built-in reward "{reward.function}": {error}: correct its options (it takes {taken})'
         ) from error
 
 
@@ -76,7 +76,7 @@ def _bind(reward: Reward, function: Callable[..., Any]) -> Callable[..., Any]:
     unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else sorted(set(reward.options) - set(taken))
     if unknown:
         remedy = f"correct rewards.options (it takes {', '.join(taken) or 'none'})"
-        raise RecipeError([f'reward "{reward.function}" takes no option "{unknown[0]}": {remedy}'])
+        raise RecipeError(f'reward "{reward.function}" takes no option "{unknown[0]}": {remedy}')
     return functools.partial(function, **reward.options)
 
 
@@ -85,18 +85,18 @@ def _parameters(spec: str, function: Callable[..., Any]) -> list[inspect.Paramet
         return list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError) as error:
         raise RecipeError(
-            [f'reward "{spec}" has no readable signature ({error}): wrap it in a Python function']
+            f'reward "{spec}" has no readable signature ({error}): wrap it in a Python function'
         ) from error
 
 
 def _read_function(spec: str, name: str, function: Callable[..., Any]) -> RewardFunction:
     if inspect.isclass(function):
-        raise RecipeError([f'reward "{spec}" is a class: name a function, or an instance that can be called'])
+        raise RecipeError(f'reward "{spec}" is a class: name a function, or an instance that can be called')
     bound = tuple(function.keywords) if isinstance(function, functools.partial) else ()
     inner = function.func if isinstance(function, functools.partial) else function
     called = inner if inspect.isroutine(inner) else type(inner).__call__
     if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
-        raise RecipeError([f'reward "{spec}" is a generator: return the reward instead of yielding it'])
+        raise RecipeError(f'reward "{spec}" is a generator: return the reward instead of yielding it')
     parameters = [p for p in _parameters(spec, function) if p.name not in bound]
     taker = completion_parameter(spec, parameters)
     per_group = takes_group(taker)
@@ -124,7 +124,7 @@ def _read_function(spec: str, name: str, function: Callable[..., Any]) -> Reward
             has_default = parameter.default is not parameter.empty
             (optional if has_default or is_extra else columns).append(parameter.name)
     if problems:
-        raise RecipeError(problems)
+        raise RecipeError(*problems)
     signature = RewardSignature(
         spec=spec,
         name=name,

@@ -207,7 +207,7 @@ class _ForkServer:
         """Start the server and import the rewards in it. Raises ``RecipeError``."""
         loaded = await self._load()
         if loaded.problems:
-            raise RecipeError(loaded.problems)
+            raise RecipeError(*loaded.problems)
         if loaded.threads > 1:
             # A thread may hold a lock that a forked child waits for for ever.
             _log.info("reward modules start %d threads: each process imports them itself", loaded.threads - 1)
@@ -370,7 +370,7 @@ class CallPool:
         """The signatures, once the functions are imported. Raises ``RecipeError`` with every problem."""
         await self._opened.wait()
         if self._problems:
-            raise RecipeError(self._problems)
+            raise RecipeError(*self._problems)
         return self._signatures
 
     async def call(

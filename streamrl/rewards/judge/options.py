@@ -37,7 +37,7 @@ def judge_options(recipe: Recipe, socket_directory: str | Path, *, device: str =
     positions = int(config.get("max_position_embeddings") or 0)
     if judge.max_model_len and positions and judge.max_model_len > positions:
         beyond = f"{judge.max_model_len} is more than the model's {positions} positions: lower it"
-        raise RecipeError([f"judge.advanced.max_model_len: {beyond}"])
+        raise RecipeError(f"judge.advanced.max_model_len: {beyond}")
     context = judge.max_model_len or min(positions or JUDGE_CONTEXT, JUDGE_CONTEXT)
     dtype = judge.dtype if judge.dtype != "auto" else ("float32" if on_cpu else "bfloat16")
     environment = shared_environment(socket_directory)

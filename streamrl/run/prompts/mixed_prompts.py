@@ -71,5 +71,5 @@ class MixedPrompts:
                     f"prompt {prompt.prompt_id}: column {self._column!r} (tail_batching.advanced.domain_column) is "
                     f"{domain!r}; tail_batching.advanced.domains has {known}: add it there, or correct the prompt"
                 )
-                raise RecipeError([wrong])
+                raise RecipeError(wrong)
             self._waiting[domain].append(prompt)

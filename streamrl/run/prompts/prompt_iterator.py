@@ -93,13 +93,11 @@ class UserRows:
         except BaseException as error:  # SystemExit of a user's function is a failed source
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
-            raise RecipeError(
-                [f"prompts {self._spec} cannot be opened: {describe_error(error)}: correct it"]
-            ) from error
+            raise RecipeError(f"prompts {self._spec} cannot be opened: {describe_error(error)}: correct it") from error
         if self._rows is None:
             kind = type(found).__name__
             raise RecipeError(
-                [f"prompts {self._spec} gave a {kind}: name an (async) iterator or a function returning one"]
+                f"prompts {self._spec} gave a {kind}: name an (async) iterator or a function returning one"
             )
         return self._rows
 

@@ -70,13 +70,13 @@ class LineRows(RowStore):
         try:
             self._file = path.open("rb")
         except OSError as error:
-            raise RecipeError([f"prompts {path} cannot be read ({error.strerror}): correct the path"]) from error
+            raise RecipeError(f"prompts {path} cannot be read ({error.strerror}): correct the path") from error
         self._stamp = self._stamp_now()
         self._offsets, self._numbers, self._checksum = _index(self._file)
         self.size = len(self._numbers)
         if not self.size:
             self._file.close()
-            raise RecipeError([f"prompts {path} is empty: add rows"])
+            raise RecipeError(f"prompts {path} is empty: add rows")
 
     def number(self, index: int) -> int:
         """Number of the line, from 1, blank ones counted."""

@@ -65,7 +65,7 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
         for key in self.options:
             if key not in known:
                 hint = did_you_mean(key, every, ".")
-                raise RecipeError([f'prompts "{self.text}": unknown option "{key}"{hint} Options: {", ".join(every)}'])
+                raise RecipeError(f'prompts "{self.text}": unknown option "{key}"{hint} Options: {", ".join(every)}')
         return dict(self.options)
 
 
@@ -75,12 +75,12 @@ def read_spec(text: str) -> PromptSpec:
     options = dict(_option(text, part) for part in query.split("&")) if question else {}
     kind = _kind(text, source)
     if kind is SourceKind.ITERATOR and options:
-        raise RecipeError([f'prompts "{text}": an iterator takes no options: give it what it needs in its own code'])
+        raise RecipeError(f'prompts "{text}": an iterator takes no options: give it what it needs in its own code')
     form = {key: options.pop(key) for key in RowForm.__struct_fields__ if key in options}
     try:
         row_form = msgspec.convert(form, RowForm)
     except (msgspec.ValidationError, UnicodeError) as error:
-        raise RecipeError([f'prompts "{text}": {error}: prompt and system are text, chat is true or false']) from error
+        raise RecipeError(f'prompts "{text}": {error}: prompt and system are text, chat is true or false') from error
     name = source.removeprefix(_TASKS) if kind is SourceKind.TASK else source
     return PromptSpec(text=text, kind=kind, source=name, form=row_form, options=options)
 
@@ -98,7 +98,7 @@ def _kind(text: str, source: str) -> SourceKind:
         return SourceKind.TABLE
     kinds = "neither a .jsonl, .parquet or .arrow file, nor a directory that exists, nor"
     named = '"reasoning_gym:task", nor "module:name" nor "file.py:name"'
-    raise RecipeError([f'prompts "{text}" is {kinds} {named}: correct it'])
+    raise RecipeError(f'prompts "{text}" is {kinds} {named}: correct it')
 
 
 def _is_directory(source: str) -> bool:
@@ -111,5 +111,5 @@ def _is_directory(source: str) -> bool:
 def _option(text: str, part: str) -> tuple[str, Any]:
     key, equals, raw = part.partition("=")
     if not key.isidentifier() or not equals:
-        raise RecipeError([f'prompts "{text}": "{part}" is no option: write ?key=value&key=value'])
+        raise RecipeError(f'prompts "{text}": "{part}" is no option: write ?key=value&key=value')
     return key, value_or_text(unquote(raw))

@@ -56,12 +56,12 @@ class TableRows(RowStore):
         except (pa.ArrowException, OSError, LookupError, *UNDECODABLE) as error:
             self.close()
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise RecipeError([f"prompts {path} cannot be read ({reason}): correct the path, or the file"]) from error
+            raise RecipeError(f"prompts {path} cannot be read ({reason}): correct the path, or the file") from error
         self._ends: list[int] = []
         for batch in self._batches:
             self._ends.append((self._ends[-1] if self._ends else 0) + batch.num_rows)
         if not self._ends:
-            raise RecipeError([f"prompts {path} is empty: add rows"])
+            raise RecipeError(f"prompts {path} is empty: add rows")
         self.size = self._ends[-1]
         self.columns = frozenset.intersection(*(frozenset(batch.schema.names) for batch in self._batches))
 
@@ -116,14 +116,14 @@ def find_table_files(path: Path, split: str = "") -> list[Path]:
     ``RecipeError`` naming the splits when there are several and ``split`` names none of them."""
     if not path.is_dir():
         if split:
-            raise RecipeError([f'prompts {path} is a file and has no split "{split}": remove the option'])
+            raise RecipeError(f'prompts {path} is a file and has no split "{split}": remove the option')
         return [path]
     if (path / _SAVED_SPLITS).is_file():
         splits = _decode(path / _SAVED_SPLITS, _SavedSplits).splits
         return find_table_files(_inside(path, _chosen(path, splits, split)))
     if (path / _SAVED).is_file():
         if split:
-            raise RecipeError([f'prompts {path} has no splits, so no "{split}": remove the option'])
+            raise RecipeError(f'prompts {path} has no splits, so no "{split}": remove the option')
         return [_inside(path, file.filename) for file in _decode(path / _SAVED, _SavedState).files]
     by_split: dict[str, list[Path]] = {}
     for file in sorted(path.rglob("*.parquet")):
@@ -132,7 +132,7 @@ def find_table_files(path: Path, split: str = "") -> list[Path]:
             by_split.setdefault(str(inside.parent / _SHARD.sub("", file.stem)), []).append(file)
     if not by_split:
         what = f"no .parquet files, no {_SAVED} and no {_SAVED_SPLITS}"
-        raise RecipeError([f"prompts {path} is no dataset directory ({what}): correct the path, or convert it"])
+        raise RecipeError(f"prompts {path} is no dataset directory ({what}): correct the path, or convert it")
     return by_split[_chosen(path, list(by_split), split)]
 
 
@@ -140,7 +140,7 @@ def _inside(path: Path, name: str) -> Path:
     """A file of a dataset directory, which names no other places."""
     if name in ("", "..") or Path(name).name != name or "\0" in name:
         raise RecipeError(
-            [f"prompts {path} name {name!r:.80}, which is no file of that directory: save the dataset again"]
+            f"prompts {path} name {name!r:.80}, which is no file of that directory: save the dataset again"
         )
     return path / name
 
@@ -154,11 +154,11 @@ def _chosen(path: Path, splits: Sequence[str], split: str) -> str:
         return named[0]
     there = ", ".join(splits)
     problem = f'has no split "{split}"' if split and not named else "has several splits"
-    raise RecipeError([f"prompts {path} {problem}: add ?split=NAME, with one of {there}"])
+    raise RecipeError(f"prompts {path} {problem}: add ?split=NAME, with one of {there}")
 
 
 def _decode(path: Path, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, *UNDECODABLE) as error:
-        raise RecipeError([f"prompts {path} cannot be read ({error}): save the dataset again"]) from error
+        raise RecipeError(f"prompts {path} cannot be read ({error}): save the dataset again") from error

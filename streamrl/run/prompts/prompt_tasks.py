@@ -30,7 +30,7 @@ class TaskRows(RowStore):
         size, seed = options.pop("size", _SIZE), options.pop("seed", 0)
         for name, value, least in (("size", size, 1), ("seed", seed, 0)):
             if type(value) is not int or value < least:
-                raise RecipeError([f'prompts "{spec.text}": {name} = {value} is no integer >= {least}: correct it'])
+                raise RecipeError(f'prompts "{spec.text}": {name} = {value} is no integer >= {least}: correct it')
         self._options = options
         self.size = int(size)
         self._dataset = _create(spec, {**options, "size": size, "seed": seed})
@@ -53,18 +53,18 @@ class TaskRows(RowStore):
 
 def _create(spec: PromptSpec, settings: Mapping[str, Any]) -> Any:
     if find_spec("reasoning_gym") is None:
-        raise RecipeError([f"prompts \"{spec.text}\" need reasoning-gym: pip install 'streamrl[reasoning-gym]'"])
+        raise RecipeError(f"prompts \"{spec.text}\" need reasoning-gym: pip install 'streamrl[reasoning-gym]'")
     factory: Any = import_module("reasoning_gym.factory")
     if spec.source not in factory.DATASETS:
         hint = did_you_mean(spec.source, factory.DATASETS)
         count = len(factory.DATASETS)
-        raise RecipeError([f'prompts "{spec.text}": reasoning-gym has no task "{spec.source}" among its {count}{hint}'])
+        raise RecipeError(f'prompts "{spec.text}": reasoning-gym has no task "{spec.source}" among its {count}{hint}')
     try:
         return factory.create_dataset(spec.source, **settings)
     except Exception as error:  # a task checks its options by assertions, and by its constructor
         known = ", ".join(factory.DATASETS[spec.source][1].__dataclass_fields__)
         raise RecipeError(
-            [f'prompts "{spec.text}": {describe_error(error)}: correct the options (the task has {known})']
+            f'prompts "{spec.text}": {describe_error(error)}: correct the options (the task has {known})'
         ) from error
 
 

@@ -59,7 +59,7 @@ def open_rows(spec: PromptSpec) -> RowStore:
 
         return TaskRows(spec)
     if spec.path.exists() and not (spec.path.is_file() or spec.path.is_dir()):
-        raise RecipeError([f"prompts {spec.path} is not a regular file: write its rows to one"])
+        raise RecipeError(f"prompts {spec.path} is not a regular file: write its rows to one")
     if spec.kind is SourceKind.LINES:
         spec.take()
         return LineRows(spec.path)
@@ -68,7 +68,7 @@ def open_rows(spec: PromptSpec) -> RowStore:
         from streamrl.run.prompts.prompt_tables import TableRows
     except ModuleNotFoundError as error:
         install = "pip install 'streamrl[rewards]'"
-        raise RecipeError([f'prompts "{spec.text}" need {error.name}: {install}']) from error
+        raise RecipeError(f'prompts "{spec.text}" need {error.name}: {install}') from error
     return TableRows(spec.path, str(options.get("split", "")))
 
 
