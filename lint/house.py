@@ -29,9 +29,9 @@ from rooms import (
 LIMITS = {
     "lines of streamrl": 54_600,
     "lines of tests": 43_500,
-    "lines of campaigns": 7_700,
-    "lines of benchmarks": 9_200,
-    "files of streamrl": 367,
+    "lines of campaigns": 7_840,
+    "lines of benchmarks": 6_200,
+    "files of streamrl": 384,
     "words of README": 800,
     "keys of a recipe in view": 110,
     "rooms": 16,

@@ -162,5 +162,5 @@ def _ask(run_directory: Path, operation: ControlOperation, *, changes: bool = Tr
     key = read_key(run_directory) if changes else ""
     answer = anyio.run(ask_control, path, operation, key, ANSWER_LIMIT_S)
     if isinstance(answer, ControlRefused):
-        raise RecipeError(*list(answer.problems), outcome="the run is as it was")
+        raise RecipeError(*answer.problems, outcome="the run is as it was")
     return answer

@@ -149,7 +149,7 @@ def _signature(reward: Reward) -> RewardSignature:
     """Read in a process of its own, so that this one imports no user code. Raises ``RecipeError``."""
     (inspection,) = inspect_in_subprocess([reward])
     if inspection.signature is None:
-        raise RecipeError(*list(inspection.problems))
+        raise RecipeError(*inspection.problems)
     return inspection.signature
 
 

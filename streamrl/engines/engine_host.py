@@ -9,26 +9,15 @@ from contextlib import AbstractAsyncContextManager
 import anyio
 import msgspec
 
+from streamrl.base import messages
 from streamrl.base.concurrent_calls import first_error
 from streamrl.base.errors import EngineError, RequestRefused, StreamBroken, StreamClosed, WeightError
-from streamrl.base.messages import (
-    Abort,
-    EngineCall,
-    EngineEvent,
-    EngineOrder,
-    EngineReady,
-    Generate,
-    Generated,
-    GenerationFailed,
-    OrderDone,
-    OrderFailed,
-)
 from streamrl.comm.stream import ReceiveStream, SendStream, send_hello
 from streamrl.contracts import WatchedEngine
 from streamrl.engines.remote_engine import ENGINE_FAILURE
 
-Orders = ReceiveStream[EngineOrder]
-Events = SendStream[EngineEvent]
+Orders = ReceiveStream[messages.EngineOrder]
+Events = SendStream[messages.EngineEvent]
 
 LOAD_SECONDS = 0.2
 LAST_EVENT_SECONDS = 1.0
@@ -59,12 +48,12 @@ async def serve_engine(engine: WatchedEngine, streams: AbstractAsyncContextManag
 
 async def _send_last(events: Events, reason: str) -> None:
     try:
-        await events.send(OrderFailed(order_id=ENGINE_FAILURE, reason=reason))
+        await events.send(messages.OrderFailed(order_id=ENGINE_FAILURE, reason=reason))
     except (StreamBroken, StreamClosed):
         return  # the controller is gone; the error itself is raised
 
 
-async def _serve(engine: WatchedEngine, ready: EngineReady, orders: Orders, events: Events) -> None:
+async def _serve(engine: WatchedEngine, ready: messages.EngineReady, orders: Orders, events: Events) -> None:
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(engine.watch)  # it may die before the controller is there
@@ -73,9 +62,9 @@ async def _serve(engine: WatchedEngine, ready: EngineReady, orders: Orders, even
             async for order in orders:
                 # Tasks start in this order and reach the engine before they wait, so a pause follows the requests
                 # that were sent before it.
-                if isinstance(order, Generate):
+                if isinstance(order, messages.Generate):
                     group.start_soon(_generate, engine, order, events)
-                elif isinstance(order, Abort):
+                elif isinstance(order, messages.Abort):
                     group.start_soon(engine.abort, order.request_ids)
                 else:
                     group.start_soon(_call, engine, order, events)
@@ -90,27 +79,27 @@ async def _report_load(engine: WatchedEngine, events: Events) -> None:
         await anyio.sleep(LOAD_SECONDS)
 
 
-async def _generate(engine: WatchedEngine, request: Generate, events: Events) -> None:
+async def _generate(engine: WatchedEngine, request: messages.Generate, events: Events) -> None:
     began = time.monotonic()
     try:
         completion = await engine.generate(request)
     except RequestRefused as error:
-        await events.send(GenerationFailed(request_id=request.request_id, reason=str(error)))
+        await events.send(messages.GenerationFailed(request_id=request.request_id, reason=str(error)))
         return
     seconds = time.monotonic() - began
-    await events.send(Generated(request_id=request.request_id, completion=completion, seconds=seconds))
+    await events.send(messages.Generated(request_id=request.request_id, completion=completion, seconds=seconds))
 
 
-async def _call(engine: WatchedEngine, order: EngineCall, events: Events) -> None:
+async def _call(engine: WatchedEngine, order: messages.EngineCall, events: Events) -> None:
     """Call a method of the whole engine."""
     began = time.monotonic()
     try:
         returned = await getattr(engine, order.method)(**order.arguments)
     except (WeightError, RequestRefused) as error:
-        await events.send(OrderFailed(order_id=order.order_id, reason=str(error)))
+        await events.send(messages.OrderFailed(order_id=order.order_id, reason=str(error)))
         return
     seconds = time.monotonic() - began
-    done = OrderDone(order_id=order.order_id, seconds=seconds)
+    done = messages.OrderDone(order_id=order.order_id, seconds=seconds)
     if order.method == "checksums":
         done = msgspec.structs.replace(done, checksums=returned)
     elif returned is not None:  # of a stage or a commit

@@ -10,23 +10,8 @@ from typing import Any
 
 import anyio
 
+from streamrl.base import messages
 from streamrl.base.errors import EngineError, RequestRefused, StreamBroken, StreamClosed, StreamEnded, WeightError
-from streamrl.base.messages import (
-    Abort,
-    EngineCall,
-    EngineEvent,
-    EngineLoad,
-    EngineMethod,
-    EngineOrder,
-    EngineReady,
-    Generate,
-    Generated,
-    GenerationFailed,
-    OrderDone,
-    OrderFailed,
-    PauseMode,
-    WeightAnnouncement,
-)
 from streamrl.base.types import Completion
 from streamrl.comm.stream import ReceiveStream, SendStream
 
@@ -39,17 +24,19 @@ CANCEL_SECONDS = 1.0
 class RemoteEngine:
     """The controller's end. ``run`` must run beside it; when it ends every pending call raises ``EngineError``."""
 
-    def __init__(self, name: str, orders: SendStream[EngineOrder], events: ReceiveStream[EngineEvent]) -> None:
+    def __init__(
+        self, name: str, orders: SendStream[messages.EngineOrder], events: ReceiveStream[messages.EngineEvent]
+    ) -> None:
         self.name = name
         self._orders = orders
         self._events = events
         self._order_ids = itertools.count(ENGINE_FAILURE + 1)
         self._requests: dict[str, asyncio.Future[Completion]] = {}
-        self._pending_orders: dict[int, tuple[asyncio.Future[OrderDone], type[EngineError | WeightError]]] = {}
+        self._pending_orders: dict[int, tuple[asyncio.Future[messages.OrderDone], type[EngineError | WeightError]]] = {}
         self._ready = anyio.Event()
-        self.readiness: EngineReady | None = None
+        self.readiness: messages.EngineReady | None = None
         """What its host said when it was ready."""
-        self._load = EngineLoad()
+        self._load = messages.EngineLoad()
         self.failure = ""
         """Why it serves no more; empty while it does."""
         self._closing = False
@@ -94,14 +81,14 @@ class RemoteEngine:
         if not self._closing:
             raise EngineError(self.failure)
 
-    async def start(self) -> EngineReady:
+    async def start(self) -> messages.EngineReady:
         """Wait for the host's ``EngineReady``."""
         await self._ready.wait()
         if self.failure or self.readiness is None:
             raise EngineError(self.failure or f"{self.name}: not ready")
         return self.readiness
 
-    async def generate(self, request: Generate) -> Completion:
+    async def generate(self, request: messages.Generate) -> Completion:
         """Sample one completion. Raises ``RequestRefused`` or ``EngineError``. Cancelling it aborts the request."""
         self._require_alive()
         if request.request_id in self._requests:
@@ -123,9 +110,9 @@ class RemoteEngine:
         """Ask for requests to stop. Those of a host that died have come back."""
         if not self.failure:
             with suppress(EngineError):
-                await self._send(Abort(request_ids=tuple(request_ids)))
+                await self._send(messages.Abort(request_ids=tuple(request_ids)))
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+    async def pause(self, mode: messages.PauseMode, *, clear_cache: bool) -> None:
         """Stop sampling; returns when the engine said that it did."""
         self._paused = True
         await self._call(EngineError, "pause", mode=mode, clear_cache=clear_cache)
@@ -143,11 +130,11 @@ class RemoteEngine:
         """Take the device's memory again; the live version must be committed before anything is sampled."""
         await self._call(EngineError, "wake")
 
-    async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
+    async def stage(self, announcement: messages.WeightAnnouncement) -> messages.OrderDone:
         """Fetch and check a version while generating."""
         return await self._call(WeightError, "stage", announcement=announcement)
 
-    async def commit(self, policy_version: int) -> OrderDone:
+    async def commit(self, policy_version: int) -> messages.OrderDone:
         """Apply the staged version."""
         return await self._call(WeightError, "commit", policy_version=policy_version)
 
@@ -155,7 +142,7 @@ class RemoteEngine:
         """Checksums of the live parameters."""
         return (await self._call(EngineError, "checksums")).checksums
 
-    def load(self) -> EngineLoad:
+    def load(self) -> messages.EngineLoad:
         """Load that the host reported last, a fraction of a second ago."""
         return self._load
 
@@ -166,41 +153,43 @@ class RemoteEngine:
             await self._orders.aclose()
         self.give_up("closed")
 
-    async def _call(self, error: type[EngineError | WeightError], method: EngineMethod, **arguments: Any) -> OrderDone:
+    async def _call(
+        self, error: type[EngineError | WeightError], method: messages.EngineMethod, **arguments: Any
+    ) -> messages.OrderDone:
         """Have the host call ``method``. Raises ``error`` for a call that it could not carry out."""
         self._require_alive()
         order_id = next(self._order_ids)
-        future: asyncio.Future[OrderDone] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[messages.OrderDone] = asyncio.get_running_loop().create_future()
         self._pending_orders[order_id] = future, error
         try:
-            await self._send(EngineCall(order_id=order_id, method=method, arguments=arguments))
+            await self._send(messages.EngineCall(order_id=order_id, method=method, arguments=arguments))
             return await future
         finally:
             del self._pending_orders[order_id]
             _retrieve_exception(future)
 
-    async def _send(self, order: EngineOrder) -> None:
+    async def _send(self, order: messages.EngineOrder) -> None:
         try:
             await self._orders.send(order)
         except (StreamBroken, StreamClosed) as error:
             self.give_up(f"its host is gone: {error}")
             self._require_alive()
 
-    def _accept(self, event: EngineEvent) -> None:
+    def _accept(self, event: messages.EngineEvent) -> None:
         """Take an event. An answer that is not awaited, because it was given before, or its request came back in
         another way, is dropped."""
         self.events_received += 1
-        if isinstance(event, Generated):
+        if isinstance(event, messages.Generated):
             self._answered += 1
             _settle(self._requests.get(event.request_id), event.completion)
-        elif isinstance(event, GenerationFailed):
+        elif isinstance(event, messages.GenerationFailed):
             _settle(self._requests.get(event.request_id), RequestRefused(f"{self.name}: {event.reason}"))
-        elif isinstance(event, OrderFailed) and event.order_id == ENGINE_FAILURE:
+        elif isinstance(event, messages.OrderFailed) and event.order_id == ENGINE_FAILURE:
             self.give_up(event.reason)
-        elif isinstance(event, OrderDone | OrderFailed):
+        elif isinstance(event, messages.OrderDone | messages.OrderFailed):
             future, error = self._pending_orders.get(event.order_id, (None, EngineError))
-            _settle(future, event if isinstance(event, OrderDone) else error(f"{self.name}: {event.reason}"))
-        elif isinstance(event, EngineLoad):
+            _settle(future, event if isinstance(event, messages.OrderDone) else error(f"{self.name}: {event.reason}"))
+        elif isinstance(event, messages.EngineLoad):
             self._load = event
         elif self.readiness is None:
             self.readiness = event

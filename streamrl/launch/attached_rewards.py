@@ -11,18 +11,7 @@ from streamrl.comm.stream import ReceiveStream
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.rules.load import check_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.rewards.reward_messages import (
-    AttachedReward,
-    AttachReward,
-    DetachReward,
-    ListRewards,
-    ReplaceReward,
-    RewardChange,
-    RewardReply,
-    RewardRequest,
-    RewardsChanged,
-    RewardsListed,
-)
+from streamrl.rewards import reward_messages
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, rewards_file
 from streamrl.stages.reward import RewardStage
 
@@ -41,7 +30,7 @@ class AttachedRewards:
         recipe: Recipe,
         stage: RewardStage,
         snapshot: RewardsSnapshot,
-        reply: Callable[[RewardReply], Awaitable[None]],
+        reply: Callable[[reward_messages.RewardReply], Awaitable[None]],
         check: Check,
     ) -> None:
         self._recipe = recipe
@@ -60,20 +49,20 @@ class AttachedRewards:
         """The same, as a checkpoint keeps it."""
         return rewards_file(self.snapshot)
 
-    async def run(self, requests: ReceiveStream[RewardRequest], note: Note) -> None:
+    async def run(self, requests: ReceiveStream[reward_messages.RewardRequest], note: Note) -> None:
         """Serve until ``requests`` ends or breaks: then the caller is gone, and the run continues."""
         try:
             async for request in requests:
-                if isinstance(request, ListRewards):
+                if isinstance(request, reward_messages.ListRewards):
                     await self._reply(self._list(request))
                 else:
                     await self._reply(await self._carry_out(request, note))
         except StreamBroken:
             return
 
-    def _list(self, request: ListRewards) -> RewardsListed:
+    def _list(self, request: reward_messages.ListRewards) -> reward_messages.RewardsListed:
         attached = tuple(
-            AttachedReward(
+            reward_messages.AttachedReward(
                 name=reward.label,
                 function=reward.function,
                 weight=reward.weight,
@@ -83,16 +72,16 @@ class AttachedRewards:
             )
             for reward in self._snapshot.rewards
         )
-        return RewardsListed(
+        return reward_messages.RewardsListed(
             request_id=request.request_id, reward_version=self._snapshot.reward_version, rewards=attached
         )
 
-    async def _carry_out(self, change: RewardChange, note: Note) -> RewardsChanged:
+    async def _carry_out(self, change: reward_messages.RewardChange, note: Note) -> reward_messages.RewardsChanged:
         try:
             rewards = changed(self._snapshot.rewards, change)
             recipe = structs.replace(self._recipe, rewards=rewards)
             check_recipe(recipe, "rewards")
-            if not isinstance(change, DetachReward):
+            if not isinstance(change, reward_messages.DetachReward):
                 await self._check(recipe, change.reward)
             self._version += 1  # also where it fails: some worker may have heard of it
             after = self._after(change, rewards)
@@ -101,21 +90,23 @@ class AttachedRewards:
             return self._answer(change, tuple(error.problems))
         return self._answer(change)
 
-    def _after(self, change: RewardChange, rewards: tuple[Reward, ...]) -> RewardsSnapshot:
+    def _after(self, change: reward_messages.RewardChange, rewards: tuple[Reward, ...]) -> RewardsSnapshot:
         since = {reward.label: self._snapshot.since.get(reward.label, self._version) for reward in rewards}
         if not isinstance(
-            change, DetachReward
+            change, reward_messages.DetachReward
         ):  # one that replaces another starts without limits, also under the same name
             since[change.reward.label] = self._version
         return structs.replace(self._snapshot, reward_version=self._version, rewards=rewards, since=since)
 
-    def _now(self, after: RewardsSnapshot, change: RewardChange, note: Note) -> None:
+    def _now(self, after: RewardsSnapshot, change: reward_messages.RewardChange, note: Note) -> None:
         self._snapshot = after
         self._stage.limits.attached(after.since)
         note(after.reward_version, tuple(reward.label for reward in after.rewards), described(change))
 
-    def _answer(self, change: RewardChange, problems: tuple[str, ...] = ()) -> RewardsChanged:
-        return RewardsChanged(
+    def _answer(
+        self, change: reward_messages.RewardChange, problems: tuple[str, ...] = ()
+    ) -> reward_messages.RewardsChanged:
+        return reward_messages.RewardsChanged(
             request_id=change.request_id,
             reward_version=self._snapshot.reward_version,
             rewards=tuple(reward.label for reward in self._snapshot.rewards),
@@ -123,24 +114,24 @@ class AttachedRewards:
         )
 
 
-def changed(rewards: tuple[Reward, ...], change: RewardChange) -> tuple[Reward, ...]:
+def changed(rewards: tuple[Reward, ...], change: reward_messages.RewardChange) -> tuple[Reward, ...]:
     """``rewards`` after ``change``. Raises ``RecipeError`` where there is no reward of that name."""
-    if isinstance(change, AttachReward):
+    if isinstance(change, reward_messages.AttachReward):
         return (*rewards, change.reward)
     names = [reward.label for reward in rewards]
     if change.name not in names:
         raise RecipeError(f'no reward is called "{change.name}": name one of {", ".join(names)}')
-    if isinstance(change, ReplaceReward):
+    if isinstance(change, reward_messages.ReplaceReward):
         return tuple(change.reward if reward.label == change.name else reward for reward in rewards)
     return tuple(reward for reward in rewards if reward.label != change.name)
 
 
-def described(change: RewardChange) -> str:
+def described(change: reward_messages.RewardChange) -> str:
     """Describe a change in a few words."""
     match change:
-        case AttachReward():
+        case reward_messages.AttachReward():
             return f"attach {change.reward.label} ({change.reward.function})"
-        case ReplaceReward():
+        case reward_messages.ReplaceReward():
             return f"replace {change.name} by {change.reward.label} ({change.reward.function})"
-        case DetachReward():
+        case reward_messages.DetachReward():
             return f"detach {change.name}"

@@ -21,23 +21,7 @@ from anyio.abc import SocketAttribute
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from streamrl.base.errors import RecipeError, StreamRLError, WireError
-from streamrl.launch.control_protocol import (
-    LARGEST_ANSWER,
-    LARGEST_REQUEST,
-    LENGTH_BYTES,
-    READ_ONLY,
-    ControlAnswer,
-    ControlOperation,
-    ControlRefused,
-    ControlRequest,
-    decode_answer,
-    decode_request,
-    described,
-    encode_answer,
-    encode_request,
-    is_allowed,
-    length_of,
-)
+from streamrl.launch import control_protocol as protocol
 
 KEY_FILE = "control.key"
 LONGEST_PATH = 107
@@ -56,7 +40,7 @@ _GONE = (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, any
 
 log = logging.getLogger(__name__)
 
-Carry = Callable[[ControlOperation], Awaitable[ControlAnswer]]
+Carry = Callable[[protocol.ControlOperation], Awaitable[protocol.ControlAnswer]]
 
 
 def write_key(run_directory: Path) -> str:
@@ -136,38 +120,40 @@ class ControlServer:
         finally:
             self._open -= 1
 
-    async def _answer(self, stream: anyio.abc.SocketStream) -> ControlAnswer:
+    async def _answer(self, stream: anyio.abc.SocketStream) -> protocol.ControlAnswer:
         if peer_user(stream) not in (os.getuid(), 0):
-            return ControlRefused(problems=("this run belongs to another user",))
+            return protocol.ControlRefused(problems=("this run belongs to another user",))
         if self._open > MOST_CONNECTIONS:
-            return ControlRefused(problems=(f"{MOST_CONNECTIONS} requests are open already: try again later",))
+            return protocol.ControlRefused(problems=(f"{MOST_CONNECTIONS} requests are open already: try again later",))
         if not self._may_ask():
-            return ControlRefused(problems=(f"more than {REQUESTS_A_SECOND:g} requests a second: try again later",))
+            return protocol.ControlRefused(
+                problems=(f"more than {REQUESTS_A_SECOND:g} requests a second: try again later",)
+            )
         try:
             with anyio.fail_after(self._limit_s):
-                request = decode_request(await _receive(stream, LARGEST_REQUEST))
+                request = protocol.decode_request(await _receive(stream, protocol.LARGEST_REQUEST))
         except TimeoutError:
-            return ControlRefused(problems=(f"no whole request came within {self._limit_s:g} s",))
+            return protocol.ControlRefused(problems=(f"no whole request came within {self._limit_s:g} s",))
         except WireError as error:
-            return ControlRefused(problems=(f"{error}: correct it, or use the streamrl version of the run",))
+            return protocol.ControlRefused(problems=(f"{error}: correct it, or use the streamrl version of the run",))
         operation = type(request.operation).__name__
-        if not is_allowed(request, self._key):
+        if not protocol.is_allowed(request, self._key):
             log.warning(
                 "control socket: pid %d asked for %s with a wrong key: refused", peer_process(stream), operation
             )
-            return ControlRefused(problems=(f"{operation} changes the run and needs its key ({KEY_FILE})",))
-        if not isinstance(request.operation, READ_ONLY):
-            asked = described(request.operation)
+            return protocol.ControlRefused(problems=(f"{operation} changes the run and needs its key ({KEY_FILE})",))
+        if not isinstance(request.operation, protocol.READ_ONLY):
+            asked = protocol.described(request.operation)
             log.warning("control socket: pid %d asked, with the key, for %s", peer_process(stream), asked)
         try:
             return await self._carry_out(request.operation)
         except RecipeError as error:
-            return ControlRefused(problems=tuple(error.problems))
+            return protocol.ControlRefused(problems=tuple(error.problems))
         except StreamRLError as error:
-            return ControlRefused(problems=(str(error),))
+            return protocol.ControlRefused(problems=(str(error),))
         except Exception as error:  # whatever went wrong with a request must not end the run
             log.exception("control socket: %s failed", operation)
-            return ControlRefused(
+            return protocol.ControlRefused(
                 problems=(f"{operation} failed: {type(error).__name__}: the log of the run has more",)
             )
 
@@ -199,7 +185,9 @@ async def serving_control(path: Path, run_directory: Path, carry_out: Carry) -> 
         (run_directory / KEY_FILE).unlink(missing_ok=True)
 
 
-async def ask_control(path: Path, operation: ControlOperation, key: str, timeout_s: float) -> ControlAnswer:
+async def ask_control(
+    path: Path, operation: protocol.ControlOperation, key: str, timeout_s: float
+) -> protocol.ControlAnswer:
     """The run's answer. Raises ``StreamRLError`` where no run listens at ``path``, or it does not answer in time."""
     check_path(path)
     try:
@@ -207,8 +195,8 @@ async def ask_control(path: Path, operation: ControlOperation, key: str, timeout
             async with await anyio.connect_unix(path) as stream:
                 if peer_user(stream) not in (os.getuid(), 0):
                     raise StreamRLError(f"{path} belongs to another user: nothing was sent to it")
-                await stream.send(encode_request(ControlRequest(operation=operation, key=key)))
-                return decode_answer(await _receive(stream, LARGEST_ANSWER))
+                await stream.send(protocol.encode_request(protocol.ControlRequest(operation=operation, key=key)))
+                return protocol.decode_answer(await _receive(stream, protocol.LARGEST_ANSWER))
     except TimeoutError:
         raise StreamRLError(
             f"the run has not answered within {timeout_s:g} s; a change may still be made: `streamrl reward list` tells"
@@ -237,13 +225,15 @@ def _peer(stream: anyio.abc.SocketStream) -> tuple[int, int]:
 
 async def _receive(stream: anyio.abc.SocketStream, largest: int) -> bytes:
     incoming = BufferedByteReceiveStream(stream)
-    return await incoming.receive_exactly(length_of(await incoming.receive_exactly(LENGTH_BYTES), largest))
+    return await incoming.receive_exactly(
+        protocol.length_of(await incoming.receive_exactly(protocol.LENGTH_BYTES), largest)
+    )
 
 
-def _written(answer: ControlAnswer) -> bytes:
+def _written(answer: protocol.ControlAnswer) -> bytes:
     """A text with half of a character in it, such as a path may have, must not end the run that refuses it."""
     try:
-        return encode_answer(answer)
+        return protocol.encode_answer(answer)
     except WireError as error:
         reason = str(error).encode("ascii", "backslashreplace").decode()
-        return encode_answer(ControlRefused(problems=(f"the answer could not be written: {reason}",)))
+        return protocol.encode_answer(protocol.ControlRefused(problems=(f"the answer could not be written: {reason}",)))

@@ -96,7 +96,7 @@ async def check_reward(recipe: Recipe, reward: Reward) -> None:
             if spec and any(columns.values()):
                 problems += [f"{path}: {text}" for text in await _missing_columns(spec, tokenizer, columns)]
     if problems:
-        raise RecipeError(*list(dict.fromkeys(problems)))
+        raise RecipeError(*dict.fromkeys(problems))
 
 
 async def _missing_columns(spec: str, tokenizer: Tokenizer, columns: Mapping[str, Sequence[str]]) -> list[str]:

@@ -8,31 +8,20 @@ from typing import Any
 
 import msgspec
 
+from streamrl.base import run_events
 from streamrl.base.messages import Message
-from streamrl.base.run_events import (
-    CompletionSampled,
-    EvaluationFinished,
-    RunDecided,
-    RunEvent,
-    RunFinished,
-    RunProgress,
-    RunStarted,
-    RunWarning,
-    StallSeen,
-    StepFinished,
-)
 from streamrl.observe.telemetry import Telemetry
 
 _TOPICS: dict[type[Message], str] = {
-    StepFinished: "step",
-    EvaluationFinished: "evaluation",
-    RunProgress: "progress",
-    CompletionSampled: "sample",
-    RunWarning: "warning",
-    RunDecided: "decision",
-    StallSeen: "stall",
+    run_events.StepFinished: "step",
+    run_events.EvaluationFinished: "evaluation",
+    run_events.RunProgress: "progress",
+    run_events.CompletionSampled: "sample",
+    run_events.RunWarning: "warning",
+    run_events.RunDecided: "decision",
+    run_events.StallSeen: "stall",
 }
-_STATES: dict[type[Message], str] = {RunStarted: "started", RunFinished: "finished"}
+_STATES: dict[type[Message], str] = {run_events.RunStarted: "started", run_events.RunFinished: "finished"}
 _KINDS: dict[str, Any] = {name: kind for kind, name in (*_TOPICS.items(), *_STATES.items())}
 
 
@@ -54,7 +43,7 @@ def finite_or_none(metrics: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def to_run_event(message: Telemetry) -> RunEvent | None:
+def to_run_event(message: Telemetry) -> run_events.RunEvent | None:
     """The message as the run's own event, or None where there is no such event (free-form ones, unknown topics)."""
     fields = dict(message.fields)
     if "metrics" in fields:  # null stands for what JSON cannot say: not finite, so nothing to show
@@ -62,12 +51,12 @@ def to_run_event(message: Telemetry) -> RunEvent | None:
     kind = _KINDS.get(fields.pop("state", "") if message.topic == "run" else message.topic)
     if kind is None:
         return None
-    if kind is RunStarted:
+    if kind is run_events.RunStarted:
         # The directory is another host's or another user's: a watcher must not write there.
         fields |= {"run_id": message.run_id, "directory": ""}
     known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
     try:
-        event: RunEvent = msgspec.convert(known | {"type": kind.__struct_config__.tag}, kind)
+        event: run_events.RunEvent = msgspec.convert(known | {"type": kind.__struct_config__.tag}, kind)
     except msgspec.ValidationError:
         return None
     return event

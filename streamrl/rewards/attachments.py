@@ -57,7 +57,7 @@ class RewardAttachments:
         reply = await self._ask(change)
         assert isinstance(reply, RewardsChanged), reply
         if reply.problems:
-            raise RecipeError(*list(reply.problems))
+            raise RecipeError(*reply.problems)
         return reply
 
     async def attached(self) -> RewardsListed:

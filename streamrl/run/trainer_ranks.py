@@ -9,30 +9,14 @@ from typing import TypeVar
 import anyio
 import msgspec
 
+from streamrl.base import messages
 from streamrl.base.errors import StreamBroken, StreamEnded, StreamRLError, VersionLeft
-from streamrl.base.messages import (
-    AnchorPublished,
-    CheckpointSaved,
-    CloseBatch,
-    EnginesFreed,
-    PublishAnchor,
-    SaveCheckpoint,
-    StepReport,
-    TrainerReady,
-    TrainGroup,
-    TrainingEvent,
-    TrainingOrder,
-    TrainTogether,
-    WeightAnnouncement,
-    WeightsAcknowledged,
-    announcement_of,
-)
 from streamrl.base.types import TrainingGroup
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.control import actions as do
 
-RankStreams = tuple[SendStream[TrainingOrder], ReceiveStream[TrainingEvent]]
-Answer = TypeVar("Answer", StepReport, AnchorPublished, CheckpointSaved)
+RankStreams = tuple[SendStream[messages.TrainingOrder], ReceiveStream[messages.TrainingEvent]]
+Answer = TypeVar("Answer", messages.StepReport, messages.AnchorPublished, messages.CheckpointSaved)
 GONE = "the trainer ranks are gone: they answer nothing any more"
 
 
@@ -47,18 +31,18 @@ class TrainerRanks:
         """The version that ranks hold, or were ordered to make."""
         self._answered = 0
         self._ended = self._gone = False
-        self._answers: dict[tuple[type[msgspec.Struct], int], Future[TrainingEvent]] = {}
+        self._answers: dict[tuple[type[msgspec.Struct], int], Future[messages.TrainingEvent]] = {}
         self._one_question = Lock()  # yields to nobody where nobody has it
 
-    async def ready(self) -> list[TrainerReady]:
+    async def ready(self) -> list[messages.TrainerReady]:
         """The hello of every rank. Raises ``StreamRLError`` when ranks disagree about what they hold."""
-        hellos: list[TrainerReady] = []
+        hellos: list[messages.TrainerReady] = []
         for index, (_, reports) in enumerate(self._ranks):
             try:
                 hello = await reports.receive()
             except StreamEnded as error:
                 raise StreamBroken(f"trainer-{index} ended before it was ready") from error
-            if not isinstance(hello, TrainerReady) or hello.rank != index or hello.ranks != len(self._ranks):
+            if not isinstance(hello, messages.TrainerReady) or hello.rank != index or hello.ranks != len(self._ranks):
                 raise StreamRLError(f"trainer-{index} said hello with {hello}; {len(self._ranks)} ranks were expected")
             hellos.append(hello)
         self.policy_version = hellos[0].policy_version
@@ -101,48 +85,48 @@ class TrainerRanks:
         tokens = sum(len(s.token_ids) for s in group.samples)
         self._open_tokens[rank] += tokens
         self._waiting_tokens += tokens
-        await self._ranks[rank][0].send(TrainGroup(group=group))
+        await self._ranks[rank][0].send(messages.TrainGroup(group=group))
         if 0 < self._together_tokens <= self._waiting_tokens:
             self._waiting_tokens = 0
             async with self._one_question:
                 for batches, _ in self._ranks:
-                    await batches.send(TrainTogether())
+                    await batches.send(messages.TrainTogether())
 
-    async def close_batch(self, close: CloseBatch) -> Callable[[], Awaitable[list[StepReport]]]:
+    async def close_batch(self, close: messages.CloseBatch) -> Callable[[], Awaitable[list[messages.StepReport]]]:
         """Order every rank to step. Returns when that is sent; call the result for the reports, in rank order."""
         self._open_tokens, self._waiting_tokens = [0] * len(self._ranks), 0
         self.policy_version = close.policy_version
-        return await self._ask(close, StepReport)
+        return await self._ask(close, messages.StepReport)
 
-    async def publish_anchor(self, policy_version: int) -> WeightAnnouncement:
+    async def publish_anchor(self, policy_version: int) -> messages.WeightAnnouncement:
         """Have every rank publish its current weights complete. Raises ``VersionLeft`` where a newer version was
         ordered already: the engine that asks must wait for that one; also after ``aclose``."""
         if self._ended:
             raise VersionLeft(f"version {policy_version} is not published any more: the trainer has made its last step")
         if policy_version < self.policy_version:
             raise VersionLeft(f"version {policy_version} is not held any more: {self.policy_version} was ordered")
-        gather = await self._ask(PublishAnchor(policy_version=policy_version), AnchorPublished)
-        return announcement_of(policy_version, await gather())
+        gather = await self._ask(messages.PublishAnchor(policy_version=policy_version), messages.AnchorPublished)
+        return messages.announcement_of(policy_version, await gather())
 
     async def acknowledge(self, policy_version: int) -> None:
         """Every engine holds ``policy_version`` live."""
         for batches, _ in self._ranks:
-            await batches.send(WeightsAcknowledged(policy_version=policy_version))
+            await batches.send(messages.WeightsAcknowledged(policy_version=policy_version))
 
     async def engines_freed(self, count: int) -> None:
         """``count`` engines do nothing until the next round: their cores are for training."""
         for batches, _ in self._ranks:
-            await batches.send(EnginesFreed(count=count))
+            await batches.send(messages.EnginesFreed(count=count))
 
     async def save_checkpoint(
         self, directory: str, policy_version: int, min_free_bytes: int = 0, beside: Mapping[str, bytes] | None = None
-    ) -> CheckpointSaved:
+    ) -> messages.CheckpointSaved:
         """Write a checkpoint with all ranks; returns rank 0's answer. ``beside``: sha256 of the files, by name, that
         ``atomic_files.stage_sidecar`` left for it: of any size, where a message is not."""
-        order = SaveCheckpoint(
+        order = messages.SaveCheckpoint(
             directory=directory, policy_version=policy_version, min_free_bytes=min_free_bytes, beside=dict(beside or {})
         )
-        gather = await self._ask(order, CheckpointSaved)
+        gather = await self._ask(order, messages.CheckpointSaved)
         return (await gather())[0]
 
     async def aclose(self) -> None:
@@ -151,10 +135,10 @@ class TrainerRanks:
         for batches, _ in self._ranks:
             await batches.aclose()
 
-    async def _ask(self, order: TrainingOrder, kind: type[Answer]) -> Callable[[], Awaitable[list[Answer]]]:
+    async def _ask(self, order: messages.TrainingOrder, kind: type[Answer]) -> Callable[[], Awaitable[list[Answer]]]:
         if self._gone:
             raise StreamBroken(GONE)
-        waiting: list[Future[TrainingEvent]] = []
+        waiting: list[Future[messages.TrainingEvent]] = []
         async with self._one_question:  # two of them must reach all ranks in one order: each is a collective
             for rank, (batches, _) in enumerate(self._ranks):
                 if (kind, rank) in self._answers:
@@ -170,14 +154,14 @@ class TrainerRanks:
         return gather
 
 
-def announcement(reports: Sequence[StepReport]) -> WeightAnnouncement:
+def announcement(reports: Sequence[messages.StepReport]) -> messages.WeightAnnouncement:
     """Announce what the ranks published in one step as one version. Raises ``StreamRLError`` when they disagree."""
     versions = {(r.policy_version, r.base_version) for r in reports}
     if len(versions) != 1:
         raise StreamRLError(f"trainer ranks published different versions: {sorted(versions, key=str)}")
-    return announcement_of(reports[0].policy_version, reports, reports[0].probe_logprobs)
+    return messages.announcement_of(reports[0].policy_version, reports, reports[0].probe_logprobs)
 
 
-def close_of(step: do.StepOptimizer) -> CloseBatch:
+def close_of(step: do.StepOptimizer) -> messages.CloseBatch:
     """The order to ranks that carries out ``step``."""
-    return msgspec.convert(step, CloseBatch, from_attributes=True)
+    return msgspec.convert(step, messages.CloseBatch, from_attributes=True)

@@ -134,9 +134,8 @@ def summary_of(counts: Counter[int], cap: int) -> LengthSummary:
     )
 
 
-class OpenBatch(msgspec.Struct):
-    """What joined before one step, beside what its order says. ``longest``: completion; ``tables``: lengths of each
-    group."""
+class JoinedBatch(msgspec.Struct):
+    """Groups that joined before one step. ``longest``: completion; ``tables``: lengths of each group."""
 
     kind: str = ""
     longest: int = 0
@@ -182,8 +181,8 @@ class StepLedger:
         self._first_launch: dict[int, int] = {}
         self._began = self._full = self.trained_s = self.publishing_s = 0.0
         self._busy_began = self._busy_full = self._generated_began = 0.0
-        self._open = OpenBatch()
-        self._closed = OpenBatch()
+        self._open = JoinedBatch()
+        self._closed = JoinedBatch()
         self._step: StepOptimizer | None = None
 
     # ---- what happens ------------------------------------------------------------------------------
@@ -219,7 +218,7 @@ class StepLedger:
     def batch_full(self, now: float, step: StepOptimizer) -> None:
         """The trainer steps. What joins from here on is of the next, also while this is pushed."""
         self._full = now
-        self._closed, self._open = self._open, OpenBatch()
+        self._closed, self._open = self._open, JoinedBatch()
         self._step = step
         self._advance(now)
         self._busy_full = self._together.busy_s

@@ -127,13 +127,13 @@ class RewardStage:
             while not self._workers:
                 await self._changed.wait()
             async with self._changing:
-                somebody = bool(self._workers)  # the last may have gone while others changed functions
+                had_workers = bool(self._workers)  # the last may have gone while others changed functions
                 replies = await self._ask_all(order)
-                deaths += somebody and not replies
+                deaths += had_workers and not replies
                 problems = [problem for reply in replies for problem in reply.problems]
                 if problems:
                     await self._send_all(CloseRewardSet(reward_version=version))
-                    raise RecipeError(*list(dict.fromkeys(problems)))
+                    raise RecipeError(*dict.fromkeys(problems))
                 if replies:
                     noted()
                     for remembered in self.limits.pieces(version):
@@ -253,7 +253,7 @@ class RewardStage:
         for load in self._versions.orders():
             reply = await worker.load(load)
             if reply is not None and reply.problems:
-                raise RecipeError(*list(reply.problems))
+                raise RecipeError(*reply.problems)
         if 0 not in self._versions.scoring:
             await worker.orders.send(CloseRewardSet(reward_version=0))
         for version in self._versions.scoring:
@@ -312,15 +312,19 @@ class RewardStage:
             if now - started < limit:
                 self._waiting.add(work)
                 continue
-            failure = SampleReward(
-                kind=RewardFailureKind.TIMED_OUT,
-                function=self._settings.functions,
-                message=f"no answer within {limit:g} s and it could not be stopped: its reward worker was replaced",
-                seconds=now - started,
-                policy=FailurePolicy.DROP_SAMPLE.value,
-            )
+            failure = _timed_out(self._settings, now - started)
             late.append((work, (failure,) * len(work.trajectories)))
         await self._deliver(late, scored)
+
+
+def _timed_out(settings: RewardSettings, seconds: float) -> SampleReward:
+    return SampleReward(
+        kind=RewardFailureKind.TIMED_OUT,
+        function=settings.functions,
+        message=f"no answer within {settings.timeout_s:g} s and could not be stopped: its reward worker was replaced",
+        seconds=seconds,
+        policy=FailurePolicy.DROP_SAMPLE.value,
+    )
 
 
 Unanswered = dict[int, tuple[WaitingOrder, float]]

@@ -11,19 +11,9 @@ from typing import TYPE_CHECKING
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from streamrl.base import messages
 from streamrl.base.concurrent_calls import first_error
 from streamrl.base.dedicated_thread import DedicatedThread
-from streamrl.base.messages import (
-    CloseBatch,
-    EnginesFreed,
-    PublishAnchor,
-    SaveCheckpoint,
-    TrainGroup,
-    TrainingEvent,
-    TrainingOrder,
-    TrainTogether,
-    WeightsAcknowledged,
-)
 from streamrl.comm.stream import ReceiveStream, SendStream
 
 if TYPE_CHECKING:  # it brings torch
@@ -35,7 +25,7 @@ CLOSE_TIMEOUT_S = 60.0
 
 
 async def run_training(
-    trainer: TorchTrainer, batches: ReceiveStream[TrainingOrder], reports: SendStream[TrainingEvent]
+    trainer: TorchTrainer, batches: ReceiveStream[messages.TrainingOrder], reports: SendStream[messages.TrainingEvent]
 ) -> None:
     """Serve the controller until its orders end. Returns after the trainer is closed; the caller owns the streams.
     Raises what the trainer raised (``StreamRLError``), and what the streams raise."""
@@ -53,11 +43,11 @@ async def run_training(
 async def _converse(
     trainer: TorchTrainer,
     thread: DedicatedThread,
-    batches: ReceiveStream[TrainingOrder],
-    reports: SendStream[TrainingEvent],
+    batches: ReceiveStream[messages.TrainingOrder],
+    reports: SendStream[messages.TrainingEvent],
 ) -> None:
     try:
-        orders_in, orders = anyio.create_memory_object_stream[TrainingOrder](READ_AHEAD)
+        orders_in, orders = anyio.create_memory_object_stream[messages.TrainingOrder](READ_AHEAD)
         async with orders, anyio.create_task_group() as tasks:
             tasks.start_soon(_read, batches, orders_in)
             # One stream may break alone, and nobody would ever order anything of a rank that only waits.
@@ -69,7 +59,9 @@ async def _converse(
         raise first_error(group) from group
 
 
-async def _read(batches: ReceiveStream[TrainingOrder], into: MemoryObjectSendStream[TrainingOrder]) -> None:
+async def _read(
+    batches: ReceiveStream[messages.TrainingOrder], into: MemoryObjectSendStream[messages.TrainingOrder]
+) -> None:
     async with into:
         async for order in batches:
             await into.send(order)
@@ -78,8 +70,8 @@ async def _read(batches: ReceiveStream[TrainingOrder], into: MemoryObjectSendStr
 async def _serve(
     trainer: TorchTrainer,
     thread: DedicatedThread,
-    orders: MemoryObjectReceiveStream[TrainingOrder],
-    reports: SendStream[TrainingEvent],
+    orders: MemoryObjectReceiveStream[messages.TrainingOrder],
+    reports: SendStream[messages.TrainingEvent],
 ) -> None:
     while True:
         try:
@@ -94,21 +86,21 @@ async def _serve(
             await reports.send(event)
 
 
-def _carry_out(trainer: TorchTrainer, order: TrainingOrder) -> TrainingEvent | None:
+def _carry_out(trainer: TorchTrainer, order: messages.TrainingOrder) -> messages.TrainingEvent | None:
     """One order, in the trainer's thread."""
     match order:
-        case TrainGroup(group=group):
+        case messages.TrainGroup(group=group):
             trainer.train_group(group)
-        case TrainTogether():
+        case messages.TrainTogether():
             trainer.train_pending()
-        case CloseBatch():
+        case messages.CloseBatch():
             return trainer.close_batch(order)
-        case WeightsAcknowledged(policy_version=version):
+        case messages.WeightsAcknowledged(policy_version=version):
             trainer.acknowledge(version)
-        case PublishAnchor(policy_version=version):
+        case messages.PublishAnchor(policy_version=version):
             return trainer.publish_anchor(version)
-        case EnginesFreed(count=count):
+        case messages.EnginesFreed(count=count):
             trainer.engines_freed(count)
-        case SaveCheckpoint():
+        case messages.SaveCheckpoint():
             return trainer.save_checkpoint(order)
     return None

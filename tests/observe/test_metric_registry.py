@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lint.metrics_page import metrics_page
 from streamrl.observe.metrics.all_metrics import METRICS, find_metric, unregistered
-from streamrl.observe.metrics.metrics_page import metrics_page
 from streamrl.observe.terminal.step_line import COLUMNS, FURTHER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_page_is_made_from_the_registry() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
-    assert page == metrics_page(), "run: python -m streamrl.observe.metrics.metrics_page > docs/metrics.md"
+    assert page == metrics_page(), "run: python lint/metrics_page.py > docs/metrics.md"
 
 
 def test_names_are_unique_and_fully_described() -> None:

@@ -111,7 +111,7 @@ def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None, see: SeePromp
     problems += _checkpoint(recipe)
     problems += _free_space(recipe)
     if problems:
-        raise RecipeError(*list(dict.fromkeys(problems)))
+        raise RecipeError(*dict.fromkeys(problems))
 
 
 def check_model(recipe: Recipe) -> CheckedModel:

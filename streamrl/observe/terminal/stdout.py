@@ -13,23 +13,8 @@ from textwrap import TextWrapper
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
+from streamrl.base import run_events
 from streamrl.base.printable import printable
-from streamrl.base.run_events import (
-    CompletionSampled,
-    EngineBack,
-    EngineLost,
-    EvaluationFinished,
-    RunDecided,
-    RunEvent,
-    RunFinished,
-    RunProgress,
-    RunResumed,
-    RunStarted,
-    RunWarning,
-    StallSeen,
-    StartProgress,
-    StepFinished,
-)
 from streamrl.observe.terminal.run_history import RunHistory
 from streamrl.observe.terminal.step_line import (
     LEGEND,
@@ -151,46 +136,46 @@ class StdoutReporter:
     ) -> None:
         self._screen.close()
 
-    def __call__(self, event: RunEvent) -> None:
+    def __call__(self, event: run_events.RunEvent) -> None:
         """Show one event."""
         match event:
-            case StartProgress():
+            case run_events.StartProgress():
                 self._starting(event)
-            case RunStarted():
+            case run_events.RunStarted():
                 self._started(event)
-            case RunProgress():
+            case run_events.RunProgress():
                 where = f"step {event.step}/{self._history.steps}" if event.phase != "evaluation" else "eval"
                 self._screen.progress(f"{where} {event.phase}", event.finished, event.wanted)
-            case StepFinished():
+            case run_events.StepFinished():
                 self._stepped(event)
-            case EvaluationFinished():
+            case run_events.EvaluationFinished():
                 self._history.evaluated(event)
                 self._screen.line(evaluation_line(event.step, event.metrics))
                 self._say_verdict()
-            case CompletionSampled():
+            case run_events.CompletionSampled():
                 self._screen.line(sample_line(event), dim=True)
-            case RunWarning():
+            case run_events.RunWarning():
                 self._screen.line(f"warning at step {event.step}: {event.message}")
-            case StallSeen():
+            case run_events.StallSeen():
                 self._stalled(event)
-            case RunResumed():
+            case run_events.RunResumed():
                 self._history.resumed(event)
                 for text in resumed_lines(event):
                     self._screen.line(text)
-            case EngineLost():
+            case run_events.EngineLost():
                 self._screen.line(f"{event.engine} is lost with {event.requests} requests ({event.reason})")
-            case EngineBack():
+            case run_events.EngineBack():
                 self._screen.line(f"{event.engine} serves again; it was missed for {event.seconds:.1f} s")
-            case RunDecided():
+            case run_events.RunDecided():
                 self._screen.line(f"{event.subject} from step {event.step} on: {event.reason}")
-            case RunFinished():
+            case run_events.RunFinished():
                 self._finished(event)
 
     def line(self, text: str) -> None:
         """Print a line of the caller's, above the progress."""
         self._screen.line(text)
 
-    def _starting(self, event: StartProgress) -> None:
+    def _starting(self, event: run_events.StartProgress) -> None:
         names = event.process.split(", ")
         if event.state == "ready":
             new = [name for name in names if name not in self._ready]
@@ -202,7 +187,7 @@ class StdoutReporter:
             time_so_far = "" if self._screen.is_table else f" ({duration(event.seconds)})"
             self._screen.progress(f"waiting for {', '.join(missing)}{time_so_far}", 0, 0)
 
-    def _started(self, event: RunStarted) -> None:
+    def _started(self, event: run_events.RunStarted) -> None:
         if self._history.run_id == event.run_id:
             return  # its controller was started again
         self._history.started(event)
@@ -216,7 +201,7 @@ class StdoutReporter:
         for text in LEGEND:
             self._screen.line(text)
 
-    def _stepped(self, event: StepFinished) -> None:
+    def _stepped(self, event: run_events.StepFinished) -> None:
         step_s, remaining_s = self._history.stepped(event)
         moving = self._moving | self._moved_by(event.metrics)
         if moving != self._moving:
@@ -247,13 +232,13 @@ class StdoutReporter:
             labels.add("stale")
         return frozenset(labels)
 
-    def _stalled(self, event: StallSeen) -> None:
+    def _stalled(self, event: run_events.StallSeen) -> None:
         self._screen.line(f"nothing has moved for {duration(event.seconds)}; the run ends. Waits, the longest first:")
         for text in event.waits[:SHOWN_WAITS]:
             self._screen.line(f"  {text}")
         self._screen.line(f"  all of them, with stacks: {event.file}")
 
-    def _finished(self, event: RunFinished) -> None:
+    def _finished(self, event: run_events.RunFinished) -> None:
         self._screen.close()
         for text in self._history.summary(event.reason):
             self._screen.line(text)

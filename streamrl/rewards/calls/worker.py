@@ -29,24 +29,10 @@ from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
 from streamrl.comm.stream import ReceiveStream, SendStream, send_hello
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
+from streamrl.rewards import reward_messages
 from streamrl.rewards.calls.pool import LOAD_LIMIT_S
 from streamrl.rewards.calls.reward_set import RewardSet, Scoring
 from streamrl.rewards.calls.trusted import ExitTimer
-from streamrl.rewards.reward_messages import (
-    CloseRewardSet,
-    GroupScored,
-    GroupsScored,
-    LimitsLearnt,
-    LoadRewardSet,
-    RememberLimits,
-    RewardOrder,
-    RewardResult,
-    RewardSetLoaded,
-    RewardWorkerReady,
-    SampleReward,
-    ScoreGroup,
-    ScoreGroups,
-)
 from streamrl.rewards.scoring import Detokenizer
 
 _HEARTBEAT_S = 0.5
@@ -66,8 +52,8 @@ async def run_reward_worker(
     recipe: Recipe,
     tokenizer: Detokenizer,
     worker: int,
-    orders: ReceiveStream[RewardOrder],
-    results: SendStream[RewardResult],
+    orders: ReceiveStream[reward_messages.RewardOrder],
+    results: SendStream[reward_messages.RewardResult],
     *,
     owns_process: bool = True,
 ) -> None:
@@ -110,8 +96,8 @@ class _Serving:
         recipe: Recipe,
         tokenizer: Detokenizer,
         user_calls: asyncio.TaskGroup,
-        orders: ReceiveStream[RewardOrder],
-        results: SendStream[RewardResult],
+        orders: ReceiveStream[reward_messages.RewardOrder],
+        results: SendStream[reward_messages.RewardResult],
         timer: ExitTimer | None,
         *,
         owns_process: bool,
@@ -128,7 +114,7 @@ class _Serving:
         self._open_orders: Counter[int] = Counter()
         self._closing: set[int] = set()
         self._closed: list[RewardSet] = []  # those of which something still runs
-        self._scored: list[GroupScored] = []
+        self._scored: list[reward_messages.GroupScored] = []
         self._ended = False
         self._changed = Notifier()
 
@@ -157,7 +143,7 @@ class _Serving:
     async def run(self, worker: int) -> None:
         """Serve until orders end; every order is answered before it returns, and no call process is left."""
         try:
-            await send_hello(self._results, self._orders, RewardWorkerReady(worker=worker))
+            await send_hello(self._results, self._orders, reward_messages.RewardWorkerReady(worker=worker))
             async with asyncio.TaskGroup() as serving:
                 # Of the two streams one may break alone: a controller would open both again and wait for a hello.
                 watching = serving.create_task(self._results.watch())
@@ -179,23 +165,23 @@ class _Serving:
             except StreamEnded:
                 break
             match order:
-                case ScoreGroups():
+                case reward_messages.ScoreGroups():
                     await self._begin(order, serving)
-                case LoadRewardSet():
+                case reward_messages.LoadRewardSet():
                     # In turn with the orders: an order of this version is sent only when it is known to be loaded.
                     task = serving.create_task(self._load_another(order))
                     loading.add(task)
                     task.add_done_callback(loading.discard)
-                case CloseRewardSet():
+                case reward_messages.CloseRewardSet():
                     self._closing.add(order.reward_version)
                     await self._close_unused()
-                case RememberLimits():
+                case reward_messages.RememberLimits():
                     if (rewards := self._sets.get(order.reward_version)) is not None:
                         rewards.remember_limits(order.slowest_s)
         while loading:
             await asyncio.wait(loading)
 
-    async def _begin(self, orders: ScoreGroups, serving: asyncio.TaskGroup) -> None:
+    async def _begin(self, orders: reward_messages.ScoreGroups, serving: asyncio.TaskGroup) -> None:
         """Begin to score what came. Plain trusted functions run here, so between them the loop has its turn."""
         turn_ends = time.perf_counter() + _TURN_S
         for order in orders.groups:
@@ -210,12 +196,12 @@ class _Serving:
                 await asyncio.sleep(0)
                 turn_ends = time.perf_counter() + _TURN_S
 
-    async def _finish(self, order: ScoreGroup, scoring: Scoring) -> None:
+    async def _finish(self, order: reward_messages.ScoreGroup, scoring: Scoring) -> None:
         self._answer_one(order, await scoring.finish())
 
-    def _answer_one(self, order: ScoreGroup, rewards: tuple[SampleReward, ...]) -> None:
+    def _answer_one(self, order: reward_messages.ScoreGroup, rewards: tuple[reward_messages.SampleReward, ...]) -> None:
         self._open_orders[order.reward_version] -= 1
-        self._scored.append(GroupScored(order_id=order.order_id, rewards=rewards))
+        self._scored.append(reward_messages.GroupScored(order_id=order.order_id, rewards=rewards))
         self._changed.notify()
 
     async def _load(self, version: int, rewards: Sequence[Reward]) -> RewardSet:
@@ -228,19 +214,21 @@ class _Serving:
         self._sets[version] = loaded
         return loaded
 
-    async def _load_another(self, order: LoadRewardSet) -> None:
+    async def _load_another(self, order: reward_messages.LoadRewardSet) -> None:
         version = order.reward_version
         self._loading += 1
         self._rearm()  # now: trusted functions are imported here, and the loop is blocked until that is done
         try:
             rewards = await self._load(version, order.rewards)
         except RecipeError as error:
-            await self._results.send(RewardSetLoaded(reward_version=version, problems=tuple(error.problems)))
+            await self._results.send(
+                reward_messages.RewardSetLoaded(reward_version=version, problems=tuple(error.problems))
+            )
             return
         finally:
             self._loading -= 1
             self._rearm()
-        await self._results.send(RewardSetLoaded(reward_version=version, per_group=rewards.per_group))
+        await self._results.send(reward_messages.RewardSetLoaded(reward_version=version, per_group=rewards.per_group))
 
     async def _answer(self) -> None:
         """Send what was scored, until orders have ended and all are answered. While one message is on its way, more
@@ -253,9 +241,9 @@ class _Serving:
             # Before the answers that taught it: a worker that dies in between is asked again and learns it again.
             for version, rewards in list(self._sets.items()):
                 if learnt := rewards.take_learnt_limits():
-                    await self._results.send(LimitsLearnt(reward_version=version, slowest_s=learnt))
+                    await self._results.send(reward_messages.LimitsLearnt(reward_version=version, slowest_s=learnt))
             notice = "; ".join(filter(None, [rewards.take_notice() for rewards in self._sets.values()]))
-            await self._results.send(GroupsScored(groups=groups, notice=notice))
+            await self._results.send(reward_messages.GroupsScored(groups=groups, notice=notice))
             if self._closing:
                 await self._close_unused()
             await self._end_if_stuck()
@@ -284,7 +272,7 @@ class _Serving:
                         self._closed.append(rewards)
 
 
-async def _leave(serving: _Serving, results: SendStream[RewardResult]) -> None:
+async def _leave(serving: _Serving, results: SendStream[reward_messages.RewardResult]) -> None:
     """All orders are answered: end the process when user code would keep it; return when nothing is stuck."""
     for _ in range(_LEAVE_LOOKS):
         if not serving.stuck:

@@ -1,4 +1,4 @@
-"""Print ``docs/metrics.md``: ``python -m streamrl.observe.metrics.metrics_page > docs/metrics.md``."""
+"""Print ``docs/metrics.md``: ``python lint/metrics_page.py > docs/metrics.md``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def metrics_page() -> str:
 
 _HEAD = """# Metrics
 
-Made from `streamrl/observe/metrics/` by `python -m streamrl.observe.metrics.metrics_page`; a test compares the two.
+Made from `streamrl/observe/metrics/` by `python lint/metrics_page.py`; a test compares the two.
 The names are the same in `metrics.jsonl`, on the metrics socket and in `StepFinished.metrics`; `<name>` in one is
 filled in by the run. **Bold**: on the step line. A *step* makes one version of the weights: one step of the
 optimizer, or as many as batches where a long round trains several at once (`tail_batching.long_round_batches`)."""
