@@ -80,18 +80,20 @@ def name_shared_memory() -> str:
 
 def ensure_home() -> None:
     """Set HOME to a private temporary directory, for this process and those that it starts, where nothing can be
-    written below the user's (containers run programs under ids that have none), and LOGNAME where the id has no name.
-    Where there is no such directory either, HOME stays: then caches are not kept."""
+    written below the user's (containers run programs under ids that have none), or XDG_CACHE_HOME where that is true of
+    the caches alone; and LOGNAME where the id has no name. Without such a directory caches are not kept."""
     user = os.geteuid()
     try:
         pwd.getpwuid(user)
     except KeyError:
         os.environ.setdefault("LOGNAME", f"uid-{user}")
     home = Path(os.path.expanduser("~"))
-    caches = home / ".cache"
-    if not home.is_absolute() or not os.access(caches if caches.exists() else home, os.W_OK | os.X_OK):
+    usable = home.is_absolute() and os.access(home, os.W_OK | os.X_OK)
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    if not (os.access(caches, os.W_OK | os.X_OK) if caches.exists() and home.is_absolute() else usable):
         with suppress(OSError):
-            os.environ["HOME"] = str(_private_directory(Path(tempfile.gettempdir()) / f"streamrl-home-{user}"))
+            private = _private_directory(Path(tempfile.gettempdir()) / f"streamrl-home-{user}")
+            os.environ["XDG_CACHE_HOME" if usable else "HOME"] = str(private)
 
 
 def _private_directory(wanted: Path) -> Path:

@@ -87,6 +87,18 @@ def test_a_user_without_home_and_name_trains_where_nothing_else_can_be_written()
         assert home.stat().st_mode & 0o777 == 0o700 and home.stat().st_uid == 12345
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="changes the user id")
+def test_caches_that_belong_to_another_leave_the_home_as_it_is() -> None:
+    script = "import os; from streamrl.base.run_process import ensure_home; ensure_home(); print(os.environ['HOME'])"
+    script += "; print(os.environ['XDG_CACHE_HOME'])"
+    with tempfile.TemporaryDirectory() as own:
+        os.chown(own, 12345, -1)
+        Path(own, ".cache").mkdir(mode=0o700)
+        user = "setpriv --reuid 12345 --clear-groups --inh-caps +dac_read_search --ambient-caps +dac_read_search"
+        done = shell(f"{user} env HOME={own} TMPDIR={own} {sys.executable} -c {shlex.quote(script)}")
+    assert done.stdout.split() == [own, f"{own}/streamrl-home-12345"], done.stderr
+
+
 def refused(command: str, **environment: str) -> str:
     """What ``command`` said when it refused its input in words."""
     done = shell(command, **environment)
