@@ -48,6 +48,12 @@ class _Tap:
         os.write(self.file, json.dumps(line).encode() + b"\n")
 
 
+def _known(kind: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, object]:
+    """Say what the first argument tells, also where it is passed by name."""
+    first = [*arguments, *options.values()][:1]
+    return _before(kind, first[0]) if first else {}
+
+
 def _before(kind: str, argument: Any) -> dict[str, object]:
     if kind == "train_group":
         ids = [
@@ -83,7 +89,7 @@ def _wrapped(tap: _Tap, kind: str, method: Callable[..., Any]) -> Callable[..., 
 
         @functools.wraps(method)
         async def waited_for(self: object, *arguments: Any, **options: Any) -> Any:
-            known = _before(kind, arguments[0]) if arguments else {}
+            known = _known(kind, arguments, options)
             if kind != "generate":
                 tap.write(kind, **known)
             result = await method(self, *arguments, **options)
@@ -94,7 +100,7 @@ def _wrapped(tap: _Tap, kind: str, method: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(method)
     def tapped(self: object, *arguments: Any, **options: Any) -> Any:
-        known = _before(kind, arguments[0]) if arguments else {}
+        known = _known(kind, arguments, options)
         tap.write(kind, **known)
         result = method(self, *arguments, **options)
         if kind in ("close_batch", "save_checkpoint"):
