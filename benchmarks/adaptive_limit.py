@@ -55,7 +55,8 @@ import time
 
 def sleeper(completion, *, seconds, correct):
     time.sleep(seconds[int(completion)])
-    return float(correct[int(completion)])"""
+    return float(correct[int(completion)])
+"""
 
 
 class Completions(msgspec.Struct, frozen=True):

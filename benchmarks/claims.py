@@ -25,7 +25,8 @@ HEAD = """# Benchmarks
 
 Written by `make claims` from `benchmarks/claims.json`; a test compares the two. Each row says when, at which commit
 and on which machine its figure was measured; before 2026-11-25 the commit is the last one of that day. The machines are
-shared and noisy: read ratios, not seconds. `make claims CLAIMS="NAME"` measures a row again."""
+shared and noisy: read ratios, not seconds. `make claims CLAIMS="NAME"` measures a row again.
+"""
 
 
 class Claim(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

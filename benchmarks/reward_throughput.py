@@ -63,7 +63,8 @@ async def trusted(completion, *, answer):
 
 
 def untrusted(completion, *, answer):
-    return 1.0 if completion == answer else 0.0"""
+    return 1.0 if completion == answer else 0.0
+"""
 
 
 _lines = itertools.count()

@@ -84,7 +84,8 @@ prompts = "held_out.jsonl"
 
 REWARD = """\
 async def backwards(completion: str, *, answer: str, finish_reason: str) -> float:
-    return float(finish_reason == "stop" and completion == answer)"""
+    return float(finish_reason == "stop" and completion == answer)
+"""
 
 
 class Outcome(msgspec.Struct, frozen=True):

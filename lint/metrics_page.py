@@ -71,7 +71,8 @@ A ZeroMQ PUB socket (XPUB) at `metrics.endpoint` of the recipe, or at an ipc end
   Ignore a message whose `sequence` you have already seen for its topic.
 - **Slow subscribers.** Publishing never waits. A subscriber that falls more than 1,000 messages behind loses messages:
   it sees how many by the gap in `sequence`. `health/telemetry_dropped_total` counts how often that happened.
-- Within a schema version fields are only added."""
+- Within a schema version fields are only added.
+"""
 
 
 if __name__ == "__main__":

@@ -231,7 +231,8 @@ for name in sys.argv[1:]:
         importlib.import_module(name)
     except ImportError as error:
         failed.append(f"importing {name}: {error}")
-sys.exit("\\n".join(failed) or 0)"""
+sys.exit("\\n".join(failed) or 0)
+"""
 
 
 def modules_without_torch() -> list[str]:

@@ -47,7 +47,8 @@ for _ in range(2):
         print(error.strerror)
 assert path.read_bytes() == whole, path.read_bytes()[len(whole):]
 room(resource.RLIM_INFINITY)
-append(2)"""
+append(2)
+"""
 
 
 def lines_of(kind: str, path: Path) -> list[int]:

@@ -50,7 +50,8 @@ CHATML = """
     {%- if enable_thinking is defined and enable_thinking is false %}
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
-{%- endif %}"""
+{%- endif %}
+"""
 LLAMA = """{{ bos_token }}
 {%- if messages[0]['role'] == 'system' %}
     {%- set system_message = messages[0]['content'] | trim %}
@@ -63,7 +64,8 @@ LLAMA = """{{ bos_token }}
     {%- if message.role == 'stop' %}{% break %}{% endif %}
     {{- '<turn>' + message['role'] + '\\n\\n' + message['content'] | trim + '<|eot|>' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<turn>assistant\\n\\n' }}{% endif %}"""
+{%- if add_generation_prompt %}{{ '<turn>assistant\\n\\n' }}{% endif %}
+"""
 GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
 {{ raise_exception('System role not supported') }}
 {% endif %}

@@ -36,7 +36,8 @@ def clocks(fake):
         for module in list(sys.modules.values()):
             for key, value in list(vars(module).items()):
                 if value is real:
-                    setattr(module, key, fake if name[-3:] != "_ns" else lambda: int(fake() * 10**9))"""
+                    setattr(module, key, fake if name[-3:] != "_ns" else lambda: int(fake() * 10**9))
+"""
 
 # Each ends the process of the call, or is an exception that must be no more than one.
 _SIGNALS = {

@@ -46,7 +46,8 @@ background() {{ exec $wrap "$python" -m streamrl train "$RECIPE" "${{given[@]}}"
 resume() {{ exec_ resume "$@"; }}
 exec_() {{ $wrap "$python" -m streamrl "$@"; }}
 steps() {{ cat runs/odd-*/metrics.jsonl 2>/dev/null | grep -c '"kind":"step"'; }}
-await() {{ while [ "$(steps)" -lt "$1" ] && kill -0 $pid; do sleep 0.05; done; }}"""
+await() {{ while [ "$(steps)" -lt "$1" ] && kill -0 $pid; do sleep 0.05; done; }}
+"""
 
 FULL = ("disk is full", "No space left on device")
 

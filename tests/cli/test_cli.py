@@ -55,7 +55,8 @@ group_size = 2
 max_tokens = 16
 
 [engines]
-max_num_seqs = 8"""
+max_num_seqs = 8
+"""
 
 
 CONFIG = {

@@ -31,7 +31,8 @@ def hangs(completion):
 def tokens(completion, *, token_ids):
     return len(token_ids)
 def nothing(completion):
-    return None"""
+    return None
+"""
 
 
 @pytest.fixture

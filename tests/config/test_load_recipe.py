@@ -92,7 +92,8 @@ learning_rate = inf
 "device" = "tpu"
 
 [evaluation]
-every = 5"""
+every = 5
+"""
 
 GOLDEN = [
     (

@@ -36,7 +36,8 @@ async def host():
             if number == signal.SIGUSR1:
                 break
 
-anyio.run(host, backend_options={"use_uvloop": True})"""
+anyio.run(host, backend_options={"use_uvloop": True})
+"""
 
 
 def test_a_forked_core_is_a_process_of_its_own() -> None:

@@ -13,7 +13,8 @@ PIP = """#!/usr/bin/env bash
 site={venv}/lib/python3.11/site-packages
 for name in a b c; do echo "Collecting $name"; mkdir -p "$site/$name.dist-info"; sleep 0.3; done
 echo "arguments: $*"
-exit {code}"""
+exit {code}
+"""
 
 
 def install(venv: Path, code: int) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,8 @@ import time, pytest
 def test_good(device, record_property):
     record_property("rate", 12.34567)
 def test_bad(): assert 1 == 2, "planted"
-def test_absent(): pytest.skip("no device")"""
+def test_absent(): pytest.skip("no device")
+"""
 
 
 def test_every_file_of_checks_is_run_once_in_twenty_minutes() -> None:

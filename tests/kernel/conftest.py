@@ -24,7 +24,8 @@ WITH = (
 # The checkout is installed editable: a package that is not in the folder would be imported from there.
 NO_CHECKOUT = """
 import sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")]"""
+sys.meta_path[:] = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")]
+"""
 
 
 @pytest.fixture(scope="module")

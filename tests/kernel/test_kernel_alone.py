@@ -14,7 +14,8 @@ import sys
 sys.path.insert(0, "examples/sort")
 import one_process
 one_process.STEPS["simulated"] = 8
-one_process.main(*sys.argv[1:])"""
+one_process.main(*sys.argv[1:])
+"""
 RunAlone = Callable[..., subprocess.CompletedProcess[str]]
 
 

@@ -24,7 +24,8 @@ sys.path.insert(0, "examples/sort")
 from streamrl.learning.state.file_publisher import FilePublisher
 FilePublisher.acknowledge = lambda self, policy_version: None
 from one_process import main
-main(*sys.argv[1:])"""
+main(*sys.argv[1:])
+"""
 WORKER = "dp0:pp0:pcp0:tp0:"  # vLLM names its one worker before the parameter
 
 

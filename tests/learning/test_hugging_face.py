@@ -17,7 +17,8 @@ policy = load_policy({MODEL!r}, device)
 policy(empty_micro_batch(device)).sum().backward()
 assert "torch._dynamo" not in sys.modules, "the compiler was imported"
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
-assert torch._dynamo.is_compiling() is False"""
+assert torch._dynamo.is_compiling() is False
+"""
 ASKS = """
 import sys
 from streamrl.learning.model.hugging_face import without_compiler
@@ -27,7 +28,8 @@ with without_compiler():
     assert stand_in.disable(len) is len and stand_in.disable(recursive=False)(len) is len
     assert torch._dynamo.config.suppress_errors is False, "what the stand-in lacks is the real one's"
     assert sys.modules["torch._dynamo"] is not stand_in
-from torch._dynamo import is_compiling"""
+from torch._dynamo import is_compiling
+"""
 MASKS = """
 import torch
 from streamrl.learning.model.hugging_face import without_compiler
@@ -36,7 +38,8 @@ with without_compiler():
 table = torch.arange(8)
 with TransformGetItemToIndex():
     rows = torch.vmap(lambda index: table[index])(torch.tensor([3, 5]))
-assert rows.tolist() == [3, 5]"""
+assert rows.tolist() == [3, 5]
+"""
 SCRIPTS = {"trains and compiles": TRAINS_AND_COMPILES, "asks": ASKS, "masks": MASKS}
 
 

@@ -16,7 +16,8 @@ async def reward(completion, prompt_id):
     if prompt_id not in seen:
         seen.add(prompt_id)
         raise ValueError("the first of its group")
-    return len(completion) % 7 / 6"""
+    return len(completion) % 7 / 6
+"""
 
 
 @pytest.mark.torch

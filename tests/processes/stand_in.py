@@ -40,7 +40,8 @@ memory = shared_memory.SharedMemory(create=True, size=4096)
 with open(sys.argv[1] + ".partial", "w") as partial:
     partial.write(memory.name)
 os.rename(partial.name, sys.argv[1])
-time.sleep(7200)"""
+time.sleep(7200)
+"""
 
 
 def main() -> None:

@@ -101,7 +101,8 @@ from pathlib import Path
 from streamrl.launch.run_directory import lock_run
 lock = lock_run(Path(sys.argv[1]))
 print("held", flush=True)
-signal.pause()"""
+signal.pause()
+"""
 
 
 def test_one_process_runs_a_run_and_a_killed_one_lets_it_go(tmp_path: Path) -> None:

@@ -193,7 +193,8 @@ async def run():
     async with one.supervisor() as supervisor:
         await supervisor.watch()
 
-anyio.run(run)"""
+anyio.run(run)
+"""
 
 
 async def test_nothing_outlives_a_killed_supervisor_but_what_a_resume_removes(trial: Callable[..., Trial]) -> None:

@@ -53,7 +53,8 @@ def syscall(*arguments):
     return result, ctypes.get_errno()
 def judge(result):
     # ENOSYS and EPERM are refusals; whatever else means that the kernel looked at the arguments.
-    print("held" if result[0] < 0 and result[1] in (1, 38) else "ESCAPED", result)"""
+    print("held" if result[0] < 0 and result[1] in (1, 38) else "ESCAPED", result)
+"""
 
 
 def _syscall(name: str, arguments: str, *, control: bool = True) -> Attempt:

@@ -32,7 +32,8 @@ class Stack:
     def push(self, x): self.items.append(x); return self
     def pop(self): return self.items.pop()
 class Solution:
-    def add(self, a, b): return a + b"""
+    def add(self, a, b): return a + b
+"""
 # The names of HONEST, each of which gives an object of E where it is called, or is one.
 EVERYWHERE = """
 def add(a, b): return E()
@@ -41,7 +42,8 @@ class Stack:
     items = E()
     push = pop = lambda *a: E()
 class Solution:
-    add = lambda *a: E()"""
+    add = lambda *a: E()
+"""
 _OPERATORS = (
     "for _n in 'add sub mul truediv floordiv mod pow and or xor lshift rshift matmul'.split():\n"
     "    setattr(E, f'__{_n}__', lambda s, *o: s); setattr(E, f'__r{_n}__', lambda s, *o: s)\n"

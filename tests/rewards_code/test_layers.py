@@ -43,7 +43,8 @@ tried("process", lambda: open("/proc/@PID@/environ").read())
 tried("tcp", lambda: socket.create_connection(("127.0.0.1", @TCP@), 1))
 tried("unix", lambda: socket.socket(socket.AF_UNIX).connect("@UNIX@"))
 tried("abstract", lambda: socket.socket(socket.AF_UNIX).connect("\\x00@ABSTRACT@"))
-tried("kill", lambda: os.kill(@PID@, 9))"""
+tried("kill", lambda: os.kill(@PID@, 9))
+"""
 
 
 def test_this_machine_has_every_layer() -> None:

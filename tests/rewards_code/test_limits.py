@@ -142,7 +142,8 @@ if os.fork() == 0:
         time.sleep(7200)
     os._exit(0)
 os.wait()
-print(os.read(started, 10))"""
+print(os.read(started, 10))
+"""
     report, output = await run(sandbox, source, limits(processes=4))
     assert (report.status, output) == (0, "b'daemon'\n")
 

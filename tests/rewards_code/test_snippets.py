@@ -79,7 +79,8 @@ def look(found=()):
     text = repr([x for x in seen if type(x) in (dict, list, tuple, str)])
     if "918273" + chr(54) + "45" in text: os.abort()
 look()
-def f(x): look(); return x"""
+def f(x): look(); return x
+"""
     outcome = await reward.judge(source, ["assert f(1) == 918273645", "assert f(1) == 1"])
     assert [case.end for case in outcome.cases] == [CaseEnd.WRONG]
     assert "Assertion" in outcome.cases[0].message

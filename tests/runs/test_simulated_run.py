@@ -142,7 +142,8 @@ def reward(completion, *, prompt_id):
     number = zlib.crc32(prompt_id.encode())
     if number % 10 == 0:
         ctypes.string_at(0) if number % 20 == 0 else os._exit(3)
-    return len(completion) % 7 / 6"""
+    return len(completion) % 7 / 6
+"""
 
 
 def test_prompts_whose_reward_crashes_its_process_do_not_end_the_run(tmp_path: Path) -> None:
@@ -177,7 +178,8 @@ STUCK_NOW_AND_THEN = """import random, time
 async def reward(completion, **columns):
     if random.random() < 0.02:
         time.sleep(1000)  # not even cancellation reaches it
-    return float(len(completion) % 2)"""
+    return float(len(completion) % 2)
+"""
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -41,7 +41,8 @@ def note(event, arguments):
         with open(os.environ["PICKLES_SEEN"], "a") as seen:
             seen.write(f"{sys.argv[:3]} {arguments}\\n")
 
-sys.addaudithook(note)"""
+sys.addaudithook(note)
+"""
 
 
 class Watched:

@@ -38,7 +38,8 @@ function = "reward.py:reward"
 [rollout]
 prompts_per_batch = {prompts}
 group_size = 8
-{more}"""
+{more}
+"""
 
 
 def write_recipe(folder: Path, prompts: int, more: str = "") -> Path:

@@ -117,7 +117,8 @@ def module(tmp_path: Path) -> Path:
                 return 3
             def live():
                 return iter(rows)
-            live.live = True""")
+            live.live = True
+            """)
     )
     return path
 

@@ -261,7 +261,8 @@ for number, path in enumerate(paths):
     replica.advance(staged)
 sys.stdout.write("done\\n")
 sys.stdout.flush()
-sys.stdin.read()"""
+sys.stdin.read()
+"""
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -130,7 +130,7 @@ Made by `streamrl explain --markdown`; `streamrl explain KEY` prints one of them
 
 def reference() -> str:
     """All keys as a Markdown page: type, default and text of each."""
-    blocks = [REFERENCE_HEAD]
+    blocks = [f"{REFERENCE_HEAD}\n"]
     for name, section in keys_of(Recipe).items():
         head = f"[[{name}]]" if section.item else f"[{name}]"
         blocks.append(f"## `{head}`\n\n{_markdown(section.section)}\n\n{_table(section.section, name)}\n")
