@@ -31,10 +31,10 @@ from training_run import StreamrlCommand
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "sort"
-GONE_S = 10.0
+GONE_S = 50.0
 ENDLESS = 10**6
-DRAIN_S = 60.0
-PATIENCE_S = {"simulated": 60.0, "vllm": 240.0}
+DRAIN_S = 300.0
+PATIENCE_S = {"simulated": 300.0, "vllm": 900.0}
 """For the whole run to start, or for what died to work again."""
 
 
