@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -59,9 +59,15 @@ def example(hint: Any, name: str = "") -> Any:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return next(iter(hint))
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        fields = [field for field in msgspec.structs.fields(hint) if field.required or field.type in (int, str, float)]
+        fields = [
+            field
+            for field in msgspec.structs.fields(hint)
+            if field.required or field.type in (int, str, float) or get_origin(field.type) is dict
+        ]
         return hint(**{field.name: example(field.type, field.name) for field in fields})
     inner = get_args(hint)
+    if get_origin(hint) is Literal:
+        return inner[0]
     if get_origin(hint) is dict:
         return {example(inner[0]): example(inner[1])}
     if get_origin(hint) in (tuple, list):
