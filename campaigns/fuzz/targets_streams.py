@@ -35,6 +35,7 @@ COMPLETION = Completion(
     version_spans=(VersionSpan(start=0, end=60, policy_version=3), VersionSpan(start=60, end=100, policy_version=4)),
 )
 REWARD = Reward(function="reward.py:score", weight=0.5, options={"tolerance": 0.1, "deep": {"a": [1, "b"]}})
+_FILLED = (int, str, float, dict)  # optional fields that an example has
 _EXAMPLES: dict[Any, Any] = {
     int: 3,
     float: 0.5,
@@ -59,20 +60,15 @@ def example(hint: Any, name: str = "") -> Any:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return next(iter(hint))
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        fields = [
-            field
-            for field in msgspec.structs.fields(hint)
-            if field.required or field.type in (int, str, float) or get_origin(field.type) is dict
-        ]
-        return hint(**{field.name: example(field.type, field.name) for field in fields})
+        fields = {field.name: field for field in msgspec.structs.fields(hint)}
+        filled = {name for name, one in fields.items() if one.required or (get_origin(one.type) or one.type) in _FILLED}
+        return hint(**{name: example(fields[name].type, name) for name in filled})
     inner = get_args(hint)
-    if get_origin(hint) is Literal:
-        return inner[0]
     if get_origin(hint) is dict:
         return {example(inner[0]): example(inner[1])}
     if get_origin(hint) in (tuple, list):
         return get_origin(hint)(example(one, name) for one in inner if one is not ...)
-    return example(inner[0], name)  # a union, or a generic
+    return inner[0] if get_origin(hint) is Literal else example(inner[0], name)  # or a union, or a generic
 
 
 def _codecs() -> list[tuple[WireCodec[Any], Sequence[Any]]]:
