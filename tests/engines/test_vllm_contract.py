@@ -41,7 +41,16 @@ HELD = {  # what holds an object of vLLM, by the file and the name there
         "iteration": "vllm.v1.metrics.stats.IterationStats",
         "cache": "vllm.config.CacheConfig",
     },
-    "engines/vllm/continuation.py": {"state": "vllm.v1.worker.gpu_input_batch.CachedRequestState", **RUNNER},
+    "engines/vllm/continuation.py": {
+        "state": "vllm.v1.worker.gpu_input_batch.CachedRequestState",
+        "sampler": "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler",
+        **RUNNER,
+    },
+    "engines/vllm/cpu_kernels.py": {
+        "module": "vllm.model_executor.layers.layernorm.RMSNorm",
+        "norm": "vllm.model_executor.layers.layernorm.RMSNorm",
+        "gate": "vllm.model_executor.layers.activation.SiluAndMul",
+    },
     "weights/vllm/weight_receiver.py": {
         "worker": "vllm.v1.worker.worker_base.WorkerBase|vllm.v1.worker.gpu_worker.Worker"
     },
@@ -58,6 +67,9 @@ BY_TEXT = {  # what no syntax shows, with parameters
         "num_gpu_blocks_override",
     ],
     "vllm.sampling_params.SamplingParams": ["extra_args", "prompt_logprobs"],
+    "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu": ["logits", "generators", "k", "p"],
+    "vllm.model_executor.layers.layernorm.RMSNorm.forward_native": ["x", "residual"],
+    "vllm.model_executor.layers.activation.SiluAndMul.forward_native": ["x"],
 }
 Uses = dict[str, set[str]]
 """Parameters by the dotted name that takes them."""

@@ -46,6 +46,7 @@ def keep_linear_weights(*, packed: bool) -> None:
     """Keep the parameters of linear layers on a CPU, where stock vLLM empties them after packing. ``packed`` False:
     plain ``linear`` on the parameter. True: vLLM's packed kernels beside the parameter (twice the memory); a commit
     must then pack the layers it touched again (``repack_linear_layers``)."""
+    from torch.nn.functional import linear
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
 
@@ -57,16 +58,10 @@ def keep_linear_weights(*, packed: bool) -> None:
         if packed or layer.weight.is_meta or layer.weight.ndim != 2:
             original(layer, remove_weight=False)
         else:
-            layer.cpu_linear = _plain_linear
+            layer.cpu_linear = linear
 
     dispatch.streamrl_original = original  # type: ignore[attr-defined]
     utils.dispatch_cpu_unquantized_gemm = dispatch
-
-
-def _plain_linear(x: Any, weight: Any, bias: Any) -> Any:
-    from torch.nn.functional import linear
-
-    return linear(x, weight, bias)
 
 
 if os.environ.get("VLLM_PLUGINS") == "":  # a plain engine's: in those of other engines a plugin does this

@@ -88,17 +88,21 @@ def register_weight_backend() -> None:
 
 
 def watch_after_loading() -> None:
-    """Note on every model what vLLM changed in its parameters after they were loaded: the load plan asks for it."""
+    """Note on every model what vLLM changed in its parameters after they were loaded: the load plan asks for it. On a
+    CPU its norms and gates then get vLLM's C kernels."""
     from vllm.model_executor.model_loader import base_loader
 
     original = base_loader.process_weights_after_loading
     if hasattr(original, "streamrl_original"):
         return
 
-    def watched(model: Any, *arguments: Any, **options: Any) -> None:
+    def watched(model: Any, model_config: Any, target_device: Any) -> None:
+        from streamrl.engines.vllm.cpu_kernels import KERNELS_VARIABLE, use_cpu_kernels
         from streamrl.weights.vllm.load_plan_reload import observe_after_loading
 
-        observe_after_loading(model, lambda: original(model, *arguments, **options))
+        observe_after_loading(model, lambda: original(model, model_config, target_device))
+        if target_device.type == "cpu" and os.environ.get(KERNELS_VARIABLE) != "stock":
+            use_cpu_kernels(model, model_config.dtype)
 
     watched.streamrl_original = original  # type: ignore[attr-defined]
     base_loader.process_weights_after_loading = watched
