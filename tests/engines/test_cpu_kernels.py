@@ -45,17 +45,16 @@ def test_kernels_give_what_vllm_gives(vllm: Any, type_name: str, caplog: pytest.
     use_cpu_kernels(model, dtype)
     for weight in (norm.weight, torch.nn.Parameter(torch.randn(64).to(dtype))):
         norm.weight = weight  # as a reload may do it
-        torch.testing.assert_close(norm(x), norm.forward_native(x), rtol=bound, atol=bound)
-        given = x.clone(), residual.clone()
-        expected = norm.forward_native(*given)
-        torch.testing.assert_close(norm(*given), expected, rtol=bound, atol=bound)
-        assert torch.equal(given[1], expected[1]), "only the kernel writes there"
+        for given in ((x,), (gaps,), (x, residual), (x, gaps), (gaps, residual)):
+            found = norm(*(one.clone() if one.is_contiguous() else one for one in given))
+            torch.testing.assert_close(found, norm.forward_native(*given), rtol=bound, atol=bound)
+        written = residual.clone()
+        assert norm(x.clone(), written)[1] is written, "it was not the kernel"
         assert torch.equal(norm(x)[3], norm(x[3:4])[0]), "a row depends on others"
-        for plain in ((gaps,), (gaps, residual), (x, gaps), (x.to(other),), (x, residual.to(other)), (x, x[:1])):
+        for plain in ((x.to(other),), (x, residual.to(other)), (x, x[:1])):
             assert all(map(torch.equal, norm(*plain), norm.forward_native(*plain)))
-    torch.testing.assert_close(gate(wide), gate.forward_native(wide), rtol=bound, atol=bound)
-    for odd in (wide[:, :96], wide[:, :20].clone()):
-        assert torch.equal(gate(odd), gate.forward_native(odd))
+    for rows in (wide, wide[:, :96], wide[:, :20]):
+        torch.testing.assert_close(gate(rows), gate.forward_native(rows), rtol=bound, atol=bound)
     assert not torch.overrides.has_torch_function((torch.Tensor._make_subclass(vllm.parameter, x),))
     assert not [record for record in caplog.records if record.name.startswith("streamrl")]
 

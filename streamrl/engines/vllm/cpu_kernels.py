@@ -39,23 +39,24 @@ def use_cpu_kernels(model: Any, dtype: torch.dtype) -> None:
 def _norm(norm: Any, x: Any, residual: Any = None) -> Any:
     """Compute what ``RMSNorm`` does, with a residual in place. The kernels take rows without gaps, all of one type."""
     weight = norm.weight  # looked up in each call: a reload may put another there
-    fits = x.dtype is weight.dtype and x.is_contiguous()
-    if fits and residual is None:
+    if x.dtype is not weight.dtype or not (residual is None or (residual.dtype, residual.shape) == (x.dtype, x.shape)):
+        return norm.forward_native(x, residual)
+    x = x.contiguous()  # heads of queries and keys are slices
+    if residual is None:
         out = torch.empty_like(x)
         torch.ops._C.rms_norm.default(out, x, weight, norm.variance_epsilon)
         return out
-    if fits and (residual.dtype, residual.shape) == (x.dtype, x.shape) and residual.is_contiguous():
-        torch.ops._C.fused_add_rms_norm.default(x, residual, weight, norm.variance_epsilon)
-        return x, residual
-    return norm.forward_native(x, residual)
+    residual = residual.contiguous()
+    torch.ops._C.fused_add_rms_norm.default(x, residual, weight, norm.variance_epsilon)
+    return x, residual
 
 
 def _gate(gate: Any, x: Any) -> Any:
     """Compute what ``SiluAndMul`` does. The kernel takes rows without gaps, of two halves of whole vectors of 8."""
-    if x.shape[-1] % 16 or not x.is_contiguous():
+    if x.shape[-1] % 16:
         return gate.forward_native(x)
     out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype)
-    torch.ops._C.silu_and_mul.default(out, x)
+    torch.ops._C.silu_and_mul.default(out, x.contiguous())
     return out
 
 
