@@ -1,4 +1,5 @@
-"""An engine core that is a fork of its host: it hears its own signals only, dies with it, and spawns its workers."""
+"""An engine core that is a fork of its host: it hears its own signals only, dies with it, and spawns its workers; and
+the watch over an engine's processes."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 HOST = """
 import ctypes, multiprocessing, os, signal
@@ -50,3 +54,52 @@ def test_a_forked_core_is_a_process_of_its_own() -> None:
     )
     expected = f"fork spawn {int(signal.SIGKILL)} {int(signal.SIGTERM)} 0\nhost {int(signal.SIGUSR1)}\n"
     assert done.stdout == expected, done.stderr
+
+
+WATCHED = """
+import os, subprocess, sys, psutil
+from streamrl.engines.vllm.processes import ProcessWatch
+
+PARENT = '''
+import ctypes, os, subprocess, threading, time
+subprocess.Popen(["sleep", "1000"])
+threading.Thread(target=time.sleep, args=(1000,)).start()
+print(flush=True)
+ctypes.CDLL(None).syscall({"x86_64": 60}.get(os.uname().machine, 93), 0)  # ends the main thread, and no other
+'''
+if sys.argv[1] == "psutil":
+    del os.pidfd_open
+parent = psutil.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
+parent.stdout.readline()
+(child,) = parent.children()
+files = len(os.listdir("/proc/self/fd"))
+watch = ProcessWatch()
+
+def look():
+    died = str(watch.first_death()).replace(f"pid {parent.pid}", "parent").replace(f"pid {child.pid}", "child")
+    print(len(os.listdir("/proc/self/fd")) - files, died)
+
+for process in (parent, child):
+    while process.status() != "zombie":
+        pass
+    look()
+    child.kill()
+parent.kill()
+os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
+look()
+watch.end_all()
+parent.wait()
+look()
+"""
+
+
+@pytest.mark.parametrize(("by", "held"), [("descriptors", 2), ("psutil", 0)])
+def test_the_first_death_is_named_and_how_it_came(by: str, held: int) -> None:
+    """The parent's main thread ends, then its child, then the parent, which is then reaped. A process lives for as long
+    as one of its threads; without descriptors the end of the main one passes for a death."""
+    command = [sys.executable, "-c", WATCHED, by]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    parent = f"its process {Path(sys.executable).name} (parent) died"
+    early = ["None", "its process sleep (child) died of signal SIGKILL"] if held else [f"{parent} with exit code 0"] * 2
+    expected = [f"{held} {died}" for died in (*early, f"{parent} of signal SIGKILL")]
+    assert done.stdout.splitlines() == [*expected, f"0 {parent}"], done.stderr

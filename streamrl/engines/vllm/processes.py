@@ -9,12 +9,15 @@ vLLM says only ``EngineDeadError``, whether a worker or EngineCore died. The pid
 from __future__ import annotations
 
 import os
+import select
 import signal
+from contextlib import suppress
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 
 import psutil
 
+from streamrl.base.run_process import signal_name
 from streamrl.engines.plain_vllm.worker import die_with_parent
 from streamrl.weights import ENGINE_VARIABLE
 
@@ -51,36 +54,51 @@ class ProcessWatch:
 
     def __init__(self) -> None:
         own = psutil.Process(os.getpid())
-        self._processes = [(_title(p), p) for p in own.children(recursive=True) if "resource_tracker" not in _line(p)]
-        self._shared = {path for _, process in self._processes for path in _shared_memory(process)}
+        found = [process for process in own.children(recursive=True) if "resource_tracker" not in _line(process)]
+        self._processes = [(_title(process), process, _death_descriptor(process)) for process in found]
+        self._shared = {path for process in found for path in _shared_memory(process)}
 
     def first_death(self) -> str | None:
         """A sentence about the first dead one, or None. The parent is named among several: a child follows its
         parent."""
-        for title, process in self._processes:
-            if not _alive(process):
+        for title, process, descriptor in self._processes:
+            if not _alive(process, descriptor):
                 return f"its process {title} (pid {process.pid}) died{_how(process)}"
         return None
 
     def end_all(self) -> None:
         """Kill those still alive, wait for them, and unlink the memory that they shared. Blocking, ``END_SECONDS`` at
         most."""
-        alive = [process for _, process in self._processes if _alive(process)]
+        found, self._processes = self._processes, [(title, process, None) for title, process, _ in self._processes]
+        alive = [process for _, process, descriptor in found if _alive(process, descriptor)]
         for process in alive:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         psutil.wait_procs(alive, timeout=END_SECONDS)
+        for descriptor in (descriptor for _, _, descriptor in found if descriptor is not None):
+            os.close(descriptor)
         for path in self._shared:
             path.unlink(missing_ok=True)
 
 
-def _alive(process: psutil.Process) -> bool:
-    try:
+def _death_descriptor(process: psutil.Process) -> int | None:
+    """A descriptor that the kernel makes readable when ``process`` is dead; None where psutil has to look."""
+    with suppress(AttributeError, OSError):  # a system without the call, a process that is gone, no descriptor left
+        descriptor = os.pidfd_open(process.pid)
+        if process.is_running():
+            return descriptor
+        os.close(descriptor)  # of another process, which has the pid by now
+    return None
+
+
+def _alive(process: psutil.Process, descriptor: int | None) -> bool:
+    if descriptor is not None:
+        deaths = select.poll()
+        deaths.register(descriptor, select.POLLIN)
+        return not deaths.poll(0)
+    with suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 def _shared_memory(process: psutil.Process) -> set[Path]:
@@ -93,10 +111,9 @@ def _shared_memory(process: psutil.Process) -> set[Path]:
 
 
 def _line(process: psutil.Process) -> str:
-    try:
+    with suppress(psutil.Error):
         return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
+    return ""
 
 
 def _title(process: psutil.Process) -> str:
@@ -107,11 +124,9 @@ def _title(process: psutil.Process) -> str:
 
 def _how(process: psutil.Process) -> str:
     """Exit status of a zombie, from its parent's point of view; empty once it is reaped."""
-    try:
-        with open(f"/proc/{process.pid}/stat") as file:
-            status = int(file.read().rpartition(")")[2].split()[-1])
-    except (OSError, ValueError):
-        return ""
-    if os.WIFSIGNALED(status):
-        return f" of signal {signal.Signals(os.WTERMSIG(status)).name}"
-    return f" with exit code {os.WEXITSTATUS(status)}"
+    with suppress(OSError, ValueError), open(f"/proc/{process.pid}/stat") as file:
+        state, *_, number = file.read().rpartition(")")[2].split()
+        if state == "Z":  # else another process has the pid by now
+            code = os.waitstatus_to_exitcode(int(number))
+            return f" of signal {signal_name(-code)}" if code < 0 else f" with exit code {code}"
+    return ""
