@@ -238,7 +238,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    decoding.DECODING_THREADS = options.threads
+    decoding.usable_cores = lambda: 2 * options.threads  # type: ignore[attr-defined]
     warm = Setting(1 << 28 >> 2, options.density)  # large enough for compiled code, which is loaded once
     push_delta(warm, options.threads)
     setting = Setting(math.ceil(options.parameters), options.density)

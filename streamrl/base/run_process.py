@@ -17,6 +17,7 @@ from pathlib import Path
 
 PARENT_PID = "STREAMRL_PARENT_PID"
 RUN_MARKER = "STREAMRL_RUN_MARKER"
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 CUDA_DEVICES, CUDA_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -76,6 +77,15 @@ def name_shared_memory() -> str:
     shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + 9  # type: ignore[attr-defined] # with eight random digits
     process.current_process()._config["semprefix"] = f"/{prefix}mp"  # type: ignore[attr-defined]
     return prefix
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, or as many as the quota of its control group is worth where that is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # no such file, or no quota: "max"
+        quota, period = map(int, CPU_QUOTA.read_text().split())
+        cores = min(cores, -(-quota // period))
+    return cores
 
 
 def ensure_home() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+from functools import partial
 
 import torch
 from msgspec import structs
 
-from streamrl.learning.threads import idle_threads, trainer_threads
+from streamrl.base.run_process import usable_cores
+from streamrl.learning.threads import trainer_threads
 from streamrl.recipe.objective import ObjectiveSettings, OffPolicy, why_not_streaming
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Lora, Recipe, Training
@@ -58,12 +59,9 @@ def trainer_options(
         directory = weights_endpoint.removeprefix("ipc://").rpartition("/")[0]
         rendezvous = f"file://{directory}/trainer.rendezvous"
 
-    def threads(freed: int) -> int:
-        on_cpu = not torch.cuda.is_available()
-        return trainer_threads(recipe, os.cpu_count() or 1, engines_on_cpu=on_cpu, freed=freed)
-
+    threads = partial(trainer_threads, recipe, usable_cores(), engines_on_cpu=not torch.cuda.is_available())
     decided = {
-        "threads": threads(0),
+        "threads": threads(),
         "streaming": training.streaming
         and not recipe.run.deterministic
         and not why_not_streaming(objective, training.updates_per_batch, training.epochs_per_batch),
@@ -76,8 +74,8 @@ def trainer_options(
         weights_endpoint=weights_endpoint,
         rank=rank,
         rendezvous=rendezvous,
-        idle_threads=idle_threads(training, recipe.run, os.cpu_count() or 1),
-        freed_threads=tuple(threads(freed) for freed in range(1, recipe.engines.count + 1)),
+        idle_threads=threads(engines_on_cpu=False),
+        freed_threads=tuple(threads(freed=freed) for freed in range(1, recipe.engines.count + 1)),
         temperature=recipe.sampling.temperature,
         top_p=recipe.sampling.top_p,
         max_tokens=recipe.sampling.max_tokens,

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamrl.base.errors import StreamBroken, StreamRLError
+from streamrl.base.run_process import usable_cores
 from streamrl.learning.options import TrainerOptions
 
 LEAVE_TIMEOUT = timedelta(seconds=10)
@@ -120,7 +121,7 @@ def leave() -> None:
 
 def use_threads(threads: int) -> None:
     """Torch's threads for this process; 0: every core. In the thread that computes: OpenMP keeps it per thread."""
-    torch.set_num_threads(threads or os.cpu_count() or 1)
+    torch.set_num_threads(threads or usable_cores())
 
 
 def return_freed_memory() -> None:

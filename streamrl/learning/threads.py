@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.recipe.judge import Judge
-from streamrl.recipe.sections import Engines, LaunchedBy, Recipe, Run, Training
+from streamrl.recipe.sections import Engines, LaunchedBy, Recipe, Run
 
 
 def engine_threads(engines: Engines, run: Run, cores: int) -> int:
@@ -18,18 +18,12 @@ def judge_threads(judge: Judge, cores: int) -> int:
     return (judge.threads or max(cores // 4, 1)) if judge.model else 0
 
 
-def idle_threads(training: Training, run: Run, cores: int) -> int:
-    """Torch threads of one rank while the engines of this host do nothing: all cores, shared by the ranks."""
-    return training.threads or (1 if run.deterministic else max(cores // training.ranks, 1))
-
-
 def trainer_threads(recipe: Recipe, cores: int, *, engines_on_cpu: bool, freed: int = 0) -> int:
     """Torch threads of one rank: ``training.advanced.threads``, or what engines and judge of this host leave, shared by
-    the ranks. ``freed``: so many of the engines do nothing until the next round."""
+    the ranks. ``freed``: so many of the engines do nothing until the next round. Without ``engines_on_cpu`` all cores
+    are theirs, as while nothing else computes."""
     if recipe.training.threads or recipe.run.deterministic:
         return recipe.training.threads or 1
-    left = cores
-    if engines_on_cpu and recipe.transport.engines is LaunchedBy.LOCAL:
-        left -= (recipe.engines.count - freed) * engine_threads(recipe.engines, recipe.run, cores)
-    left -= judge_threads(recipe.judge, cores) if engines_on_cpu else 0
-    return max(left // recipe.training.ranks, 1)
+    engines = recipe.engines.count - freed if recipe.transport.engines is LaunchedBy.LOCAL else 0
+    taken = engines * engine_threads(recipe.engines, recipe.run, cores) + judge_threads(recipe.judge, cores)
+    return max((cores - taken * engines_on_cpu) // recipe.training.ranks, 1)

@@ -158,3 +158,35 @@ def test_where_the_disk_is_full_a_child_says_so_by_its_exit_code(tmp_path: Path)
     code = shell(f"{shlex.join([sys.executable, '-c', child])} >/dev/full 2>&1").returncode
     death = Death(name="controller", exit_code=code, detected_s=0.0)
     assert death.is_fatal and "the disk is full" in death.describe() and "resume" in death.describe()
+
+
+ONE_CORE = """
+import os, sys
+from pathlib import Path
+from streamrl.base import run_process
+
+if sys.argv[2:]:
+    run_process.CPU_QUOTA = Path(sys.argv[2])
+else:
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+import torch
+from streamrl.learning import process_group
+from streamrl.learning.options import trainer_options
+from streamrl.recipe.rules.load import load_recipe
+
+chosen = trainer_options(load_recipe(sys.argv[1]), 0, "run", "ipc:///s/weights")
+process_group.use_threads(0)
+print(chosen.threads, chosen.idle_threads, chosen.freed_threads, torch.get_num_threads())
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="one core is all that there is")
+@pytest.mark.parametrize("quota", ["", "100000 100000"])
+def test_threads_are_those_of_the_cores_that_a_process_may_use(tmp_path: Path, quota: str) -> None:
+    """In a container, or under taskset: threads of the host's other cores wait in turn for the one that there is."""
+    file = tmp_path / "cpu.max"
+    file.write_text(quota)
+    command = [sys.executable, "-c", ONE_CORE, str(EXAMPLE), *([str(file)] if quota else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.stdout == "1 1 (1,) 1\n", done.stderr

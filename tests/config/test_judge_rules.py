@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
+from streamrl.base.run_process import usable_cores
 from streamrl.learning.threads import judge_threads, trainer_threads
 from streamrl.recipe.rewards import PATH_OPTIONS
 from streamrl.recipe.rules.load import dump_recipe, load_recipe
@@ -75,7 +75,7 @@ def test_the_sort_model_of_the_demo_takes_no_chats(tmp_path: Path) -> None:
     ) == ["judge.advanced.max_model_len: 2048 is more than the model's 1024 positions: lower it"]
     options = judge_options(recipe, "/s", device="cpu")
     assert (options.max_model_len, options.pushed, options.sleeps) == (1024, False, False)
-    assert options.environment["OMP_NUM_THREADS"] == str(judge_threads(recipe.judge, os.cpu_count() or 1))
+    assert options.environment["OMP_NUM_THREADS"] == str(judge_threads(recipe.judge, usable_cores()))
 
 
 def test_paths_among_options_are_relative_to_the_recipe(tmp_path: Path) -> None:

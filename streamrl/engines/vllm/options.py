@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.run_process import usable_cores
 from streamrl.engines.plain_vllm.options import (
     CPU_BATCH_TOKENS,
     CPU_CACHE_BYTES,
@@ -185,18 +186,15 @@ def _environment(
         if mine.tensor_parallel_size > 1:
             environment |= workers_on_cores(numbers or sorted(os.sched_getaffinity(0)), place, mine)
         else:
-            environment |= openmp_places(numbers)
-            environment.setdefault(
-                "OMP_NUM_THREADS", str(engine_threads(recipe.engines, recipe.run, os.cpu_count() or 1))
-            )
+            environment |= openmp_places(numbers, engine_threads(recipe.engines, recipe.run, usable_cores()))
     return environment
 
 
-def openmp_places(numbers: list[int]) -> dict[str, str]:
-    """OpenMP's own variables for cores: an engine of one worker computes in its EngineCore process (see
-    ``engines.vllm.options``), where vLLM's binding does not reach."""
+def openmp_places(numbers: list[int], threads: int) -> dict[str, str]:
+    """OpenMP's own variables, of ``threads`` where the recipe names no cores: an engine of one worker computes in its
+    EngineCore process, where vLLM's binding does not reach."""
     if not numbers:
-        return {}
+        return {"OMP_NUM_THREADS": str(threads)}
     places = ",".join(f"{{{number}}}" for number in numbers)
     return {"OMP_NUM_THREADS": str(len(numbers)), "OMP_PLACES": places, "OMP_PROC_BIND": "true"}
 
@@ -229,7 +227,7 @@ def device_problems(recipe: Recipe, config: dict[str, Any], *, device: str) -> I
     """Yield why a set of engines of ``recipe`` cannot run on this machine; ``config``: the model's."""
     if recipe.transport.engines is not LaunchedBy.LOCAL:
         return
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     heads = int(config.get("num_attention_heads") or 1)
     for index, one in enumerate(prepared_sets(recipe)):
         where = "engines" if index == 0 else f"engines.advanced.sets.{index - 1}"

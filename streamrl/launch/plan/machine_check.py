@@ -24,6 +24,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from streamrl.base.run_process import usable_cores
+
 GIB = 1 << 30
 LONGEST_SOCKET_PATH = 107
 LONGEST_SOCKET_NAME = len("/streamrl-xxxxxxxx/completions-engine-999")
@@ -210,11 +212,6 @@ def _memory() -> Iterable[Finding]:
     if (free := shared_memory()) is not None:
         remedy = "vLLM needs about 0.5 GiB of /dev/shm an engine: in a container use --shm-size=2g or --ipc=host"
         yield _finding("shared memory", free >= GIB // 2, f"/dev/shm has {free / GIB:.1f} GiB free", remedy)
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _limits() -> Iterable[Finding]:

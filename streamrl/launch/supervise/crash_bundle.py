@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.base.run_process import usable_cores
 from streamrl.launch.supervise.redaction import Redaction, run_redaction
 from streamrl.recipe.rewards import Reward
 
@@ -102,7 +103,7 @@ def write_crash_bundle(
                     versions=package_versions(_PACKAGES),
                     python=sys.version,
                     platform=platform.platform(),
-                    processors=os.cpu_count() or 0,
+                    processors=usable_cores(),
                     environment_names=tuple(sorted(environment)),
                     environment=shown,
                     left_out=left_out,

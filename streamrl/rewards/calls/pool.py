@@ -34,7 +34,7 @@ import msgspec
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.notifier import Notifier
-from streamrl.base.run_process import signal_name
+from streamrl.base.run_process import signal_name, usable_cores
 from streamrl.base.types import RewardFailureKind
 from streamrl.recipe.rewards import Reward
 from streamrl.rewards.calls.frames import (
@@ -324,7 +324,7 @@ class CallPool:
     def __init__(self, rewards: Sequence[Reward], processes: int) -> None:
         self._rewards = rewards
         self._most = processes
-        self._warm = min(processes, len(os.sched_getaffinity(0)))
+        self._warm = min(processes, usable_cores())
         self._memory_bytes = max((reward.memory_mib for reward in rewards), default=0) << 20
         self._signatures: list[RewardSignature] = []
         self._problems: list[str] = []

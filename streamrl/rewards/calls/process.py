@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from streamrl.base.run_process import usable_cores
 from streamrl.base.types import RewardFailureKind
 from streamrl.recipe.user_code import describe_error
 from streamrl.rewards.calls.frames import READY, CallAnswer, CallOrder, Clock, FrameReader, SharedStatus, to_frame
@@ -34,7 +35,7 @@ _MOST_THREADS = 32
 _MOST_CAUSES = 8
 _STOP_GRACE_S = 1.0  # for a coroutine to end once it was cancelled
 _CPU_MARGIN_S = 5
-_CORES = os.cpu_count() or 1
+_CORES = usable_cores()
 _exit = os._exit  # user code may replace it
 # Small: what is left of a large block that was not filled makes the heap crawl up by as much as came in, call for call.
 _RECEIVE_BYTES = 1 << 16

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.run_process import usable_cores
 from streamrl.engines.plain_vllm.options import cpu_environment, shared_environment
 from streamrl.engines.vllm.options import (
     CPU_BLOCK_TOKENS,
@@ -43,8 +43,8 @@ def judge_options(recipe: Recipe, socket_directory: str | Path, *, device: str =
     environment = shared_environment(socket_directory)
     if on_cpu:
         # vLLM's own packed weights, without the plain ones beside them: nothing is pushed to a judge.
-        environment |= cpu_environment("stock") | openmp_places(core_numbers(judge.cores))
-        environment.setdefault("OMP_NUM_THREADS", str(judge_threads(recipe.judge, os.cpu_count() or 1)))
+        places = openmp_places(core_numbers(judge.cores), judge_threads(recipe.judge, usable_cores()))
+        environment |= cpu_environment("stock") | places
     return EngineOptions(
         name=JUDGE,
         model_path=judge.model,

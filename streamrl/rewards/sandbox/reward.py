@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.run_process import usable_cores
 from streamrl.recipe.fields import Natural, Positive, PositiveFloat
 from streamrl.rewards.declared import BadOption, BuiltinReward, Options, declare
 from streamrl.rewards.sandbox.asserts import SimpleTest, parse_test, passes, take_apart
@@ -113,7 +114,7 @@ class CodeReward:
     def __init__(self, options: CodeOptions, sandbox: Sandbox) -> None:
         self.options = options
         self._sandbox = sandbox
-        self._slots = asyncio.Semaphore(options.concurrency or len(os.sched_getaffinity(0)))
+        self._slots = asyncio.Semaphore(options.concurrency or usable_cores())
         self._learnt: TimeLimits | None = None
         optional = [options.entry_point_column, options.setup_column]
         declare(self, columns=[options.column], optional=optional, provided=["prompt_id"])

@@ -6,7 +6,6 @@ engines load, where that is known; else the first version is complete."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import msgspec
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightSource
 from streamrl.base.messages import Published as Published
+from streamrl.base.run_process import usable_cores
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_complete
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
@@ -88,7 +88,7 @@ class WeightPublisher:
             raise WeightError(f"rank {rank} was given {len(shards)} shards with {len(self._shards)} different names")
         self._units = work_units(shards)
         self._source = source or HostTensors()
-        self._threads = threads or max(1, min(8, (os.cpu_count() or 1) // 2))
+        self._threads = threads or max(1, min(8, usable_cores() // 2))
         dense = sum(shard.count * bit_type(shard.dtype, shard.name).itemsize for shard in shards)
         self._chain = Chain(dense // _CHAIN_SHARE if chain_bytes is None else chain_bytes)
         self._checkpoint = None if checkpoint is None else CheckpointBase(checkpoint)

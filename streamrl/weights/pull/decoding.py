@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from streamrl.base.errors import WeightError
+from streamrl.base.run_process import usable_cores
 from streamrl.weights.codec.bits import BitArray, PositionArray
 from streamrl.weights.codec.codec import WeightPatch, decode_patch
 from streamrl.weights.manifest import ShardSpec, WorkUnit
 from streamrl.weights.pull.received_part import ReceivedChain
 from streamrl.weights.pull.replica import CheckpointReplica, ShardPatch
 
-DECODING_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 _EncodedPatch = tuple[WorkUnit, memoryview]
 
 
@@ -23,7 +22,8 @@ class Decoding:
     """Decodes patches in threads (numpy, numba and pcodec let go of the interpreter), while others still arrive."""
 
     def __init__(self, base: CheckpointReplica | None) -> None:
-        self.pool = ThreadPoolExecutor(DECODING_THREADS, thread_name_prefix="weight decoding")
+        # Counted here: vLLM may have bound the thread that imported this module to one core.
+        self.pool = ThreadPoolExecutor(max(1, min(8, usable_cores() // 2)), thread_name_prefix="weight decoding")
         self._base = base
         self._begun: dict[str, list[Future[list[ShardPatch]]]] = {}
 
