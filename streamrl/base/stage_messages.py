@@ -95,9 +95,9 @@ EndedOutcome = Scored | TrajectoryLost
 
 
 class RolloutStatistics(Record, frozen=True):
-    """``busy_seconds``: integral of running trajectories over time, no more than the capacity at once, for the bubble
-    ratio. ``verified_tokens``: of deferred completions, that were kept; ``accepted_tokens`` of them the new weights
-    chose, too, and they were not decoded again."""
+    """``busy_seconds``: integral of running trajectories over time, no more than the capacity at once;
+    ``working_seconds``: time in which one ran; both without pauses of all engines. ``verified_tokens``: of deferred
+    completions, that were kept; ``accepted_tokens`` of them the new weights chose, too: they are not decoded again."""
 
     launched: int
     finished: int
@@ -106,3 +106,4 @@ class RolloutStatistics(Record, frozen=True):
     generated_tokens: int
     verified_tokens: int = 0
     accepted_tokens: int = 0
+    working_seconds: float = 0.0

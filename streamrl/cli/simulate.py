@@ -242,7 +242,7 @@ def quality_table(outcomes: list[Outcome]) -> Table:
         r = outcome.report
         yield "rounds", outcome.name
         yield "bubble", f"{r.rollout_bubble:.3f}"
-        yield "of step", f"{r.step_bubble:.3f}"
+        yield "free slots", f"{r.free_slots:.3f}"
         yield "staleness", f"{r.staleness_mean:.2f}"
         yield "largest", str(r.staleness_max)
         yield "wait", f"{r.wait_mean:.2f}"

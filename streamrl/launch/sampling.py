@@ -68,7 +68,7 @@ async def open_rollout(recipe: Recipe, processes: Processes, held_out: HeldOut, 
 
 
 def capacity(recipe: Recipe, processes: Processes) -> int:
-    """Trajectories that bubble ratios count as full engines, whatever the rounds."""
+    """Trajectories that shares of free slots count as full engines, whatever the rounds."""
     return min(processes.ready.max_num_seqs, recipe.batch_trajectories)
 
 

@@ -18,8 +18,8 @@ from streamrl.simulate.stages import PushModel, RewardModel, TrainerModel
 
 
 class ClusterEngines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``count`` equal engines; prompts of ``prompt_tokens``; ``capacity``: what bubble ratios count as all of it,
-    in requests (0: ``count`` x ``max_num_seqs`` of the engine, or a batch of the recipe where that is fewer).
+    """``count`` equal engines; prompts of ``prompt_tokens``; ``capacity``: requests in full engines, for
+    shares of free slots (0: ``count`` x ``max_num_seqs`` of the engine, or a batch of the recipe where that is fewer).
 
     ``migration_s``: from the abort of a request that moves to its submission elsewhere. ``tensor_parallel_size``:
     workers of one engine; ``parallel_scaling``: share of the ideal speed-up that doubling them gives;

@@ -47,7 +47,7 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: float
     longest: int
     rollout_bubble: float
-    step_bubble: float
+    free_slots: float
 
 
 class KindSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +65,8 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     """Figures over the steps that count (a warm-up is left out). Times in simulated seconds.
 
     ``goodput``: trained tokens a second; ``groups_s``: trained groups a second. ``unbiased``: lengths as the prompts
-    that were launched would give them; ``trained``: those trained on. Bubble ratios: idle share of ``capacity``
-    requests, over the rollout and over the whole step. Staleness: of the oldest token of each trained trajectory.
+    that were launched would give them; ``trained``: those trained on. ``rollout_bubble``,
+    ``free_slots``: free share of ``capacity``, in the rollout and in the whole step. Staleness: of the oldest token.
     ``step_s_p50``, ``step_s_p95``: of the steps in ``recent``. ``wait_mean``, ``wait_max``: optimizer steps between the
     first launch of a prompt and its training. ``straggler_rate``: mean over trained batches of the share of their
     step's groups that straggle (SAGC's budget)."""
@@ -82,7 +82,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     goodput: float
     groups_s: float
     rollout_bubble: float
-    step_bubble: float
+    free_slots: float
     staleness_mean: float
     staleness_max: int
     unbiased: LengthSummary
@@ -161,7 +161,7 @@ class Sums(msgspec.Struct):
 
 
 class StepLedger:
-    """Follows one step after the other. ``capacity``: what bubble ratios count as all of it, in requests.
+    """Follows one step after the other. ``capacity``: slots of full engines, in requests.
     ``trained_s``, ``publishing_s``: when the trainer had stepped and the push began."""
 
     def __init__(
@@ -246,7 +246,7 @@ class StepLedger:
             generated_tokens=generated - self._generated_began,
             longest=batch.longest,
             rollout_bubble=_idle(self._busy_full - self._busy_began, self.capacity * rollout_s),
-            step_bubble=_idle(busy - self._busy_began, self.capacity * step_s),
+            free_slots=_idle(busy - self._busy_began, self.capacity * step_s),
         )
         straggled = straggler_rate(batch.tables, self._settings.group_sizing.straggler_ratio)
         sums.batches += step.batches
@@ -288,7 +288,7 @@ class StepLedger:
             goodput=tokens / seconds,
             groups_s=sums.group_sizes.total() / seconds,
             rollout_bubble=sum(row.rollout_bubble * row.rollout_s for row in rows) / max(rollout_s, 1e-12),
-            step_bubble=sum(row.step_bubble * row.step_s for row in rows) / seconds,
+            free_slots=sum(row.free_slots * row.step_s for row in rows) / seconds,
             staleness_mean=_total(sums.staleness) / max(trained.total(), 1),
             staleness_max=max(sums.staleness, default=0),
             unbiased=summary_of(sums.unbiased, cap),

@@ -136,7 +136,7 @@ class RolloutStage:
         self._engines_paused = False
         self._launched = self._finished = self._generated_tokens = 0
         self._verified_tokens = self._accepted_tokens = 0
-        self._busy_seconds = 0.0
+        self._busy_seconds = self._working_seconds = 0.0
         self._counted_at = 0.0
 
     async def run(self, orders: ReceiveStream[RolloutOrder], outcomes: SendStream[RolloutOutcome]) -> None:
@@ -162,6 +162,7 @@ class RolloutStage:
             generated_tokens=self._generated_tokens,
             verified_tokens=self._verified_tokens,
             accepted_tokens=self._accepted_tokens,
+            working_seconds=self._working_seconds,
         )
 
     def engines_paused(self, paused: bool) -> None:
@@ -290,9 +291,9 @@ class RolloutStage:
 
     def _count(self) -> None:
         now = anyio.current_time()
-        if not self._engines_paused:
-            running = min(len(self._open) - self._waiting, self._capacity)
-            self._busy_seconds += running * (now - self._counted_at)
+        if not self._engines_paused and (running := len(self._open) - self._waiting):
+            self._busy_seconds += min(running, self._capacity) * (now - self._counted_at)
+            self._working_seconds += now - self._counted_at
         self._counted_at = now
 
 

@@ -302,7 +302,7 @@ class Story:
     def __init__(self, trace: TrajectoryTrace | None = None, *, resumption: Resumption | None = None) -> None:
         self.clock = Clock()
         self.serving = 2
-        self.busy = 0.0
+        self.busy = self.working = 0.0
         self.tokens = 0
         self.emitted: list[RunEvent] = []
         self.control = make_control(SETTINGS)
@@ -326,13 +326,19 @@ class Story:
 
     def rollout(self) -> RolloutStatistics:
         return RolloutStatistics(
-            launched=0, finished=0, running=0, busy_seconds=self.busy, generated_tokens=self.tokens
+            launched=0,
+            finished=0,
+            running=0,
+            busy_seconds=self.busy,
+            generated_tokens=self.tokens,
+            working_seconds=self.working,
         )
 
     def runs(self, seconds: float, running: float) -> None:
         """Time passes with ``running`` trajectories in the engines."""
         self.clock.now += seconds
         self.busy += seconds * running
+        self.working += seconds if running else 0.0
 
     async def step(self, version: int, kind: str, batch: list[ScoredTrajectory]) -> dict[str, float]:
         """Rollout 2 s at 4 running and 2 s at 1; training 3 s; 0.5 s of waiting; a push of 0.5 s."""
@@ -388,7 +394,8 @@ async def test_a_step_is_reported_as_it_was(tmp_path: Path) -> None:
 
     # 10 request-seconds: of 4 s and of 8 s, at the same capacity of 4.
     assert metrics["util/rollout_bubble_ratio"] == pytest.approx(1 - 10 / 16)
-    assert metrics["util/bubble_ratio"] == pytest.approx(1 - 10 / 32)
+    assert metrics["util/free_slot_ratio"] == pytest.approx(1 - 10 / 32)
+    assert metrics["util/engine_idle_ratio"] == pytest.approx(1 - 4 / 8), "one request is enough to keep it busy"
     assert metrics["util/capacity"] == 4
     assert metrics["perf/train_tok_s"] == pytest.approx(80 / 8)
     assert metrics["perf/groups_s"] == pytest.approx(2 / 8)

@@ -56,7 +56,8 @@ METRICS = {
     "async/staleness_mean": 0.0,
     "perf/gen_tok_s": 10_212.0,
     "perf/train_tok_s": 9_812.0,
-    "util/bubble_ratio": 0.41,
+    "util/free_slot_ratio": 0.71,
+    "util/engine_idle_ratio": 0.041,
     "util/trainer_idle_ratio": 0.62,
 }
 
@@ -72,7 +73,7 @@ def test_the_step_line() -> None:
     )
     assert step_line(100, 100, {"reward/mean": float("nan")}, 12.0, 0.0, ALL) == (
         "step 100/100  reward -  held-out -  len -  cut -  no-signal -  entropy -  round -  kl -  stale -  tok/s -  "
-        "grad -  engine-idle -  trainer-idle -  mismatch -  12 s  done"
+        "grad -  free-slots -  engine-idle -  trainer-idle -  mismatch -  12 s  done"
     )
     assert "  round short 8  kl 0.012  stale 0.0  tok/s 9.8k  " in step_line(12, 100, SHORT, 2.1, 187.4, ALL)
 
@@ -110,7 +111,7 @@ def test_the_table_fits_on_79_columns_whatever_moves(steps: int) -> None:
     assert [column.label for column in further_columns(frozenset({"kl"}), 9, 79)] == ["kl", "tok/s"]
     assert further_columns(frozenset(), 100_000, 79) == ()
     assert [column.label for column in further_columns(frozenset(), 100, 120)] == [
-        *("tok/s", "grad", "engine-idle", "trainer-idle", "mismatch")
+        *("tok/s", "grad", "free-slots", "engine-idle", "trainer-idle")
     ]
 
 
@@ -272,7 +273,7 @@ def test_a_whole_run_on_a_pipe(tmp_path: Path) -> None:
     assert "\x1b" not in text
     lines = text.splitlines()
     rest = "reward {}  held-out 0.100  len 143  cut 3%  no-signal 12%  entropy 1.83  kl 0.012  tok/s 9.8k  grad 0.71  "
-    rest += "engine-idle 41%  trainer-idle 62%  mismatch 5e-06  {}"
+    rest += "free-slots 71%  engine-idle 4%  trainer-idle 62%  mismatch 5e-06  {}"
     assert lines[:17] == [
         "trainer-0 ready after 3.0 s",
         "waiting for engine-0 (34 s)",

@@ -174,7 +174,7 @@ def test_nothing_runs_in_paused_engines_before_its_weights_are_live() -> None:
         for pause_s in (0.0, 0.2)
     ]
     assert [row.rollout_s for row in rollouts[0]] == pytest.approx([row.rollout_s for row in rollouts[1]])
-    assert all(row.step_bubble > 0.2 for row in rollouts[0])
+    assert all(row.free_slots > 0.2 for row in rollouts[0])
 
 
 def test_streaming_hides_training_and_shared_cores_slow_the_rollout() -> None:

@@ -131,7 +131,7 @@ async def test_an_engine_goes_on_as_soon_as_it_has_committed_whatever_the_others
         assert (fast.told, slow.told) == (TAKEN, []), "it generates while it fetches"
         assert [(w.who, w.what) for w, _ in run.waits.open()] == [("the weight sync", "engine-1 to fetch version 5")]
         slow.let.set()
-    assert slow.told == TAKEN and not run.waits.open()
+    assert slow.told == TAKEN and not run.waits.open() and run.pauses == [], "one of them computes at any time"
 
 
 @pytest.mark.parametrize("tolerates", [False, True])
@@ -214,6 +214,8 @@ async def test_a_pause_without_a_push_samples_by_the_live_version() -> None:
     completion = await sampled_during(engine, run.sync.resume)
     assert {span.policy_version for span in completion.version_spans} == {4}
     assert engine.told == ["pause keep", "resume"] and run.pauses == [True, False]
+    await run.sync.push(announced(5, 4))
+    assert run.pauses == [True, False] * 2, "it computes nothing while it commits"
 
 
 async def test_a_paused_engine_that_refuses_the_delta_is_reanchored_and_only_then_resumed() -> None:

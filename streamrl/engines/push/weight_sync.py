@@ -29,8 +29,8 @@ class WeightSync:
     """Pushes announced versions to ``engines``, by name.
 
     ``anchor`` has the trainer publish a version complete (``VersionLeft``: it has moved on). ``on_pause`` is called
-    with True when all engines are paused ahead of a push, with False when that ends. ``on_failure`` is given an engine
-    and why it failed, and returns whether the run continues without it (None: it does not).
+    with True when all engines are paused, by a push or ahead of it, with False when that ends. ``on_failure`` is given
+    an engine and why it failed, and returns whether the run continues without it (None: it does not).
 
     ``canary``: compares what engines compute after each push with what the trainer does; it needs ``run``. Engines
     beyond its limit take the next version as an anchor; one that is beyond it even then ends the run. ``waits``: where
@@ -61,7 +61,8 @@ class WeightSync:
         self._waits = waits or Waits()
         self._live: WeightAnnouncement | None = None
         self._pushed = anyio.Event()
-        self._paused = False
+        self._paused = False  # ahead of a push
+        self._noted_pause = False
         self._paused_engines: set[Engine] = set()
         self._one_at_a_time = anyio.Lock()
         self._one_anchor = anyio.Lock()  # the trainer is asked for one at a time
@@ -77,6 +78,7 @@ class WeightSync:
     async def push(self, announced: WeightAnnouncement) -> PushReport:
         """Make ``announced`` live on every engine; ends a pause. Raises ``EngineError`` when that fails or is late."""
         async with self._one_at_a_time:
+            self._paused = False  # each engine resumes by itself
             self._live = None  # engines may hold ``announced`` from here on: none must be brought to the one before
             report = await self._push(announced)
             self._live = announced
@@ -89,14 +91,14 @@ class WeightSync:
         first token is computed after the commit. Requests in flight are treated as a push would treat them."""
         async with self._one_at_a_time:
             await self._on_each(self._pause, list(self._engines), self._limit("not every engine was paused"))
-            self._note_pause(True)
+            self._paused = True
 
     async def resume(self) -> None:
         """Resume paused engines without a push: requests submitted meanwhile are sampled by the live version."""
         async with self._one_at_a_time:
             paused = [engine for engine in self._engines if engine in self._paused_engines]
+            self._paused = False
             await self._on_each(self._resume, paused, self._limit("not every engine was resumed"))
-            self._note_pause(False)
 
     async def _push(self, announced: WeightAnnouncement) -> PushReport:
         started = anyio.current_time()
@@ -130,13 +132,13 @@ class WeightSync:
             await self._on_each(partial(take, version=anchor), again, limit)
         for engine in [engine for engine in self._engines if engine not in pauses]:
             self._failed(engine, _refused(self._engines[engine], announced, refusals[engine]))
-        self._note_pause(False)
         if self._canary is not None:
             self._canary.ask(list(self._engines))
         return _report(announced, started, staged_at, list(pauses.values()), len(again), report)
 
-    def _note_pause(self, paused: bool) -> None:
-        changed, self._paused = paused != self._paused, paused
+    def _note_pause(self) -> None:
+        paused = bool(self._engines) and self._engines.keys() <= self._paused_engines
+        changed, self._noted_pause = paused != self._noted_pause, paused
         if changed and self._on_pause is not None:
             self._on_pause(paused)
 
@@ -231,11 +233,13 @@ class WeightSync:
         mode = PauseMode.ABORT if self._in_flight is InFlight.RESUME else PauseMode.KEEP
         with self._waiting(engine, "pause"):
             await engine.pause(mode, clear_cache=self._in_flight is not InFlight.KEEP)
+        self._note_pause()
 
     async def _resume(self, engine: Engine) -> None:
         with self._waiting(engine, "resume"):
             await engine.resume()
         self._paused_engines.discard(engine)
+        self._note_pause()
 
     def _waiting(self, engine: Engine, step: str) -> AbstractContextManager[None]:
         name = self._engines.get(engine, "an engine that was started")

@@ -169,15 +169,17 @@ time/eval_s | s | sum | Wall time of the evaluation, which runs beside the next 
 time/engine_switch_s | s | sum | Time in which no engine served because another set took over: stop or sleep, start or
     wake, weights.
 util/trainer_idle_ratio | share | share | Share of the step in which the trainer computed nothing.
-util/bubble_ratio | share | share | Idle share of the capacity c (util/capacity) over the whole step: 1 -
-    sum(min(running, c) dt) / (c sum(dt)).
-util/rollout_bubble_ratio | share | share | The same over the rollout alone: from a live version until the next batch is
-    full, at the same capacity.
+util/engine_idle_ratio | share | share | Share of the step in which no engine had anything to compute: no request was
+    open (from its launch until its tokens are here), or all engines were paused.
+util/free_slot_ratio | share | share | Free share of the capacity c (util/capacity) over the whole step: 1 -
+    sum(min(running, c) dt) / (c sum(dt)). Engines that compute one long completion have c - 1 free slots.
+util/rollout_bubble_ratio | share | share | The same over the rollout alone, from a live version until the next batch is
+    full: SortedRL's bubble ratio (arXiv 2603.23414).
 util/wait_reason/<reason> | share | share | Share of the step in which the run as a whole waited for this: engine_start,
     sampling, tail (few still run), reward, training, push, evaluation, checkpoint, prompts, recovery, shutdown, control
     (what happened is on its way to control). One reason at every instant: the shares sum to 1.
 util/loop_lag_s | s | max | Longest time since the last step in which the controller's event loop answered nothing.
-util/capacity | requests | last | What the bubble ratios count as full: requests that run at once.
+util/capacity | requests | last | Slots: requests that run at once in full engines.
 perf/train_tok_s | tokens/s | rate | Trained tokens per second of wall time: goodput.
 perf/gen_tok_s | tokens/s | rate | Generated tokens per second of wall time, dropped and evaluation ones too.
 perf/forward_backward_tok_s | tokens/s | rate | Tokens laid into rows (a prompt that siblings share once) per second of

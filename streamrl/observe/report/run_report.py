@@ -66,7 +66,7 @@ class RunReport(Observer):
     """Turns what happens into ``RunEvent`` messages, which ``emit`` is given.
 
     ``control`` and ``store``: of the run, only read. ``rollout``: counters of the rollout stage; ``capacity``:
-    trajectories that the engines can run at once, the same for both bubble ratios; ``load``: of all engines together;
+    trajectories that the engines can run at once, for the shares of free slots; ``load``: of all engines together;
     ``serving``: the number of engines that are sent requests; ``rewards_in_flight``: what the reward stage holds;
     ``loop_lag``: longest time without an answer of this loop since the last call; ``figures``: more metrics of a step,
     one call each. ``resumption``: of a run that goes on. ``trace``, ``samples`` None: not recorded.

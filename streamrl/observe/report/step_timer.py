@@ -22,14 +22,16 @@ class BatchTimes(msgspec.Struct, frozen=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """A step from one live version to the next. ``ended_at``: by the clock; ``sampled``: tokens; ``verified`` and
-    ``accepted``: tokens of deferred completions that new weights looked at, and those that they chose again."""
+    """A step from one live version to the next. ``ended_at``: by the clock; ``free_slots``, ``engine_idle``: shares, of
+    the capacity and of the time; ``sampled``: tokens; ``verified`` and ``accepted``: tokens of deferred completions
+    that new weights looked at, and those that they chose again."""
 
     ended_at: float
     seconds: float
     push_s: float
     wait_eval_s: float
-    bubble: float
+    free_slots: float
+    engine_idle: float
     sampled: int
     verified: int
     accepted: int
@@ -37,7 +39,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 class StepTimer:
     """Notes the moments of the open step. ``rollout``: what the rollout stage has counted; ``capacity``: trajectories
-    that the engines can run at once, the same for both bubble ratios."""
+    that the engines can run at once, in the rollout and in the whole step."""
 
     def __init__(self, clock: Callable[[], float], rollout: Callable[[], RolloutStatistics], capacity: int) -> None:
         self._clock, self._rollout, self._capacity = clock, rollout, capacity
@@ -56,7 +58,7 @@ class StepTimer:
         """The trainer stepped."""
         self._trained_at = self._clock()
         rollout_s = max(self._closed_at - self._began_at, 0.0)
-        bubble = self._idle_share(self._began_with, self._closed_with, rollout_s)
+        bubble = self._free_slots(self._began_with, self._closed_with, rollout_s)
         return BatchTimes(rollout_s, self._trained_at - self._closed_at, bubble)
 
     def publishing(self) -> None:
@@ -74,18 +76,21 @@ class StepTimer:
             seconds=seconds,
             push_s=now - self._publishing_at,
             wait_eval_s=self._publishing_at - self._trained_at,
-            bubble=self._idle_share(before, after, seconds),
+            free_slots=self._free_slots(before, after, seconds),
+            engine_idle=_rest(after.working_seconds - before.working_seconds, seconds),
             sampled=after.generated_tokens - before.generated_tokens,
             verified=after.verified_tokens - before.verified_tokens,
             accepted=after.accepted_tokens - before.accepted_tokens,
         )
 
-    def _idle_share(self, before: RolloutStatistics, after: RolloutStatistics, seconds: float) -> float:
+    def _free_slots(self, before: RolloutStatistics, after: RolloutStatistics, seconds: float) -> float:
         """1 - sum(min(running, capacity) dt) / (capacity sum(dt))."""
-        if seconds <= 0:
-            return 0.0
-        busy = (after.busy_seconds - before.busy_seconds) / (self._capacity * seconds)
-        return min(max(1 - busy, 0.0), 1.0)
+        return _rest((after.busy_seconds - before.busy_seconds) / self._capacity, seconds)
+
+
+def _rest(part: float, whole: float) -> float:
+    """Share of ``whole`` that is not ``part``; 0 where there is no whole."""
+    return min(max(1 - part / whole, 0.0), 1.0) if whole > 0 else 0.0
 
 
 def time_metrics(times: StepTimes, push: PushReport, trainer: Mapping[str, float]) -> dict[str, float]:
@@ -101,7 +106,8 @@ def time_metrics(times: StepTimes, push: PushReport, trainer: Mapping[str, float
         "weights/changed_ratio": push.changed_share,
         "weights/reanchored": float(push.reanchored),
         "util/trainer_idle_ratio": max(1 - working / times.seconds, 0.0),
-        "util/bubble_ratio": times.bubble,
+        "util/free_slot_ratio": times.free_slots,
+        "util/engine_idle_ratio": times.engine_idle,
         "perf/gen_tok_s": times.sampled / times.seconds,
     }
     if push.canary:

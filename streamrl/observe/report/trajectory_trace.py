@@ -32,7 +32,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class TraceHeader(Line, frozen=True, tag="header"):
     """First line. ``recipe.toml`` beside it has what is missing here.
 
-    ``capacity``: requests that all engines together run at once, as the bubble ratios count it. ``kv_tokens``: tokens
+    ``capacity``: requests that all engines together run at once, for shares of free slots. ``kv_tokens``: tokens
     that the KV caches of all engines hold (0: unknown). ``engine_kind``: of ``simulated`` ones lengths and times say
     nothing about a model."""
 

@@ -73,7 +73,8 @@ FURTHER = (
     Column("stale", "async/staleness_mean", lambda value: f"{value:.1f}", 6, moves=True),
     Column("tok/s", "perf/train_tok_s", short_count, 7),
     Column("grad", "optim/grad_norm", lambda value: f"{value:.2g}", 8),
-    Column("engine-idle", "util/bubble_ratio", percent, 12),
+    Column("free-slots", "util/free_slot_ratio", percent, 11),
+    Column("engine-idle", "util/engine_idle_ratio", percent, 12),
     Column("trainer-idle", "util/trainer_idle_ratio", percent, 13),
     Column("mismatch", "policy/mismatch_abs_mean", lambda value: f"{value:.1g}", 9),
 )
