@@ -25,12 +25,15 @@ HEAD = """# Benchmarks
 
 Written by `make claims` from `benchmarks/claims.json`; a test compares the two. Each row says when, at which commit
 and on which machine its figure was measured; before 2026-11-25 the commit is the last one of that day. The machines are
-shared and noisy: read ratios, not seconds. `make claims CLAIMS="NAME"` measures a row again.
+shared and noisy: read CPU milliseconds a trained sample (all processes of a run) and ratios of them before wall time.
+`make claims CLAIMS="NAME"` measures a row again.
 """
 
 
 class Claim(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One figure. ``shows``: pattern of the lines of the output that are the figure; without one, the last line."""
+    """One figure. ``shows``: pattern of the lines of the output that are the figure; without one, the last line.
+    ``goal_cpu_ms``: CPU time a trained sample that the figure is not to exceed (0: no goal); noise moves it less than a
+    ratio of wall times. ``keeps_table``: the Markdown tables of the output are kept too, as ``table``."""
 
     name: str
     area: str
@@ -42,6 +45,9 @@ class Claim(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     machine: str
     minutes: float
     shows: str = ""
+    goal_cpu_ms: float = 0
+    keeps_table: bool = False
+    table: str = ""
 
 
 def read_claims() -> list[Claim]:
@@ -55,12 +61,34 @@ def page(claims: list[Claim]) -> str:
     for area in dict.fromkeys(claim.area for claim in claims):
         parts.append(f"\n## {area}\n\n| what | figure | when, where | command |\n|---|---|---|---|")
         parts += [
-            f"| {claim.what} | {claim.figure} | {claim.date}, `{claim.commit}`, {claim.machine} "
+            f"| {claim.what} | {claim.figure}{goal_text(claim)} | {claim.date}, `{claim.commit}`, {claim.machine} "
             f"| `{claim.name}`: `{claim.command}` ({claim.minutes:g} min) |"
             for claim in claims
             if claim.area == area
         ]
+        parts += [f"\n`{claim.name}`:\n\n{claim.table}" for claim in claims if claim.area == area and claim.table]
     return "\n".join(parts) + "\n"
+
+
+def cpu_ms_of(figure: str) -> float | None:
+    """The last CPU milliseconds a sample in a figure, ``20.1`` of ``33.0 → 20.1 CPU ms a sample``."""
+    found = re.findall(r"([\d.]+) CPU ms a sample", figure)
+    return float(found[-1]) if found else None
+
+
+def goal_text(claim: Claim) -> str:
+    """The goal and whether it is met, for behind the figure; empty where there is none."""
+    if not claim.goal_cpu_ms:
+        return ""
+    measured = cpu_ms_of(claim.figure)
+    verdict = "not measured" if measured is None else "met" if measured <= claim.goal_cpu_ms else "UNMET"
+    return f"; goal {claim.goal_cpu_ms:g} CPU ms a sample: {verdict}"
+
+
+def table_of(output: str) -> str:
+    """The Markdown tables of an output, without what stands between them."""
+    tables = re.findall(r"(?:^\|.*\n)+", output, re.MULTILINE)
+    return "\n".join(tables).strip()
 
 
 def figure_of(claim: Claim, output: str) -> str:
@@ -104,6 +132,7 @@ def measure(claim: Claim) -> Claim:
     return msgspec.structs.replace(
         claim,
         figure=figure_of(claim, "".join(lines)),
+        table=table_of("".join(lines)) if claim.keeps_table else "",
         date=date.today().isoformat(),
         commit=commit.stdout.strip(),
         machine=machine(),

@@ -25,8 +25,8 @@ from typing import Any
 
 import anyio
 import msgspec
-import psutil
 import tokenizers
+from cpu_time import CpuTree
 
 from streamrl.base.stage_messages import FinishedTrajectory, Scored
 from streamrl.base.types import (
@@ -130,12 +130,12 @@ class Line:
 
     def __init__(self, give: Any, take: Any) -> None:
         self.give, self.take = give, take
-        self.worker = psutil.Process()
+        self.worker = CpuTree(os.getpid())
 
     async def rate(self, trajectories: list[Trajectory]) -> tuple[float, float, float]:
         """Completions a second; microseconds of CPU for each in this process, and in the worker's processes."""
         finished = [FinishedTrajectory(trajectory=trajectory, group_size=GROUP) for trajectory in trajectories]
-        started, here, there = time.perf_counter(), time.process_time(), cpu_seconds(self.worker)
+        started, here, there = time.perf_counter(), time.process_time(), self._worker_s()
         async with anyio.create_task_group() as both:
             both.start_soon(self._give_all, finished)
             for _ in finished:
@@ -144,7 +144,10 @@ class Line:
                 assert isinstance(scored.outcome, ScoredTrajectory), scored
         seconds = time.perf_counter() - started
         each = 1e6 / len(finished)
-        return (len(finished) / seconds, (time.process_time() - here) * each, (cpu_seconds(self.worker) - there) * each)
+        return (len(finished) / seconds, (time.process_time() - here) * each, (self._worker_s() - there) * each)
+
+    def _worker_s(self) -> float:
+        return sum(self.worker.read().values())
 
     async def _give_all(self, finished: list[FinishedTrajectory]) -> None:
         for trajectory in finished:
@@ -160,12 +163,6 @@ class Line:
             await self.take.receive()
             waited.append(1e3 * (time.perf_counter() - started))
         return statistics.median(waited), statistics.quantiles(waited, n=20)[-1]
-
-
-def cpu_seconds(worker: psutil.Process) -> float:
-    """Of a process and all that it started."""
-    processes = [worker, *worker.children(recursive=True)]
-    return float(sum(sum(process.cpu_times()[:2]) for process in processes))
 
 
 @asynccontextmanager
@@ -192,7 +189,7 @@ async def open_line(directory: Path, reward: Reward) -> AsyncIterator[Line]:
             zmq_receiver(RewardResult, at[1], bind=True, name="results") as results,
         ):
             process = await asyncio.create_subprocess_exec(sys.executable, __file__, "--worker", str(recipe_file), *at)
-            line.worker = psutil.Process(process.pid)
+            line.worker = CpuTree(process.pid)
             await wait_ready(orders, results)
             yield orders, results
             await process.wait()

@@ -7,6 +7,7 @@
         prompts_sagc prompts_random_sizes --set evaluation.every=10 --set 'objective.advantages="leave_one_out"'
     python benchmarks/scheduling.py --out cells --regimes demo:8x8 --arms reinforce_synchronous reinforce_sorted
     python benchmarks/scheduling.py --out cells --report
+    python benchmarks/scheduling.py --out cells --against ../before --regimes demo:32x8 --arms synchronous --seeds 5
 
 ``prompts_`` arms have the same prompts a step, in equal steps; size 8 of ``8x8`` is ``synchronous``, and advantages are
 given because they are others where sizes vary.
@@ -15,7 +16,10 @@ A cell is one run of one arm with one seed, and one JSON file in ``--out``: a re
 All arms of a seed run before the next seed, in the opposite order, so that a drift of the machine meets every arm.
 Wall time is that of the steps after 2 warm-up ones and before the last one: no start, no evaluation. Each arm measures
 whole cycles of its rounds. Held-out accuracy is measured once, at the end, after as many samples in every arm. Arms
-that this tree does not know, or cannot compose, are skipped and said so. Exit code 1 when a run failed."""
+that this tree does not know, or cannot compose, are skipped and said so. Exit code 1 when a run failed.
+
+CPU time is that of all processes of a run in the same steps (``cpu_time.py``). ``--against`` runs each cell in another
+checkout, too, in turns, and compares the two by seed: milliseconds of wall and CPU time a sample, and steps alike."""
 
 from __future__ import annotations
 
@@ -42,8 +46,8 @@ from scheduling_cells import (
     sizing_overrides,
     steps_for,
 )
-from scheduling_report import report
-from training_run import RunFailed
+from scheduling_report import checkouts_table, report
+from training_run import ROOT, RunFailed
 
 from streamrl.base.errors import RecipeError
 
@@ -78,6 +82,7 @@ def parse_arguments() -> argparse.Namespace:
         "--sagc-tradeoff", type=float, default=0.0, help="group_sizing.advanced.tradeoff (V) of them (0: its default)"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="an override for every arm")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="run each cell there, too (OUT/against)")
     parser.add_argument("--traces", action="store_true", help="keep each run's trace and recipe beside its cell")
     parser.add_argument("--timeout-s", type=float, default=1200.0, help="for each run")
     return parser.parse_args()
@@ -122,34 +127,42 @@ def plan(options: argparse.Namespace, regime: Regime, arm: str, seed: int) -> Ce
 
 def run_missing(options: argparse.Namespace) -> int:
     """Run every cell that ``--out`` does not hold. Returns the number of runs that failed."""
+    checkouts = {options.out: ROOT} | ({options.out / "against": options.against} if options.against else {})
     failed = 0
-    options.out.mkdir(parents=True, exist_ok=True)
-    for regime, arm, seed in planned(options):
-        title = f"{regime.name} {arm} seed {seed}"
-        try:
-            cell_plan = plan(options, regime, arm, seed)
-            path = cell_plan.file(options.out)
-            if path.exists():
-                check_same(cell_plan, path)
+    for number, (regime, arm, seed) in enumerate(planned(options)):
+        for folder in list(checkouts)[:: 1 if number % 2 else -1]:
+            folder.mkdir(parents=True, exist_ok=True)
+            title = f"{regime.name} {arm} seed {seed}" + (f" in {checkouts[folder]}" if options.against else "")
+            try:
+                cell_plan = plan(options, regime, arm, seed)
+                path = cell_plan.file(folder)
+                if path.exists():
+                    check_same(cell_plan, path)
+                    continue
+                cell_plan.checked_on_policy()
+            except (NotYet, RecipeError) as reason:
+                print(f"{title}: skipped: {reason}", flush=True)
                 continue
-            cell_plan.checked_on_policy()
-        except (NotYet, RecipeError) as reason:
-            print(f"{title}: skipped: {reason}", flush=True)
-            continue
-        try:
-            cell = run_cell(cell_plan, options.out, timeout_s=options.timeout_s, keep_trace=options.traces)
-        except RunFailed as error:
-            failed += 1
-            path.with_suffix(".failed.txt").write_text(str(error), encoding="utf-8")
-            print(f"{title}: FAILED: {str(error).splitlines()[0]} ({path.with_suffix('.failed.txt')})", flush=True)
-            continue
-        print(
-            f"{title}: {cell.seconds:.1f} s for {len(cell.measured)} steps, "
-            f"{1000 * cell.seconds / cell.samples:.1f} ms a sample, length {cell.length:.0f}, "
-            f"accuracy {cell.accuracy:.3f}" + "".join(f"\n    {warning}" for warning in cell.warnings),
-            flush=True,
-        )
+            failed += not run_one(options, cell_plan, folder, checkouts[folder].resolve(), title)
     return failed
+
+
+def run_one(options: argparse.Namespace, cell_plan: CellPlan, folder: Path, checkout: Path, title: str) -> bool:
+    """Run a cell and print its figures; False where the run failed, which then says why in a file beside the cells."""
+    try:
+        cell = run_cell(cell_plan, folder, checkout=checkout, timeout_s=options.timeout_s, keep_trace=options.traces)
+    except RunFailed as error:
+        path = cell_plan.file(folder).with_suffix(".failed.txt")
+        path.write_text(str(error), encoding="utf-8")
+        print(f"{title}: FAILED: {str(error).splitlines()[0]} ({path})", flush=True)
+        return False
+    print(
+        f"{title}: {cell.seconds:.1f} s for {len(cell.measured)} steps, {cell.sample_ms:.2f} ms a sample, "
+        f"{cell.sample_cpu_ms:.2f} CPU ms a sample, length {cell.length:.0f}, accuracy {cell.accuracy:.3f}"
+        + "".join(f"\n    {warning}" for warning in cell.warnings),
+        flush=True,
+    )
+    return True
 
 
 def check_same(cell_plan: CellPlan, path: Path) -> None:
@@ -169,6 +182,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run under way is ended, not left behind
     failed = 0 if options.report else run_missing(options)
     print(f"\n{report(read_cells(options.out), options.out)}")
+    if options.against:
+        print(f"\n{checkouts_table(read_cells(options.out), read_cells(options.out / 'against'))}")
     return 1 if failed else 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
-from training_run import DEMO_RECIPE, toml_value, training_run
+from training_run import DEMO_RECIPE, ROOT, toml_value, training_run
 
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.simulate.recording import TRACE_FILE
@@ -194,7 +194,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     ``accuracy``: held out, over ``held_out`` prompts, after the last step. ``overrides``: of the task's recipe.
     ``cool_down``: steps at the end that are not measured. ``accuracies``: of every evaluation, by the steps before it.
-    ``warnings``: what the run warned of, alarms included."""
+    ``warnings``: what the run warned of, alarms included. ``cpu_s``: CPU seconds of all processes of the run in the
+    measured steps, evaluations beside them too (0: not measured)."""
 
     regime: Regime
     arm: str
@@ -209,6 +210,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     cool_down: int = 0
     accuracies: dict[int, float] = {}
     warnings: list[str] = []
+    cpu_s: float = 0.0
 
     @property
     def keeps_prompts(self) -> bool:
@@ -235,6 +237,16 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     def samples(self) -> float:
         """Trained in the measured steps."""
         return sum(step["perf/samples_s"] * step["time/step_s"] for step in self.measured)
+
+    @property
+    def sample_ms(self) -> float:
+        """Milliseconds of wall time a trained sample."""
+        return 1e3 * self.seconds / self.samples
+
+    @property
+    def sample_cpu_ms(self) -> float:
+        """Milliseconds of CPU time a trained sample. NaN where it was not measured."""
+        return 1e3 * self.cpu_s / self.samples if self.cpu_s else math.nan
 
     @property
     def groups(self) -> float:
@@ -363,12 +375,16 @@ def sizing_overrides(
     return over | {f"group_sizing.{name}": value for name, value in ({"sizes": list(SIZES)} | sizing).items()}
 
 
-def run_cell(plan: CellPlan, folder: Path, *, timeout_s: float, keep_trace: bool) -> Cell:
-    """Run to the end and write the result; raises ``RunFailed``. ``keep_trace``: with the trace and the recipe."""
+def run_cell(plan: CellPlan, folder: Path, *, checkout: Path, timeout_s: float, keep_trace: bool) -> Cell:
+    """Run to the end and write the result; raises ``RunFailed``. ``checkout``: whose streamrl runs, on its own recipe;
+    ``keep_trace``: with the trace and the recipe."""
     on_policy = plan.checked_on_policy()
-    with training_run(plan.recipe, plan.settings) as run:
+    recipe = checkout / plan.recipe.relative_to(ROOT)
+    with training_run(recipe, plan.settings, environment={"PYTHONPATH": str(checkout)}) as run:
         run.wait(timeout_s=timeout_s)
         steps, evaluations = run.steps(), run.evaluations()
+        first, last = (steps[at]["time"] for at in (WARM_UP_STEPS - 1, len(steps) - COOL_DOWN_STEPS - 1))
+        cpu_s = sum(run.cpu.between(first, last).values())
         printed = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
         if keep_trace and run.directory is not None:
             _keep(run.directory, plan.file(folder).with_suffix(""))
@@ -388,6 +404,7 @@ def run_cell(plan: CellPlan, folder: Path, *, timeout_s: float, keep_trace: bool
         cool_down=COOL_DOWN_STEPS,
         accuracies={line["step"]: line["eval/held_out/avg@1"] for line in evaluations},
         warnings=[line for line in printed if line.startswith("warning at step")],
+        cpu_s=cpu_s,
     )
     path = plan.file(folder)
     unfinished = path.with_suffix(".unfinished")

@@ -5,19 +5,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import msgspec
-from confidence_interval import Interval, interval
 from scheduling_cells import AUTO, PREFIXES, ROUND_ARMS, SORTED_RL, SYNCHRONOUS, Cell, Regime, arm_order
 
 UNBIASED_ENOUGH = 0.9
 AS_ACCURATE = 0.02
 OF_BUDGET = 0.02
+# Two-sided 95 % points of Student's t, by degrees of freedom from 1 on.
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+STUDENT_T_BEYOND = 1.96
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """A mean and its 95 % interval by Student's t. NaN where there is one value only."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Mean of ``values`` with its 95 % interval. Raises ``ValueError`` for none."""
+    if not values:
+        raise ValueError("an interval needs values")
+    mean, freedom = fmean(values), len(values) - 1
+    if freedom == 0:
+        return Interval(mean, math.nan, math.nan)
+    error = stdev(values) / math.sqrt(len(values))
+    reach = error * (STUDENT_T[freedom - 1] if freedom <= len(STUDENT_T) else STUDENT_T_BEYOND)
+    return Interval(mean, mean - reach, mean + reach)
 
 
 class Paired(msgspec.Struct, frozen=True, kw_only=True):
-    """One arm against its baseline (``synchronous``), seed by seed. ``speed``, ``goodput``: ratios, more is better.
+    """One arm against its baseline (``synchronous``), seed by seed. ``speed``, ``thrift`` (CPU time a sample),
+    ``goodput``: ratios, more is better.
 
     ``length``: mean trained length over that of ``synchronous``; ``accuracy``: difference."""
 
@@ -25,6 +48,7 @@ class Paired(msgspec.Struct, frozen=True, kw_only=True):
     arm: str
     cells: list[Cell]
     speed: Interval
+    thrift: Interval
     goodput: Interval
     length: Interval
     accuracy: Interval
@@ -58,7 +82,7 @@ class Paired(msgspec.Struct, frozen=True, kw_only=True):
 def of_ratios(ratios: Sequence[float]) -> Interval:
     """Geometric mean of ``ratios`` with its 95 % interval, made on their logarithms."""
     logs = interval([math.log(ratio) for ratio in ratios])
-    return Interval(math.exp(logs.mean), logs.standard_error, math.exp(logs.low), math.exp(logs.high))
+    return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high))
 
 
 def baseline_of(arm: str) -> str:
@@ -87,6 +111,7 @@ def _against(regime: Regime, arm: str, own: list[Cell], others: list[Cell]) -> P
         arm=arm,
         cells=own,
         speed=_faster(pairs),
+        thrift=_less_cpu(pairs),
         goodput=of_ratios([(a.trained_tokens / a.seconds) / (b.trained_tokens / b.seconds) for a, b in pairs]),
         length=of_ratios([a.length / b.length for a, b in pairs]),
         accuracy=_more_accurate(pairs),
@@ -95,8 +120,10 @@ def _against(regime: Regime, arm: str, own: list[Cell], others: list[Cell]) -> P
 
 
 def ratio_text(value: Interval) -> str:
-    """``1.32 (1.21 to 1.44)``."""
-    return f"{value.mean:.2f}" + ("" if math.isnan(value.low) else f" ({value.low:.2f} to {value.high:.2f})")
+    """``1.32 (1.21 to 1.44)``; ``-`` where it was not measured."""
+    return ("-" if math.isnan(value.mean) else f"{value.mean:.2f}") + (
+        "" if math.isnan(value.low) else f" ({value.low:.2f} to {value.high:.2f})"
+    )
 
 
 def _difference_text(value: Interval) -> str:
@@ -115,9 +142,11 @@ def _row(arm: str, cells: Sequence[Cell], against: Paired | None) -> list[str]:
     return [
         arm + ("" if all(cell.on_policy for cell in cells) else " (off-policy)"),
         str(len(cells)),
-        _mean(cells, lambda cell: 1000 * cell.seconds / cell.samples, ".1f"),
+        _mean(cells, lambda cell: cell.sample_ms, ".1f"),
+        _mean(cells, lambda cell: cell.sample_cpu_ms, ".1f"),
         _mean(cells, lambda cell: 1000 * cell.seconds / len(cell.measured), ".0f"),
         ratio_text(against.speed) if against else alone,
+        ratio_text(against.thrift) if against else alone,
         ratio_text(against.goodput) if against else alone,
         _mean(cells, lambda cell: cell.groups / cell.seconds, ".2f"),
         _mean(cells, lambda cell: cell.trained_tokens / cell.seconds, ".0f"),
@@ -140,8 +169,10 @@ COLUMNS = (
     "arm",
     "seeds",
     "ms a sample",
-    "a step",
+    "CPU ms a sample",
+    "ms a step",
     "faster than synchronous",
+    "less CPU",
     "trained tok/s over synchronous",
     "groups/s",
     "trained tok/s",
@@ -158,6 +189,33 @@ COLUMNS = (
     "warnings",
     "group sizes",
 )
+
+
+def _change(before: Sequence[Cell], after: Sequence[Cell], value: Callable[[Cell], float], spec: str) -> str:
+    """``23.7 → 14.2``."""
+    return f"{_mean(before, value, spec)} → {_mean(after, value, spec)}"
+
+
+def _costs_text(before: Sequence[Cell], after: Sequence[Cell]) -> str:
+    """``23.7 → 14.2 ms a sample, 33.0 → 20.1 CPU ms a sample``."""
+    wall = _change(before, after, lambda cell: cell.sample_ms, ".2f")
+    return f"{wall} ms a sample, {_change(before, after, lambda cell: cell.sample_cpu_ms, '.2f')} CPU ms a sample"
+
+
+def checkouts_table(own: Sequence[Cell], other: Sequence[Cell]) -> str:
+    """Each arm in two checkouts, paired by seed, as a Markdown table: from the other's figures to those of this one.
+    Steps are alike where mean reward and mean length are equal to the last bit."""
+    lines = ["| arm | pairs | other checkout → this one | less wall time | less CPU | steps alike |", "|---" * 6 + "|"]
+    for regime, arm in sorted({(cell.regime, cell.arm) for cell in own}, key=lambda key: (key[0], arm_order(key[1]))):
+        of_arm = ([cell for cell in cells if (cell.regime, cell.arm) == (regime, arm)] for cells in (own, other))
+        if not (pairs := _same_seeds(*of_arm)):
+            continue
+        here, there = zip(*pairs, strict=True)
+        steps = [both for a, b in pairs for both in zip(a.steps, b.steps, strict=True)]
+        alike = sum(all(a[name] == b[name] for name in ("reward/mean", "completion/length_mean")) for a, b in steps)
+        row = [f"{regime.name} {arm}", str(len(pairs)), _costs_text(there, here), ratio_text(_faster(pairs))]
+        lines.append(f"| {' | '.join(row)} | {ratio_text(_less_cpu(pairs))} | {alike} of {len(steps)} |")
+    return "\n".join(lines)
 
 
 def regime_table(regime: Regime, cells: Sequence[Cell], pairs: Sequence[Paired]) -> str:
@@ -189,9 +247,12 @@ DEMO_TAIL, DEMO_TOKENS, HEAVY = Regime("demo", 8, 8), Regime("demo", 32, 8), Reg
 def _pair_text(pair: Paired) -> str:
     own = "" if math.isnan(pair.own_length) else f" and {pair.own_length:.2f} of its own unbiased"
     return (
-        f"{pair.arm} {ratio_text(pair.speed)} times faster, trained tok/s {ratio_text(pair.goodput)}, "
+        f"{pair.arm} {_costs_text(pair.synchronous, pair.cells)}: {ratio_text(pair.speed)} times less wall time, "
+        f"{ratio_text(pair.thrift)} times less CPU, trained tok/s {ratio_text(pair.goodput)}, "
         f"length {pair.length.mean:.2f} of synchronous{own}, "
-        f"accuracy {_difference_text(pair.accuracy)}, {len(pair.cells)} seeds"
+        f"accuracy {_difference_text(pair.accuracy)}, rollout bubble "
+        f"{_change(pair.synchronous, pair.cells, lambda cell: cell.weighted('util/rollout_bubble_ratio'), '.2f')}, "
+        f"{len(pair.cells)} seeds"
     )
 
 
@@ -346,6 +407,12 @@ def _faster(pairs_of_seeds: Sequence[tuple[Cell, Cell]]) -> Interval:
     return of_ratios([each_s(b) / each_s(a) for a, b in pairs_of_seeds])
 
 
+def _less_cpu(pairs_of_seeds: Sequence[tuple[Cell, Cell]]) -> Interval:
+    """By CPU time a sample; NaN where it was not measured."""
+    ratios = [b.sample_cpu_ms / a.sample_cpu_ms for a, b in pairs_of_seeds if a.cpu_s and b.cpu_s]
+    return of_ratios(ratios) if ratios else Interval(math.nan, math.nan, math.nan)
+
+
 def _more_accurate(pairs_of_seeds: Sequence[tuple[Cell, Cell]]) -> Interval:
     return interval([a.accuracy - b.accuracy for a, b in pairs_of_seeds])
 
@@ -389,4 +456,6 @@ def report(cells: Sequence[Cell], folder: Path) -> str:
         steps = sorted({len(cell.measured) for cell in cells if cell.regime == regime})
         measured = " and ".join(str(count) for count in steps)
         parts.append(f"### {regime.name}, {measured} measured steps\n\n{regime_table(regime, cells, pairs)}")
-    return "\n\n".join([*parts, "\n".join(f"- {verdict}" for verdict in verdicts(cells, pairs))])
+    lines = [f"{pair.regime.name} {_pair_text(pair)}" for pair in pairs]
+    lines += [f"- {verdict}" for verdict in verdicts(cells, pairs)]
+    return "\n\n".join([*parts, "\n".join(lines)])

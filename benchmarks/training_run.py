@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from cpu_time import CpuTree
 
-DEMO_RECIPE = Path(__file__).parents[1] / "examples" / "sort" / "recipe.toml"
+ROOT = Path(__file__).parents[1]
+DEMO_RECIPE = ROOT / "examples" / "sort" / "recipe.toml"
 STOP_SECONDS = 30.0
 MARK = "STREAMRL_BENCHMARK"
 """Environment variable that every descendant of a benchmarked command inherits."""
@@ -73,7 +75,9 @@ class StreamrlCommand:
 
 
 class TrainingRun(StreamrlCommand):
-    """A running ``streamrl train``. Its run directory is somewhere under ``folder``."""
+    """A running ``streamrl train``. Its run directory is somewhere under ``folder``. ``cpu``: what it used so far."""
+
+    cpu: CpuTree
 
     @property
     def directory(self) -> Path | None:
@@ -119,16 +123,18 @@ class TrainingRun(StreamrlCommand):
 def training_run(
     recipe: Path, overrides: Mapping[str, object], *, environment: Mapping[str, str] | None = None
 ) -> Iterator[TrainingRun]:
-    """Start ``streamrl train recipe --set ...`` in a folder of its own; on leaving nothing of it is left running."""
+    """Start ``streamrl train recipe --set ...`` in a folder of its own, of this checkout unless ``environment`` has
+    another ``PYTHONPATH``; on leaving nothing of it is left running."""
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="streamrl-benchmark-") as name:
-        run = TrainingRun(Path(name), {**(environment or {}), MARK: mark})
+        run = TrainingRun(Path(name), {"PYTHONPATH": str(ROOT), **(environment or {}), MARK: mark})
         settings = {"run.directory": f"{name}/runs", **overrides}
         flags = [part for key, value in settings.items() for part in ("--set", f"{key}={toml_value(value)}")]
+        run.cpu = CpuTree(run.start("train", str(recipe.absolute()), *flags).pid).start()
         try:
-            run.start("train", str(recipe.absolute()), *flags)
             yield run
         finally:
+            run.cpu.stop()
             run.terminate()
             if run.exit_code(STOP_SECONDS) is None and run.process is not None:
                 run.process.kill()

@@ -1,11 +1,15 @@
-"""The page of benchmark figures is the one that its table makes."""
+"""The page of benchmark figures is the one that its table makes; CPU time and the accounting of a step are complete."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import claims
 import pytest
+from cpu_time import CpuTree
+from step_accounting import CLOSE, DECODE, GAP, PREFILL, PUSH, Span, core_spans, seconds_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,3 +31,39 @@ def test_a_figure_is_what_the_command_printed() -> None:
     assert claims.figure_of(claim, "installing\nheld-out 0.2 | 0.6\nbye\n") == "held-out 0.2 / 0.6"
     with pytest.raises(SystemExit, match="no line"):
         claims.figure_of(claim, "nothing of the kind")
+    assert claims.table_of("5 steps\n\n| a |\n|---|\n\nand\n| b |\n") == "| a |\n|---|\n\n| b |"
+
+
+def test_a_ratio_of_wall_times_has_cpu_time_beside_it_or_says_that_it_has_none() -> None:
+    figures = [claim.figure for claim in claims.read_claims() if "less wall time" in claim.figure]
+    assert figures and all(claims.cpu_ms_of(figure) or "CPU not measured" in figure for figure in figures)
+    assert claims.cpu_ms_of("24.5 → 14 ms a sample, 33.5 → 20.25 CPU ms a sample: 1.6 times") == 20.25
+
+
+FAMILY = """import os, time
+def burn():
+    while time.process_time() < 0.3: pass
+if not (short := os.fork()): burn(), os._exit(0)
+os.waitpid(short, 0)
+wake, go = os.pipe()
+if not (middle := os.fork()):
+    if not os.fork(): os.read(wake, 1), burn(), os.write(1, b"burnt\\n"), os.read(0, 1), os._exit(0)
+    burn(), os.write(1, b"look\\n"), time.sleep(60)
+input(), os.kill(middle, 9), os.waitpid(middle, 0), os.write(go, b"1"), os.read(0, 1)"""
+
+
+def test_cpu_time_is_also_that_of_children_never_seen_of_ended_ones_and_of_orphans() -> None:
+    with subprocess.Popen([sys.executable, "-c", FAMILY], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as family:
+        assert family.stdin is not None
+        assert family.stdout is not None
+        tree = CpuTree(family.pid)
+        assert family.stdout.readline() == b"look\n" and tree.read()
+        family.stdin.write(b"\n"), family.stdin.flush()
+        assert family.stdout.readline() == b"burnt\n"
+        assert 0.85 < sum(tree.read().values()) < 1.15, "each of the three once"
+
+
+def test_every_moment_of_a_step_counts_once() -> None:
+    spans = [*core_spans(["0 2 130 130", "2 3 5 5", "3 4 5 40"]), Span(3.5, 6, CLOSE), Span(5, 7, PUSH)]
+    seconds = {row: found for row, found in seconds_of(spans, 1, 8).items() if found}
+    assert seconds == {DECODE[128]: 1, DECODE[1]: 1, PREFILL: 1, CLOSE: 2, PUSH: 1, GAP: 1}

@@ -325,14 +325,8 @@ class Story:
         self.emitted.append(event)
 
     def rollout(self) -> RolloutStatistics:
-        return RolloutStatistics(
-            launched=0,
-            finished=0,
-            running=0,
-            busy_seconds=self.busy,
-            generated_tokens=self.tokens,
-            working_seconds=self.working,
-        )
+        counts = {"launched": 0, "finished": 0, "running": 0, "generated_tokens": self.tokens}
+        return RolloutStatistics(**counts, busy_seconds=self.busy, working_seconds=self.working)
 
     def runs(self, seconds: float, running: float) -> None:
         """Time passes with ``running`` trajectories in the engines."""
