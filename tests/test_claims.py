@@ -54,8 +54,6 @@ input(), os.kill(middle, 9), os.waitpid(middle, 0), os.write(go, b"1"), os.read(
 
 def test_cpu_time_is_also_that_of_children_never_seen_of_ended_ones_and_of_orphans() -> None:
     with subprocess.Popen([sys.executable, "-c", FAMILY], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as family:
-        assert family.stdin is not None
-        assert family.stdout is not None
         tree = CpuTree(family.pid)
         assert family.stdout.readline() == b"look\n" and tree.read()
         family.stdin.write(b"\n"), family.stdin.flush()
