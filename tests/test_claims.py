@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,8 @@ def test_a_figure_is_what_the_command_printed() -> None:
 def test_a_ratio_of_wall_times_has_cpu_time_beside_it_or_says_that_it_has_none() -> None:
     figures = [claim.figure for claim in claims.read_claims() if "less wall time" in claim.figure]
     assert figures and all(claims.cpu_ms_of(figure) or "CPU not measured" in figure for figure in figures)
+    readme = " ".join(re.findall(r"^\|.*CPU .*$", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert (numbers := set(re.findall(r"\d+\.\d+", readme))) and all(n in " ".join(figures) for n in numbers)
     assert claims.cpu_ms_of("24.5 → 14 ms a sample, 33.5 → 20.25 CPU ms a sample: 1.6 times") == 20.25
 
 
