@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -17,93 +17,53 @@ import pytest_asyncio
 from streamrl.base.messages import EngineLoad, Generate, PauseMode
 from streamrl.base.types import Completion, FinishReason, token_array
 from streamrl.engines.remote_engine import RemoteEngine
-from streamrl.engines.vllm.statistics import EngineStatistics
+from streamrl.engines.vllm.statistics import EngineCounters
 from tests.engines.conftest import owned
 from tests.engines.test_engine_death import CORE_DIED, kill_is_reported
 
 # ---- the arithmetic ------------------------------------------------------------------------------
 
 
-class Iterations:
-    """What vLLM would tell of one iteration after another, on a clock of its own."""
-
-    def __init__(self) -> None:
-        self.statistics = EngineStatistics()
-        self.now = 10.0
-
-    def one(
-        self,
-        seconds: float,
-        tokens: int,
-        running: int,
-        *,
-        prompt: int = 0,
-        waiting: int = 0,
-        kv: float = 0.5,
-        preempted: int = 0,
-    ) -> None:
-        self.now += seconds
-        scheduler: Any = SimpleNamespace(num_running_reqs=running, num_waiting_reqs=waiting, kv_cache_usage=kv)
-        iteration: Any = SimpleNamespace(
-            num_generation_tokens=tokens, num_prompt_tokens=prompt, num_preempted_reqs=preempted
-        )
-        self.statistics.record(scheduler, iteration if tokens else None, self.now)
-
-    def load(self, open_requests: int = 0, *, paused: bool = False) -> EngineLoad:
-        return self.statistics.load(open_requests=open_requests, paused=paused)
+def one(
+    engine: EngineCounters, seconds: float, tokens: int, running: int, *, prefilled: bool = False, kv: float = 0.5
+) -> None:
+    engine.count_step(tokens, None if prefilled else seconds, 0, running=running, kv_usage=kv)
 
 
 def test_the_time_of_a_decode_step_is_of_decode_steps_only() -> None:
-    engine = Iterations()
-    engine.one(5.0, 3, 3, prompt=12)  # it was idle before, and prefilled
-    engine.one(0.002, 3, 3)
-    engine.one(0.004, 3, 2)  # one ends
-    engine.one(0.050, 3, 3, prompt=4)  # another is prefilled
-    engine.one(0.003, 3, 0)  # the last ones end
-    engine.one(9.0, 1, 1, prompt=4)
-    first = engine.load()
-    assert (first.decode_steps, first.decode_tokens) == (3, 9)
-    assert first.decode_s == pytest.approx(0.009)
-    assert first.generated_tokens == 16
-    engine.one(0.001, 1, 1)
-    second = engine.load()
-    assert (second.decode_steps, second.decode_tokens) == (4, 10)
-    assert second.decode_s == pytest.approx(0.010)
-
-
-def test_a_pause_is_no_decode_step() -> None:
-    engine = Iterations()
-    engine.one(1.0, 2, 2, prompt=4)
-    engine.statistics.paused(clear_cache=False)
-    engine.one(3.0, 2, 2)
-    engine.one(0.002, 2, 2)
-    assert engine.load().decode_s == pytest.approx(0.002)
-
-
-def test_what_a_clearing_pause_preempts_is_not_want_of_memory() -> None:
-    engine = Iterations()
-    engine.one(0.1, 4, 4, prompt=4)
-    engine.one(0.1, 3, 3, preempted=1, waiting=1)
-    assert engine.load().preemptions == 1
-    engine.statistics.paused(clear_cache=True)
-    engine.one(0.1, 2, 2, preempted=2, waiting=2)
-    engine.one(0.1, 2, 3, preempted=0, waiting=0)  # the third was aborted: nothing more will come of the pause
-    engine.one(0.1, 2, 2, preempted=1, waiting=1)
-    assert engine.load().preemptions == 2
+    engine = EngineCounters()
+    one(engine, 0.500, 3, 3, prefilled=True)
+    one(engine, 0.002, 3, 3)
+    one(engine, 0.004, 3, 2)  # one ends
+    one(engine, 0.050, 3, 3, prefilled=True)  # another is prefilled
+    one(engine, 0.003, 3, 0)  # the last ones end
+    one(engine, 0.001, 0, 0)  # only frees what ended
+    load = engine.load(open_requests=0, paused=False)
+    assert (load.decode_steps, load.decode_tokens, load.generated_tokens) == (3, 9, 15)
+    assert load.decode_s == pytest.approx(0.009)
 
 
 def test_an_aborted_request_runs_until_the_engine_dropped_it() -> None:
-    engine = Iterations()
-    engine.one(0.1, 8, 8, prompt=8, kv=0.8)
-    load = engine.load(open_requests=10)
+    engine = EngineCounters()
+    one(engine, 0.1, 8, 8, prefilled=True, kv=0.8)
+    load = engine.load(open_requests=10, paused=False)
     assert (load.running, load.waiting) == (8, 2)
-    load = engine.load(open_requests=3)  # seven were aborted and have their answer
+    load = engine.load(open_requests=3, paused=False)  # seven were aborted and have their answer
     assert (load.running, load.waiting) == (8, 0)
-    engine.one(0.002, 0, 3, kv=0.3)
-    load = engine.load(open_requests=3)
+    one(engine, 0.002, 0, 3, kv=0.3)
+    load = engine.load(open_requests=3, paused=False)
     assert (load.running, load.waiting, load.kv_cache_usage) == (3, 0, 0.3)
     paused = engine.load(open_requests=3, paused=True)
     assert (paused.running, paused.waiting) == (0, 3)
+
+
+def test_a_forked_process_counts_for_its_parent() -> None:
+    engine = EngineCounters()
+    if not (child := os.fork()):
+        one(engine, 0.5, 7, 7)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert engine.load(open_requests=7, paused=False).generated_tokens == 7
 
 
 # ---- a real engine -------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ LLM = "vllm.v1.engine.async_llm.AsyncLLM"
 OUTPUT = "vllm.outputs.CompletionOutput|vllm.outputs.RequestOutput"
 FLAT = "vllm.logprobs.FlatLogprobs"
 RUNNER = {"runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner"}
+SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 HELD = {  # what holds an object of vLLM, by the file and the name there
     "engines/plain_vllm/engine.py": {
         "_llm": LLM,
@@ -35,11 +36,15 @@ HELD = {  # what holds an object of vLLM, by the file and the name there
     "engines/vllm/engine.py": {"_llm": LLM, "output": OUTPUT, "flat": FLAT, "config": "vllm.config.VllmConfig"},
     "engines/vllm/openai_form.py": {"_llm": LLM},
     "weights/engine_push.py": {"llm": LLM},
-    "engines/vllm/statistics.py": {
-        "llm": LLM,
-        "scheduler": "vllm.v1.metrics.stats.SchedulerStats",
-        "iteration": "vllm.v1.metrics.stats.IterationStats",
-        "cache": "vllm.config.CacheConfig",
+    "engines/vllm/statistics.py": {"llm": LLM, "cache": "vllm.config.CacheConfig"},
+    "engines/vllm/held_outputs.py": {
+        "core": "vllm.v1.engine.core.EngineCoreProc",
+        "scheduler": SCHEDULER,
+        "_scheduler": SCHEDULER,
+        "output": "vllm.v1.engine.EngineCoreOutput",
+        "_first": "vllm.v1.engine.EngineCoreOutput",
+        "step": "vllm.v1.engine.EngineCoreOutputs",
+        "params": "vllm.sampling_params.SamplingParams",
     },
     "engines/vllm/continuation.py": {
         "state": "vllm.v1.worker.gpu_input_batch.CachedRequestState",
@@ -70,6 +75,9 @@ BY_TEXT = {  # what no syntax shows, with parameters
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu": ["logits", "generators", "k", "p"],
     "vllm.model_executor.layers.layernorm.RMSNorm.forward_native": ["x", "residual"],
     "vllm.model_executor.layers.activation.SiluAndMul.forward_native": ["x"],
+    "vllm.v1.outputs.LogprobsLists.logprob_token_ids": [],
+    "vllm.v1.engine.core_client.AsyncMPClient.call_utility_async": [],
+    "vllm.v1.engine.output_processor.OutputProcessor.external_req_ids": [],
 }
 Uses = dict[str, set[str]]
 """Parameters by the dotted name that takes them."""

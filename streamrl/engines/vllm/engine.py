@@ -1,5 +1,5 @@
 """The engine of a run: a plain one (``engines.plain_vllm``) that takes pushed deltas, verifies kept tokens, sleeps, and
-knows from vLLM's statistics what it does and from its processes why it died."""
+counts what it does and knows from its processes why it died."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.base.errors import ModelRefused
-from streamrl.base.messages import EngineLoad, EngineReady, Generate, PauseMode
+from streamrl.base.messages import EngineLoad, EngineReady, Generate
 from streamrl.base.types import Completion, FinishReason, TokenArray
 from streamrl.engines.plain_vllm.engine import PlainVllmEngine, completion_of
 from streamrl.engines.plain_vllm.options import vllm_config
@@ -27,9 +27,10 @@ from streamrl.engines.resumption import (
     without_kept,
 )
 from streamrl.engines.vllm.gpus import visible_gpus
+from streamrl.engines.vllm.held_outputs import ABORT, hold_outputs
 from streamrl.engines.vllm.options import EngineOptions, batched_tokens
 from streamrl.engines.vllm.processes import ProcessWatch, fork_engine_core
-from streamrl.engines.vllm.statistics import EngineStatistics, kv_tokens, stat_loggers
+from streamrl.engines.vllm.statistics import EngineCounters, kv_tokens
 from streamrl.pretrained.tokenizer import tokenizer_digest
 from streamrl.weights import engine_environment, engine_push
 
@@ -41,7 +42,8 @@ class VllmEngine(PlainVllmEngine):
         super().__init__(options, weights=engine_push)
         self._options = options
         self._processes: ProcessWatch | None = None
-        self._statistics = EngineStatistics()
+        self._counters = EngineCounters()
+        self._holds = False
         self._verifying: set[str] = set()
         self._aborted: set[str] = set()
 
@@ -61,12 +63,13 @@ class VllmEngine(PlainVllmEngine):
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ask for requests to stop; each returns what it has."""
         self._aborted.update(self._verifying.intersection(request_ids))
-        await super().abort(request_ids)
-
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Stop sampling. ``clear_cache`` with ``keep``: requests in flight are recomputed when resumed."""
-        await super().pause(mode, clear_cache=clear_cache)
-        self._statistics.paused(clear_cache=clear_cache and mode is PauseMode.KEEP)
+        if not self._holds:
+            await super().abort(request_ids)
+            return
+        self._require_alive()
+        known = self._llm.output_processor.external_req_ids  # vLLM's own names of a request, by ours
+        named = [name for request_id in request_ids for name in known.get(request_id, ())]
+        await self._unless_dead(lambda: self._llm.engine_core.call_utility_async(ABORT, named))
 
     async def sleep(self) -> None:
         """Give the device's memory back, with the weights in host memory; nothing may be asked of it until ``wake``.
@@ -81,8 +84,10 @@ class VllmEngine(PlainVllmEngine):
         self._paused = False
 
     def load(self) -> EngineLoad:
-        """Load that vLLM's scheduler reported last, at most one decode step ago; while paused all requests wait."""
-        return self._statistics.load(open_requests=self._open_requests, paused=self._paused)
+        """Load after the last decode step of vLLM's core; while paused all requests wait."""
+        if not self._holds:
+            return super().load()
+        return self._counters.load(open_requests=self._open_requests, paused=self._paused)
 
     async def aclose(self) -> None:
         """Stop vLLM and wait for its processes."""
@@ -92,17 +97,12 @@ class VllmEngine(PlainVllmEngine):
                 await anyio.to_thread.run_sync(self._processes.end_all)
 
     def _build(self) -> Any:
-        from vllm.envs import enable_envs_cache
         from vllm.v1.engine.async_llm import AsyncLLM
 
         config = engine_config(self._options)
         fork_engine_core(spawn_workers=self._options.on_cpu)
-        # Its own loggers off; a factory of ours turns the statistics on.
-        loggers = stat_loggers(self._statistics)
-        llm = AsyncLLM.from_vllm_config(config, stat_loggers=loggers, disable_log_stats=True)
-        # Its statistics look up an environment variable for every token, which without the cache is three quarters of
-        # their cost (3.2 against 0.7 us a token). vLLM's own processes turn it on when they are ready.
-        enable_envs_cache()
+        self._holds = hold_outputs(self._counters)
+        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         self._processes = ProcessWatch()
         return llm
 

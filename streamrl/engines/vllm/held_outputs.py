@@ -1,0 +1,174 @@
+"""Outputs of a request stay in vLLM's engine core until the request ends.
+
+vLLM packs, sends, unpacks and files every token of every request, and wakes the host's event loop on every step, also
+where only the final output is asked for (``RequestOutputKind.FINAL_ONLY``). Held outputs leave the core in one piece:
+when their request ends or is aborted, and before the first output of another weight version. A request that streams,
+or whose end the host decides (stop strings), gets its tokens as they come. The core is a fork of its host
+(``fork_engine_core``), so the host patches its own ``EngineCoreProc``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+from streamrl.engines.vllm.statistics import EngineCounters
+
+log = logging.getLogger(__name__)
+
+HELD_VARIABLE = "STREAMRL_HELD_OUTPUTS"  # "stock": token by token, as vLLM does, to measure against
+ABORT = "streamrl_abort"
+"""Method of the patched core: abort requests and send what they have sampled. vLLM's own abort answers from what the
+host has, which is nothing here."""
+
+_JOIN_FROM = 64  # logprobs of so many steps become one array: small arrays are mostly overhead
+
+
+def hold_outputs(counters: EngineCounters) -> bool:
+    """Let the next engine core of this process hold outputs and count its steps in ``counters``. False, with one line
+    in the log, where vLLM lacks what this needs."""
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.request import RequestStatus
+
+    if os.environ.get(HELD_VARIABLE) == "stock":
+        return False
+    EngineCoreProc.streamrl_counters = counters
+    if hasattr(EngineCoreProc, ABORT):
+        return True
+    try:
+        process, forget = EngineCoreProc._process_engine_step, EngineCoreProc.abort_requests
+        send_ends = EngineCoreProc._send_abort_outputs
+    except AttributeError as error:
+        log.warning("outputs leave vLLM's core token by token: %s", error)
+        return False
+
+    def process_and_count(core: Any) -> bool:
+        if not isinstance(core.output_queue, HeldOutputs):  # before the first step there is nothing to hold
+            core.output_queue = HeldOutputs(core.output_queue, core.scheduler)
+        began_s = core.output_queue.begin_step()
+        executed = bool(process(core))
+        core.output_queue.end_step(core.streamrl_counters, time.monotonic() - began_s)
+        return executed
+
+    def abort_requests(core: Any, request_ids: list[str]) -> None:
+        forget(core, request_ids)
+        if isinstance(core.output_queue, HeldOutputs):
+            core.output_queue.forget(request_ids)
+
+    def abort_and_send(core: Any, request_ids: list[str]) -> None:
+        send_ends(core, core.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED))
+
+    EngineCoreProc._process_engine_step = process_and_count
+    EngineCoreProc.abort_requests = abort_requests
+    setattr(EngineCoreProc, ABORT, abort_and_send)
+    return True
+
+
+class HeldOutputs:
+    """The output queue of an engine core (``queue``), which outputs of unfinished requests do not enter."""
+
+    def __init__(self, queue: Any, scheduler: Any) -> None:
+        self.get = queue.get
+        self._queue, self._scheduler = queue, scheduler
+        self._held: dict[str, _Held | None] = {}  # by request; None: its outputs are not held
+        self._version: str | None = None  # of all that is held
+        self._tokens, self._prefilled, self._preempted = 0, False, 0
+        preempt = scheduler._preempt_request
+
+        def preempt_and_count(*arguments: Any, **options: Any) -> None:
+            self._preempted += 1
+            preempt(*arguments, **options)
+
+        scheduler._preempt_request = preempt_and_count
+
+    def begin_step(self) -> float:
+        """Begin to count, now. What a pause preempted since the last step says nothing about memory."""
+        self._tokens, self._prefilled, self._preempted = 0, False, 0
+        return time.monotonic()
+
+    def end_step(self, counters: EngineCounters, seconds: float) -> None:
+        """Count the step."""
+        scheduler = self._scheduler
+        usage = scheduler.kv_cache_manager.usage
+        decoded_s = None if self._prefilled else seconds
+        counters.count_step(self._tokens, decoded_s, self._preempted, running=len(scheduler.running), kv_usage=usage)
+
+    def forget(self, request_ids: list[str]) -> None:
+        """Drop what is held of requests for which nobody waits any more."""
+        for request_id in request_ids:
+            self._held.pop(request_id, None)
+
+    def put_nowait(self, item: Any) -> None:
+        """Queue what is to be sent now: ``(client, EngineCoreOutputs)``, or bytes."""
+        if not isinstance(item, bytes) and item[1].outputs:
+            client, step = item
+            if step.weight_version is None:  # of requests that were ended between two steps
+                step.weight_version = self._version
+            elif step.weight_version != self._version:
+                if older := [held.take() for held in self._held.values() if held and held.output.new_token_ids]:
+                    self._queue.put_nowait((client, type(step)(outputs=older, weight_version=self._version)))
+                self._version = step.weight_version
+            step.outputs = [output for output in step.outputs if self._leaves(output)]
+            if not step.outputs:
+                return
+        self._queue.put_nowait(item)
+
+    def _leaves(self, output: Any) -> bool:
+        """Return whether ``output`` is to be sent now, with all that was held of its request."""
+        self._tokens += len(output.new_token_ids)
+        ends = output.finish_reason is not None
+        if (held := self._held.get(output.request_id)) is not None:
+            held.add(output)
+        elif output.request_id not in self._held:
+            self._prefilled = True
+            self._held[output.request_id] = None if ends or not self._is_final_only(output) else _Held(output)
+        if ends:
+            del self._held[output.request_id]
+            if held is not None:
+                held.fill(output)
+        return ends or self._held[output.request_id] is None
+
+    def _is_final_only(self, output: Any) -> bool:
+        params = getattr(self._scheduler.requests.get(output.request_id), "sampling_params", None)
+        parts = (
+            output.pooling_output,
+            output.routed_experts,
+            output.new_sampling_mask,
+            output.prompt_token_id_logprobs,
+        )
+        asked = params is not None and params.output_kind.name == "FINAL_ONLY" and not params.stop
+        return asked and all(part is None for part in parts)
+
+
+class _Held:
+    """Outputs of one request in one, of which the first has what comes once (logprobs of the prompt)."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+        self._logprobs = [output.new_logprobs]
+
+    def add(self, output: Any) -> None:
+        self.output.new_token_ids += output.new_token_ids
+        self._logprobs.append(output.new_logprobs)
+        if len(self._logprobs) == _JOIN_FROM:
+            self._logprobs = [_joined(self._logprobs)]
+
+    def fill(self, last: Any) -> None:
+        first = self.take()
+        last.new_token_ids, last.new_logprobs = first.new_token_ids, first.new_logprobs
+        last.new_prompt_logprobs_tensors, last.prefill_stats = first.new_prompt_logprobs_tensors, first.prefill_stats
+
+    def take(self) -> Any:
+        taken, self.output = self.output, type(self.output)(request_id=self.output.request_id, new_token_ids=[])
+        taken.new_logprobs, self._logprobs = _joined(self._logprobs), []
+        return taken
+
+
+def _joined(logprobs: list[Any]) -> Any:
+    """``LogprobsLists`` of one request after another: [tokens, 1 + asked] and [tokens]; None where none are asked."""
+    import numpy as np
+
+    if not (given := [one for one in logprobs if one is not None]):
+        return None
+    return type(given[0])(*(np.concatenate([one[place] for one in given]) for place in range(3)), None)
