@@ -27,11 +27,11 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 54_600,
+    "lines of streamrl": 54_750,
     "lines of tests": 43_500,
     "lines of campaigns": 7_840,
-    "lines of benchmarks": 6_200,
-    "files of streamrl": 384,
+    "lines of benchmarks": 6_850,
+    "files of streamrl": 386,
     "words of README": 800,
     "keys of a recipe in view": 110,
     "rooms": 16,
