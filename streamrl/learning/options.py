@@ -23,6 +23,7 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     ``freed_threads``: while one of them does nothing, two of them, ... (empty: always ``threads``).
     ``streaming``: groups may be trained before their batch is closed.
     ``shortest_first``: several updates on a batch take its groups in the order of their lengths.
+    ``parameters``: of the model, once it is loaded.
     ``canary``: engines want to know what each version finds for the canary's tokens.
     ``resume_from``: a directory that ``save_checkpoint`` wrote; empty: the weights of ``model_path``."""
 
@@ -42,6 +43,7 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     lora: Lora = Lora()
     shortest_first: bool = False
     collective_timeout_s: float = 600.0
+    parameters: int = 0
     canary: bool = False
     resume_from: str = ""
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from msgspec import structs
 
 from streamrl.base.errors import ModelRefused, StreamBroken, StreamRLError
 from streamrl.base.messages import (
@@ -63,7 +64,6 @@ class TorchTrainer:
         self._published: Published | None = None
         self._anchors_asked = False
         self._threads = options.threads
-        self._enough_tokens = STREAMED_ROWS * options.micro_batch_tokens
 
     @property
     def policy_version(self) -> int:
@@ -75,7 +75,7 @@ class TorchTrainer:
         """Return whether a part row is worth training while no order waits. Small rows are slow: a quarter of one at
         least."""
         alone = self._options.streaming and not self._updates.by_layer
-        return alone and 4 * self._batch.waiting_tokens >= self._options.micro_batch_tokens
+        return alone and 4 * self._batch.waiting_tokens >= self._updates.row_tokens
 
     # ---- life ------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class TorchTrainer:
             parameters=weights.total_elements,
             tokenizer_digest=self._tokenizer_digest(options.model_path) if self._tokenizer_digest else "",
             trained_parameters=weights.adapter_elements,
-            together_tokens=options.ranks * self._enough_tokens if together else 0,
+            together_tokens=options.ranks * STREAMED_ROWS * self._updates.row_tokens if together else 0,
         )
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class TorchTrainer:
         if self._updates.by_layer:
             return  # ranks wait for TrainTogether
         self._probe()
-        if options.streaming and batch.waiting_tokens >= self._enough_tokens:
+        if options.streaming and batch.waiting_tokens >= STREAMED_ROWS * self._updates.row_tokens:
             self.train_pending()
 
     def _probe(self) -> None:
@@ -177,11 +177,9 @@ class TorchTrainer:
             rank=self._options.rank,
             batch_id=close.batch_id,
             policy_version=close.policy_version,
-            base_version=published.base_version,
-            state_hash=published.state_hash,
-            source=published.source,
             metrics=metrics,
             probe_logprobs=probed,
+            **structs.asdict(published),
         )
 
     # ---- weights and checkpoints -----------------------------------------------------------------
@@ -197,18 +195,10 @@ class TorchTrainer:
             raise StreamRLError(
                 f"anchor of version {policy_version} was asked for; the trainer holds {self.policy_version}"
             )
-        first, self._anchors_asked = not self._anchors_asked, True
-        if first:
-            published = self._published or self._publish(policy_version)
-        else:
-            published = self._publisher.publish_anchor(policy_version)
-        return AnchorPublished(
-            rank=self._options.rank,
-            policy_version=policy_version,
-            base_version=published.base_version,
-            state_hash=published.state_hash,
-            source=published.source,
-        )
+        again, self._anchors_asked = self._anchors_asked, True
+        whole = self._publisher.publish_anchor(policy_version) if again else None
+        published = whole or self._published or self._publish(policy_version)
+        return AnchorPublished(rank=self._options.rank, policy_version=policy_version, **structs.asdict(published))
 
     def acknowledge(self, policy_version: int) -> None:
         """Every engine holds this version: later deltas may be made against it."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import CloseBatch, SaveCheckpoint
@@ -48,9 +49,11 @@ class Updates:
     parameters are gathered layer by layer, so that every forward is a collective."""
 
     def __init__(self, options: TrainerOptions, device: torch.device) -> None:
-        self._options, self._device = options, device
         self.policy, self.reference, self.critic, self.by_layer = load_models(options, device)
         self.weights = make_weights(options, self.policy)
+        options = structs.replace(options, parameters=self.weights.total_elements)
+        self._options, self._device = options, device
+        self.row_tokens = options.row_tokens(device.type, options.parameters)
         self.optimizer = MasterOptimizer(options, self.weights.masters, self.weights.decayed)
         self.policy_version = self.skipped_steps = 0
         # The batch before this one and so on: with the open one they are the cohort.
@@ -133,8 +136,7 @@ class Updates:
         return [item for item in prepared if worth_training(item, options)]
 
     def _accumulate(self, samples: Sequence[PreparedSample], batch: OpenBatch) -> None:
-        tokens, version = self._options.micro_batch_tokens, self.policy_version
-        for row in packed_rows(samples, tokens, version, self._device, together=self.by_layer):
+        for row in packed_rows(samples, self._options, self.policy_version, self._device, together=self.by_layer):
             critic, sums = (self.critic, batch.sums) if row.sample_ids else (None, BatchSums())
             accumulate(self.policy, critic, row, self._options, sums, batch.batch_id or 0)
 

@@ -163,7 +163,9 @@ class Training(Section, frozen=True):
         Positive,
         advanced("passes over each batch, of updates_per_batch steps each, all against the logprobs before the first"),
     ] = 1
-    micro_batch_tokens: Annotated[Positive, doc("tokens that go through the model at once")] = 2048
+    micro_batch_tokens: Annotated[
+        Natural, doc("tokens that go through the model at once (0: 2,048; on a CPU from 512, by model and prompts)")
+    ] = 0
     streaming: Annotated[
         bool, advanced("groups are trained while others are still sampled, with the gradient of the whole batch")
     ] = True
@@ -173,6 +175,13 @@ class Training(Section, frozen=True):
         bool, doc("activations are computed again in the backward, which saves memory")
     ] = False
     compile: Annotated[bool, doc("layers by torch.compile; the start takes longer")] = False
+
+    def row_tokens(self, device: str, parameters: int, prompt: int = 0) -> int:
+        """Tokens of a row on ``"cpu"`` or ``"cuda"``: ``micro_batch_tokens``, or what costs least where it is 0. A CPU
+        keeps 512 in its caches. More, to 2,048, for a model beyond them, which every row reads and whose gradient it
+        adds to; and so that few rows repeat the longest ``prompt``, which siblings share."""
+        chosen = min(max(512, parameters >> 14, 16 * prompt), 2048) if "cpu" in (device, self.device) else 2048
+        return self.micro_batch_tokens or chosen
 
 
 class Lora(Section, frozen=True):

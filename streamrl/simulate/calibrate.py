@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
+from streamrl.engines.vllm.options import installed_device
 from streamrl.observe.report.trajectory_trace import RecordedRun, StepLine
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.cluster import DEMO, ClusterModel
@@ -63,7 +64,8 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
             f"run {run.header.run_id} recorded {len(lives.begins)} whole completions and {len(run.steps)} steps; a "
             f"calibration needs {FEWEST_COMPLETIONS} and {FEWEST_STEPS}: record a longer run"
         )
-    trainer, spans = fit_trainer(run, recipe.training.micro_batch_tokens // ROW_PARTS if recipe else 0)
+    row = recipe.training.row_tokens(installed_device(), run.header.parameters) if recipe else 0
+    trainer, spans = fit_trainer(run, row // ROW_PARTS)
     step = fit_step(step_samples(run, spans))
     arrival, presubmitted, life_error, assumed = fit_arrivals(lives, step, run.steps[0].time_s)
     if len({line.samples for line in run.steps[1:]}) == 1:

@@ -67,7 +67,7 @@ def test_counts() -> None:
     assert "run         100 steps x 256 = 25,600 trajectories trained" in lines
     assert f"slots       768 trajectories in flight at most, {768 * 500:,} tokens; 2 x 64 = 128 run at once" in lines
     # 128 samples a rank: ten of 100 tokens, or two of 400, fit into 1000.
-    assert (micro_batches(recipe, 100), micro_batches(recipe, 400)) == (13, 64)
+    assert (micro_batches(recipe, 100, 1000), micro_batches(recipe, 400, 1000)) == (13, 64)
 
 
 @given(st.integers(1, 200), st.integers(1, 32), st.integers(1, 4000), st.integers(1, 9000), st.integers(1, 5))
@@ -78,7 +78,7 @@ def test_micro_batches_hold_the_batch(prompts: int, group: int, tokens: int, bud
         sampling=Sampling(max_tokens=tokens),
         training=Training(ranks=ranks, micro_batch_tokens=budget),
     )
-    few, many = micro_batches(recipe, tokens // 4), micro_batches(recipe, tokens)
+    few, many = micro_batches(recipe, tokens // 4, budget), micro_batches(recipe, tokens, budget)
     on_rank = -(-prompts * group // ranks)
     assert 1 <= few <= many <= on_rank
     assert many * max(budget, tokens) >= on_rank * tokens
@@ -127,8 +127,8 @@ def test_the_lines() -> None:
         "off-policy  nothing to correct: every token is trained by the version that sampled it",
         "streaming   on: groups are trained while others generate, with the gradient of the whole batch",
         (
-            "training    16 to 64 micro-batches of at most 2,048 tokens a step (completions at a quarter of "
-            "max_tokens = 512, and at all of it)"
+            "training    64 to 256 micro-batches of at most 512 tokens (2,048 where prompts are long) a step "
+            "(completions at a quarter of max_tokens = 512, and at all of it)"
         ),
         "run         100 steps x 256 = 25,600 trajectories trained",
         "slots       256 trajectories in flight at most, 262,144 tokens; 1 x 256 = 256 run at once",

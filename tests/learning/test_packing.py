@@ -32,9 +32,11 @@ from streamrl.learning.batches.packing import (  # noqa: E402  # noqa: E402
     lay_row,
     needed_tokens,
     pack,
+    packed_rows,
     plan_micro_batches,
     shared_prefix,
 )
+from streamrl.learning.options import TrainerOptions  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -89,6 +91,24 @@ def test_group_with_a_long_prompt_is_cut_only_when_no_row_can_hold_it() -> None:
     large = plan_micro_batches(group_of(0, 40), 200)
     assert [laid_tokens(row) for row in large] == [50 + 10 * len(row) for row in large]
     assert [len(row) for row in large] == [14, 13, 13]
+
+
+@pytest.mark.parametrize(("given", "prompt", "device", "row"), [
+    (0, 20, "cpu", 512), (0, 60, "cpu", 960), (0, 300, "cpu", 2048), (700, 20, "cpu", 700),
+    (0, 20, "cuda", 2048), (700, 20, "cuda", 700),
+])  # fmt: skip
+def test_rows_that_nobody_sized_are_small_on_a_cpu_and_repeat_few_prompts(
+    given: int, prompt: int, device: str, row: int
+) -> None:
+    options = TrainerOptions(model_path="", run_id="", weights_endpoint="", micro_batch_tokens=given)
+    assert options.row_tokens(device, 299_136, prompt) == row
+    assert msgspec.structs.replace(options, device="cpu").row_tokens("cuda", 15 << 20) == (given or 960)
+    if device == "cpu":
+        tokens = [3 + place % 7 for place in range(prompt + 50)]
+        places = list(range(prompt, len(tokens)))
+        samples = [PreparedSample(sample_of(tokens, places, index=i, group=i % 9)) for i in range(216)]
+        laid = [one.tokens_T.numel() for one in packed_rows(samples, options, 0, CPU, together=False)]
+        assert row / 2 < max(laid) <= row
 
 
 def test_every_trained_token_is_predicted_from_its_own_past() -> None:

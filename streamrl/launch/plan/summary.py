@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.engines.vllm.options import installed_device
 from streamrl.launch.plan.memory import estimate_memory, gib, training_sizes
 from streamrl.learning.rank_memory import bytes_per_rank
 from streamrl.pretrained.model_facts import ModelFacts
@@ -41,7 +42,7 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
         *(f"{'':<12}{line}" for line in more),
         f"off-policy  {off_policy_text(recipe)}",
         f"streaming   {streaming_sentence(recipe)}",
-        f"training    {_training_text(recipe)}",
+        f"training    {_training_text(recipe, facts.parameters if facts else 0)}",
         f"run         {recipe.run.steps} steps x {batch} = {trained}",
         *_set_lines(recipe),
         f"slots       {slots:,} trajectories in flight at most, {slots * longest:,} tokens; {at_once}",
@@ -181,10 +182,10 @@ def _number(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def micro_batches(recipe: Recipe, tokens_each: int) -> int:
+def micro_batches(recipe: Recipe, tokens_each: int, row: int) -> int:
     """Count the micro-batches of one rank in one batch, where each completion has ``tokens_each``; a sample is never
-    cut, so one may exceed the budget."""
-    in_one = max(1, recipe.training.micro_batch_tokens // max(1, tokens_each))
+    cut, so one may exceed the ``row``."""
+    in_one = max(1, row // max(1, tokens_each))
     return math.ceil(math.ceil(recipe.batch_trajectories / recipe.training.ranks) / in_one)
 
 
@@ -198,13 +199,15 @@ def _steps_text(recipe: Recipe) -> str:
     return f"{updates * epochs} optimizer steps" + (f" in {epochs} passes" if epochs > 1 else "") + share
 
 
-def _training_text(recipe: Recipe) -> str:
+def _training_text(recipe: Recipe, parameters: int) -> str:
     limit = recipe.sampling.max_tokens
-    few, many = micro_batches(recipe, limit // 4), micro_batches(recipe, limit)
+    row, longest = (recipe.training.row_tokens(installed_device(), parameters, prompt) for prompt in (0, limit))
+    few, many = micro_batches(recipe, limit // 4, row), micro_batches(recipe, limit, row)
     ranks, updates = recipe.training.ranks, recipe.training.updates_per_batch
     return (
-        f"{f'{few} to {many}' if few < many else many} micro-batches of at most "
-        f"{recipe.training.micro_batch_tokens:,} tokens a {'step' if updates == 1 else 'pass over the batch'}"
+        f"{f'{few} to {many}' if few < many else many} micro-batches of at most {row:,} tokens"
+        f"{f' ({longest:,} where prompts are long)' if longest > row else ''} a "
+        f"{'step' if updates == 1 else 'pass over the batch'}"
         + (f" on each of {ranks} ranks" if ranks > 1 else "")
         + f" (completions at a quarter of max_tokens = {limit}, and at all of it)"
     )

@@ -26,6 +26,7 @@ from streamrl.learning.model.attention import PackedSequence, packed_layout
 from streamrl.learning.model.policy import MicroBatch, empty_micro_batch
 from streamrl.learning.objective.advantages import FloatVector
 from streamrl.learning.objective.objectives import TokenInputs
+from streamrl.learning.options import TrainerOptions
 
 CHEAP_COPY = 16
 """A group is cut at the end of a row when a copy of its prefix is at most this part of the budget."""
@@ -80,16 +81,17 @@ def plan_micro_batches(samples: Sequence[PreparedSample], budget: int) -> list[l
 
 
 def packed_rows(
-    samples: Sequence[PreparedSample], budget: int, policy_version: int, device: torch.device, *, together: bool
+    samples: Sequence[PreparedSample], options: TrainerOptions, version: int, device: torch.device, *, together: bool
 ) -> Iterator[MicroBatch]:
     """The rows of ``plan_micro_batches``, packed. ``together``: as many on every rank, with empty ones at the end where
     another rank has more. Collective then."""
-    planned = plan_micro_batches(samples, budget)
+    prompt = max((item.sample.loss_mask.find(b"\1") for item in samples), default=0)
+    planned = plan_micro_batches(samples, options.row_tokens(device.type, options.parameters, prompt))
     rows = len(planned)
     if together:
         rows = round(process_group.all_reduce([float(rows)], device, dist.ReduceOp.MAX)[0])
     for index in range(rows):
-        yield pack(planned[index], policy_version, device) if index < len(planned) else empty_micro_batch(device)
+        yield pack(planned[index], version, device) if index < len(planned) else empty_micro_batch(device)
 
 
 def _group_key(item: PreparedSample) -> tuple[str, int]:

@@ -47,7 +47,7 @@ def score_samples(
     ids = {str(sample.id): sample.id for sample in trained}
     scores: dict[TrajectoryId, SampleScores] = {}
     prepared = [PreparedSample(sample) for sample in trained]
-    for row in packed_rows(prepared, options.micro_batch_tokens, 0, device, together=together):
+    for row in packed_rows(prepared, options, 0, device, together=together):
         logprobs = values = references = hidden_ND = None
         with compute_context(options, device):
             if proximal or (critic is not None and critic.trunk is None):

@@ -269,11 +269,12 @@ def _choose_gathered(options: TrainerOptions, device: torch.device) -> Gathered:
         reference=options.objective.has_reference,
         critic=options.objective.has_value_model,
     )
+    tokens = options.row_tokens(device.type, total, options.max_tokens)
     activations = activation_bytes(
-        tokens=options.micro_batch_tokens,
+        tokens=tokens,
         hidden=config.hidden_size,
         layers=len(layers),
-        logits=min(options.micro_batch_tokens * config.vocab_size, logits_at_once(device)),
+        logits=min(tokens * config.vocab_size, logits_at_once(device)),
         checkpointing=options.activation_checkpointing,
     )
     room = round(process_group.all_reduce([_free_bytes(device, options.ranks)], device, dist.ReduceOp.MIN)[0])
