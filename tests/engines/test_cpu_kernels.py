@@ -89,14 +89,21 @@ def test_what_stays_as_it_is_is_said_in_one_line(
     assert torch.equal(norm(x), norm.forward_native(x))
 
 
-def test_numbers_drawn_ahead_are_those_drawn_one_by_one() -> None:
+def test_numbers_drawn_ahead_are_those_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests run, wait, and come back in other rows; one began in the middle, one has no seed."""
     torch, _ = pytest.importorskip("torch"), pytest.importorskip("vllm")
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from streamrl.engines.vllm import continuation
 
-    sampler, sample = TopKTopPSampler("processed_logprobs"), continuation.drawn_ahead(None)
+    for owner, name in ((CachedRequestState, "__post_init__"), (GPUModelRunner, "_get_prompt_logprobs_dict")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(TopKTopPSampler, "forward_cpu", TopKTopPSampler.forward_cpu)
+    continuation.add_continuation()
+    sampler = TopKTopPSampler("processed_logprobs")
+    assert "drawn_ahead" in sampler.forward.__qualname__
     plain, ahead = ([torch.Generator().manual_seed(seed) for seed in range(4)] for _ in range(2))
     for generators in (plain, ahead):
         continuation._draw(generators[3], 70)
@@ -110,7 +117,7 @@ def test_numbers_drawn_ahead_are_those_drawn_one_by_one() -> None:
         for row, request in seeded:
             seeds[row] = torch.randint(0, 2**31, (1,), generator=plain[request], dtype=torch.long).item()
         torch.manual_seed(step)
-        found, logprobs = sample(sampler, logits, {row: ahead[request] for row, request in seeded}, None, None)
+        found, logprobs = sampler(logits, {row: ahead[request] for row, request in seeded}, None, None)
         assert torch.equal(found, torch.ops._C.fused_gumbel_argmax(logits, seeds)), f"step {step}"
         assert torch.equal(logprobs, logits.log_softmax(-1))
 
@@ -118,9 +125,9 @@ def test_numbers_drawn_ahead_are_those_drawn_one_by_one() -> None:
 async def test_a_real_engine_samples_the_same_with_each_and_without(
     tiny_options: Any, hosted: Any, make_request: Callable[..., Generate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests are preempted on the way. Kernels round otherwise, which shows that they are in use."""
+    """Requests are preempted on the way. One is alone first: kernels round otherwise, which shows that they are on."""
     pytest.importorskip("vllm")
-    requests = [make_request(max_tokens=150, top_p=1.0 - index % 2 / 10) for index in range(24)]
+    alone, *requests = [make_request(max_tokens=150, top_p=1.0 - index % 2 / 10) for index in range(24)]
     done: list[dict[str, Completion]] = []
 
     async def sample(engine: Any, request: Generate) -> None:
@@ -132,9 +139,10 @@ async def test_a_real_engine_samples_the_same_with_each_and_without(
             patch.setenv(stock, "stock")
             options = tiny_options(Path(directory))
             async with hosted(options, Path(directory)) as (engine, _), anyio.create_task_group() as group:
+                await sample(engine, alone)
                 for request in requests:
                     group.start_soon(sample, engine, request)
-                while len(done[-1]) < len(requests):
+                while len(done[-1]) <= len(requests):
                     await engine.pause(PauseMode.KEEP, clear_cache=True)
                     await engine.resume()
                     await anyio.sleep(0.05)
@@ -143,4 +151,5 @@ async def test_a_real_engine_samples_the_same_with_each_and_without(
         for other in (kernels[name], numbers[name]):
             assert other.token_ids == completion.token_ids
             assert other.behavior_logprobs.tolist() == pytest.approx(completion.behavior_logprobs.tolist(), abs=1e-5)
-    assert any(kernels[name].behavior_logprobs != one.behavior_logprobs for name, one in fast.items())
+    bits = [here[alone.request_id].behavior_logprobs for here in done]
+    assert bits[0] == bits[2] and bits[0] != bits[1]
