@@ -5,7 +5,8 @@
 On a shared machine wall time says as much of its neighbours as of a run; CPU time a trained sample is what the run
 costs. ``os.wait4`` and ``RUSAGE_CHILDREN`` have it only when all is over, with start and evaluations, and without what
 no parent waited for; a control group needs rights that a container seldom has. So ``/proc`` is read twice a second, and
-what a parent's counters know of children that came and went between two looks is added."""
+what a parent's counters know of children that came and went between two looks is added. Other work on the machine makes
+CPU time grow, too, by less than wall time."""
 
 from __future__ import annotations
 
@@ -53,12 +54,15 @@ def _processes() -> dict[Key, tuple[int, float, float]]:
     return found
 
 
-def _name(pid: int, parent: str) -> str:
-    """``controller``, ``engine``, ``engine core``; the parent's name for a process of no role of its own."""
+def _name(pid: int, before: str, parent: str) -> str:
+    """``controller``, ``engine``, ``engine core``; the parent's name for a process of no role of its own, and the one
+    ``before`` of a process that ended and was not waited for: it has no command line any more."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
-        return parent
+        return before
+    if not command:
+        return before
     if "EngineCore" in command:
         return "engine core"
     return role[1] if (role := ROLE.search(command)) else parent
@@ -84,10 +88,10 @@ class CpuTree:
             if used is None:
                 if parent is None and (self._known or key[1] != self._pid):
                     continue
-                used = self._known[key] = _Used(parent, self._name)
+                used = self._known[key] = _Used(parent, self._name if parent is None else self._known[parent].name)
             used.parent, used.own, used.reaped = parent, own, reaped
             if parent is not None:
-                used.name = _name(key[1], self._known[parent].name)
+                used.name = _name(key[1], used.name, self._known[parent].name)
             living[key[1]] = key
         for key, used in self._known.items():
             if not used.ended and living.get(key[1]) != key:
@@ -119,7 +123,7 @@ class CpuTree:
         """CPU seconds by name between two moments of ``time.time()``, most first."""
         rows = list(self._rows)
         spent = {}
-        for name in rows[-1][1]:
+        for name in dict.fromkeys(name for _, used in rows for name in used):
             at = np.interp([first, last], [moment for moment, _ in rows], [used.get(name, 0.0) for _, used in rows])
             spent[name] = float(at[1] - at[0])
         return dict(sorted(spent.items(), key=lambda item: -item[1]))

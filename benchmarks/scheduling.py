@@ -158,7 +158,9 @@ def run_one(options: argparse.Namespace, cell_plan: CellPlan, folder: Path, chec
         return False
     print(
         f"{title}: {cell.seconds:.1f} s for {len(cell.measured)} steps, {cell.sample_ms:.2f} ms a sample, "
-        f"{cell.sample_cpu_ms:.2f} CPU ms a sample, length {cell.length:.0f}, accuracy {cell.accuracy:.3f}"
+        f"{cell.sample_cpu_ms:.2f} CPU ms a sample ("
+        f"{', '.join(f'{name} {1e3 * used / cell.samples:.2f}' for name, used in cell.cpu.items())}), "
+        f"length {cell.length:.0f}, accuracy {cell.accuracy:.3f}"
         + "".join(f"\n    {warning}" for warning in cell.warnings),
         flush=True,
     )

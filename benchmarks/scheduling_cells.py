@@ -194,8 +194,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     ``accuracy``: held out, over ``held_out`` prompts, after the last step. ``overrides``: of the task's recipe.
     ``cool_down``: steps at the end that are not measured. ``accuracies``: of every evaluation, by the steps before it.
-    ``warnings``: what the run warned of, alarms included. ``cpu_s``: CPU seconds of all processes of the run in the
-    measured steps, evaluations beside them too (0: not measured)."""
+    ``warnings``: what the run warned of, alarms included. ``cpu``: CPU seconds by process in the measured steps,
+    evaluations beside them too (empty: not measured)."""
 
     regime: Regime
     arm: str
@@ -210,7 +210,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     cool_down: int = 0
     accuracies: dict[int, float] = {}
     warnings: list[str] = []
-    cpu_s: float = 0.0
+    cpu: dict[str, float] = {}
 
     @property
     def keeps_prompts(self) -> bool:
@@ -246,7 +246,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sample_cpu_ms(self) -> float:
         """Milliseconds of CPU time a trained sample. NaN where it was not measured."""
-        return 1e3 * self.cpu_s / self.samples if self.cpu_s else math.nan
+        return 1e3 * sum(self.cpu.values()) / self.samples if self.cpu else math.nan
 
     @property
     def groups(self) -> float:
@@ -384,7 +384,7 @@ def run_cell(plan: CellPlan, folder: Path, *, checkout: Path, timeout_s: float, 
         run.wait(timeout_s=timeout_s)
         steps, evaluations = run.steps(), run.evaluations()
         first, last = (steps[at]["time"] for at in (WARM_UP_STEPS - 1, len(steps) - COOL_DOWN_STEPS - 1))
-        cpu_s = sum(run.cpu.between(first, last).values())
+        cpu = run.cpu.between(first, last)
         printed = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
         if keep_trace and run.directory is not None:
             _keep(run.directory, plan.file(folder).with_suffix(""))
@@ -404,7 +404,7 @@ def run_cell(plan: CellPlan, folder: Path, *, checkout: Path, timeout_s: float, 
         cool_down=COOL_DOWN_STEPS,
         accuracies={line["step"]: line["eval/held_out/avg@1"] for line in evaluations},
         warnings=[line for line in printed if line.startswith("warning at step")],
-        cpu_s=cpu_s,
+        cpu=cpu,
     )
     path = plan.file(folder)
     unfinished = path.with_suffix(".unfinished")

@@ -409,7 +409,7 @@ def _faster(pairs_of_seeds: Sequence[tuple[Cell, Cell]]) -> Interval:
 
 def _less_cpu(pairs_of_seeds: Sequence[tuple[Cell, Cell]]) -> Interval:
     """By CPU time a sample; NaN where it was not measured."""
-    ratios = [b.sample_cpu_ms / a.sample_cpu_ms for a, b in pairs_of_seeds if a.cpu_s and b.cpu_s]
+    ratios = [b.sample_cpu_ms / a.sample_cpu_ms for a, b in pairs_of_seeds if a.cpu and b.cpu]
     return of_ratios(ratios) if ratios else Interval(math.nan, math.nan, math.nan)
 
 
