@@ -93,11 +93,11 @@ class CpuTree:
             if parent is not None:
                 used.name = _name(key[1], used.name, self._known[parent].name)
             living[key[1]] = key
-        for key, used in self._known.items():
+        for key, used in sorted(self._known.items(), reverse=True):  # children before their parents
             if not used.ended and living.get(key[1]) != key:
                 used.ended = True
                 if used.parent is not None:
-                    self._known[used.parent].credited += used.own + used.reaped
+                    self._known[used.parent].credited += used.own + max(used.reaped, used.credited)
         seconds = dict.fromkeys((used.name for used in self._known.values()), 0.0)
         for used in self._known.values():
             seconds[used.name] += used.own + max(used.reaped - used.credited, 0.0)
