@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio.lowlevel
+
 from streamrl.base.types import (
     FinishReason,
     Prompt,
@@ -17,6 +19,7 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
+from streamrl.observe.metrics.all_metrics import find_metric
 from streamrl.recipe.sections import Model, Prompts, Recipe, Reward
 
 
@@ -88,3 +91,22 @@ def write_tokenizer(directory: Path, tokenizer: dict[str, Any], eos: int = 1) ->
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     (directory / "config.json").write_text(json.dumps({"eos_token_id": eos}))
     return directory
+
+
+def unregistered(names: Iterable[str]) -> list[str]:
+    """Metrics that the registry does not know: nothing may emit them."""
+    return [name for name in names if find_metric(name) is None]
+
+
+class InstantClock:
+    """Virtual time: ``sleep`` advances it and lets other tasks run."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    async def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+        await anyio.lowlevel.checkpoint()

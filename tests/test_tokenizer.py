@@ -12,13 +12,14 @@ from typing import Any
 import anyio
 import builders
 import pytest
+from builders import InstantClock
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.messages import PauseMode
 from streamrl.base.stage_messages import LaunchTrajectory
 from streamrl.base.types import Completion, ScoredTrajectory, TrajectoryId, to_training_sample, token_array
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.launch.plan.first_prompt import difference_from_transformers, first_prompt_lines
 from streamrl.pretrained.chat_template import ChatError
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer, refuse_different_tokenizers

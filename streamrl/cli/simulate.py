@@ -19,9 +19,10 @@ from streamrl.cli.command import Argument, AsJson, Command, Overrides, RecipePat
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.scheduling import System
 from streamrl.recipe.sections import Recipe
+from streamrl.recipe.toml_text import toml_document
 from streamrl.simulate.calibrate import calibrate
 from streamrl.simulate.chrome_trace import ChromeTrace
-from streamrl.simulate.cluster import ClusterModel, differences, dump_cluster, load_cluster
+from streamrl.simulate.cluster import ClusterModel, differences, load_cluster
 from streamrl.simulate.lengths import RecordedLengths
 from streamrl.simulate.recording import agreement, load_recording
 from streamrl.simulate.report import KindSummary, SimulationReport
@@ -129,7 +130,7 @@ class Calibrate(Command, frozen=True):
     def run(self) -> int:
         """Write it, or print it; how well it fits goes to standard error."""
         fit = calibrate(load_recording(self.recorded), _recipe_of(self.recorded))
-        text = dump_cluster(fit.model)
+        text = toml_document(fit.model)
         print(
             f"fitted to {fit.completions} completions and {fit.steps} steps of {self.recorded}: decode steps within "
             f"{fit.step_error:.1%}, times from launch to last token within {fit.life_error:.1%} (medians); "

@@ -29,9 +29,9 @@ from streamrl.rewards.reward_messages import RewardOrder, RewardResult
 def role_main(role: Role) -> RoleMain:
     """The coroutine that a process of ``role`` runs."""
     if role is Role.CONTROLLER:
-        from streamrl.launch.run_controller import run_controller_process
+        from streamrl.launch.run_controller import run_controller
 
-        return run_controller_process
+        return run_controller
     return {Role.ENGINE: run_engine, Role.TRAINER: run_trainer, Role.REWARD: run_reward, Role.JUDGE: run_judge}[role]
 
 

@@ -73,13 +73,9 @@ T = TypeVar("T")
 StreamPair = tuple[SendStream[T], ReceiveStream[T]]
 
 
-async def run_controller_process(context: ChildContext) -> None:
-    """Run the controller until the run is complete, or drained after SIGTERM."""
-    await run_controller(context.recipe, context.topology, context.run_directory)
-
-
-async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path) -> None:
-    """Connect to every process, train until the run is done or drained, and end every stream."""
+async def run_controller(context: ChildContext) -> None:
+    """Connect to every process, train until the run is done, or drained after SIGTERM, and end every stream."""
+    recipe, topology, run_directory = context.recipe, context.topology, context.run_directory
     async with AsyncExitStack() as streams:
         steps = await streams.enter_async_context(
             zmq_sender(ParentMessage, topology.endpoint("controller", "steps"), bind=False, name="controller.steps")
@@ -135,7 +131,7 @@ async def _train(
     version, trainer = processes.rank.policy_version, processes.trainer
     held_out = await read_held_out(recipe, processes.tokenizer, in_flight=processes.ready.max_num_seqs)
     rollout, reward = await open_rollout(recipe, processes, held_out, emit), processes.reward
-    record = await open_record(recipe, control_settings(recipe), run_directory, version)
+    record = await anyio.to_thread.run_sync(open_record, recipe, control_settings(recipe), run_directory, version)
     # What the controller asks: for prompts, for a push of weights, for a checkpoint, for an evaluation.
     prompts = training_prompts(recipe, processes.tokenizer, start=record.control.state.prompts.drawn)
     sync = await open_weight_sync(recipe, processes, rollout, watch.waits)

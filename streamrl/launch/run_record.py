@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-
-import anyio.to_thread
 
 from streamrl.base.errors import RecipeError
 from streamrl.buffers.trajectory_store import TrajectoryStore
@@ -46,16 +43,10 @@ class JournalledRun(RunRecord, frozen=True, kw_only=True):
             await self.file.close()
 
 
-async def open_record(
-    recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int
-) -> JournalledRun:
-    """Open the record of a new run, or of one that resumes; ranks hold ``start_version``. Blocking work is done in a
-    thread. Raises ``StreamRLError`` where the journal is damaged, of another run, in use, or without what a run with
-    checkpoints goes on from."""
-    return await anyio.to_thread.run_sync(partial(_open, recipe, settings, run_directory, start_version))
-
-
-def _open(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> JournalledRun:
+def open_record(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> JournalledRun:
+    """Open the record of a new run, or of one that resumes; ranks hold ``start_version``. Blocking. Raises
+    ``StreamRLError`` where the journal is damaged, of another run, in use, or without what a run with checkpoints goes
+    on from."""
     file, recovered = _open_journal(recipe, settings, run_directory, start_version)
     store = TrajectoryStore() if recovered is None else recovered.store
     journal = RunJournal(file, store, recovered)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -67,32 +67,18 @@ def to_forget(
     return set(written) - set(written[-keep:]) - set(best) - set(permanent)
 
 
-async def _remove_directory(path: Path) -> None:
-    await anyio.to_thread.run_sync(partial(shutil.rmtree, path, ignore_errors=True))
-
-
 class CheckpointKeeper:
     """The checkpoints of one run in ``directory``: ``step-N`` of version N, the link ``latest``, held-out scores.
 
     Goes on with what the directory already holds up to ``held``, the version that the ranks began from or hold now.
     Newer ones are of a future that was left, because they are damaged or somebody went back: they count for nothing,
-    may be written anew, and go once a version is saved. ``forget`` removes one directory. ``limit``: held-out prompts
-    of the scores that are compared (0: all)."""
+    may be written anew, and go once a version is saved. ``limit``: held-out prompts of the scores that are compared
+    (0: all)."""
 
-    def __init__(
-        self,
-        trainer: TrainerRanks,
-        directory: Path,
-        rules: Checkpoint,
-        *,
-        held: int,
-        limit: int = 0,
-        forget: Callable[[Path], Awaitable[None]] = _remove_directory,
-    ) -> None:
+    def __init__(self, trainer: TrainerRanks, directory: Path, rules: Checkpoint, *, held: int, limit: int = 0) -> None:
         self._trainer = trainer
         self._directory = directory
         self._rules = rules
-        self._forget = forget
         self._limit = limit
         self._held = held
         there = _versions_in(directory)
@@ -152,6 +138,9 @@ class CheckpointKeeper:
         self._scores = {v: s for v, s in self._scores.items() if v in self._written or v > self._newest}
         for version in sorted(forgotten):
             await self._forget(self._path(version))
+
+    async def _forget(self, path: Path) -> None:
+        await anyio.to_thread.run_sync(partial(shutil.rmtree, path, ignore_errors=True))
 
     @property
     def _newest(self) -> int:

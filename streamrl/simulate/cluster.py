@@ -11,7 +11,7 @@ import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.recipe.sections import Recipe
-from streamrl.recipe.toml_text import parse_toml, toml_document
+from streamrl.recipe.toml_text import parse_toml
 from streamrl.simulate.engines import EngineModel
 from streamrl.simulate.lengths import DomainLengths, LengthModel, LengthSource, ModelledLengths
 from streamrl.simulate.stages import PushModel, RewardModel, TrainerModel
@@ -179,8 +179,3 @@ def load_cluster(name_or_path: str) -> ClusterModel:
         return msgspec.convert(table, ClusterModel)
     except UNDECODABLE as error:
         raise StreamRLError(f"{path}: not a cluster model: {error}") from error
-
-
-def dump_cluster(model: ClusterModel) -> str:
-    """``model`` as TOML that ``load_cluster`` reads back to an equal one."""
-    return toml_document(model)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.run_events import RunResumed, RunStarted, StepFinished
+from streamrl.base.run_events import RunStarted, StepFinished
 from streamrl.cli.main import main
 from streamrl.cli.watch import endpoint_of
 from streamrl.observe.terminal.run_history import RunHistory
@@ -58,7 +58,7 @@ def test_what_a_run_says_at_its_end_counts_from_where_it_was_resumed_and_tells_h
     history.started(
         RunStarted(run_id="r", steps=300, policy_version=0, parameters=1, directory=str(tmp_path), metrics_endpoint="")
     )
-    history.resumed(RunResumed(policy_version=13, restored={}, held_version=13))
+    history.resumed(13)
     drained = history.summary("drained")
     assert "drained: 13 of 300 steps" in drained[1]
     assert f"  go on with  streamrl resume {tmp_path}" in drained

@@ -69,15 +69,15 @@ def write_anew(directory: Path) -> None:
 def keeper_of(
     directory: Path, ranks: Ranks | None = None, limit: int = 0, held: int = 0, **rules: float
 ) -> CheckpointKeeper:
-    async def forget(path: Path) -> None:
-        assert (directory / "latest").resolve() != path
-        shutil.rmtree(path)
+    class Keeper(CheckpointKeeper):
+        async def _forget(self, path: Path) -> None:
+            assert (directory / "latest").resolve() != path
+            shutil.rmtree(path)
 
-    return CheckpointKeeper(
+    return Keeper(
         ranks or Ranks(),  # type: ignore[arg-type]
         directory,
         Checkpoint(**rules),  # type: ignore[arg-type]
-        forget=forget,
         limit=limit,
         held=held,
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 import pytest
+from builders import unregistered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.control_world import World, control_settings
@@ -21,7 +22,6 @@ from streamrl.control.model import GroupLengths
 from streamrl.control.policies import sagc
 from streamrl.control.policies.group_sizing import GroupSizer, RandomSize, StragglerAwareSize, make_group_sizer
 from streamrl.control.round_policy import SizingDecision
-from streamrl.observe.metrics.all_metrics import unregistered
 from streamrl.recipe.scheduling import GroupSizing, Keeps, RoundKind, SizingKind, Straggler, TailBatching
 
 BATCH = 128

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from builders import unregistered
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle.control_world import control_settings
@@ -39,7 +40,6 @@ from streamrl.contracts import PushReport
 from streamrl.control.actions import Drop, LaunchGroup, PublishWeights, StepOptimizer
 from streamrl.control.events import ControlEvent, PromptsDrawn, RunBegan
 from streamrl.control.policies.round_policies import make_control
-from streamrl.observe.metrics.all_metrics import unregistered
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStats

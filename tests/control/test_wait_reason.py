@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
+from builders import unregistered
 from oracle.control_walks import COMBINATIONS, random_run
 from oracle.control_world import World, control_settings
 from scripted_parts import SimulatedRun
@@ -19,7 +20,6 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.model import RunState
 from streamrl.control.policies.round_policies import make_control
-from streamrl.observe.metrics.all_metrics import unregistered
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.run.wait_reason import RunWaits, ShellView, WaitReason, wait_reason
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import anyio
 import msgspec
 import pytest
+from builders import InstantClock
 
 from streamrl.base.errors import EngineError
 from streamrl.base.messages import EngineLoad, WeightAnnouncement
@@ -21,7 +22,7 @@ from streamrl.engines.elastic.freeing import Freeing, FreeingSettings
 from streamrl.engines.elastic.sets import SetChooser
 from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
-from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.topology import PreparedSet
 from streamrl.stages.rollout import RolloutStage

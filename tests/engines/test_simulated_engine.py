@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import anyio
 import pytest
+from builders import InstantClock
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
 from streamrl.base.types import Completion, VersionSpan
-from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.engines.step_cost import StepCost
 
 MakeRequest = Callable[..., Generate]

@@ -11,11 +11,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from builders import InstantClock
 
 from streamrl.base.errors import RecipeError, WeightError
 from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement, announcement_of
 from streamrl.base.types import token_array
-from streamrl.engines.simulated.engine import InstantClock, SimulatedEngine
+from streamrl.engines.simulated.engine import SimulatedEngine
 from streamrl.engines.simulated.text import Sentences, sentences_of
 from streamrl.launch.plan.memory import estimate_memory
 from streamrl.launch.plan.preflight import preflight

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from builders import unregistered
+
 from lint.metrics_page import metrics_page
-from streamrl.observe.metrics.all_metrics import METRICS, find_metric, unregistered
+from streamrl.observe.metrics.all_metrics import METRICS, find_metric
 from streamrl.observe.terminal.step_line import COLUMNS, FURTHER
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,9 @@ import ast
 import re
 from pathlib import Path
 
-from streamrl.observe.metrics.all_metrics import METRICS, find_metric, unregistered
+from builders import unregistered
+
+from streamrl.observe.metrics.all_metrics import METRICS, find_metric
 
 PACKAGE = Path(__file__).resolve().parents[2] / "streamrl"
 SECTIONS = sorted({metric.name.partition("/")[0] for metric in METRICS})

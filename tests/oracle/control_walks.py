@@ -318,7 +318,7 @@ class CrashWorld(World):
 
     def answer_twice(self, random: Random) -> None:
         """An answer that was taken before comes again, and changes nothing."""
-        if isinstance(self.core, DeterministicControl) and self.core.waiting_answers:
+        if isinstance(self.core, DeterministicControl) and self.core._answers:
             return
         again = [event for event in self.log if self._was_answered(event)]
         if not again:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import anyio
 import msgspec
+from builders import InstantClock
 from oracle.control_world import control_settings
 
 from streamrl.base.messages import (
@@ -48,7 +49,7 @@ from streamrl.engines.elastic.sets import SetChooser
 from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.push.verify import WeightAudit
 from streamrl.engines.push.weight_sync import WeightSync
-from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
 from streamrl.recipe.scheduling import InFlight

@@ -113,5 +113,5 @@ async def test_control_does_not_begin_anew_beside_checkpoints(recipe: Recipe, ru
     (run / METRICS).write_text("what happened\n")
     await (await anyio.to_thread.run_sync(JournalFile, run / "journal")).close()
     with pytest.raises(JournalRefused, match=f"checkpoint.resume_from={checkpoint}"):
-        await open_record(recipe, settings, run, 10)
+        open_record(recipe, settings, run, 10)
     assert (run / METRICS).read_text() == "what happened\n"

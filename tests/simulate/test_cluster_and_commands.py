@@ -9,7 +9,8 @@ import pytest
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, main
-from streamrl.simulate.cluster import DEMO, PRESETS, dump_cluster, load_cluster
+from streamrl.recipe.toml_text import toml_document
+from streamrl.simulate.cluster import DEMO, PRESETS, load_cluster
 
 RECIPE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 SMALL = ["--set", "rollout.prompts_per_batch=4", "--steps", "4", "--warm-up", "1"]
@@ -18,7 +19,7 @@ SMALL = ["--set", "rollout.prompts_per_batch=4", "--steps", "4", "--warm-up", "1
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_cluster_file_reads_back_equal(name: str, tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
-    file.write_text(dump_cluster(PRESETS[name]))
+    file.write_text(toml_document(PRESETS[name]))
     assert load_cluster(str(file)) == load_cluster(name) == PRESETS[name]
 
 
@@ -33,7 +34,7 @@ def test_a_cluster_file_reads_back_equal(name: str, tmp_path: Path) -> None:
 )
 def test_a_wrong_cluster_file_is_refused_by_name(change: tuple[str, str], message: str, tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
-    file.write_text(dump_cluster(DEMO).replace(*change))
+    file.write_text(toml_document(DEMO).replace(*change))
     with pytest.raises(StreamRLError, match=message):
         load_cluster(str(file))
 

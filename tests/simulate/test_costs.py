@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from streamrl.base.errors import StreamRLError
 from streamrl.recipe.rewards import AdaptiveTimeout
 from streamrl.recipe.scheduling import RoundKind, TailBatching
-from streamrl.simulate.cluster import HEAVY, ClusterModel, Domain, dump_cluster, load_cluster
+from streamrl.recipe.toml_text import toml_document
+from streamrl.simulate.cluster import HEAVY, ClusterModel, Domain, load_cluster
 from streamrl.simulate.lengths import LengthModel, ModelledLengths
 from streamrl.simulate.report import SimulationReport
 from streamrl.simulate.simulation import simulate
@@ -71,9 +72,9 @@ def test_domains_have_their_shares_lengths_and_rewards(tmp_path: Path) -> None:
     quick = replace(model, domains=(domains[0], replace(domains[1], reward=RewardModel())))
     assert steps_of(model).step_s_mean == pytest.approx(steps_of(quick).step_s_mean + 0.5, abs=0.01)
     file = tmp_path / "cluster.toml"
-    file.write_text(dump_cluster(model))
+    file.write_text(toml_document(model))
     assert load_cluster(str(file)) == model
-    file.write_text(dump_cluster(model).replace("lengths = {cap = 400", "lengths = {cap = 100"))
+    file.write_text(toml_document(model).replace("lengths = {cap = 400", "lengths = {cap = 100"))
     with pytest.raises(StreamRLError, match=r"domains: each needs a share above 0 and lengths\.cap = 400"):
         load_cluster(str(file))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
+from builders import InstantClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ from streamrl.base.stage_messages import (
 )
 from streamrl.base.types import Completion, FinishReason, Prompt, TrajectoryId, VersionSpan, token_array
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.stages.rollout import RolloutStage
 
 LONG = LengthMixture(median=200, sigma=0.01, long_share=0.0)

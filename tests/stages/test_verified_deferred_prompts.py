@@ -7,12 +7,13 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import msgspec
+from builders import InstantClock
 
 from streamrl.base.messages import PauseMode
 from streamrl.base.stage_messages import CancelTrajectories, FinishedTrajectory, LaunchTrajectory
 from streamrl.base.types import Prompt, Trajectory, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.stages.rollout import RolloutStage
 
 PROMPT = Prompt(prompt_id="p", token_ids=token_array([2, 3]))

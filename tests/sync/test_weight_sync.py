@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 import pytest
+from builders import InstantClock
 
 from streamrl.base.errors import EngineError, VersionLeft, WeightError
 from streamrl.base.messages import Generate, OrderDone, PauseMode, WeightAnnouncement, WeightSource
@@ -13,7 +14,7 @@ from streamrl.base.types import Completion, token_array
 from streamrl.base.waits import Waits
 from streamrl.contracts import Engine
 from streamrl.engines.push.weight_sync import WeightSync
-from streamrl.engines.simulated.engine import InstantClock, SimulatedEngine, SimulationOptions
+from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
 from streamrl.recipe.scheduling import InFlight
 
 

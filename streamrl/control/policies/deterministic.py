@@ -107,11 +107,6 @@ class DeterministicControl(Control):
             self._end(outcome, launched)
         self._answers = {type(answer): answer for answer in arrivals.answers}
 
-    @property
-    def waiting_answers(self) -> frozenset[type[on.Answer]]:
-        """Kinds of answers that are here and do not count yet."""
-        return frozenset(self._answers)
-
     def _arrived(self, event: ControlEvent) -> ControlEvent | None:
         """``event`` happened. What counts next: itself, another one that waited for it, or nothing yet."""
         match event:

@@ -23,7 +23,7 @@ from streamrl.engines.resumption import accepted_prefix, empty_completion, remai
 from streamrl.engines.simulated.text import LengthMixture, SampledText, UniformText
 from streamrl.engines.step_cost import StepCost
 
-__all__ = ["InstantClock", "LengthMixture", "SimulatedEngine", "SimulationOptions"]
+__all__ = ["LengthMixture", "SimulatedEngine", "SimulationOptions"]
 
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,22 +41,6 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int = -1
     tokenizer_digest: str = ""
     lengths: LengthMixture = LengthMixture()
-
-
-class InstantClock:
-    """Virtual time: ``sleep`` advances it and lets other tasks run."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def now(self) -> float:
-        """Virtual seconds since it was made."""
-        return self.seconds
-
-    async def sleep(self, seconds: float) -> None:
-        """Advance at once."""
-        self.seconds += seconds
-        await anyio.lowlevel.checkpoint()
 
 
 class HeldWeights(Protocol):

@@ -12,7 +12,7 @@ import anyio
 
 from streamrl.base.run_process import PARENT_PID, RUN_MARKER
 from streamrl.launch.supervise.clean_up import RunProcesses
-from streamrl.launch.supervise.exit_reason import Death, log_of, read_reason, reason_path
+from streamrl.launch.supervise.exit_reason import Death, read_reason, reason_path
 from streamrl.recipe.topology import ProcessPlan
 
 POLL_S = 0.05
@@ -87,7 +87,7 @@ def start_child(
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves its stack in the log
     }
-    log = log_of(run_directory, plan.name)
+    log = run_directory / "logs" / f"{plan.name}.log"
     with log.open("ab") as output:
 
         def start() -> subprocess.Popen[bytes]:

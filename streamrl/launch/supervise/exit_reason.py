@@ -125,11 +125,6 @@ def read_reason(run_directory: Path, name: str) -> ExitReason | None:
         return None
 
 
-def log_of(run_directory: Path, name: str) -> Path:
-    """Path of a process's log."""
-    return run_directory / "logs" / f"{name}.log"
-
-
 def reason_path(run_directory: Path, name: str) -> Path:
     """Path of a process's exit reason."""
     return run_directory / "exit" / f"{name}.json"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -56,7 +55,7 @@ class AdapterWeights(PublishedWeights):
         super().__init__(policy.trained_parameters(), policy.pieces)
         self.model_path = options.model_path
         layers, self.config = _chosen_by_peft(options, policy)
-        self._tensors: dict[str, Tensor] = {}
+        self._master_tensors: dict[str, Tensor] = {}
         self._adapted: list[_Adapted] = []
         for parameter in self._parameters.values():
             parameter.requires_grad_(False)
@@ -64,11 +63,13 @@ class AdapterWeights(PublishedWeights):
             part.copy_(part.to(PUBLISHED_DTYPE))
         for module, (lora_a, lora_b, scale) in layers.items():
             self._adapt(module, lora_a, lora_b, scale)
-        self.master_shards = local_shards(self._tensors)
+        self.master_shards = local_shards(self._master_tensors)
         self.adapter_elements = sum(math.prod(shard.shape) for shard in self.master_shards)
-        self.masters: Masters = WholeMasters(torch.cat([local_part(t).flatten() for t in self._tensors.values()]))
+        self.masters: Masters = WholeMasters(
+            torch.cat([local_part(t).flatten() for t in self._master_tensors.values()])
+        )
         self.gradient_L = torch.zeros_like(self.masters.whole())
-        self._tensors = self.as_tensors(self.masters.whole())
+        self._master_tensors = self.as_tensors(self.masters.whole())
         self._gradients = {n: local_part(t) for n, t in self.as_tensors(self.gradient_L).items()}
         self._whole_a: dict[str, Tensor] = {}
         self.refresh_forward()
@@ -82,7 +83,7 @@ class AdapterWeights(PublishedWeights):
         for name, tensor in ((adapted.a, lora_a), (adapted.b, lora_b)):
             if isinstance(parameter.data, DTensor):
                 tensor = distribute_tensor(tensor, parameter.data.device_mesh, parameter.data.placements)
-            self._tensors[name] = tensor
+            self._master_tensors[name] = tensor
         if not self._sharded:
 
             def project(parameter: Tensor) -> None:
@@ -93,22 +94,19 @@ class AdapterWeights(PublishedWeights):
             cast("Any", parameter).register_post_accumulate_grad_hook(project)
         self._adapted.append(adapted)
 
-    def _master_tensors(self) -> Mapping[str, Tensor]:
-        return self._tensors
-
     @torch.no_grad()
     def _project(self, adapted: _Adapted, gradient_NM: Tensor, into_a: Tensor) -> None:
         """Add the gradients of A (what these rows of the weight give to all of it) and of this rank's rows of B."""
-        b_NR = local_part(self._tensors[adapted.b])
+        b_NR = local_part(self._master_tensors[adapted.b])
         into_a.addmm_(b_NR.T, gradient_NM, alpha=adapted.scale)
         self._gradients[adapted.b].addmm_(gradient_NM, self._whole_a[adapted.a].T, alpha=adapted.scale)
 
     @torch.no_grad()
     def refresh_forward(self) -> None:
         for adapted in self._adapted:
-            a_RM = self._tensors[adapted.a]
+            a_RM = self._master_tensors[adapted.a]
             whole_a = self._whole_a[adapted.a] = a_RM.full_tensor() if isinstance(a_RM, DTensor) else a_RM
-            b_NR = local_part(self._tensors[adapted.b])
+            b_NR = local_part(self._master_tensors[adapted.b])
             merged_NM = torch.addmm(adapted.base.float(), b_NR, whole_a, alpha=adapted.scale)
             local_part(adapted.parameter.detach()).copy_(merged_NM.to(PUBLISHED_DTYPE))
 
@@ -133,7 +131,7 @@ class AdapterWeights(PublishedWeights):
 
     def save_adapter(self, directory: Path) -> None:
         tensors: dict[str, Tensor] = {}
-        for name, tensor in self._tensors.items():  # gathered on every rank
+        for name, tensor in self._master_tensors.items():  # gathered on every rank
             complete = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             tensors[f"base_model.model.{name}"] = complete.to("cpu", copy=True)
         if dist.is_initialized() and dist.get_rank() != 0:

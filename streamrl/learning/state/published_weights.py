@@ -36,9 +36,11 @@ class PublishedWeights(ABC):
     """Masters, gradients and published bits of one rank. Parameters must be sharded (if they are) and loaded.
 
     ``shards``: the published tensors, with the names and shapes of the checkpoint (``pieces``; None: those of the
-    parameters). ``master_shards``: the tensors that the masters, ``gradient_L`` and optimizer moments consist of."""
+    parameters). ``master_shards``: the tensors that the masters, ``gradient_L`` and optimizer moments consist of;
+    ``_master_tensors`` have their shapes and sharding."""
 
     master_shards: list[LocalShard]
+    _master_tensors: Mapping[str, Tensor]
     masters: Masters
     gradient_L: Tensor
     adapter_elements = 0
@@ -97,15 +99,11 @@ class PublishedWeights(ABC):
     def save_adapter(self, directory: Path) -> None:  # noqa: B027 - where everything is trained there is none
         """Write the adapter, if there is one, in peft's format, which engines load too. Collective; rank 0 writes."""
 
-    @abstractmethod
-    def _master_tensors(self) -> Mapping[str, Tensor]:
-        """Tensors with the shapes and the sharding of ``master_shards``."""
-
     def as_tensors(self, flat_L: Tensor) -> dict[str, Tensor]:
         """Views of a float32 vector (masters or an optimizer moment) as full or distributed tensors, for checkpoints.
         They stay where the vector is, also when that is host memory and the mesh is CUDA's."""
         tensors: dict[str, Tensor] = {}
-        for shard, like in zip(self.master_shards, self._master_tensors().values(), strict=True):
+        for shard, like in zip(self.master_shards, self._master_tensors.values(), strict=True):
             local = flat_L.detach()[shard.place].view(shard.local_shape)
             if isinstance(like, DTensor):
                 # ``DTensor.from_local`` would copy host memory to the device of the mesh, and what is loaded be lost.
@@ -147,7 +145,7 @@ class FullWeights(PublishedWeights):
         masters_on_host: bool = False,
     ) -> None:
         super().__init__(parameters, pieces)
-        self.master_shards = self._parameter_shards
+        self.master_shards, self._master_tensors = self._parameter_shards, parameters
         device = local_part(next(iter(parameters.values()))).device
         size = self.master_shards[-1].stop
         forward_L = None if self._sharded else self._take_over(torch.empty(size, dtype=torch.float32, device=device))
@@ -183,9 +181,6 @@ class FullWeights(PublishedWeights):
 
     def _pairs(self) -> list[tuple[LocalShard, nn.Parameter]]:
         return list(zip(self.master_shards, self._parameters.values(), strict=True))
-
-    def _master_tensors(self) -> Mapping[str, Tensor]:
-        return self._parameters
 
     @torch.no_grad()
     def refresh_forward(self) -> None:

@@ -240,8 +240,3 @@ def _pattern(name: str) -> re.Pattern[str]:
 def find_metric(name: str) -> Metric | None:
     """The registered metric that ``name`` (filled in, such as ``engine/engine-0/running``) is one of."""
     return next((metric for metric in METRICS if _pattern(metric.name).fullmatch(name)), None)
-
-
-def unregistered(names: list[str]) -> list[str]:
-    """The names that the registry does not know: a stage must not emit them."""
-    return [name for name in names if find_metric(name) is None]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
 from streamrl.base.line_file import read_lines
-from streamrl.base.run_events import EvaluationFinished, RunResumed, RunStarted, StepFinished
+from streamrl.base.run_events import RunStarted, StepFinished
 from streamrl.observe.terminal.curve import Curve, has_shape, svg_plot, terminal_plot
 from streamrl.observe.terminal.step_line import HELD_OUT, duration
 from streamrl.recipe.learning_rate import learning_rate_notice
@@ -54,15 +54,12 @@ class RunHistory:
         self.steps = event.steps
         self._parameters, self._adapters = event.parameters, bool(event.trained_parameters)
         self.directory = Path(event.directory) if event.directory else None  # a watcher has none
-        self._go_on_from(event.policy_version)
+        self.resumed(event.policy_version)
         self._began = self._last = self._clock()
 
-    def resumed(self, event: RunResumed) -> None:
-        """Continue with the resumed step as the last one."""
-        self._go_on_from(event.policy_version)
-
-    def _go_on_from(self, version: int) -> None:
-        """Take in what ``metrics.jsonl`` holds up to ``version``, where this life of the run has seen nothing yet."""
+    def resumed(self, version: int) -> None:
+        """Continue with ``version`` as the last step. Take in what ``metrics.jsonl`` holds up to it, where this life of
+        the run has seen nothing yet."""
         self.last_step = version
         if self._stepped:
             return  # the controller was started again, and this process was there all the time
@@ -73,7 +70,7 @@ class RunHistory:
             if record["kind"] == "step":
                 self._take_reward(record["step"], record)
             else:
-                self._take_evaluation(record["step"], record)
+                self.evaluated(record["step"], record)
 
     def stepped(self, event: StepFinished) -> tuple[float, float]:
         """Take in a step. Returns (seconds of this step, seconds that the remaining steps will take)."""
@@ -95,10 +92,6 @@ class RunHistory:
         smoothed = {"reward/mean": fmean(self._recent)} if "reward/mean" in metrics else {}
         return metrics | smoothed | ({HELD_OUT: [*self._scores.values()][-1][0]} if self._scores else {})
 
-    def evaluated(self, event: EvaluationFinished) -> None:
-        """Take in an evaluation."""
-        self._take_evaluation(event.step, event.metrics)
-
     def _take_reward(self, step: int, metrics: dict[str, Any]) -> None:
         value = metrics.get("reward/mean")
         if value is None or not math.isfinite(value):
@@ -110,7 +103,8 @@ class RunHistory:
         if len(self.rewards) > MOST_POINTS:
             self.rewards = dict([*self.rewards.items()][::2])
 
-    def _take_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+    def evaluated(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take in an evaluation."""
         for name, value in metrics.items():
             if name.startswith("eval/") and name.rpartition("/")[2].startswith("avg@") and value is not None:
                 self._score = name

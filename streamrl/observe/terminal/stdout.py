@@ -149,7 +149,7 @@ class StdoutReporter:
             case run_events.StepFinished():
                 self._stepped(event)
             case run_events.EvaluationFinished():
-                self._history.evaluated(event)
+                self._history.evaluated(event.step, event.metrics)
                 self._screen.line(evaluation_line(event.step, event.metrics))
                 self._say_verdict()
             case run_events.CompletionSampled():
@@ -159,7 +159,7 @@ class StdoutReporter:
             case run_events.StallSeen():
                 self._stalled(event)
             case run_events.RunResumed():
-                self._history.resumed(event)
+                self._history.resumed(event.policy_version)
                 for text in resumed_lines(event):
                     self._screen.line(text)
             case run_events.EngineLost():

@@ -166,17 +166,12 @@ class SharedReplica(CheckpointReplica):
         self._shared.show(self._versions.view(state.bits))
 
 
-def node_directory(parent: Path, key: str) -> Path:
-    """Directory in which the workers with the same ``key`` meet."""
-    return parent / f"streamrl-replica-{key}"
-
-
 def shared_replica(run: str, model: str, parent: Path) -> CheckpointReplica:
     """The replica that all with the same ``run`` and ``model`` share, whose files are in ``parent``. Where memory
     cannot be shared, one of this process's own."""
     key = hashlib.blake2b(f"{run} {model}".encode(), digest_size=8).hexdigest()
     try:
-        return SharedReplica(node_directory(parent, key))
+        return SharedReplica(parent / f"streamrl-replica-{key}")
     except (OSError, AttributeError) as error:  # no memfd here
         _logger.warning("this worker keeps a replica of its own, since memory cannot be shared: %s", error)
         return CheckpointReplica()
