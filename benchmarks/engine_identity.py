@@ -121,6 +121,21 @@ class Trial:
                 asked, attempt = with_kept(request, kept), attempt + 1
             self.done[number] = completion
 
+    async def streamed(self) -> float:
+        """How many outputs vLLM gives for the first request where it asks for tokens as they come."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        first, known = self.requests[0], self.done[0].token_ids
+        ends = {} if self.done[0].finish_reason is FinishReason.LENGTH else {"stop_token_ids": [known[-1]]}
+        params = SamplingParams(
+            seed=first.seed, max_tokens=first.max_tokens, output_kind=RequestOutputKind.DELTA, detokenize=False, **ends
+        )
+        prompt = {"type": "token", "prompt_token_ids": list(first.token_ids)}
+        parts = [part.outputs[0].token_ids async for part in self.engine.front_end.generate(prompt, params, "streams")]
+        if [token for part in parts for token in part] != list(known):
+            raise SystemExit(f"a request that streams got {parts}, not {list(known)}")
+        return len(parts)
+
     async def disturb(self, finished: anyio.Event) -> None:
         chance = random.Random(11)
         while not finished.is_set():
@@ -178,6 +193,7 @@ async def answers(count: int, *, disturbed: bool) -> tuple[dict[str, float], lis
             await trial.run(disturbed=disturbed)
             spent = os.times()
             summary = {
+                "outputs of a request that streams": await trial.streamed(),
                 "seconds": time.monotonic() - began,
                 "host CPU s": spent.user + spent.system - cpu.user - cpu.system,
                 **trial.counts,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from streamrl.engines.vllm.statistics import EngineCounters
@@ -46,10 +47,7 @@ def hold_outputs(counters: EngineCounters) -> bool:
     def process_and_count(core: Any) -> bool:
         if not isinstance(core.output_queue, HeldOutputs):  # before the first step there is nothing to hold
             core.output_queue = HeldOutputs(core.output_queue, core.scheduler)
-        began_s = core.output_queue.begin_step()
-        executed = bool(process(core))
-        core.output_queue.end_step(core.streamrl_counters, time.monotonic() - began_s)
-        return executed
+        return core.output_queue.count(core.streamrl_counters, lambda: process(core))
 
     def abort_requests(core: Any, request_ids: list[str]) -> None:
         forget(core, request_ids)
@@ -82,17 +80,15 @@ class HeldOutputs:
 
         scheduler._preempt_request = preempt_and_count
 
-    def begin_step(self) -> float:
-        """Begin to count, now. What a pause preempted since the last step says nothing about memory."""
-        self._tokens, self._prefilled, self._preempted = 0, False, 0
-        return time.monotonic()
-
-    def end_step(self, counters: EngineCounters, seconds: float) -> None:
-        """Count the step."""
-        scheduler = self._scheduler
+    def count(self, counters: EngineCounters, step: Callable[[], Any]) -> bool:
+        """Run a step of the core and count it."""
+        self._tokens, self._prefilled, self._preempted = 0, False, 0  # a pause preempts, too: not for want of memory
+        began_s, scheduler = time.monotonic(), self._scheduler
+        executed = bool(step())
+        decoded_s = None if self._prefilled else time.monotonic() - began_s
         usage = scheduler.kv_cache_manager.usage
-        decoded_s = None if self._prefilled else seconds
         counters.count_step(self._tokens, decoded_s, self._preempted, running=len(scheduler.running), kv_usage=usage)
+        return executed
 
     def forget(self, request_ids: list[str]) -> None:
         """Drop what is held of requests for which nobody waits any more."""
