@@ -30,7 +30,7 @@ LIMITS = {
     "lines of streamrl": 54_750,
     "lines of tests": 43_500,
     "lines of campaigns": 7_840,
-    "lines of benchmarks": 6_850,
+    "lines of benchmarks": 6_960,
     "files of streamrl": 386,
     "words of README": 800,
     "keys of a recipe in view": 110,
