@@ -30,8 +30,8 @@ from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.contracts import Engine, Evaluations, Journal, Observer, PushReport, RoundPolicy
 from streamrl.control.continuous import ContinuousRounds
-from streamrl.control.fixed_size import FixedSize
 from streamrl.control.machine import Control
+from streamrl.control.round_policy import FixedSize
 from streamrl.control.settings import control_settings
 from streamrl.control.synchronous import SynchronousRounds
 from streamrl.engines.file_weights import FileWeights

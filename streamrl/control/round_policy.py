@@ -267,6 +267,26 @@ class GroupSizer(Protocol):
         ...
 
 
+class FixedSize:
+    """``GroupSizer`` with the recipe's group size."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
+        return SizingDecision(size=self._size, reason="fixed by the recipe", figures={})
+
+    def snapshot(self) -> dict[str, object]:
+        return {}
+
+    def restore(self, state: dict[str, object]) -> None:
+        """Do nothing: the size is the recipe's."""
+
+
 class Rules(msgspec.Struct, frozen=True):
     """Rules that decide beside the state: the recipe's settings, the two policies, and the number of slots."""
 

@@ -27,7 +27,7 @@ from streamrl.base.stage_messages import (
     TrajectoryLost,
     TrajectoryPaused,
 )
-from streamrl.base.types import ScoredTrajectory
+from streamrl.base.types import DropReason, RewardFailure, ScoredTrajectory
 from streamrl.base.waits import Waits
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.stream import ReceiveStream, SendStream
@@ -38,7 +38,6 @@ from streamrl.control.machine import Control
 from streamrl.control.model import RunState, prompts_needed
 from streamrl.control.pending import groups_in_batch
 from streamrl.run.checkpoints import fork_point
-from streamrl.run.outcome_events import event_of
 from streamrl.run.trainer_ranks import TrainerRanks, announcement, close_of
 
 
@@ -297,3 +296,32 @@ class Controller:
 
 def _is_held_out(item: EndedOutcome) -> bool:
     return item.evaluation if isinstance(item, TrajectoryLost) else item.outcome.trajectory.evaluation
+
+
+def event_of(item: EndedOutcome) -> on.TrajectoryFailed | on.TrajectoryScored:
+    """The event that reports ``item`` to control."""
+    if isinstance(item, TrajectoryLost):
+        reason = DropReason.CANCELLED if item.cancelled else DropReason.ENGINE_FAILED
+        return on.TrajectoryFailed(id=item.id, reason=reason, message=item.reason, tokens=item.tokens)
+    outcome = item.outcome
+    trajectory = outcome.trajectory
+    if isinstance(outcome, RewardFailure):
+        return on.TrajectoryFailed(
+            id=trajectory.id,
+            reason=DropReason.REWARD_FAILED,
+            message=f"{outcome.function} {outcome.kind}: {outcome.message}",
+            tokens=trajectory.generated_tokens,
+            policy=outcome.policy,
+            reward_version=outcome.reward_version,
+        )
+    return on.TrajectoryScored(
+        id=trajectory.id,
+        reward=outcome.reward,
+        tokens=trajectory.generated_tokens,
+        finish_reason=trajectory.finish_reason,
+        oldest_version=trajectory.oldest_version,
+        newest_version=trajectory.newest_version,
+        reward_version=outcome.reward_version,
+        separate_rewards={name: value for name, (weight, value) in outcome.separate_rewards.items() if weight},
+        seconds=round(trajectory.rollout_seconds + item.reward_s, 3),
+    )

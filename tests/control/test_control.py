@@ -23,8 +23,8 @@ from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings as settings_of
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.scheduling import LengthSorted, RoundKind, StalePolicy
+from streamrl.run.controller import event_of
 from streamrl.run.journal.records import JOURNAL_SCHEMA, JournalBase, JournalCodec
-from streamrl.run.outcome_events import event_of
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 

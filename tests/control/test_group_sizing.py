@@ -17,11 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.control_world import World, control_settings
 
-from streamrl.control.fixed_size import FixedSize
 from streamrl.control.model import GroupLengths
 from streamrl.control.policies import sagc
 from streamrl.control.policies.group_sizing import GroupSizer, RandomSize, StragglerAwareSize, make_group_sizer
-from streamrl.control.round_policy import SizingDecision
+from streamrl.control.round_policy import FixedSize, SizingDecision
 from streamrl.recipe.scheduling import GroupSizing, Keeps, RoundKind, SizingKind, Straggler, TailBatching
 
 BATCH = 128

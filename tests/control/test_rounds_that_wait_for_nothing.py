@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import pytest
 from oracle.control_world import World, control_settings
 
-from streamrl.control.fixed_size import FixedSize
 from streamrl.control.machine import Control
 from streamrl.control.model import Snapshot
-from streamrl.control.round_policy import Candidate, Launch, RoundView, Source
+from streamrl.control.round_policy import Candidate, FixedSize, Launch, RoundView, Source
 from streamrl.control.settings import ControlSettings
 from streamrl.control.synchronous import SynchronousRounds
 from streamrl.recipe.scheduling import DeferredPrompts, RoundKind, TailBatching

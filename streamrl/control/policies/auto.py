@@ -132,11 +132,9 @@ class AutoRounds(StatelessRounds):
         return replace(plan, because=because) if because else plan
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
-        """Answer as the chosen candidate does."""
         return self._policies[self.current].may_join(view, candidate)
 
     def remainder(self, view: RoundView) -> Remainder:
-        """Answer as the chosen candidate does."""
         return self._policies[self.current].remainder(view)
 
     def slots(self) -> int:
