@@ -252,12 +252,12 @@ class EnginePool:
         """Return sums over the engines, in the counters also of those that were detached. Cache usage is that of the
         fullest."""
         loads = [engine.load() for engine in self._engines.values()]
-        joined = EngineLoad(
+        return EngineLoad(
             running=sum(load.running for load in loads),
             waiting=sum(load.waiting for load in loads),
             kv_cache_usage=max((load.kv_cache_usage for load in loads), default=0.0),
+            **{name: sum(getattr(load, name) for load in (self._past, *loads)) for name in COUNTERS},
         )
-        return _with_counters(joined, [self._past, *loads])
 
     async def aclose(self) -> None:
         """Close all."""
@@ -274,10 +274,6 @@ def _served(request: Generate, engine: str) -> ServedRequest[str]:
         most_tokens=prompt + request.max_tokens,
         since=anyio.current_time(),
     )
-
-
-def _with_counters(load: EngineLoad, parts: Sequence[EngineLoad]) -> EngineLoad:
-    return msgspec.structs.replace(load, **{name: sum(getattr(part, name) for part in parts) for name in COUNTERS})
 
 
 def _refuse_difference(first: EngineReady, other: EngineReady) -> None:

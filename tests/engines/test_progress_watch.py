@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from streamrl.engines.elastic.hosts import ProgressWatch
+from streamrl.recipe.sections import Engines
+
+ENGINES = Engines(silence_timeout_s=30, progress_timeout_s=120)
 
 
 @pytest.mark.parametrize("slower", [1, 10, 100])
 def test_a_slow_engine_is_never_taken_for_dead(slower: int) -> None:
     """A step of 50 ms, ten and a hundred times as long; it reports as seldom as its host has time for that."""
-    watch, tokens, received = ProgressWatch(silence_timeout_s=30, progress_timeout_s=120), 0, 0
+    watch, tokens, received = ProgressWatch(ENGINES), 0, 0
     for look in range(4000):
         now = look * 0.5
         tokens = int(now / (0.05 * slower))
@@ -19,7 +22,7 @@ def test_a_slow_engine_is_never_taken_for_dead(slower: int) -> None:
 
 
 def test_what_a_looker_missed_because_it_was_held_up_itself_counts_for_little() -> None:
-    watch = ProgressWatch(silence_timeout_s=30, progress_timeout_s=120)
+    watch = ProgressWatch(ENGINES)
     assert [watch.check(now, received=1, progress=(1,), busy=True) for now in (0.0, 600.0, 1200.0)] == ["", "", ""]
 
 
@@ -27,12 +30,12 @@ def test_what_a_looker_missed_because_it_was_held_up_itself_counts_for_little() 
     ("received", "busy", "says"), [(0, False, "nothing was heard"), (1, True, "none of its requests")]
 )
 def test_an_engine_that_is_silent_or_gets_nowhere_is_taken_for_dead(received: int, busy: bool, says: str) -> None:
-    watch = ProgressWatch(silence_timeout_s=30, progress_timeout_s=120)
+    watch = ProgressWatch(ENGINES)
     found = [watch.check(look * 0.5, received=received * look, progress=(7,), busy=busy) for look in range(300)]
     first = next(index for index, reason in enumerate(found) if reason)
     assert says in found[first] and first * 0.5 == pytest.approx(120 if busy else 30, abs=1.0)
 
 
 def test_an_engine_that_owes_nothing_may_be_idle() -> None:
-    watch = ProgressWatch(silence_timeout_s=30, progress_timeout_s=120)
+    watch = ProgressWatch(ENGINES)
     assert not any(watch.check(look * 0.5, received=look, progress=(7,), busy=False) for look in range(1000))

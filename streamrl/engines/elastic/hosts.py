@@ -51,8 +51,8 @@ class ProgressWatch:
     ``silence_timeout_s``: it reports a few times a second, so nothing at all for so long means that its process is
     stopped. ``progress_timeout_s``: requests are open, it is not paused, and none made progress for so long."""
 
-    def __init__(self, *, silence_timeout_s: float, progress_timeout_s: float) -> None:
-        self._limits = silence_timeout_s, progress_timeout_s
+    def __init__(self, settings: Engines) -> None:
+        self._settings = settings
         self._looked = -math.inf
         self._received = -1
         self._progress: tuple[int, ...] = ()
@@ -65,10 +65,9 @@ class ProgressWatch:
         self._silent = self._silent + seconds if received == self._received else 0.0
         self._stalled = self._stalled + seconds if busy and progress == self._progress else 0.0
         self._received, self._progress = received, progress
-        silence_timeout_s, progress_timeout_s = self._limits
-        if self._silent >= silence_timeout_s:
+        if self._silent >= self._settings.silence_timeout_s:
             return f"nothing was heard from it for {self._silent:.0f} s (engines.advanced.silence_timeout_s)"
-        if self._stalled >= progress_timeout_s:
+        if self._stalled >= self._settings.progress_timeout_s:
             return f"none of its requests made progress for {self._stalled:.0f} s (engines.advanced.progress_timeout_s)"
         return ""
 
@@ -373,10 +372,6 @@ class EngineHosts:
         Raises ``EngineError`` when no engine is there for long, or one comes back with another model."""
         watches: dict[RemoteEngine, ProgressWatch] = {}
         limit = self.settings.start_timeout_s + LONGEST_PAUSE_S
-        limits = {
-            "silence_timeout_s": self.settings.silence_timeout_s,
-            "progress_timeout_s": self.settings.progress_timeout_s,
-        }
         self.alone_since = anyio.current_time()
         async with anyio.create_task_group() as self.streams, anyio.create_task_group() as self._group:
             task_status.started()
@@ -389,7 +384,7 @@ class EngineHosts:
                 elif now - self.alone_since > limit:
                     raise EngineError(f"no engine was there for {limit:g} s; the logs of their hosts say why they died")
                 engines = [slot.ready[0] for slot in self._slots.values() if slot.ready]
-                watches = {engine: watches.get(engine) or ProgressWatch(**limits) for engine in engines}
+                watches = {engine: watches.get(engine) or ProgressWatch(self.settings) for engine in engines}
                 for engine, watch in watches.items():
                     reason = watch.check(
                         now, received=engine.events_received, progress=engine.progress, busy=engine.has_open_requests

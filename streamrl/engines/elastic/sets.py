@@ -23,22 +23,13 @@ from streamrl.control.actions import Decision
 from streamrl.engines.step_cost import StepCost
 from streamrl.recipe.topology import PreparedSet
 
-
-class SetSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``rise``, ``quiet_rounds``: the paper's constants; the others are ours. ``scaling``: share of the ideal speed-up
-    of a decode step that doubling the workers gives, where it was not measured; ``horizon``: rounds over which a switch
-    must pay; ``least_gain``: share of a round's time below which nothing is done; ``headroom``: share of a cache that
-    may be expected to fill; ``scatter``: relative standard deviation of a round's seconds that is assumed beside what
-    is measured; ``certainty``: of a gain, in standard errors."""
-
-    rise: float = 1.05
-    quiet_rounds: int = 4
-    scaling: float = 0.8
-    horizon: int = 20
-    least_gain: float = 0.05
-    headroom: float = 0.9
-    scatter: float = 0.05
-    certainty: float = 2.0
+RISE, QUIET_ROUNDS = 1.05, 4  # the paper's constants; the others are ours
+SCALING = 0.8  # share of the ideal speed-up of a decode step that doubling the workers gives, where not measured
+HORIZON = 20  # rounds over which a switch must pay
+LEAST_GAIN = 0.05  # share of a round's time below which nothing is done
+HEADROOM = 0.9  # share of a cache that may be expected to fill
+SCATTER = 0.05  # relative standard deviation of a round's seconds that is assumed beside what is measured
+CERTAINTY = 2.0  # of a gain, in standard errors
 
 
 class RoundMeasured(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +57,7 @@ PRIOR_ROUNDS = 2
 class KindHistory(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of round. ``ratios``: seconds that rounds took over what was expected of them, by set. ``preempted``,
     ``quiet``: rounds in a row with and without preemption on the set in use; ``rose``: the last preempted more than
-    ``rise`` times the one before. ``rounds`` and ``runs``: how many there were, and how often they began after a round
+    ``RISE`` times the one before. ``rounds`` and ``runs``: how many there were, and how often they began after a round
     of another kind."""
 
     last: RoundMeasured
@@ -77,12 +68,12 @@ class KindHistory(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 1
     runs: int = 1
 
-    def error(self, name: str, scatter: float) -> float:
+    def error(self, name: str) -> float:
         """Standard error of the mean ratio of set ``name``, as a share of it: from how much such rounds scatter on any
-        set, and the assumed ``scatter``. As of one round where it was never used."""
+        set, and ``SCATTER``. As of one round where it was never used."""
         squares = sum((ratio / fmean(known) - 1) ** 2 for known in self.ratios.values() for ratio in known)
         rounds = sum(len(known) - 1 for known in self.ratios.values())
-        variance = (squares + PRIOR_ROUNDS * scatter**2) / (rounds + PRIOR_ROUNDS)
+        variance = (squares + PRIOR_ROUNDS * SCATTER**2) / (rounds + PRIOR_ROUNDS)
         return math.sqrt(variance / max(len(self.ratios.get(name, ())), 1))
 
 
@@ -98,26 +89,18 @@ class SetPlanner:
     """Remembers what rounds took, and plans which set serves the next one. ``sets``: the one that serves first comes
     first. ``switch_s``: what one switch is taken to cost. ``cost``: of a decode step of an engine with one worker."""
 
-    def __init__(
-        self,
-        sets: Sequence[PreparedSet],
-        *,
-        switch_s: float,
-        cost: StepCost,
-        settings: SetSettings = SetSettings(),  # noqa: B008 - frozen
-    ) -> None:
+    def __init__(self, sets: Sequence[PreparedSet], *, switch_s: float, cost: StepCost) -> None:
         self.sets = {one.name: one for one in sets}
         self.current = sets[0].name
         self.switch_s = switch_s
         self.cost = cost
-        self._settings = settings
         self._kinds: dict[str, KindHistory] = {}
         self._last_kind = ""
 
     def add(self, measured: RoundMeasured) -> None:
         """Remember one more round."""
         kind, name = measured.round_kind, measured.engine_set
-        expected = expected_seconds(self.sets[name], measured, self.cost, self._settings.scaling)
+        expected = expected_seconds(self.sets[name], measured, self.cost)
         before = self._kinds.get(kind) or KindHistory(last=measured, ratios={}, rounds=0, runs=0)
         same = before.last.engine_set == name
         ratios = (*before.ratios.get(name, ()), max(measured.seconds, 1e-9) / max(expected, 1e-9))
@@ -126,7 +109,7 @@ class SetPlanner:
             ratios={**before.ratios, name: ratios[-MOST_REMEMBERED:]},
             preempted=(before.preempted * same + 1) if measured.preemptions else 0,
             quiet=0 if measured.preemptions else before.quiet * same + 1,
-            rose=same and measured.preemptions > self._settings.rise * before.last.preemptions,
+            rose=same and measured.preemptions > RISE * before.last.preemptions,
             rounds=before.rounds + 1,
             runs=before.runs + (self._last_kind != kind),
         )
@@ -141,7 +124,7 @@ class SetPlanner:
                 return SetPlan(engine_set=one.name, because=because if one.name != self.current else None)
         stay = SetPlan(engine_set=self.current)
         kind = self._kinds.get(round_kind)
-        horizon = min(self._settings.horizon, rounds_left)
+        horizon = min(HORIZON, rounds_left)
         if kind is None or horizon <= 0:
             return stay
         others = [one for one in self.sets.values() if one.name != self.current and not one.rounds]
@@ -151,17 +134,17 @@ class SetPlanner:
     def _worth_a_trial(self, one: PreparedSet, kind: KindHistory) -> bool:
         """Return whether to try a set that such rounds were never on: its expectation is a guess, and needs a sign
         beside it."""
-        here, settings = self.sets[self.current], self._settings
+        here = self.sets[self.current]
         if one.name in kind.ratios:
             return True
         if one.capacity > here.capacity:
-            return kind.rose or kind.preempted >= settings.quiet_rounds
-        fits = math.isinf(one.capacity) or kind.last.kv_usage * here.capacity / one.capacity <= settings.headroom
-        return kind.quiet >= settings.quiet_rounds and fits
+            return kind.rose or kind.preempted >= QUIET_ROUNDS
+        fits = math.isinf(one.capacity) or kind.last.kv_usage * here.capacity / one.capacity <= HEADROOM
+        return kind.quiet >= QUIET_ROUNDS and fits
 
     def _weighed(self, one: PreparedSet, kind: KindHistory, horizon: int) -> SetPlan:
         """Return the gain of going to ``one``: for good, or for rounds of this kind and back, whichever is more."""
-        here, switch_s, certainty = self.sets[self.current], self.switch_s, self._settings.certainty
+        here, switch_s = self.sets[self.current], self.switch_s
 
         def gain(of: KindHistory) -> float:
             """Seconds a round, at least, with the certainty that is asked for."""
@@ -171,14 +154,14 @@ class SetPlanner:
             if saved <= 0:
                 return saved
             if one.name in of.ratios:
-                return saved - certainty * math.hypot(was * was_error, would * would_error)
-            return saved * (1 - certainty * was_error)  # both are corrected by one ratio, and err together
+                return saved - CERTAINTY * math.hypot(was * was_error, would * would_error)
+            return saved * (1 - CERTAINTY * was_error)  # both are corrected by one ratio, and err together
 
         rounds = sum(each.rounds for each in self._kinds.values())
         mine = gain(kind)
         was, _ = self._seconds(here, kind)
         would, _ = self._seconds(one, kind)
-        if mine <= 0 or was - would < self._settings.least_gain * was:
+        if mine <= 0 or was - would < LEAST_GAIN * was:
             return SetPlan(engine_set=here.name)
         for_good = horizon * sum(each.rounds / rounds * gain(each) for each in self._kinds.values()) - switch_s
         of_this_kind = horizon * kind.rounds / rounds
@@ -206,10 +189,10 @@ class SetPlanner:
     def _seconds(self, one: PreparedSet, kind: KindHistory) -> tuple[float, float]:
         """Seconds of a round of that kind on ``one``, and the relative error of that. A set that such rounds were never
         on is corrected as the set in use is, or as those that are known are."""
-        expected = expected_seconds(one, kind.last, self.cost, self._settings.scaling)
+        expected = expected_seconds(one, kind.last, self.cost)
         name = next((name for name in (one.name, self.current) if name in kind.ratios), "")
         means = [fmean(known) for of, known in kind.ratios.items() if name in (of, "")]
-        return expected * fmean(means), kind.error(name, self._settings.scatter)
+        return expected * fmean(means), kind.error(name)
 
 
 class SetChooser(SetPlanner):
@@ -271,7 +254,7 @@ class SetChooser(SetPlanner):
         self._kv_usage = max(self._kv_usage, load.kv_cache_usage)
         steps = load.decode_steps - before.decode_steps
         if steps > 0 and self._measured_steps is not None:
-            faster = faster_steps(self.sets[self.current].tensor_parallel_size, self._settings.scaling)
+            faster = faster_steps(self.sets[self.current].tensor_parallel_size, SCALING)
             running = (load.decode_tokens - before.decode_tokens) / steps
             self._measured_steps.add(running, faster * (load.decode_s - before.decode_s) / steps)
             self.cost = self._measured_steps.fit()
@@ -340,7 +323,7 @@ def faster_steps(tensor_parallel_size: int, scaling: float) -> float:
     return float((2 * scaling) ** math.log2(tensor_parallel_size))
 
 
-def expected_seconds(one: PreparedSet, load: RoundMeasured, cost: StepCost, scaling: float = 0.8) -> float:
+def expected_seconds(one: PreparedSet, load: RoundMeasured, cost: StepCost) -> float:
     """Estimate the seconds of a round like ``load`` on ``one``, before measurements correct it. As many decode steps as
     the longest completion has tokens, or as the tokens of an engine need when KV or ``max_num_seqs`` bounds how many
     requests run: ``steps x base + tokens x per_running``, both faster with workers."""
@@ -349,4 +332,4 @@ def expected_seconds(one: PreparedSet, load: RoundMeasured, cost: StepCost, scal
     held = load.prompt + load.tokens / max(load.requests, 1) / 2  # of a request, in the mean of its life
     running = min(requests, float(one.max_num_seqs), one.kv_tokens / max(held, 1.0) if one.kv_tokens else math.inf)
     steps = max(load.longest, tokens / max(running, 1.0))
-    return (steps * cost.base_s + tokens * cost.per_running_s) / faster_steps(one.tensor_parallel_size, scaling)
+    return (steps * cost.base_s + tokens * cost.per_running_s) / faster_steps(one.tensor_parallel_size, SCALING)

@@ -283,13 +283,14 @@ def _report(
     reanchored: int,
     canary: CanaryReport | None,
 ) -> PushReport:
+    sources = announced.sources
     return PushReport(
         policy_version=announced.policy_version,
         staged_s=staged_at - started,
         paused_s=max(pauses, default=0.0),  # none: all are lost, and those to come take this version
         total_s=anyio.current_time() - started,
-        payload_bytes=sum(s.payload_bytes for s in announced.sources),
-        changed_share=_changed_share(announced),
+        payload_bytes=sum(s.payload_bytes for s in sources),
+        changed_share=sum(s.changed_elements for s in sources) / max(sum(s.total_elements for s in sources), 1),
         reanchored=reanchored,
         canary=canary,
     )
@@ -299,11 +300,6 @@ def _refused(name: str, announced: WeightAnnouncement, refusal: WeightError) -> 
     error = EngineError(f"{name} refused version {announced.policy_version} as delta and as anchor: {refusal}")
     error.__cause__ = refusal
     return error
-
-
-def _changed_share(announced: WeightAnnouncement) -> float:
-    changed = sum(source.changed_elements for source in announced.sources)
-    return changed / max(sum(source.total_elements for source in announced.sources), 1)
 
 
 @contextmanager

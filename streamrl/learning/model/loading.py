@@ -57,7 +57,10 @@ log = logging.getLogger(__name__)
 
 def empty_policy(model_path: str) -> PackedPolicy:
     """The model of ``load_policy`` with parameters on the meta device, which ``load_policy`` fills."""
-    directory = _checked(model_path)
+    directory = Path(model_path)
+    with _training_errors(model_path):
+        refuse_untrainable(directory)
+    disable_progress_bar()
     with _load_errors(model_path), without_compiler():
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         with init_empty_weights(include_buffers=False):
@@ -147,13 +150,6 @@ def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: to
         flat = local_part(read[piece.parameter]).view(-1)
         flat[first : first + part.stop - part.start] = rows[part.offset % width :][: part.stop - part.start]
     return read
-
-
-def _checked(model_path: str) -> Path:
-    with _training_errors(model_path):
-        refuse_untrainable(Path(model_path))
-    disable_progress_bar()
-    return Path(model_path)
 
 
 @contextmanager

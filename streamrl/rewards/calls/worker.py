@@ -70,7 +70,7 @@ async def run_reward_worker(
     serving = _Serving(recipe, tokenizer, user_calls, orders, results, timer, owns_process=owns_process)
     try:
         async with user_calls:
-            await serving.open()
+            await serving.load(0, recipe.rewards)
             async with asyncio.TaskGroup() as life:
                 beating = life.create_task(serving.beat())
                 try:
@@ -122,10 +122,6 @@ class _Serving:
     def stuck(self) -> int:
         """Trusted coroutines past their limit that still run."""
         return sum(rewards.stuck for rewards in (*self._sets.values(), *self._closed))
-
-    async def open(self) -> None:
-        """Load what the recipe says. Raises ``RecipeError``; nothing is left then."""
-        await self._load(0, self._recipe.rewards)
 
     async def beat(self) -> None:
         """Show that the loop runs. Not shown for longer than any call may take means that user code holds it."""
@@ -204,7 +200,8 @@ class _Serving:
         self._scored.append(reward_messages.GroupScored(order_id=order.order_id, rewards=rewards))
         self._changed.notify()
 
-    async def _load(self, version: int, rewards: Sequence[Reward]) -> RewardSet:
+    async def load(self, version: int, rewards: Sequence[Reward]) -> RewardSet:
+        """Load functions as ``version``. Raises ``RecipeError``; nothing is left then."""
         loaded = RewardSet(rewards, self._recipe.reward_limits, self._tokenizer, self._user_calls)
         try:
             await loaded.open()
@@ -219,7 +216,7 @@ class _Serving:
         self._loading += 1
         self._rearm()  # now: trusted functions are imported here, and the loop is blocked until that is done
         try:
-            rewards = await self._load(version, order.rewards)
+            rewards = await self.load(version, order.rewards)
         except RecipeError as error:
             await self._results.send(
                 reward_messages.RewardSetLoaded(reward_version=version, problems=tuple(error.problems))
