@@ -109,12 +109,10 @@ class KeyGuard:
         connect(socket, endpoint, self._peer)
 
     def watch(self, socket: zmq.Socket[bytes]) -> int:
-        """Implements ``SocketGuard.watch``."""
         gate = self.context.opened_gate
         return -1 if gate is None or socket.getsockopt(zmq.MECHANISM) != zmq.CURVE else os.dup(gate.ended_fd)
 
     def check(self) -> None:
-        """Implements ``SocketGuard.check``."""
         if (gate := self.context.opened_gate) is not None:
             gate.check()
 

@@ -60,7 +60,6 @@ class _MemoryStream(ABC, Generic[T]):
         self._channel.changed.notify()
 
     async def watch(self) -> None:
-        """Return never; raise ``StreamBroken`` when the peer is gone, ``StreamClosed`` once it was closed here."""
         while True:
             self._raise_if_unusable()
             await self._channel.changed.wait()
@@ -88,7 +87,6 @@ class MemorySendStream(_MemoryStream[T]):
         return len(self._channel.items) < self._channel.window
 
     async def aclose(self) -> None:
-        """End the stream: the receiver gets what was sent, then ``StreamEnded``."""
         if not self._closed:
             self._closed = True
             self._channel.ended = not self._channel.broken

@@ -128,7 +128,6 @@ class _ZmqStream(ABC, Generic[T]):
             await self._part(PARTING_SECONDS)
 
     async def watch(self) -> None:
-        """Return never; raise ``StreamBroken`` when the peer is gone, ``StreamClosed`` once it was closed here."""
         while True:
             self._raise_if_unusable()
             await self._connection.changed()

@@ -118,12 +118,10 @@ class RemoteEngine:
         await self._call(EngineError, "pause", mode=mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
-        """Resume sampling."""
         await self._call(EngineError, "resume")
         self._paused = False
 
     async def sleep(self) -> None:
-        """Give the device's memory back until ``wake``."""
         await self._call(EngineError, "sleep")
 
     async def wake(self) -> None:
@@ -131,15 +129,12 @@ class RemoteEngine:
         await self._call(EngineError, "wake")
 
     async def stage(self, announcement: messages.WeightAnnouncement) -> messages.OrderDone:
-        """Fetch and check a version while generating."""
         return await self._call(WeightError, "stage", announcement=announcement)
 
     async def commit(self, policy_version: int) -> messages.OrderDone:
-        """Apply the staged version."""
         return await self._call(WeightError, "commit", policy_version=policy_version)
 
     async def checksums(self) -> dict[str, str]:
-        """Checksums of the live parameters."""
         return (await self._call(EngineError, "checksums")).checksums
 
     def load(self) -> messages.EngineLoad:

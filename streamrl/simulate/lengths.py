@@ -132,7 +132,6 @@ class ModelledLengths:
         self._lengths: list[int] = np.maximum(np.rint(lengths), 1).astype(int).tolist()
 
     def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
-        """Implements ``LengthSource.draw``."""
         mask, table = (1 << POOL_BITS) - 1, self._lengths
         latent = self._prompts[hash((self._seed, prompt)) & mask]
         start = hash((self._seed, prompt, noise)) & mask
@@ -154,7 +153,6 @@ class DomainLengths:
         self.cap = sources[0].cap
 
     def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
-        """Implements ``LengthSource.draw``."""
         return self._sources[self._domain_of(prompt)].draw(prompt, noise, samples, version)
 
 
@@ -184,7 +182,7 @@ class RecordedLengths:
         self.cap = run.header.max_tokens
 
     def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
-        """Implements ``LengthSource.draw``. ``version`` is ignored: a record has its own drift."""
+        """Draw from the record. ``version`` is ignored: a record has its own drift."""
         count = len(self._rows)
         if not self._resample and self._noises.setdefault(prompt, noise) == noise:
             return self._drawn(self._places[prompt % count], 0, samples)
@@ -217,7 +215,6 @@ class CappedLengths:
         self.cap = cap
 
     def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
-        """Implements ``LengthSource.draw``."""
         return [min(length, self.cap) for length in self._source.draw(prompt, noise, samples, version)]
 
 

@@ -122,7 +122,6 @@ class SimulatedEngine:
         self._decode_s = 0.0
 
     async def start(self) -> EngineReady:
-        """Ready at once."""
         self._require_alive()
         return EngineReady(
             engine=self._options.name,
@@ -134,7 +133,6 @@ class SimulatedEngine:
         )
 
     async def watch(self) -> None:
-        """Return never; raise ``EngineError`` once it failed."""
         while True:
             self._require_alive()
             await self._changed.wait()
@@ -176,7 +174,6 @@ class SimulatedEngine:
         await anyio.lowlevel.checkpoint()
 
     async def resume(self) -> None:
-        """Resume sampling."""
         self._require_alive()
         self._paused = False
         self._notify()

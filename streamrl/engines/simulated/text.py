@@ -76,7 +76,6 @@ class UniformText:
         self._logprob = -math.log(vocabulary)
 
     def draft(self, request: Generate, room: int) -> Draft:
-        """Implements ``SampledText.draft``."""
         source = _chance(request)
         length = self._lengths.sample(source)
         # A resumed completion is longer than what it already has; draw again a few times, as conditioning would.
@@ -112,7 +111,6 @@ class Sentences:
         return (0.0, END) if previous == self._full_stop else (STOP, 0.0)
 
     def draft(self, request: Generate, room: int) -> Draft:
-        """Implements ``SampledText.draft``."""
         source = _chance(request)
         limit = min(remaining_tokens(request), room)
         previous = request.token_ids[-1] if request.prefix_length else None

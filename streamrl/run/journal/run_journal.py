@@ -136,9 +136,7 @@ class JournalledOutcomes:
         await self._outcomes.send(item)
 
     async def aclose(self) -> None:
-        """End the stream of outcomes."""
         await self._outcomes.aclose()
 
     async def watch(self) -> None:
-        """Watch the stream of outcomes."""
         await self._outcomes.watch()

@@ -41,7 +41,6 @@ class MixedPrompts:
         return prompts
 
     async def aclose(self) -> None:
-        """Close the source."""
         await self._source.aclose()
 
     async def _next(self) -> Prompt | None:

@@ -99,7 +99,6 @@ class LineRows(RowStore):
         return decode_row(os.pread(self._file.fileno(), end - start, start).strip())
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _stamp_now(self) -> tuple[int, int]:

@@ -107,7 +107,6 @@ class StoredPrompts:
             return prompts
 
     async def aclose(self) -> None:
-        """Close the store."""
         self._store.close()
 
     def _read(self, start: int, count: int) -> list[Prompt]:

@@ -107,7 +107,6 @@ class WeightPublisher:
         self._server.start()
 
     def close(self) -> None:
-        """Stop serving. Idempotent."""
         self._server.close()
 
     def publish(self, policy_version: int, bits: Mapping[str, Any]) -> Published:
@@ -158,7 +157,6 @@ class WeightPublisher:
         return self._served(part, None, sum(shard.count for shard in self._shards.values()))
 
     def acknowledge(self, policy_version: int) -> None:
-        """Every engine holds ``policy_version``: what only older ones need may go."""
         if self._version is None or policy_version > self._version:
             raise WeightError(f"version {policy_version} was acknowledged; the newest is {self._version}")
         self._chain.acknowledge(policy_version)

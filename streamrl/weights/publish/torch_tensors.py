@@ -70,7 +70,6 @@ class DeviceTensors:
         return upper_halves(values)
 
     def complete(self, parts: Sequence[Any], dtype: str) -> BitArray:
-        """All elements of a unit, in host memory."""
         return _to_host(_together(parts), bit_type(dtype, "on the device"))
 
     def changes(self, unit: int, parts: Sequence[Any], baseline: BitArray, dtype: str) -> EncodedPatch | None:
