@@ -56,6 +56,23 @@ def test_a_forked_core_is_a_process_of_its_own() -> None:
     assert done.stdout == expected, done.stderr
 
 
+SPAWNED = """
+import sys
+from streamrl.engines.vllm.processes import core_is_forked, fork_engine_core
+from vllm.utils.system_utils import get_mp_context
+for more in ([], ["--numa-bind"]):  # with which vLLM spawns in any case
+    fork_engine_core(spawn_workers=False)
+    sys.argv += more
+    print(get_mp_context().get_start_method(), core_is_forked())
+"""
+
+
+@pytest.mark.vllm
+def test_a_core_that_vllm_spawns_is_not_taken_for_a_fork() -> None:
+    done = subprocess.run([sys.executable, "-c", SPAWNED], capture_output=True, text=True, timeout=900)
+    assert done.stdout == "fork True\nspawn False\n", done.stderr
+
+
 WATCHED = """
 import os, subprocess, sys, psutil
 from streamrl.engines.vllm.processes import ProcessWatch

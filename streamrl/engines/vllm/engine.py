@@ -3,6 +3,7 @@ counts what it does and knows from its processes why it died."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -29,10 +30,12 @@ from streamrl.engines.resumption import (
 from streamrl.engines.vllm.gpus import visible_gpus
 from streamrl.engines.vllm.held_outputs import ABORT, hold_outputs
 from streamrl.engines.vllm.options import EngineOptions, batched_tokens
-from streamrl.engines.vllm.processes import ProcessWatch, fork_engine_core
+from streamrl.engines.vllm.processes import ProcessWatch, core_is_forked, fork_engine_core
 from streamrl.engines.vllm.statistics import EngineCounters, kv_tokens
 from streamrl.pretrained.tokenizer import tokenizer_digest
 from streamrl.weights import engine_environment, engine_push
+
+log = logging.getLogger(__name__)
 
 
 class VllmEngine(PlainVllmEngine):
@@ -101,8 +104,13 @@ class VllmEngine(PlainVllmEngine):
 
         config = engine_config(self._options)
         fork_engine_core(spawn_workers=self._options.on_cpu)
-        self._holds = hold_outputs(self._counters)
+        holds = hold_outputs(self._counters)
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        self._holds = holds and core_is_forked()
+        if holds and not self._holds:
+            log.warning(
+                "outputs leave vLLM's core token by token: vLLM spawned it, and what is patched here is not there"
+            )
         self._processes = ProcessWatch()
         return llm
 

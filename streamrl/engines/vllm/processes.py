@@ -34,6 +34,12 @@ def fork_engine_core(*, spawn_workers: bool) -> None:
     register_after_fork(fork_engine_core, lambda _: _begin_core(spawn_workers))
 
 
+def core_is_forked() -> bool:
+    """Return whether vLLM has forked the core of this host, as asked. It spawns in WSL, in an actor of Ray, and where
+    the host has initialised CUDA; what the host patched is not in such a core."""
+    return os.environ.get(_METHOD) == "fork"
+
+
 def _begin_core(spawn_workers: bool) -> None:
     """Set up the core process. One that is spawned runs our plugin, which ties it to its host; a forked one ran it as
     the host."""
