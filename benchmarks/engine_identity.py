@@ -44,7 +44,7 @@ from streamrl.weights.publish.publisher import WeightPublisher
 
 DEMO = Path(__file__).parents[1] / "examples" / "sort" / "recipe.toml"
 OFF = dict.fromkeys((HELD_VARIABLE, KERNELS_VARIABLE, NUMBERS_VARIABLE), "stock")
-FARTHEST = 1e-5
+LOGPROB_TOLERANCE = 1e-5
 VARIANTS: dict[str, dict[str, str]] = {
     "plain": OFF,
     **{f"only {name}": {other: value for other, value in OFF.items() if other != name} for name in OFF},
@@ -218,7 +218,7 @@ def differences(reference: list[Answer], found: list[Answer]) -> list[str]:
         ends, versions = [0, *(end for _, end, _ in other.spans)], [version for *_, version in other.spans]
         if one.token_ids != other.token_ids or one.finish_reason != other.finish_reason:
             faults.append(f"completion {number}: other tokens or another end")
-        elif (far := np.abs(np.subtract(one.logprobs, other.logprobs)).max(initial=0)) > FARTHEST:
+        elif (far := np.abs(np.subtract(one.logprobs, other.logprobs)).max(initial=0)) > LOGPROB_TOLERANCE:
             faults.append(f"completion {number}: logprobs differ by {far:.1e}")
         if [start for start, *_ in other.spans] != ends[:-1] or ends[-1] != len(other.token_ids):
             faults.append(f"completion {number}: version labels with a gap: {other.spans}")

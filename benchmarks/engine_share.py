@@ -3,8 +3,8 @@
     python benchmarks/engine_share.py --steps 12 --repeats 2
 
 Alone: vLLM's ``EngineCore`` as the recipe configures it, in one process, whose outputs are only counted; batches of the
-recipe's size that are waited for, then an engine that is always full. Beside it ``streamrl train`` with a learning rate
-of zero to the eye (1e-12): synchronous rounds, then continuous ones. Prints completions a second and their ratios."""
+recipe's size that are waited for, then an engine that is always full. Beside it ``streamrl train`` with a negligible
+learning rate (1e-12): synchronous rounds, then continuous ones. Prints completions a second and their ratios."""
 
 from __future__ import annotations
 

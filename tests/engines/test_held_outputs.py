@@ -60,7 +60,13 @@ class Core:
 
     def __init__(self) -> None:
         self.scheduler: Any = SimpleNamespace(
-            requests={}, running=[], kv_cache_manager=SimpleNamespace(usage=0.25), _preempt_request=lambda request: None
+            requests={},
+            running=[],
+            kv_cache_manager=SimpleNamespace(usage=0.25),
+            schedule=lambda tokens: SimpleNamespace(
+                num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
+            ),
+            _preempt_request=lambda request: None,
         )
         self.sent: queue.Queue[Any] = queue.Queue()
         self.outputs = HeldOutputs(self.sent, self.scheduler)
@@ -73,7 +79,8 @@ class Core:
         self.number += tokens
         logprobs = None
         if tokens and name.endswith("1"):
-            ids = np.array(new).reshape(-1, 1)
+            width = 1 + self.number % 3  # as many columns as the others in the step ask for
+            ids = np.repeat(np.array(new).reshape(-1, 1), width, axis=1)
             logprobs = Logprobs(ids, -ids.astype(np.float32), np.arange(len(new)))
         return Output(request_id=name, new_token_ids=new, new_logprobs=logprobs, finish_reason=ends)
 
@@ -91,10 +98,7 @@ class Core:
             self.scheduler.requests.pop(name, None)
 
     def put(self, made: list[Output], version: str | None) -> None:
-        copies = [
-            Output(o.request_id, list(o.new_token_ids), new_logprobs=o.new_logprobs, finish_reason=o.finish_reason)
-            for o in made
-        ]
+        copies = [Output(**(vars(one) | {"new_token_ids": list(one.new_token_ids)})) for one in made]
         self.alone.append(Outputs(outputs=copies, weight_version=version))
         self.outputs.put_nowait((0, Outputs(outputs=made, weight_version=version)))
 
@@ -169,7 +173,7 @@ def test_many_steps_are_joined_and_pieces_of_the_prefill_are_kept() -> None:
     (message,) = core.all_sent()
     (output,) = message.outputs
     assert output.new_token_ids == list(range(0, 2000, 2)) == output.new_logprobs.logprob_token_ids[:, 0].tolist()
-    core.outputs.forget(["b-0"])
+    core.outputs.discard(["b-0"])
     assert core.outputs._held == {} and core.sent.empty()
 
 
@@ -179,6 +183,7 @@ def test_steps_are_counted_and_what_a_pause_preempts_is_no_want_of_memory() -> N
         core.scheduler._preempt_request("by a pause")
 
         def step(preempts: int = preempts) -> bool:
+            core.scheduler.schedule({"a-0": 1, "b-2": 1 if preempts else 400})
             core.step({"a-0": 1, "b-2": 2}, set())
             for _ in range(preempts):
                 core.scheduler._preempt_request("for want of memory")

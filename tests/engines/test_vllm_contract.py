@@ -78,6 +78,7 @@ BY_TEXT = {  # what no syntax shows, with parameters
     "vllm.v1.outputs.LogprobsLists.logprob_token_ids": [],
     "vllm.v1.engine.core_client.AsyncMPClient.call_utility_async": [],
     "vllm.v1.engine.output_processor.OutputProcessor.external_req_ids": [],
+    "vllm.v1.engine.output_processor.OutputProcessor.request_states": [],
 }
 Uses = dict[str, set[str]]
 """Parameters by the dotted name that takes them."""

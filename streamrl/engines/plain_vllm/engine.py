@@ -143,11 +143,12 @@ class PlainVllmEngine:
     def load(self) -> EngineLoad:
         """Load of the engine now; vLLM's own statistics are not read."""
         running = 0 if self._paused else self._open_requests
+        open_states = self._llm.output_processor.request_states.values() if self._llm is not None else ()
         return EngineLoad(
             running=running,
             waiting=self._open_requests - running,
             kv_cache_usage=0.0,
-            generated_tokens=self._generated_tokens,
+            generated_tokens=self._generated_tokens + sum(one.detokenizer.num_output_tokens() for one in open_states),
         )
 
     async def aclose(self) -> None:

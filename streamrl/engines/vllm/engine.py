@@ -72,7 +72,8 @@ class VllmEngine(PlainVllmEngine):
         self._require_alive()
         known = self._llm.output_processor.external_req_ids  # vLLM's own names of a request, by ours
         named = [name for request_id in request_ids for name in known.get(request_id, ())]
-        await self._unless_dead(lambda: self._llm.engine_core.call_utility_async(ABORT, named))
+        if named:
+            await self._unless_dead(lambda: self._llm.engine_core.call_utility_async(ABORT, named))
 
     async def sleep(self) -> None:
         """Give the device's memory back, with the weights in host memory; nothing may be asked of it until ``wake``.
@@ -157,6 +158,8 @@ class VllmEngine(PlainVllmEngine):
             if output.outputs[0].finish_reason == "abort":
                 self._aborted.add(whole.request_id)
                 return empty_completion(FinishReason.ABORT)
+            if whole.request_id in self._aborted:
+                break
         flat = output.prompt_logprobs
         held = accepted_prefix(tokens, flat.ranks[-len(tokens) :])
         version = completion_of(output.outputs[0]).version_spans[0].policy_version

@@ -1,9 +1,9 @@
 """Outputs of a request stay in vLLM's engine core until the request ends.
 
-vLLM packs, sends, unpacks and files every token of every request, and wakes the host's event loop on every step, also
-where only the final output is asked for (``RequestOutputKind.FINAL_ONLY``). Held outputs leave the core in one piece:
-when their request ends or is aborted, and before the first output of another weight version. A request that streams,
-or whose end the host decides (stop strings), gets its tokens as they come. The core is a fork of its host
+vLLM packs, sends and unpacks every token of every request, and wakes the host's event loop on every step, also where
+only the final output is asked for (``RequestOutputKind.FINAL_ONLY``). Held outputs leave the core in one message: when
+their request ends or is aborted, and before the first output of another weight version. A request that streams, or
+that vLLM's front end may stop (stop strings), gets its tokens as they come. The core is a fork of its host
 (``fork_engine_core``), so the host patches its own ``EngineCoreProc``."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from streamrl.engines.vllm.statistics import EngineCounters
 
 log = logging.getLogger(__name__)
 
-HELD_VARIABLE = "STREAMRL_HELD_OUTPUTS"  # "stock": token by token, as vLLM does, to measure against
+HELD_VARIABLE = "STREAMRL_HELD_OUTPUTS"  # "stock": as vLLM does, to measure against
 ABORT = "streamrl_abort"
 """Method of the patched core: abort requests and send what they have sampled. vLLM's own abort answers from what the
 host has, which is nothing here."""
@@ -28,34 +28,38 @@ _JOIN_FROM = 64  # logprobs of so many steps become one array: small arrays are 
 
 def hold_outputs(counters: EngineCounters) -> bool:
     """Let the next engine core of this process hold outputs and count its steps in ``counters``. False, with one line
-    in the log, where vLLM lacks what this needs."""
+    in the log, where vLLM lacks a method that this needs."""
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.request import RequestStatus
 
-    if os.environ.get(HELD_VARIABLE) == "stock":
-        return False
-    EngineCoreProc.streamrl_counters = counters
-    if hasattr(EngineCoreProc, ABORT):
-        return True
+    holds = os.environ.get(HELD_VARIABLE) != "stock"
+    EngineCoreProc.streamrl_counters = counters if holds else None
+    if hasattr(EngineCoreProc, ABORT) or not holds:
+        return holds
     try:
-        process, forget = EngineCoreProc._process_engine_step, EngineCoreProc.abort_requests
-        send_ends = EngineCoreProc._send_abort_outputs
+        vllm_step, vllm_abort = EngineCoreProc._process_engine_step, EngineCoreProc.abort_requests
+        vllm_send_aborts = EngineCoreProc._send_abort_outputs
+        _ = Scheduler._preempt_request, Scheduler.schedule, Scheduler.finish_requests
     except AttributeError as error:
         log.warning("outputs leave vLLM's core token by token: %s", error)
         return False
 
     def process_and_count(core: Any) -> bool:
+        if core.streamrl_counters is None:
+            return bool(vllm_step(core))
         if not isinstance(core.output_queue, HeldOutputs):  # before the first step there is nothing to hold
             core.output_queue = HeldOutputs(core.output_queue, core.scheduler)
-        return core.output_queue.count(core.streamrl_counters, lambda: process(core))
+        return core.output_queue.count(core.streamrl_counters, lambda: vllm_step(core))
 
     def abort_requests(core: Any, request_ids: list[str]) -> None:
-        forget(core, request_ids)
+        vllm_abort(core, request_ids)
         if isinstance(core.output_queue, HeldOutputs):
-            core.output_queue.forget(request_ids)
+            core.output_queue.discard(request_ids)
 
     def abort_and_send(core: Any, request_ids: list[str]) -> None:
-        send_ends(core, core.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED))
+        aborted = core.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        vllm_send_aborts(core, aborted)
 
     EngineCoreProc._process_engine_step = process_and_count
     EngineCoreProc.abort_requests = abort_requests
@@ -72,17 +76,22 @@ class HeldOutputs:
         self._held: dict[str, _Held | None] = {}  # by request; None: its outputs are not held
         self._version: str | None = None  # of all that is held
         self._tokens, self._prefilled, self._preempted = 0, False, 0
-        preempt = scheduler._preempt_request
+        preempt, schedule = scheduler._preempt_request, scheduler.schedule
 
         def preempt_and_count(*arguments: Any, **options: Any) -> None:
             self._preempted += 1
             preempt(*arguments, **options)
 
-        scheduler._preempt_request = preempt_and_count
+        def schedule_and_look(*arguments: Any, **options: Any) -> Any:
+            scheduled = schedule(*arguments, **options)
+            self._prefilled = scheduled.total_num_scheduled_tokens > len(scheduled.num_scheduled_tokens)
+            return scheduled
+
+        scheduler._preempt_request, scheduler.schedule = preempt_and_count, schedule_and_look
 
     def count(self, counters: EngineCounters, step: Callable[[], Any]) -> bool:
         """Run a step of the core and count it."""
-        self._tokens, self._prefilled, self._preempted = 0, False, 0  # a pause preempts, too: not for want of memory
+        self._tokens, self._prefilled, self._preempted = 0, False, 0  # clearing the cache in a pause preempts, too
         began_s, scheduler = time.monotonic(), self._scheduler
         executed = bool(step())
         decoded_s = None if self._prefilled else time.monotonic() - began_s
@@ -90,7 +99,7 @@ class HeldOutputs:
         counters.count_step(self._tokens, decoded_s, self._preempted, running=len(scheduler.running), kv_usage=usage)
         return executed
 
-    def forget(self, request_ids: list[str]) -> None:
+    def discard(self, request_ids: list[str]) -> None:
         """Drop what is held of requests for which nobody waits any more."""
         for request_id in request_ids:
             self._held.pop(request_id, None)
@@ -99,30 +108,30 @@ class HeldOutputs:
         """Queue what is to be sent now: ``(client, EngineCoreOutputs)``, or bytes."""
         if not isinstance(item, bytes) and item[1].outputs:
             client, step = item
-            if step.weight_version is None:  # of requests that were ended between two steps
+            if step.weight_version is None:  # abort outputs carry none
                 step.weight_version = self._version
             elif step.weight_version != self._version:
-                if older := [held.take() for held in self._held.values() if held and held.output.new_token_ids]:
+                if older := [held.take() for held in [*self._held.values()] if held and held.output.new_token_ids]:
                     self._queue.put_nowait((client, type(step)(outputs=older, weight_version=self._version)))
                 self._version = step.weight_version
-            step.outputs = [output for output in step.outputs if self._leaves(output)]
+            step.outputs = [output for output in step.outputs if self._is_released(output)]
             if not step.outputs:
                 return
         self._queue.put_nowait(item)
 
-    def _leaves(self, output: Any) -> bool:
-        """Return whether ``output`` is to be sent now, with all that was held of its request."""
+    def _is_released(self, output: Any) -> bool:
+        """Return whether ``output`` is to be sent now, with all that was held of its request. vLLM's input thread puts
+        the ends of requests here, too, that it could not take: of these nothing is held."""
         self._tokens += len(output.new_token_ids)
         ends = output.finish_reason is not None
         if (held := self._held.get(output.request_id)) is not None:
             held.add(output)
-        elif output.request_id not in self._held:
-            self._prefilled = True
-            self._held[output.request_id] = None if ends or not self._is_final_only(output) else _Held(output)
+        elif output.request_id not in self._held and not ends:
+            self._held[output.request_id] = _Held(output) if self._is_final_only(output) else None
         if ends:
-            del self._held[output.request_id]
+            self._held.pop(output.request_id, None)
             if held is not None:
-                held.fill(output)
+                held.move_into(output)
         return ends or self._held[output.request_id] is None
 
     def _is_final_only(self, output: Any) -> bool:
@@ -138,7 +147,7 @@ class HeldOutputs:
 
 
 class _Held:
-    """Outputs of one request in one, of which the first has what comes once (logprobs of the prompt)."""
+    """The merged outputs of one request; logprobs of the prompt are in the first."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -150,7 +159,7 @@ class _Held:
         if len(self._logprobs) == _JOIN_FROM:
             self._logprobs = [_joined(self._logprobs)]
 
-    def fill(self, last: Any) -> None:
+    def move_into(self, last: Any) -> None:
         first = self.take()
         last.new_token_ids, last.new_logprobs = first.new_token_ids, first.new_logprobs
         last.new_prompt_logprobs_tensors, last.prefill_stats = first.new_prompt_logprobs_tensors, first.prefill_stats
@@ -162,9 +171,13 @@ class _Held:
 
 
 def _joined(logprobs: list[Any]) -> Any:
-    """``LogprobsLists`` of one request after another: [tokens, 1 + asked] and [tokens]; None where none are asked."""
+    """``LogprobsLists`` of one request after another: [tokens, 1 + num_logprobs] and [tokens]; None without any. vLLM's
+    rows are as wide as the widest request of their step asks: columns that not every step has were not asked for."""
     import numpy as np
 
     if not (given := [one for one in logprobs if one is not None]):
         return None
-    return type(given[0])(*(np.concatenate([one[place] for one in given]) for place in range(3)), None)
+    width = min(one.logprobs.shape[1] for one in given)
+    tokens, values = ([one[place][:, :width] for one in given] for place in range(2))
+    ranks = [one.sampled_token_ranks for one in given]
+    return type(given[0])(np.concatenate(tokens), np.concatenate(values), np.concatenate(ranks), None)

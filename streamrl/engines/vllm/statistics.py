@@ -19,7 +19,7 @@ class EngineCounters:
         self, tokens: int, decoded_s: float | None, preempted: int, *, running: int, kv_usage: float
     ) -> None:
         """Count one step of the core, which sampled ``tokens``. ``decoded_s``: the seconds it took, None where it
-        prefilled, too. ``running``: requests after it."""
+        contained a prefill. ``running``: requests after it."""
         values = self._values
         values[0], values[1] = running, kv_usage
         values[2] += tokens
