@@ -1,6 +1,6 @@
-"""Choices of vLLM's CPU worker for tokens of the prompt, requests that begin in the middle of their noise, and noise
-whose numbers are drawn ahead. Three seams of vLLM 0.32, patched by our plugin in each worker process. The first two act
-only on requests that carry our arguments (``SamplingParams.extra_args``).
+"""Changes to the sampler of vLLM's CPU worker: kept tokens are verified in one prefill, a seeded request starts at
+token n, random numbers are drawn in blocks. Three methods of vLLM 0.32, patched by our plugin in each worker process.
+The first two changes act only on requests that carry our arguments (``SamplingParams.extra_args``).
 
 On CPU a request's generator gives one number a token, and the sampler's Gumbel noise is a function of that number and
 of the token id (``TopKTopPSampler.forward_cpu``). So the random numbers of any position can be drawn again. A CUDA
@@ -108,7 +108,7 @@ def _draw(generator: Any, count: int) -> Any:
 
 
 def _choices(runner: Any, request: Any, hidden_states: Any) -> tuple[Any, Any]:
-    """(choices, logprobs of the tokens that are there), each [kept], of the last tokens of a prompt. As
+    """(choices, logprobs of the kept tokens), each [kept], of the last tokens of a prompt. As
     ``Sampler.forward`` treats the tokens that it samples: temperature, top-p, then logprobs and noise."""
     import torch
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p

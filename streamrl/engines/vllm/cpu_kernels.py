@@ -1,6 +1,6 @@
-"""vLLM's own C kernels of a CPU for norms and gates, which vLLM 0.32 calls on GPUs only, and parameters that torch
-takes for plain tensors. Where few requests run, a decode step is mostly the fixed cost of its operators: a norm is
-eight of them, and vLLM's class of parameters takes each operator through Python, to no effect."""
+"""vLLM's own C kernels of a CPU for RMSNorm and SiluAndMul, which vLLM 0.32 calls on GPUs only, and parameters that
+torch takes for plain tensors. Where few requests run, a decode step is mostly the fixed cost of its operators: a norm
+is eight of them, and vLLM's class of parameters takes each operator through Python, to no effect."""
 
 from __future__ import annotations
 
