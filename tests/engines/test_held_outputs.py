@@ -18,8 +18,6 @@ from streamrl.engines.vllm import held_outputs
 from streamrl.engines.vllm.held_outputs import HeldOutputs
 from streamrl.engines.vllm.statistics import EngineCounters
 
-# ---- vLLM's structs, as far as they are used (tests/engines/test_vllm_contract.py knows the installed ones) ------
-
 
 class Kind(enum.Enum):
     DELTA = 1
@@ -33,7 +31,7 @@ class Logprobs(NamedTuple):
     cu_num_generated_tokens: Any = None
 
 
-class Output(SimpleNamespace):
+class Output(SimpleNamespace):  # of vLLM what is used; tests/engines/test_vllm_contract.py knows what is installed
     def __init__(self, request_id: str, new_token_ids: list[int], **fields: Any) -> None:
         once = ("new_logprobs", "new_prompt_logprobs_tensors", "prefill_stats", "finish_reason")
         more = ("pooling_output", "routed_experts", "new_sampling_mask", "prompt_token_id_logprobs")

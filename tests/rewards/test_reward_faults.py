@@ -6,6 +6,7 @@ leaves running fails it (``tests/conftest.py``)."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import resource
@@ -221,6 +222,7 @@ LEAKS = (
 @pytest.mark.parametrize("name", LEAKS)
 async def test_calls_of_a_function_that_leaks_all_score(pool: Pool, make_trajectory: MakeTrajectory, name: str) -> None:
     few = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gc.collect()  # models of tests before this one, whose files are mapped: a descriptor each
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, few[1]))
     try:
         rewards = await pool.open(Reward(function=f"{KILLERS}:{name}", memory_mib=300, timeout_s=300), processes=2)
