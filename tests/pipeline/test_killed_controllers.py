@@ -144,9 +144,10 @@ async def test_what_was_whole_and_not_scored_is_not_sampled_again(tmp_path: Path
 
 async def test_an_evaluation_that_died_with_its_controller_is_done_again_or_given_up_aloud(tmp_path: Path) -> None:
     settings, given_up = control_settings(evaluate_every=1, evaluate_at_end=True), 0
-    for events in range(6, 40, 2):
-        directory = tmp_path / str(events)
-        directory.mkdir()
+    for life, events in enumerate([*range(6, 40, 2), *range(7, 40, 2), *range(6, 40)]):
+        if life >= 17 and given_up:  # where a life ends in an evaluation hangs on how fast files are written
+            break
+        (directory := tmp_path / str(life)).mkdir()
         run = SimulatedRun(settings, directory, kept=True, held_out=120, evaluation_in_flight=2)
         assert not await one_life(run, events)
         again = resumed(run, directory, held_out=120, evaluation_in_flight=2)
