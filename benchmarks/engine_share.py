@@ -95,7 +95,9 @@ def core_alone(batches: int) -> dict[str, float]:
 
 def pipeline(rounds: str, steps: int) -> float:
     """Trained completions a second of the steps after the first ones."""
-    settings = {"run.steps": steps + SKIPPED, "rollout.rounds": rounds, "training.learning_rate": 1e-12}
+    settings: dict[str, Any] = {"run.steps": steps + SKIPPED, "rollout.rounds": rounds, "training.learning_rate": 1e-12}
+    if rounds == "continuous":
+        settings["rollout.max_staleness"] = 1
     with training_run(DEMO_RECIPE, settings | {"evaluation.prompts": ""}) as run:
         run.wait(timeout_s=1800)
         reported = run.steps()
