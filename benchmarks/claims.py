@@ -26,7 +26,7 @@ HEAD = """# Benchmarks
 Written by `make claims` from `benchmarks/claims.json`; a test compares the two. Each row says when, at which commit
 and on which machine its figure was measured; before 2026-11-25 the commit is the last one of that day. The machines are
 shared and noisy: read CPU milliseconds a trained sample (all processes of a run) and ratios of them before wall time.
-Beside other work CPU time grows, too, the trainer's most. `make claims CLAIMS="NAME"` measures a row again.
+Beside other work CPU time grows, too. `make claims CLAIMS="NAME"` measures a row again.
 """
 
 
