@@ -173,13 +173,14 @@ def answer_of(completion: Completion) -> Answer:
 
 async def answers(count: int, *, disturbed: bool) -> tuple[dict[str, float], list[Answer]]:
     """What an engine answers, and what was done to it."""
+    import torch
     from safetensors.torch import load_file
 
     with tempfile.TemporaryDirectory(prefix="srl") as directory:
         options = engine_options(load_recipe(DEMO), 0, directory)
         os.environ.update(options.environment | {"OMP_NUM_THREADS": "1"})
         tensors = load_file(Path(options.model_path) / "model.safetensors")
-        bits = {n: t.bfloat16().flatten().view(torch_int16()).numpy().view(np.uint16) for n, t in tensors.items()}
+        bits = {n: t.bfloat16().flatten().view(torch.int16).numpy().view(np.uint16) for n, t in tensors.items()}
         shards = [
             ShardSpec(name=name, dtype="bfloat16", shape=tuple(t.shape), offset=0, count=t.numel())
             for name, t in tensors.items()
@@ -203,12 +204,6 @@ async def answers(count: int, *, disturbed: bool) -> tuple[dict[str, float], lis
             await engine.aclose()
             publisher.close()
     return summary, [answer_of(trial.done[number]) for number in range(count)]
-
-
-def torch_int16() -> Any:
-    import torch
-
-    return torch.int16
 
 
 def differences(reference: list[Answer], found: list[Answer]) -> list[str]:

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 def use_cpu_kernels(model: Any, dtype: torch.dtype) -> None:
     """Have norms and gates of a loaded model that computes in ``dtype`` call the kernels, each after a trial on random
-    numbers. Logs one line about those that go on as they are."""
+    numbers. Logs one line about those that stay on vLLM's native path."""
     BasevLLMParameter.__torch_function__ = torch.nn.Parameter.__torch_function__
     modules = [module for module in model.modules() if isinstance(module, RMSNorm | SiluAndMul)]
     left: Counter[str] = Counter()

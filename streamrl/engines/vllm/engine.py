@@ -1,5 +1,5 @@
-"""The engine of a run: a plain one (``engines.plain_vllm``) that takes pushed deltas, verifies kept tokens, sleeps, and
-counts what it does and knows from its processes why it died."""
+"""The engine of a run: a plain one (``engines.plain_vllm``) that takes pushed deltas, verifies kept tokens, sleeps,
+counts its steps, and knows from its processes why it died."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def hold_outputs(counters: EngineCounters) -> bool:
 
 
 class HeldOutputs:
-    """The output queue of an engine core (``queue``), which outputs of unfinished requests do not enter."""
+    """Output queue of an engine core: wraps ``queue`` and holds the outputs of unfinished requests."""
 
     def __init__(self, queue: Any, scheduler: Any) -> None:
         self.get = queue.get
@@ -100,7 +100,7 @@ class HeldOutputs:
         return executed
 
     def discard(self, request_ids: list[str]) -> None:
-        """Drop what is held of requests for which nobody waits any more."""
+        """Drop the held outputs of requests that the host has aborted itself."""
         for request_id in request_ids:
             self._held.pop(request_id, None)
 
@@ -121,7 +121,7 @@ class HeldOutputs:
 
     def _is_released(self, output: Any) -> bool:
         """Return whether ``output`` is to be sent now, with all that was held of its request. vLLM's input thread puts
-        the ends of requests here, too, that it could not take: of these nothing is held."""
+        error outputs here, too, for requests that it could not preprocess: nothing is held of those."""
         self._tokens += len(output.new_token_ids)
         ends = output.finish_reason is not None
         if (held := self._held.get(output.request_id)) is not None:

@@ -70,7 +70,7 @@ def _engine_bytes(recipe: Recipe, one: PreparedSet, facts: ModelFacts, context: 
 
 def _activation_bytes(recipe: Recipe, facts: ModelFacts, context: int) -> int:
     """Bytes that one micro-batch keeps for its backward, and the logits of one chunk."""
-    tokens = max(recipe.training.row_tokens("cuda", facts.parameters, context), context)
+    tokens = max(recipe.training.row_tokens("cuda", facts.parameters, context), context)  # the larger rows
     return activation_bytes(
         tokens=tokens,
         hidden=facts.hidden,
