@@ -27,13 +27,13 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 54_750,
-    "lines of tests": 43_500,
+    "lines of streamrl": 57_950,
+    "lines of tests": 46_500,
     "lines of campaigns": 7_840,
     "lines of benchmarks": 6_960,
-    "files of streamrl": 384,
+    "files of streamrl": 430,
     "words of README": 800,
-    "keys of a recipe in view": 110,
+    "keys of a recipe in view": 122,
     "rooms": 16,
     "arrows between rooms": 80,
     "imports against the order": 0,
