@@ -32,9 +32,9 @@ from streamrl.weights import engine_environment
 SKIPPED = 2  # batches and steps at the start
 
 
-def core_alone(batches: int) -> dict[str, float]:
+def core_alone(batches: int, model: str) -> dict[str, float]:
     """Completions a second of an engine core: ``waited`` batches, ``full`` without a pause."""
-    recipe = load_recipe(DEMO_RECIPE)
+    recipe = load_recipe(DEMO_RECIPE, [f"model.path={model}"] if model else [])
     with tempfile.TemporaryDirectory(prefix="srl") as directory:
         options = engine_options(recipe, 0, directory)
         os.environ.update(options.environment | engine_environment())
@@ -93,9 +93,10 @@ def core_alone(batches: int) -> dict[str, float]:
         return {"waited": size * batches / sum(seconds[SKIPPED:]), "full": full}
 
 
-def pipeline(rounds: str, steps: int) -> float:
+def pipeline(rounds: str, steps: int, model: str) -> float:
     """Trained completions a second of the steps after the first ones."""
     settings: dict[str, Any] = {"run.steps": steps + SKIPPED, "rollout.rounds": rounds, "training.learning_rate": 1e-12}
+    settings |= {"model.path": model} if model else {}
     if rounds == "continuous":
         settings["rollout.max_staleness"] = 1
     with training_run(DEMO_RECIPE, settings | {"evaluation.prompts": ""}) as run:
@@ -111,18 +112,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The pipeline's share of what an engine core samples alone.")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--model", default="", help="a folder: a policy that was trained (default: the recipe's)")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.alone:
-        print(json.dumps(core_alone(arguments.steps)), flush=True)
+        print(json.dumps(core_alone(arguments.steps, arguments.model)), flush=True)
         os._exit(0)
     ratios: dict[str, list[float]] = {"waited": [], "full": []}
     for _ in range(arguments.repeats):
-        command = [sys.executable, __file__, "--alone", "--steps", str(arguments.steps)]
+        command = [sys.executable, __file__, "--alone", "--steps", str(arguments.steps), "--model", arguments.model]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         alone: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
         for kind, rounds in (("waited", "synchronous"), ("full", "continuous")):
-            trained = pipeline(rounds, arguments.steps)
+            trained = pipeline(rounds, arguments.steps, arguments.model)
             ratios[kind].append(trained / alone[kind])
             print(f"{kind}: alone {alone[kind]:.1f}/s, {rounds} {trained:.1f}/s, {ratios[kind][-1]:.2f}", flush=True)
     print(
