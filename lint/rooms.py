@@ -19,7 +19,7 @@ ORDER = (
 """A room imports only rooms before it. ``contracts`` is a file, which stands between two rooms as one would."""
 
 PARTS = {f"learning/{part}" for part in ("objective", "model", "state", "batches")}
-PARTS |= {"recipe/objectives", "weights/codec"}
+PARTS |= {"recipe/objectives", "recipe/schedules", "weights/codec"}
 """Folders that belong to the files of their room."""
 
 OPEN = ("simulate", "launch", "cli")
@@ -35,6 +35,7 @@ WINGS = {
     "launch/supervise": ("observe/terminal", "recipe/rules"),
     "observe/metrics": ("observe/terminal",),
     "observe/report": ("run/evaluate", "run/journal"),
+    "run/evaluate": ("run/prompts",),
     "rewards/builtin": ("rewards/judge", "rewards/sandbox"),
     "rewards/calls": ("rewards/builtin",),
     "rewards/judge": ("engines/plain_vllm", "engines/vllm"),

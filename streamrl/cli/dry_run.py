@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import tempfile
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,13 +16,14 @@ from streamrl.launch.plan.first_prompt import first_prompt_lines
 from streamrl.launch.plan.gpu_demand import gpu_placement
 from streamrl.launch.plan.preflight import CheckedModel, check_model, preflight, with_checkpoint_rewards
 from streamrl.launch.plan.probe import problem_of_model
+from streamrl.launch.plan.run_length import with_steps_of_epochs
 from streamrl.launch.plan.summary import arithmetic_lines, process_lines
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.rules.load import dump_recipe
 from streamrl.recipe.sections import EngineKind, LaunchedBy, Recipe
 from streamrl.recipe.topology import plan_topology
-from streamrl.run.prompts.prompt_spec import SourceKind, read_spec
-from streamrl.run.prompts.prompts import open_rows
+from streamrl.run.prompts.prompt_spec import prompt_sources
+from streamrl.run.prompts.prompts import stored_rows
 
 PROBE_TIMEOUT_S = 300.0
 
@@ -31,6 +32,7 @@ def dry_run(recipe: Recipe, system: Sequence[str], path: Path, overrides: Sequen
     """Print the resolved recipe, its arithmetic and the processes; then raise ``RecipeError`` when a check fails.
     ``system``: what ``rollout.system`` set in it, one line a key."""
     arguments = " ".join([shlex.quote(str(path)), *(f"--set {shlex.quote(text)}" for text in overrides)])
+    recipe, length = with_steps_of_epochs(recipe)
     recipe, kept = with_checkpoint_rewards(recipe)
     topology = plan_topology(recipe, Path(tempfile.gettempdir()) / "streamrl-XXXXXXXX")
     model = _model(recipe)
@@ -40,7 +42,7 @@ def dry_run(recipe: Recipe, system: Sequence[str], path: Path, overrides: Sequen
     if system:
         print("# what rollout.system sets\n", *system, "", sep="\n")
     print("# what it adds up to\n")
-    print("\n".join(arithmetic_lines(recipe, facts, context, _held_out(recipe))))
+    print("\n".join(arithmetic_lines(recipe, facts, context, _held_out(recipe), length)))
     print("\n# what would be started\n")
     print("\n".join(process_lines(recipe, topology, arguments)))
     if gpus := gpu_placement(recipe).lines():
@@ -77,18 +79,14 @@ def _try_model(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:
     return problem is not None
 
 
-def _held_out(recipe: Recipe) -> int:
-    """Rows of the held-out prompts; 0 where they cannot be counted: ``preflight`` says why, if that is wrong."""
-    if not recipe.evaluation.prompts:
-        return 0
-    try:
-        spec = read_spec(recipe.evaluation.prompts)
-        if spec.kind is SourceKind.ITERATOR:
-            return 0
-        with closing(open_rows(spec)) as rows:
-            return rows.size
-    except (RecipeError, OSError):
-        return 0
+def _held_out(recipe: Recipe) -> dict[str, int]:
+    """Rows of the held-out prompts by set, where they can be counted: ``preflight`` says why not, if that is wrong."""
+    _, *sources = prompt_sources(recipe).values()
+    found = {}
+    for name, spec in zip(recipe.evaluation.sets, sources, strict=True):
+        with suppress(RecipeError, OSError):
+            found[name] = stored_rows(spec) or 0
+    return found
 
 
 def _model(recipe: Recipe) -> CheckedModel | None:

@@ -40,6 +40,7 @@ from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, Dr
 from streamrl.launch.control_socket import serving_control
 from streamrl.launch.plan.gpu_demand import gpu_placement
 from streamrl.launch.plan.preflight import preflight, recipe_of_resumed_run, with_checkpoint_rewards
+from streamrl.launch.plan.run_length import with_steps_of_epochs
 from streamrl.launch.run_directory import NOT_RESUMED, lock_run, refuse_changes, write_changed_recipe, write_inputs
 from streamrl.launch.run_record import refuse_lost_journal
 from streamrl.launch.supervise.clean_up import SOCKET_PREFIX, remove_half_written, remove_killed_life
@@ -50,6 +51,7 @@ from streamrl.launch.supervise.supervisor import Supervisor
 from streamrl.launch.supervise.watchdog import ask_for_stacks
 from streamrl.launch.user_calls import UserCalls, close_all
 from streamrl.recipe.rules.load import dump_recipe, load_recipe, resolve_function
+from streamrl.recipe.schedules.schedule import horizon_notices
 from streamrl.recipe.sections import JournalKind, Recipe
 from streamrl.recipe.topology import control_socket, plan_topology, rewards_endpoint
 from streamrl.recipe.user_code import spec_of
@@ -158,6 +160,7 @@ class Pipeline:
             if self._changed_now:
                 await to_thread(write_changed_recipe, self.run_directory, self.recipe)
             return
+        self.recipe, _ = await to_thread(with_steps_of_epochs, self.recipe)
         self.recipe, kept = await to_thread(with_checkpoint_rewards, self.recipe)
         await to_thread(preflight, self.recipe, kept)
         self.run_directory = await to_thread(_make_run_directory, self.recipe, kept)
@@ -165,7 +168,8 @@ class Pipeline:
 
     def _changes(self) -> list[str]:
         chosen = self._changed_now
-        return refuse_changes(self.run_directory, self.recipe, force=self._despite_changes, chosen=chosen)
+        changes = refuse_changes(self.run_directory, self.recipe, force=self._despite_changes, chosen=chosen)
+        return [*changes, *horizon_notices(recipe_of_run(self.run_directory), self.recipe)]
 
     def _let_go(self) -> None:
         self._rewards.close()

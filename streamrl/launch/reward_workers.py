@@ -24,7 +24,7 @@ from streamrl.rewards.reward_messages import LoadRewardSet, RewardOrder, RewardR
 from streamrl.rewards.rewards_snapshot import fresh_rewards, read_rewards_file
 from streamrl.rewards.signature import needed_columns
 from streamrl.rewards.time_limits import LearntLimits
-from streamrl.run.prompts.prompt_spec import SourceKind, read_spec
+from streamrl.run.prompts.prompt_spec import SourceKind, prompt_sources, read_spec
 from streamrl.run.prompts.prompts import check_prompts, missing_columns, open_prompts
 from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, WorkerStreams, wait_ready
 
@@ -92,8 +92,8 @@ async def check_reward(recipe: Recipe, reward: Reward) -> None:
     if inspection.signature is not None:
         columns = needed_columns([inspection.signature])
         tokenizer = await anyio.to_thread.run_sync(load_tokenizer, recipe.model.path)
-        for path, spec in (("prompts.train", recipe.prompts.train), ("evaluation.prompts", recipe.evaluation.prompts)):
-            if spec and any(columns.values()):
+        for path, spec in prompt_sources(recipe).items():
+            if any(columns.values()):
                 problems += [f"{path}: {text}" for text in await _missing_columns(spec, tokenizer, columns)]
     if problems:
         raise RecipeError(*dict.fromkeys(problems))

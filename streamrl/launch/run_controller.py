@@ -51,20 +51,21 @@ from streamrl.launch.observers import run_observers
 from streamrl.launch.processes import Emit, Processes, connect_processes, connect_ranks
 from streamrl.launch.reward_workers import change_rewards
 from streamrl.launch.run_record import JournalledRun, open_record
-from streamrl.launch.sampling import open_rollout, open_weight_sync, read_held_out, training_prompts
+from streamrl.launch.sampling import open_rollout, open_weight_sync, training_prompts
 from streamrl.launch.supervise.child import ChildContext
 from streamrl.launch.supervise.watchdog import Watchdog
 from streamrl.launch.user_calls import UserObserver, close_all
 from streamrl.observe.sinks import JsonlSink, PublishSink, Reporter
 from streamrl.recipe.rules.transport_rules import transport_metrics
 from streamrl.recipe.scheduling import RoundKind
-from streamrl.recipe.sections import Recipe
+from streamrl.recipe.sections import HELD_OUT, Recipe
 from streamrl.recipe.topology import Topology, metrics_endpoint
 from streamrl.rewards.judge.link import JudgeLink
 from streamrl.rewards.reward_messages import RewardReply, RewardsListed
 from streamrl.run.checkpoints import CheckpointKeeper
 from streamrl.run.controller import Controller
 from streamrl.run.evaluate.evaluation import HeldOut, HeldOutEvaluations
+from streamrl.run.evaluate.held_out_prompts import read_held_out
 from streamrl.run.evaluate.sample_files import write_evaluation
 from streamrl.run.journal.run_journal import JournalledOutcomes
 
@@ -135,8 +136,9 @@ async def _train(
     # What the controller asks: for prompts, for a push of weights, for a checkpoint, for an evaluation.
     prompts = training_prompts(recipe, processes.tokenizer, start=record.control.state.prompts.drawn)
     sync = await open_weight_sync(recipe, processes, rollout, watch.waits)
-    saved, limit = run_directory / "checkpoints", recipe.evaluation.limit
-    keeper = CheckpointKeeper(trainer, saved, recipe.checkpoint, held=version, limit=limit)
+    saved, score = run_directory / "checkpoints", next(iter(held_out.sets), HELD_OUT)
+    limit = recipe.evaluation.regular[1]
+    keeper = CheckpointKeeper(trainer, saved, recipe.checkpoint, held=version, limit=limit, score=score)
     await keeper.begin()
     evaluations = _evaluations(recipe, run_directory, processes, held_out, keeper, emit)
     # Who is called with what happens.

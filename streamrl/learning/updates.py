@@ -41,6 +41,7 @@ from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import FullWeights, PublishedWeights, global_norm
 from streamrl.learning.step_metrics import update_lengths
+from streamrl.recipe.schedules.schedule import rate_factor
 from streamrl.recipe.sections import OptimizerKind
 
 
@@ -164,7 +165,7 @@ class Updates:
                 f"the gradient norm of batch {close.batch_id} is {norm}; samples of rank {options.rank}: {names} "
                 f"({len(batch.sample_ids)} in all); lower training.learning_rate if policy/kl_rollout grew before"
             )
-        rate = options.learning_rate * min(1.0, close.policy_version / max(options.warmup_steps, 1))
+        rate = options.learning_rate * rate_factor(options, close.policy_version, options.steps)
         if computed > 0:
             clip = min(1.0, options.max_grad_norm / (norm + 1e-6)) / denominator
             gradient_L.mul_(mean_of_ranks * clip)

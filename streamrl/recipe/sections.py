@@ -5,10 +5,12 @@ Unknown keys are refused. Relative paths are relative to the recipe file, those 
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from streamrl.recipe.fields import (
     Count,
@@ -36,6 +38,7 @@ from streamrl.recipe.scheduling import (
     trains_on_policy,
 )
 
+HELD_OUT = "held_out"
 ENGINE_RESTARTS = 3
 RECOVERY_INTERVAL = 100
 """Steps between checkpoints where ``checkpoint.every`` is 0."""
@@ -54,6 +57,8 @@ class Run(Section, frozen=True):
     """Identity and length of the run."""
 
     name: Annotated[str, doc("of its directory, with the time behind it")] = "run"
+    project: Annotated[str, doc("of several runs, for trackers and `streamrl runs`")] = ""
+    tags: Annotated[tuple[str, ...], doc("of the run, for trackers and `streamrl runs`")] = ()
     directory: Annotated[str, doc("where the directories of runs are, relative to the current directory")] = "runs"
     seed: Annotated[Natural, doc("of the order of prompts and of what is sampled")] = 0
     steps: Annotated[Positive, doc("versions of the weights, counted from 0")] = 100
@@ -100,10 +105,12 @@ class Prompts(Section, frozen=True):
         doc(
             "a .jsonl, .parquet or .arrow file, the directory of a Hugging Face dataset (data/gsm8k?split=train), a "
             "task of reasoning-gym (reasoning_gym:chain_sum?size=1000&seed=0), or module:name / file.py:name of an "
-            "(async) iterator or a function that returns one; ?prompt=COLUMN takes it from another column, and "
-            "?chat=true makes a chat of a text"
+            "(async) iterator or a function that returns one; ?prompt=COLUMN takes it from another column, ?limit=N "
+            "the first N rows, and ?chat=true makes a chat of a text"
         ),
     ]
+    template: Annotated[str, doc('jinja, for the text of a prompt: "{{question}}\\nAnswer after ####."')] = ""
+    answer: Annotated[str, doc('for the column "answer": another column, or an expression or a template of jinja')] = ""
     shuffle: Annotated[bool, doc("stored rows come in another order in each epoch")] = True
 
 
@@ -152,6 +159,10 @@ class Training(Section, frozen=True):
     optimizer: Annotated[OptimizerKind, doc("")] = OptimizerKind.ADAMW
     learning_rate: Annotated[NaturalFloat, doc("of AdamW")] = 1e-6
     warmup_steps: Annotated[Natural, doc("over which the learning rate rises linearly")] = 0
+    schedule: Annotated[str, doc("behind the warm-up, by transformers' names, such as cosine or linear")] = "constant"
+    schedule_options: Annotated[dict[str, float | str], advanced("as lr_scheduler_kwargs: {min_lr_rate = 0.1}")] = {}
+    schedule_steps: Annotated[Natural, advanced("with which the schedule ends (0: run.steps)")] = 0
+    epochs: Annotated[NaturalFloat, doc("passes over prompts.train, in place of run.steps (0: run.steps)")] = 0.0
     beta1: Annotated[float, Meta(ge=0, lt=1), advanced("of AdamW")] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1), advanced("of AdamW")] = 0.95
     weight_decay: Annotated[NaturalFloat, doc("of AdamW")] = 0.0
@@ -290,10 +301,21 @@ class Weights(Section, frozen=True):
     ] = True
 
 
+class EvaluationSet(Section, frozen=True):
+    """Held-out prompts of several. What is not set is as in ``[evaluation]``."""
+
+    prompts: str
+    every: Natural | None = None
+    limit: Natural | None = None
+
+
 class Evaluation(Section, frozen=True):
     """Held-out prompts."""
 
-    prompts: Annotated[str, doc("as prompts.train; empty: none")] = ""
+    prompts: Annotated[
+        str | dict[str, str | EvaluationSet],
+        doc('as prompts.train; empty: none; or several: {a = "a.jsonl", b = {prompts = "b.jsonl", every = 50}}'),
+    ] = ""
     samples: Annotated[Count, doc("completions of each prompt, for avg@k and pass@k")] = 1
     store_samples: Annotated[bool, advanced("every completion is written to evaluations/ of the run")] = True
     every: Annotated[Natural, doc("steps between evaluations on the first prompts (0: none)")] = 0
@@ -303,6 +325,24 @@ class Evaluation(Section, frozen=True):
     temperature: Annotated[NaturalFloat | None, doc("0: greedy; not set: the sampling temperature")] = None
     success_reward: Annotated[float, advanced("a score from which a completion is a success")] = 1.0
     reward: Annotated[str, advanced("the name of the reward that is the score (empty: the first that counts)")] = ""
+
+    @property
+    def sets(self) -> dict[str, EvaluationSet]:
+        """The sets by name, with nothing left out; one that has no name is ``held_out``."""
+        given = self.prompts if isinstance(self.prompts, dict) else {HELD_OUT: self.prompts} if self.prompts else {}
+        own = {name: EvaluationSet(prompts=one) if isinstance(one, str) else one for name, one in given.items()}
+        unset = {"every": self.every, "limit": self.limit}
+        return {
+            name: replace(one, **{k: v for k, v in unset.items() if getattr(one, k) is None})
+            for name, one in own.items()
+        }
+
+    @property
+    def regular(self) -> tuple[int, int]:
+        """Steps between evaluations of any set (0: none), and the ``limit`` that control has for them: above 0 where
+        they are not on all prompts of all sets."""
+        every, limits = {one.every or 0 for one in self.sets.values()}, [one.limit or 0 for one in self.sets.values()]
+        return math.gcd(*every), max(limits, default=0) or int(len(every) > 1)
 
 
 class ResumedRewards(StrEnum):

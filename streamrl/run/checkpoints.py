@@ -17,12 +17,11 @@ from streamrl.base.types import Prompt, Record
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.wire import OneFrameCodec
 from streamrl.control.model import Snapshot, prompts_needed
-from streamrl.recipe.sections import Checkpoint
+from streamrl.recipe.sections import HELD_OUT, Checkpoint
 from streamrl.run.trainer_ranks import TrainerRanks
 
 LATEST = "latest"
 SCORES = "scores.json"
-SCORE_PREFIX = "eval/held_out/avg@"
 FORK_POINT = "control.msgpack"
 """File of a checkpoint with what another run needs of control to go on from it."""
 
@@ -73,13 +72,22 @@ class CheckpointKeeper:
     Goes on with what the directory already holds up to ``held``, the version that the ranks began from or hold now.
     Newer ones are of a future that was left, because they are damaged or somebody went back: they count for nothing,
     may be written anew, and go once a version is saved. ``limit``: held-out prompts of the scores that are compared
-    (0: all)."""
+    (0: all), which are those of the set ``score``."""
 
-    def __init__(self, trainer: TrainerRanks, directory: Path, rules: Checkpoint, *, held: int, limit: int = 0) -> None:
+    def __init__(
+        self,
+        trainer: TrainerRanks,
+        directory: Path,
+        rules: Checkpoint,
+        *,
+        held: int,
+        limit: int = 0,
+        score: str = HELD_OUT,
+    ) -> None:
         self._trainer = trainer
         self._directory = directory
         self._rules = rules
-        self._limit = limit
+        self._limit, self._prefix = limit, f"eval/{score}/avg@"
         self._held = held
         there = _versions_in(directory)
         # Where the ranks hold one that was never saved, the newest of its past is what ``latest`` names.
@@ -121,7 +129,7 @@ class CheckpointKeeper:
         version that is kept as the last one."""
         if limit != self._limit:
             return
-        names = sorted(name for name in figures if name.startswith(SCORE_PREFIX))
+        names = sorted(name for name in figures if name.startswith(self._prefix))
         score = figures[names[0]] if names else math.nan
         if not math.isnan(score):
             self._scores[policy_version] = score

@@ -312,8 +312,10 @@ def test_dry_run_counts_held_out_prompts_and_says_why_nothing_streams(
 ) -> None:
     (project / "held.jsonl").write_text('{"prompt": "1", "answer": "1"}\n\n{"prompt": "2", "answer": "2"}\n')
     (project / "model" / "generation_config.json").write_text('{"eos_token_id": [5]}')
+    (project / "recipe.toml").write_text((project / "recipe.toml").read_text().replace("steps = 3\n", ""))
     sets = [
         "engines.kind=simulated",
+        "training.epochs=8",
         "evaluation.prompts=held.jsonl",
         "evaluation.samples=3",
         "objective.algorithm=reinforce_plus_plus",
@@ -321,6 +323,7 @@ def test_dry_run_counts_held_out_prompts_and_says_why_nothing_streams(
     arguments = [part for text in sets for part in ("--set", text)]
     assert main(["train", str(project / "recipe.toml"), "--dry-run", *arguments]) == 0
     text = capsys.readouterr().out
+    assert "run         2 steps x 8 = 16 trajectories trained (training.epochs = 8.0: 1 prompts, 4 a step)\n" in text
     assert "evaluation  held.jsonl: at the start, at the end; all prompts: 2 x 3 = 6 completions\n" in text
     ends = "generation_config.json: 5; config.json: 0"
     assert f"            files of the model disagree about what ends a completion ({ends}): here 5 does\n" in text

@@ -184,7 +184,7 @@ def test_the_lines_say_what_is_asked_for() -> None:
         evaluation=Evaluation(prompts="/a/held.jsonl", samples=4, every=10, limit=64),
         checkpoint=Checkpoint(every=20, keep=3, keep_best=1, keep_every=100, resume_from="/runs/r/checkpoints/step-4"),
     )
-    lines = arithmetic_lines(recipe, held_out=100)
+    lines = arithmetic_lines(recipe, held_out={"held_out": 100})
     for expected in (
         (
             "batch       8 prompts x 8 samples = 64 trajectories, 8 optimizer steps in 2 passes, each on its share of "

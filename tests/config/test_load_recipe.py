@@ -97,8 +97,8 @@ every = 5
 
 GOLDEN = [
     (
-        'demo.toml:2: run.stepz: unknown key; did you mean "steps"? Keys of [run]: name, directory, seed, steps, '
-        "journal, deterministic; below [run.advanced]: restarts, observers, stall_timeout_s"
+        'demo.toml:2: run.stepz: unknown key; did you mean "steps"? Keys of [run]: name, project, tags, directory, '
+        "seed, steps, journal, deterministic; below [run.advanced]: restarts, observers, stall_timeout_s"
     ),
     (
         'demo.toml:4: modle: unknown section; did you mean "model"? Sections: model, prompts, rewards, run, rollout, '
@@ -108,7 +108,7 @@ GOLDEN = [
     ),
     (
         'demo.toml:9: prompts.temperature: unknown key; did you mean "sampling.temperature" or '
-        '"evaluation.temperature"? Keys of [prompts]: train, shuffle'
+        '"evaluation.temperature"? Keys of [prompts]: train, template, answer, shuffle'
     ),
     'demo.toml:13: rewards.0.weight: "a" is not allowed: must be a number',
     "demo.toml:16: rollout.group_size: 0 is not allowed: must be an integer > 0",

@@ -7,12 +7,15 @@ import math
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import anyio
 import builders
+import msgspec
 import pytest
 
 from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.run_events import RunEvent
 from streamrl.base.stage_messages import (
     CancelTrajectories,
     LaunchTrajectory,
@@ -30,11 +33,19 @@ from streamrl.base.types import (
     TrajectoryId,
     token_array,
 )
-from streamrl.launch.sampling import read_held_out
 from streamrl.observe.report.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Evaluation as EvaluationSettings
-from streamrl.run.evaluate.evaluation import EvaluationRun, HeldOut, evaluation_metrics, pass_at_k, pass_sizes
+from streamrl.recipe.sections import EvaluationSet
+from streamrl.run.evaluate.evaluation import (
+    EvaluationRun,
+    HeldOut,
+    HeldOutEvaluations,
+    evaluation_metrics,
+    pass_at_k,
+    pass_sizes,
+)
+from streamrl.run.evaluate.held_out_prompts import read_held_out
 from streamrl.run.evaluate.sample_files import write_evaluation
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
@@ -211,6 +222,67 @@ async def test_at_most_so_many_requests_are_open_and_every_sample_is_its_own() -
     ]
     assert all(o.evaluation and o.group_size == 1 and o.temperature == 0.5 for o in orders.launched)
     assert figures["eval/held_out/failed"] == 9
+
+
+def lines_below(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in directory.glob("*.jsonl") for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("version", "limit", "asked"),
+    [
+        (4, 2, {"a": ["p0", "p1"]}),
+        (6, 2, {"b": ["p3", "p4"]}),
+        (12, 2, {"a": ["p0", "p1"], "b": ["p3", "p4"]}),
+        (5, 0, {"a": ["p0", "p1", "p2"], "b": ["p3", "p4"], "c": ["p5"]}),
+        (2, 2, {}),
+    ],
+)
+async def test_of_several_sets_those_are_asked_that_are_due_and_each_has_its_figures_and_its_lines(
+    version: int, limit: int, asked: dict[str, list[str]], tmp_path: Path
+) -> None:
+    every = {"a": (4, 2, 3), "b": (6, 0, 2), "c": (0, 0, 1)}
+    sets = {name: (EvaluationSet(prompts="x", every=e, limit=most), size) for name, (e, most, size) in every.items()}
+    events: list[RunEvent] = []
+    scores: list[float] = []
+
+    async def emit(event: RunEvent) -> None:
+        events.append(event)
+
+    async def scored(at: int, figures: dict[str, float], limit: int) -> None:
+        scores.append(figures.get("eval/a/avg@1", -1.0))
+
+    evaluations = HeldOutEvaluations(
+        msgspec.structs.replace(held_out(6, 1, in_flight=9), sets=sets),
+        0,
+        emit=emit,
+        scored=scored,
+        store=partial(write_evaluation, tmp_path, None),
+    )
+    evaluations.begin(version, limit)
+    orders = Orders()
+
+    async def answer() -> None:
+        await anyio.wait_all_tasks_blocked()
+        for order in orders.launched:
+            number = -1 - order.id.group_id
+            sampled = msgspec.structs.replace(trajectory(number, 0), id=order.id)
+            reward = {"reward": float(number), "reward_parts": {"r": float(number)}}
+            evaluations.take(Scored(outcome=ScoredTrajectory(trajectory=sampled, **reward)))
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(answer)
+            await (await evaluations.run(orders))()  # type: ignore[arg-type]
+    assert [order.prompt.prompt_id for order in orders.launched] == [one for ids in asked.values() for one in ids]
+    figures = events[0].metrics if events else {}  # type: ignore[union-attr]
+    means = {name: sum(int(one[1:]) for one in ids) / len(ids) for name, ids in asked.items()}
+    assert {key[5:-6]: value for key, value in figures.items() if key.endswith("avg@1")} == means
+    assert scores == ([means.get("a", -1.0)] if asked else [])
+    lines = lines_below(tmp_path)
+    assert [(line["set"], line["prompt"]) for line in lines] == [
+        (name, number) for name, ids in asked.items() for number in range(len(ids))
+    ]
 
 
 async def test_a_cancelled_evaluation_ends_when_what_was_launched_has_ended() -> None:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "streamrl"
 SECTIONS = sorted({metric.name.partition("/")[0] for metric in METRICS})
 NAME = re.compile(rf"^({'|'.join(SECTIONS)})/[a-z0-9_@/]*[a-z0-9]$")
 # Parts from which a sum is made, which leave the metrics before anybody sees them, and names filled in with known ones.
-NOT_EMITTED = {"perf/trained_tokens", "perf/trained_samples", "time/x_s", "eval/held_out/x"}
+NOT_EMITTED = {"perf/trained_tokens", "perf/trained_samples", "time/x_s", "eval/x/x"}
 
 
 def written_names() -> dict[str, str]:

@@ -16,6 +16,9 @@ pytest.importorskip("math_verify")
 pytest.importorskip("reasoning_gym")
 
 
+GSM8K = "He pays $5 for each of 3 and $7 for the rest, $5*3+$7*3 = $<<5*3+7*3=36>>36.\n#### 36"
+
+
 @pytest.mark.parametrize(
     ("answer", "completion", "value"),
     [
@@ -61,6 +64,17 @@ pytest.importorskip("reasoning_gym")
         (0.00001, r"\boxed{-5+e}", 0),
         (1e16, r"\boxed{10^{16}}", 1),
         (2.5, r"\boxed{5/2}", 1),
+        # whole solutions as gold: of GSM8K, whose dollars are no LaTeX, and of MATH; and completions in GSM8K's form
+        (GSM8K, "so 36", 1),
+        (GSM8K, "so 15", 0),
+        (GSM8K, "it is 21.\n#### 36\nand not 9", 1),
+        (GSM8K.replace("36", "1,036"), r"\boxed{1036}", 1),
+        ("x is \\boxed{5}\n#### 7", r"\boxed{7}", 1),
+        (r"Hence $x=2$, so $\boxed{\frac{1}{2}}$ is the sum.", "it is $0.5$", 1),
+        (r"Hence $x=2$, so $\boxed{\frac{1}{2}}$ is the sum.", "it is 2", 0),
+        ("5", "#### Step 3: add\nthat is 5", 1),
+        ("1500", "#### $1,500\nwith 3 left", 1),
+        ("3", "\\boxed{3}\n#### 4", 1),
     ],
 )
 def test_math(make, score, answer, completion, value) -> None:

@@ -21,6 +21,7 @@ import pytest
 from streamrl.cli.show import read_run
 from streamrl.launch.supervise.clean_up import marker_of
 from streamrl.observe.report.trajectory_trace import read_trace
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.toml_text import toml_value
 from streamrl.recipe.topology import read_topology
 
@@ -103,14 +104,27 @@ def test_a_run_is_made_longer_after_its_end(tmp_path: Path) -> None:
     def streamrl(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, check=False)
 
-    assert streamrl("train", str(EXAMPLE), *_flags(tmp_path, run__steps=2)).returncode == 0
+    held = EXAMPLE.with_name("held_out.jsonl")
+    sets = {"a": {"prompts": str(held), "limit": 2}, "b": {"prompts": f"{held}?limit=3", "every": 2}}
+    settings = {"training__schedule": "linear", "evaluation__every": 1, "evaluation__at_start": False}
+    settings |= {"evaluation__prompts": sets, "evaluation__at_end": False}
+    assert streamrl("train", str(EXAMPLE), *_flags(tmp_path, run__steps=2, **settings)).returncode == 0
     refused = streamrl("resume", str(run), "--set", "run.steps=3", "--set", "rollout.group_size=2")
     assert refused.returncode != 0 and "rollout.group_size was 4, now 2" in refused.stderr
     assert "run.steps" not in refused.stderr and "steps = 2\n" in (run / "recipe.toml").read_text()
     longer = streamrl("resume", str(run), "--set", "run.steps=3")
     assert longer.returncode == 0, longer.stdout + longer.stderr
+    assert 'training.schedule = "linear" ends with step 3 now and ended with step 2' in longer.stderr
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3]
+    rates = {line["step"]: line["optim/lr"] for line in lines if line["kind"] == "step"}
+    base = load_recipe(run / "recipe.toml").training.learning_rate
+    assert rates == {1: base, 2: base / 2, 3: pytest.approx(base / 3)}, "of the longer schedule from then on"
+    evaluated = {
+        line["step"]: {name: line.get(f"eval/{name}/prompts") for name in sets}
+        for line in lines[:]
+        if line["kind"] == "evaluation"
+    }
+    assert evaluated == {1: {"a": 2, "b": None}, 2: {"a": 2, "b": 3}, 3: {"a": 2, "b": None}}
     again = streamrl("resume", str(run))
     assert again.returncode == 0 and "finished: 3 of 3" in again.stdout, "it is the recipe of the run from now on"
 
@@ -256,6 +270,7 @@ def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_one_that_was_
     environment = os.environ | {"TMPDIR": str(temporary)}
     common = {"run__steps": steps, "run__deterministic": True, "checkpoint__every": 4}
     common |= {"rollout__rounds": "tail_batching", "tail_batching__deferred_prompts": "verify"}
+    common |= {"training__schedule": "cosine", "training__warmup_steps": 3}
 
     def start(folder: str, *arguments: str) -> subprocess.Popen[str]:
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -269,6 +284,10 @@ def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_one_that_was_
         metrics = run / "metrics.jsonl"
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         return len({json.loads(line)["step"] for line in lines if '"kind":"step"' in line and line.endswith("}")})
+
+    def rates(run: Path) -> dict[int, float]:
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        return {line["step"]: line["optim/lr"] for line in lines if line["kind"] == "step"}
 
     try:
         alone, killed = start("alone"), start("killed")
@@ -291,6 +310,7 @@ def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_one_that_was_
         assert resumed.returncode == 0, output
         assert alone.communicate(timeout=900)[0] and alone.returncode == 0
         assert made(run) == steps
+        assert rates(run) == rates(tmp_path / "alone" / "runs" / "latest") and len({*rates(run).values()}) == steps - 1
         whole, weights = _weights(tmp_path / "alone" / "runs" / "latest", steps), _weights(run, steps)
         assert whole and weights == whole
         assert _left_of([*markers, _marker(run)], temporary) == []

@@ -12,9 +12,9 @@ import pytest
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
 from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.recipe.rules.load import resolve_spec
-from streamrl.run.prompts.prompt_spec import SourceKind, read_spec
-from streamrl.run.prompts.prompts import check_prompts, open_prompts
+from streamrl.recipe.rules.load import load_recipe, resolve_spec
+from streamrl.run.prompts.prompt_spec import SourceKind, prompt_sources, read_spec
+from streamrl.run.prompts.prompts import check_prompts, open_prompts, stored_rows
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -154,6 +154,9 @@ def test_rows_of_a_table_that_are_no_prompts_are_named(tokenizer: Tokenizer, tmp
         ("{broken}", "cannot be read ("),
         ("{none}", "is empty: add rows"),
         ("lines.jsonl?size=3", 'unknown option "size"'),
+        ("lines.jsonl?limit=0", "limit = 0 is no integer >= 1: correct it"),
+        ("lines.jsonl?prompt=a&template=b", "?prompt= and ?template= both make the prompt: remove one"),
+        ("mine.py:rows?template=b", "an iterator takes no options, nor prompts.template and prompts.answer"),
         ("module:rows?size=3", "an iterator takes no options"),
     ],
 )
@@ -204,6 +207,75 @@ async def test_the_prompt_may_have_another_name_and_become_a_chat(
     messages = [{"role": "system", "content": "Be brief&kind"}, {"role": "user", "content": "2+2"}]
     assert chat.columns == {"question": "2+2", "answer": "4", "messages": messages}
     assert chat.token_ids == tokenizer.encode(json.dumps(messages))
+
+
+GSM8K = {"question": "2+2", "answer": "it is #### 4", "no": {"it": 3}, "gold answer": "5"}
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "prompt", "gold"),
+    [
+        ("{{question}}\nAnswer after ####.", "", "2+2\nAnswer after ####.", "it is #### 4"),
+        ("{% if no.it > 2 %}{{question|upper}}?{% endif %}", "no.it", "2+2?", 3),
+        ("question", "answer.split('####')[-1].strip()", "2+2", "4"),
+        ("'Say: ' ~ question", "gold answer", "Say: 2+2", "5"),
+        ("", "{{no.it}}{{no.it}}", "asked", "33"),
+    ],
+)
+@pytest.mark.parametrize("write", [write_parquet, write_jsonl])
+async def test_prompt_and_answer_are_made_of_columns_by_a_template_or_an_expression(
+    write: Callable[..., Path], template: str, answer: str, prompt: str, gold: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = write(
+        tmp_path / ("rows.parquet" if write is write_parquet else "rows.jsonl"),
+        [GSM8K | ({} if template else {"prompt": "asked"})] * 2,
+    )
+    table = {"model": {"path": "m"}, "rewards": [{"function": "math"}], "evaluation": {"prompts": f"{path}?limit=1"}}
+    given = {"train": str(path), "template": template, "answer": answer}
+    train, held = prompt_sources(load_recipe(table | {"prompts": given})).values()
+    assert check_prompts(train, tokenizer, {"math": ("answer",)}) == []
+    for spec, rows in ((train, 2), (held, 1)):
+        (drawn,) = await draw(spec, tokenizer, 1)
+        assert (drawn.columns["prompt"], drawn.columns["answer"]) == (prompt, gold)
+        assert stored_rows(spec) == rows
+    own = read_spec(
+        prompt_sources(load_recipe(table | {"prompts": given | {"train": f"{path}?answer=mine"}}))["prompts.train"]
+    )
+    assert own.form.answer == "mine", "an option goes before the key"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "{{question}} {{hint}}",
+            "line 17 cannot be put into prompts.template ('hint' is undefined; the row has question",
+        ),
+        ("{{question}} {{note}}", "line 17 cannot be put into prompts.template (a value in it is null; the row has"),
+        ("note", "line 17 cannot be put into prompts.template (it is null; the row has"),
+        ("hint", "line 17 cannot be put into prompts.template ('hint' is undefined"),
+        ("question|length", "line 1 has a int as what prompts.template names: it must be text (so with 17 of the"),
+        ("{{question", "line 1 cannot be put into prompts.template (unexpected end of template"),
+        (
+            "{{question.__class__.__mro__}}",
+            "line 1 cannot be put into prompts.template (access to attribute '__class__'",
+        ),
+        ("{{ 1 // 0 }}", "line 1 cannot be put into prompts.template (integer division"),
+    ],
+)
+def test_a_row_that_a_template_cannot_show_is_named(
+    source: str, said: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    rows: list[dict[str, Any]] = [{"question": f"q{n}", "hint": "h", "note": "n"} for n in range(18)]
+    rows[16] = {"question": "q", "note": None}
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    table = {
+        "model": {"path": "m"},
+        "rewards": [{"function": "math"}],
+        "prompts": {"train": str(path), "template": source},
+    }
+    problem, *_ = check_prompts(prompt_sources(load_recipe(table))["prompts.train"], tokenizer, {})
+    assert problem.startswith(f"prompts {path}, {said}")
 
 
 async def test_a_system_message_goes_before_a_chat(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from streamrl.rewards.calls.reward_set import combining_rewards
 from streamrl.rewards.judge.options import judge_problems
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file, resumed_rewards
 from streamrl.rewards.signature import needed_columns
+from streamrl.run.prompts.prompt_spec import prompt_sources
 from streamrl.run.prompts.prompts import check_prompts, missing_source
 
 USER_CODE_TIMEOUT_S = 60.0
@@ -143,11 +144,8 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None, see: SeePro
         except RecipeError as error:
             yield from (f"model.path: {problem}" for problem in error.problems)
     longest = model.context - recipe.sampling.max_tokens if model else None
-    held_out = recipe.evaluation.prompts
-    for path, spec, seen in (("prompts.train", recipe.prompts.train, see), ("evaluation.prompts", held_out, None)):
-        if not spec:
-            continue
-        show = partial(seen, tokenizer) if seen and tokenizer else None
+    for path, spec in prompt_sources(recipe).items():
+        show = partial(see, tokenizer) if see and tokenizer and path == "prompts.train" else None
         problems = check_prompts(spec, tokenizer, columns, longest, see=show) if tokenizer else missing_source(spec)
         yield from (f"{path}: {problem}" for problem in problems)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,18 +15,25 @@ from streamrl.pretrained.model_facts import ModelFacts
 from streamrl.recipe.learning_rate import learning_rate_notice
 from streamrl.recipe.objective import Proximal, RatioLevel, why_not_streaming
 from streamrl.recipe.problems import shown
+from streamrl.recipe.schedules.schedule import rate_factor
 from streamrl.recipe.scheduling import InFlight, RoundKind, SizingKind, StalePolicy
-from streamrl.recipe.sections import EngineKind, Gathered, Recipe
+from streamrl.recipe.sections import HELD_OUT, EngineKind, EvaluationSet, Gathered, Recipe
 from streamrl.recipe.topology import ProcessPlan, Role, Topology, prepared_sets
 
 SIMULATED_SENTENCE = "simulated: random text, whatever the weights; nothing is learnt about a model (engines.kind)"
 
 
-def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: int = 0, held_out: int = 0) -> list[str]:
+def arithmetic_lines(
+    recipe: Recipe,
+    facts: ModelFacts | None = None,
+    context: int = 0,
+    held_out: Mapping[str, int] | None = None,
+    length: str = "",
+) -> list[str]:
     """The arithmetic as the dry run prints it, one fact a line; memory only where the model is known.
 
     ``context``: tokens of the longest trajectory (0: what the recipe says, without prompts where it leaves it open).
-    ``held_out``: prompts of ``evaluation.prompts`` (0: not known)."""
+    ``held_out``: prompts of each held-out set, where they are known. ``length``: where the number of steps is from."""
     rollout, engines = recipe.rollout, recipe.engines
     longest = context or engines.max_model_len or recipe.sampling.max_tokens
     objective, *more = objective_lines(recipe)
@@ -43,13 +50,14 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
         f"off-policy  {off_policy_text(recipe)}",
         f"streaming   {streaming_sentence(recipe)}",
         f"training    {_training_text(recipe, facts.parameters if facts else 0)}",
-        f"run         {recipe.run.steps} steps x {batch} = {trained}",
+        f"run         {recipe.run.steps} steps x {batch} = {trained}{length}",
+        *_record_lines(recipe),
         *_set_lines(recipe),
         f"slots       {slots:,} trajectories in flight at most, {slots * longest:,} tokens; {at_once}",
         f"bound       {staleness_sentence(recipe)}",
     ]
-    if recipe.evaluation.prompts:
-        lines.append(f"evaluation  {_evaluation_text(recipe, held_out)}")
+    for name, one in recipe.evaluation.sets.items():
+        lines.append(f"{'evaluation':<12}{_evaluation_text(recipe, name, one, (held_out or {}).get(name, 0))}")
     lines.append(f"checkpoints {_checkpoint_text(recipe)}")
     if facts is not None:
         rate, adapters = recipe.training.learning_rate, bool(recipe.lora.rank)
@@ -57,6 +65,18 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
             lines.append(f"warning     {notice}")
         lines.append(f"memory      {_memory_text(recipe, facts, longest)}")
     return lines
+
+
+def _record_lines(recipe: Recipe) -> list[str]:
+    """The schedule of the learning rate, the project and the tags, where there are any."""
+    training, run = recipe.training, recipe.run
+    lines = []
+    if not training.schedule.startswith("constant"):
+        steps = sorted({1, training.warmup_steps + 1, (run.steps + 1) // 2, run.steps})
+        rates = (f"{training.learning_rate * rate_factor(training, step, run.steps):.3g} at {step}" for step in steps)
+        lines.append(f"schedule    {training.schedule}: learning rate {', '.join(rates)}")
+    named = ([f"project {run.project}"] if run.project else []) + ([f"tags {', '.join(run.tags)}"] if run.tags else [])
+    return lines + ([f"record      {'; '.join(named)}"] if named else [])
 
 
 def _sizing_lines(recipe: Recipe) -> list[str]:
@@ -213,15 +233,16 @@ def _training_text(recipe: Recipe, parameters: int) -> str:
     )
 
 
-def _evaluation_text(recipe: Recipe, held_out: int) -> str:
+def _evaluation_text(recipe: Recipe, name: str, one: EvaluationSet, held_out: int) -> str:
     evaluation = recipe.evaluation
     times = [
         name for name, wanted in (("at the start", evaluation.at_start), ("at the end", evaluation.at_end)) if wanted
     ]
-    if evaluation.every:
-        share = f"the first {evaluation.limit} prompts" if evaluation.limit else "all prompts"
-        times.append(f"every {evaluation.every} steps on {share}")
-    text = f"{Path(evaluation.prompts).name}: " + (", ".join(times) or "never")
+    if one.every:
+        share = f"the first {one.limit} prompts" if one.limit else "all prompts"
+        times.append(f"every {one.every} steps on {share}")
+    file = Path(one.prompts).name
+    text = f"{file if name == HELD_OUT else f'{name} ({file})'}: " + (", ".join(times) or "never")
     if held_out:
         text += f"; all prompts: {held_out:,} x {evaluation.samples} = {held_out * evaluation.samples:,} completions"
     elif evaluation.samples > 1:

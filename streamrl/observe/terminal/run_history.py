@@ -104,9 +104,11 @@ class RunHistory:
             self.rewards = dict([*self.rewards.items()][::2])
 
     def evaluated(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take in an evaluation."""
+        """Take in an evaluation; of several sets the first one."""
         for name, value in metrics.items():
             if name.startswith("eval/") and name.rpartition("/")[2].startswith("avg@") and value is not None:
+                if self._score and self._score.rpartition("/")[0] != name.rpartition("/")[0]:
+                    continue
                 self._score = name
                 self._scores[step] = value, metrics.get(f"{name.rpartition('/')[0]}/standard_error") or 0.0
 

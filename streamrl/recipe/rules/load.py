@@ -15,7 +15,7 @@ from streamrl.recipe.fields import as_table
 from streamrl.recipe.problems import Origin, problem
 from streamrl.recipe.rewards import PATH_OPTIONS, Reward
 from streamrl.recipe.rules.rules import apply_system, broken_rules, foreign_answer
-from streamrl.recipe.sections import Recipe
+from streamrl.recipe.sections import EvaluationSet, Recipe
 from streamrl.recipe.toml_text import key_lines, parse_toml, toml_document, value_or_text
 
 _MARKED_PATHS = ("./", "../")
@@ -156,7 +156,7 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
         reward_limits=structs.replace(
             recipe.reward_limits, combine=resolve_function(recipe.reward_limits.combine, directory)
         ),
-        evaluation=structs.replace(recipe.evaluation, prompts=resolve_spec(recipe.evaluation.prompts, directory)),
+        evaluation=structs.replace(recipe.evaluation, prompts=_resolved_sets(recipe.evaluation.prompts, directory)),
         transport=structs.replace(recipe.transport, keys=_absolute_if_given(recipe.transport.keys, directory)),
         checkpoint=structs.replace(recipe.checkpoint, resume_from=resume_from),
     )
@@ -197,6 +197,15 @@ def _absolute(path: str, directory: Path) -> Path:
 def resolve_function(spec: str, directory: Path) -> str:
     """Make the file of a function absolute; a name without a colon is not a path."""
     return resolve_spec(spec, directory) if ":" in spec else spec
+
+
+def _resolved_sets(prompts: Any, directory: Path) -> Any:
+    """``evaluation.prompts``, in any of its forms, with absolute paths."""
+    if isinstance(prompts, dict):
+        return {name: _resolved_sets(one, directory) for name, one in prompts.items()}
+    if isinstance(prompts, EvaluationSet):
+        return structs.replace(prompts, prompts=resolve_spec(prompts.prompts, directory))
+    return resolve_spec(prompts, directory)
 
 
 def resolve_spec(spec: str, directory: Path) -> str:

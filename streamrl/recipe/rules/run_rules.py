@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
+from streamrl.recipe.problems import did_you_mean, shown
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
+from streamrl.recipe.schedules.schedule import SCHEDULES, WITHOUT_END, options_of, rate_factor
 from streamrl.recipe.scheduling import RoundKind
-from streamrl.recipe.sections import OptimizerKind, Recipe
+from streamrl.recipe.sections import OptimizerKind, Recipe, Run
 
 DEVICES = ("auto", "cpu", "cuda")
 LONGEST_RUN_NAME = 45
 """The journal takes 64 bytes, and ``-YYYYMMDD-HHMMSS-NN`` follows the name."""
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 MOST_IN_FLIGHT = 1 << 20
+NEEDS_A_METRIC = ("reduce_lr_on_plateau", "greedy")
+DECAYS = ("cosine", "linear", "1-sqrt")
 
 has_no_effect(
     "evaluation.limit",
     lambda r: (
         ""
-        if r.evaluation.every
+        if r.evaluation.every or r.evaluation.regular[0]
         else " while evaluation.every = 0, because start and end take all prompts: remove it, or set every"
     ),
 )
@@ -41,6 +47,11 @@ def evaluation(recipe: Recipe) -> Broken:
                 "evaluation.prompts",
                 f"is empty, but evaluation.{name} = {value}: name held-out prompts, or set {name} = {unset}",
             )
+    for name, one in evaluation.sets.items():
+        if not re.fullmatch(NAME, name):
+            yield Problem("evaluation.prompts", f'"{name}" cannot be part of a metric: use letters, digits and "._-"')
+        if not one.prompts:
+            yield Problem(f"evaluation.prompts.{name}", "is empty: name its prompts, or remove it")
 
 
 @rule("evaluation.reward", "rewards")
@@ -64,20 +75,77 @@ def updates(recipe: Recipe) -> Broken:
         )
 
 
-@rule("evaluation.every", "evaluation.prompts", "checkpoint", "run.steps")
+@rule("training", "run.steps")
+def schedule(recipe: Recipe) -> Broken:
+    """A schedule by its name, with its options, that ends with the run or after it."""
+    training, name, steps = recipe.training, recipe.training.schedule, recipe.run.steps
+    if name in NEEDS_A_METRIC:
+        why = "follows a metric, and a resumed run has the same rates because they depend on the step alone"
+        yield Problem("training.schedule", f'"{name}" {why}: take another, such as "cosine"')
+    elif name not in SCHEDULES:
+        hint = did_you_mean(name, SCHEDULES, ".")
+        yield Problem("training.schedule", f'"{name}" is no schedule{hint} One of {", ".join(SCHEDULES)}')
+    if name not in SCHEDULES:
+        return
+    known, wrong = options_of(name), False
+    for option, value in training.schedule_options.items():
+        if problem := _option(known, option, value):
+            wrong = True
+            yield Problem(f"training.schedule_options.{option}", f'{problem}, with schedule = "{name}"')
+    end = training.schedule_steps or (0 if training.epochs else steps)
+    if name in WITHOUT_END and training.schedule_steps:
+        yield Problem("training.schedule_steps", f'{end} has no effect with schedule = "{name}": remove it')
+    if name in WITHOUT_END or not end or wrong:
+        return
+    left = end - training.warmup_steps
+    if left < max(1.0, float(training.schedule_options.get("num_decay_steps", 0))):
+        yield Problem(
+            "training.warmup_steps", f"{training.warmup_steps} leaves {left} of {end} steps to the schedule: lower it"
+        )
+    elif end < steps and rate_factor(training, end + 1, end) == 0:
+        yield Problem(
+            "training.schedule_steps",
+            f"{end} would leave steps {end + 1} to {steps} at learning rate 0: set it to {steps} or more, or take a "
+            "schedule with an end above 0",
+        )
+
+
+def _option(known: Mapping[str, float | str], name: str, value: float | str) -> str:
+    """Return what is wrong with an option of a schedule; empty: nothing is."""
+    if name not in known:
+        return f"is no option (those are {', '.join(known) or 'none'}; an end is a share of the rate, min_lr_rate)"
+    if isinstance(known[name], str):
+        return "" if value in DECAYS else f"{shown(value)} is none of {', '.join(DECAYS)}"
+    most = 1.0 if name.startswith("min_lr") else math.inf
+    return "" if isinstance(value, float) and 0 <= value <= most else f"{shown(value)} is no number from 0 to {most:g}"
+
+
+@rule("training.epochs", "run.steps")
+def run_length(recipe: Recipe) -> Broken:
+    if recipe.training.epochs and recipe.run.steps != Run().steps:
+        yield Problem(
+            "training.epochs",
+            f"{shown(recipe.training.epochs)} and run.steps = {recipe.run.steps} both say how long the run is: "
+            "remove one of them",
+        )
+
+
+@rule("evaluation.every", "evaluation.prompts", "checkpoint", "run.steps", "training.epochs")
 def checkpoints(recipe: Recipe) -> Broken:
     checkpoint = recipe.checkpoint
-    if checkpoint.keep_best and not (recipe.evaluation.prompts and recipe.evaluation.every):
+    every = next((one.every or 0 for one in recipe.evaluation.sets.values()), 0)  # of the set that is the score
+    if checkpoint.keep_best and not every:
         yield Problem(
             "checkpoint.keep_best",
             f"{checkpoint.keep_best} needs held-out scores: set evaluation.prompts and evaluation.every, "
             "or keep_best = 0",
         )
-    elif checkpoint.keep_best and math.lcm(checkpoint.every, recipe.evaluation.every) > recipe.run.steps:
+    # With epochs the steps are known once the prompts are counted, and all rules are checked again then.
+    elif checkpoint.keep_best and not recipe.training.epochs and math.lcm(checkpoint.every, every) > recipe.run.steps:
         yield Problem(
             "checkpoint.keep_best",
             f"{checkpoint.keep_best} has nothing to compare: no step is both a multiple of checkpoint.every = "
-            f"{checkpoint.every} and of evaluation.every = {recipe.evaluation.every}; set one to a multiple of the "
+            f"{checkpoint.every} and of evaluation.every = {every}; set one to a multiple of the "
             "other",
         )
     if checkpoint.every and checkpoint.keep_every % checkpoint.every:
@@ -126,7 +194,7 @@ def metrics_endpoint(recipe: Recipe) -> Broken:
 
 @rule("run.name")
 def run_name(recipe: Recipe) -> Broken:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", recipe.run.name):
+    if not re.fullmatch(NAME, recipe.run.name):
         yield Problem("run.name", f'"{recipe.run.name}" cannot name a directory: use letters, digits, ".", "_" and "-"')
     elif len(recipe.run.name) > LONGEST_RUN_NAME:
         yield Problem(

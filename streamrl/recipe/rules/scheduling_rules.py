@@ -251,7 +251,7 @@ def sizes_fit_the_batch(recipe: Recipe) -> Broken:
         )
 
 
-@rule("group_sizing", "rollout", "run.steps")
+@rule("group_sizing", "rollout", "run.steps", "training.epochs")
 def sizes_show_stragglers(recipe: Recipe) -> Broken:
     """Constants with which the straggler-aware controller cannot work."""
     sizing, rollout = recipe.group_sizing, recipe.rollout
@@ -290,7 +290,7 @@ def sizes_show_stragglers(recipe: Recipe) -> Broken:
             "group_sizing.calibration_steps",
             f"{sizing.calibration_steps} has no effect with group_sizing.budget = {shown(sizing.budget)}: remove one",
         )
-    elif (sizing.calibration_steps or 0) >= recipe.run.steps:
+    elif (sizing.calibration_steps or 0) >= recipe.run.steps and not recipe.training.epochs:
         yield Problem(
             "group_sizing.calibration_steps",
             f"{sizing.calibration_steps} leaves none of run.steps = {recipe.run.steps} to control: set it lower",

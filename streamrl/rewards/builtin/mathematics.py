@@ -24,15 +24,18 @@ _NO_DIGIT = re.compile(r"\D")
 _BOX = re.compile(r"\\boxed\s*\{")
 _JOINED = re.compile(r"[\s,$]*(?:and|or)?[\s,$]*")
 _LAST_STOP = re.compile(r"(?<=\d)\s*\.\s*$")
+_AFTER_SIGNS = re.compile(r"^[ \t]*####[ \t]*(\S.*)$", re.MULTILINE)
+_NUMBER_AFTER_SIGNS = re.compile(r"^[ \t]*####[ \t]*(\\?\$?-?\d[\d,./ \t]*+%?)$", re.MULTILINE)
 
 
 class MathOptions(Options, frozen=True):
-    r"""1 where the completion's last answer (``\boxed{}`` first, else LaTeX in ``$``, else a plain number or
-    expression) equals the dataset's, else 0; an answer that is none is 0 as well.
+    r"""1 where the completion's last answer (``\boxed{}`` first, else a line ``#### 42``, else LaTeX in ``$``, else a
+    plain number or expression) equals the dataset's, else 0; an answer that is none is 0 as well.
 
-    ``column``: holds the answer: a number, LaTeX with or without ``$`` or ``\boxed{}``, or a list of answers of which
-    one must be met. ``boxed``: only what is in ``\boxed{}`` counts. ``digits``: decimal places to compare floats to.
-    ``strict``: names of variables matter, and sets are no tuples."""
+    ``column``: holds the answer: a number, LaTeX with or without ``$``, or a list of answers of which one must be met;
+    also a whole solution that ends with ``#### 42`` (GSM8K) or has its answer in ``\boxed{}`` (MATH). ``boxed``: only
+    what is in ``\boxed{}`` counts. ``digits``: decimal places to compare floats to. ``strict``: names of variables
+    matter, and sets are no tuples."""
 
     column: str = "answer"
     boxed: bool = False
@@ -50,6 +53,7 @@ def _math(options: MathOptions) -> RewardCallable:
     @lru_cache(maxsize=1024)  # the samples of a group share it
     def read_expected(answer: str) -> Any:
         # LaTeX is looked for between dollars only; without them "x^2 + 1" would be the number 1.
+        answer = (_AFTER_SIGNS.findall(answer) or [answer])[-1]
         answer = boxed_answer(answer) or plain_thousands(answer)
         marked = "$" in answer or "\\boxed" in answer
         for text in (answer,) if marked else (f"${answer}$", answer):
@@ -63,7 +67,8 @@ def _math(options: MathOptions) -> RewardCallable:
         found = library.parse(box, given, fallback_mode="no_fallback", parsing_timeout=None) if box else []
         if found or options.boxed:
             return found
-        text = plain_latex_thousands(completion)
+        signed = _NUMBER_AFTER_SIGNS.findall(completion)  # a number alone: other text there is a heading
+        text = plain_thousands(signed[-1]) if signed else plain_latex_thousands(completion)
         return library.parse(text, given, fallback_mode="no_fallback", parsing_timeout=None)
 
     def math_reward(completion: str, **columns: Any) -> float:

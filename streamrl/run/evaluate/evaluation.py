@@ -5,7 +5,7 @@ that a rollout request waits behind one filling of the engines, not behind the w
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from math import comb, sqrt
 from statistics import fmean, stdev
 
@@ -33,19 +33,33 @@ ROUNDING = 1e-9
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The held-out prompts, and how the recipe has them evaluated. ``reward``: whose value is the score (empty: the
-    total). ``in_flight``: requests of an evaluation that are open at once: what the engines can run
+    """The held-out prompts, and how the recipe has them evaluated. ``sets``: where there are several, those that follow
+    each other in ``prompts``, with the number of theirs. ``reward``: whose value is the score (empty: the total).
+    ``in_flight``: requests of an evaluation that are open at once: what the engines can run
     (``EngineReady.max_num_seqs`` of the pool)."""
 
     prompts: Sequence[Prompt] = ()
+    sets: Mapping[str, tuple[sections.EvaluationSet, int]] = {}
     settings: sections.Evaluation = sections.Evaluation()
     reward: str = ""
     in_flight: int = 256
 
+    def chosen(self, policy_version: int, limit: int) -> dict[str, range]:
+        """Numbers of the prompts that are evaluated, by set: with ``limit`` 0 all, else those that are due."""
+        if not self.sets:
+            return {sections.HELD_OUT: range(len(self.prompts[: limit or None]))}
+        found, first = {}, 0
+        for name, (one, size) in self.sets.items():
+            if not limit or (one.every and policy_version % one.every == 0):
+                found[name] = range(first, first + (min(one.limit or size, size) if limit else size))
+            first += size
+        return found
+
 
 class EvaluationRun:
     """One evaluation of one policy version, on the first ``limit`` prompts (0: all). ``run`` once; outcomes arrive
-    through ``take``. Held-out groups have negative ids: they belong to no group of the run."""
+    through ``take``. Held-out groups have negative ids: they belong to no group of the run. ``sets``: numbers of its
+    prompts."""
 
     def __init__(self, held_out: HeldOut, policy_version: int, *, limit: int, seed: int) -> None:
         self.policy_version = policy_version
@@ -53,7 +67,7 @@ class EvaluationRun:
         self.cancelled = False
         self.outcomes: list[EndedOutcome] = []
         self._held_out = held_out
-        self._prompts = held_out.prompts[:limit] if limit else held_out.prompts
+        self.sets = held_out.chosen(policy_version, limit)
         self._seed = seed
         self._open: set[TrajectoryId] = set()
         self._room = anyio.Semaphore(held_out.in_flight)
@@ -62,10 +76,10 @@ class EvaluationRun:
     @property
     def wanted(self) -> int:
         """Completions of this evaluation."""
-        return len(self._prompts) * self._held_out.settings.samples
+        return sum(map(len, self.sets.values())) * self._held_out.settings.samples
 
     async def run(self, orders: SendStream[RolloutOrder]) -> dict[str, float]:
-        """Launch everything and wait for every outcome; figures are named ``eval/held_out/*``."""
+        """Launch everything and wait for every outcome; figures are named ``eval/SET/*``."""
         started = anyio.current_time()
         for launch in self._launches():
             await self._room.acquire()
@@ -77,8 +91,12 @@ class EvaluationRun:
             self._settled = anyio.Event()
             await self._settled.wait()
         settings, reward = self._held_out.settings, self._held_out.reward
-        figures = evaluation_metrics(self.outcomes, settings.samples, settings.success_reward, reward=reward)
-        return figures | {"time/eval_s": anyio.current_time() - started}
+        figures = {"time/eval_s": anyio.current_time() - started}
+        for name, numbers in self.sets.items():
+            own = [outcome for outcome in self.outcomes if -1 - identity(outcome).group_id in numbers]
+            solved = settings.success_reward
+            figures |= evaluation_metrics(own, settings.samples, solved, reward=reward, collection=name)
+        return figures
 
     def take(self, outcome: EndedOutcome) -> None:
         """One outcome of this evaluation."""
@@ -94,7 +112,8 @@ class EvaluationRun:
         await orders.send(CancelTrajectories(ids=tuple(self._open)))
 
     def _launches(self) -> Iterator[LaunchTrajectory]:
-        for index, prompt in enumerate(self._prompts):
+        for index in (number for numbers in self.sets.values() for number in numbers):
+            prompt = self._held_out.prompts[index]
             for sample in range(self._held_out.settings.samples):
                 yield LaunchTrajectory(
                     id=TrajectoryId(
@@ -117,7 +136,7 @@ class HeldOutEvaluations(Evaluations):
     """The evaluations of a run, one at a time, on ``held_out``; ``seed`` is the run's.
 
     ``emit`` is given the figures of each that was not cancelled, and a warning why one was; ``scored`` version, figures
-    and limit. ``store`` writes its outcomes (None: nothing does)."""
+    and limit. ``store`` writes its outcomes, by the numbers of the prompts of each set (None: nothing does)."""
 
     def __init__(
         self,
@@ -126,7 +145,7 @@ class HeldOutEvaluations(Evaluations):
         *,
         emit: Callable[[RunEvent], Awaitable[None]],
         scored: Callable[[int, dict[str, float], int], Awaitable[None]],
-        store: Callable[[int, Sequence[EndedOutcome]], Awaitable[None]] | None = None,
+        store: Callable[[int, Sequence[EndedOutcome], Mapping[str, range]], Awaitable[None]] | None = None,
     ) -> None:
         self._held_out, self._seed = held_out, seed
         self._emit, self._scored, self._store_outcomes = emit, scored, store
@@ -142,15 +161,16 @@ class HeldOutEvaluations(Evaluations):
         assert evaluation is not None
         figures = await evaluation.run(orders)
         version, self.running = evaluation.policy_version, None
-        if not evaluation.cancelled:
+        finished = not evaluation.cancelled and bool(evaluation.sets)  # there may be none that is due
+        if finished:
             # It ran beside the next step, whose time and tokens it is part of.
             await self._emit(EvaluationFinished(step=version, policy_version=version, metrics=figures))
 
         async def store() -> None:
-            if not evaluation.cancelled:
+            if finished:
                 await self._scored(version, figures, evaluation.limit)
                 if self._store_outcomes is not None:
-                    await self._store_outcomes(version, evaluation.outcomes)
+                    await self._store_outcomes(version, evaluation.outcomes, evaluation.sets)
 
         return store
 
@@ -188,10 +208,16 @@ def pass_sizes(samples: int) -> list[int]:
 
 
 def evaluation_metrics(
-    outcomes: Iterable[EndedOutcome], samples: int, success_reward: float = 1.0, *, reward: str = ""
+    outcomes: Iterable[EndedOutcome],
+    samples: int,
+    success_reward: float = 1.0,
+    *,
+    reward: str = "",
+    collection: str = sections.HELD_OUT,
 ) -> dict[str, float]:
     """Figures of an evaluation with ``samples`` completions of each prompt. ``reward``: the name of the reward that is
-    the score (empty: the total), so that rewards which only shape training do not change it.
+    the score (empty: the total), so that rewards which only shape training do not change it. ``collection``: the set
+    that their names have.
 
     avg@k: the mean over prompts of the mean score of their samples. pass@j: the mean over prompts of ``pass_at_k``. A
     sample without a reward is counted as failed and is in neither, nor is one that the named reward does not apply to;
@@ -204,22 +230,22 @@ def evaluation_metrics(
         else:
             failed += 1
     scores = _scores_by_prompt(rewarded, reward)
-    metrics = {"eval/held_out/prompts": float(len(scores)), "eval/held_out/failed": float(failed)}
+    metrics = {f"eval/{collection}/prompts": float(len(scores)), f"eval/{collection}/failed": float(failed)}
     if not rewarded:
         return metrics
     for name, values in part_values(rewarded).items():
-        metrics[f"eval/held_out/func/{name}/mean"] = fmean(values)
+        metrics[f"eval/{collection}/func/{name}/mean"] = fmean(values)
     if scores:
         means = [fmean(values) for values in scores]
-        metrics[f"eval/held_out/avg@{samples}"] = fmean(means)
-        metrics["eval/held_out/standard_error"] = stdev(means) / sqrt(len(means)) if len(means) > 1 else 0.0
+        metrics[f"eval/{collection}/avg@{samples}"] = fmean(means)
+        metrics[f"eval/{collection}/standard_error"] = stdev(means) / sqrt(len(means)) if len(means) > 1 else 0.0
     least = success_reward - ROUNDING
     for k in pass_sizes(samples):
         solved = [(len(values), sum(v >= least for v in values)) for values in scores if len(values) >= k]
         if solved:
-            metrics[f"eval/held_out/pass@{k}"] = fmean(pass_at_k(n, c, k) for n, c in solved)
+            metrics[f"eval/{collection}/pass@{k}"] = fmean(pass_at_k(n, c, k) for n, c in solved)
     return metrics | {
-        f"eval/held_out/{name.removeprefix('completion/')}": value
+        f"eval/{collection}/{name.removeprefix('completion/')}": value
         for name, value in completion_metrics(rewarded).items()
         if name.startswith("completion/")
     }

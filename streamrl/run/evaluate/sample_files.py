@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from streamrl.base.line_file import LineFile
 from streamrl.base.run_events import CompletionSampled
 from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost
 from streamrl.base.types import RewardFailure, ScoredTrajectory, TokenArray, Trajectory, TrajectoryId
+from streamrl.recipe.sections import HELD_OUT
 
 MOST_BYTES = 64 << 20
 """Of ``samples.jsonl``: then it becomes ``older-samples.jsonl``, and another one is begun."""
@@ -66,13 +67,17 @@ def sample_of(
 
 
 async def write_evaluation(
-    directory: Path, decode: Callable[[TokenArray], str] | None, policy_version: int, outcomes: Sequence[EndedOutcome]
+    directory: Path,
+    decode: Callable[[TokenArray], str] | None,
+    policy_version: int,
+    outcomes: Sequence[EndedOutcome],
+    sets: Mapping[str, range] | None = None,
 ) -> None:
     """Write ``step-N.jsonl`` in ``directory``, whole or not at all, in a thread. ``decode``: text of token ids; None:
-    ids only. Raises ``StreamRLError`` when the disk refuses."""
+    ids only. ``sets``: numbers of the prompts of each set. Raises ``StreamRLError`` when the disk refuses."""
     path = directory / f"step-{policy_version:06d}.jsonl"
     try:
-        await anyio.to_thread.run_sync(_write_lines, path, list(outcomes), decode)
+        await anyio.to_thread.run_sync(_write_lines, path, list(outcomes), decode, sets or {})
     except OSError as error:
         raise StreamRLError(
             f"the samples of the evaluation at step {policy_version} could not be written to {path}: {error}; "
@@ -80,14 +85,20 @@ async def write_evaluation(
         ) from error
 
 
-def _write_lines(path: Path, outcomes: list[EndedOutcome], decode: Callable[[TokenArray], str] | None) -> None:
+def _write_lines(
+    path: Path, outcomes: list[EndedOutcome], decode: Callable[[TokenArray], str] | None, sets: Mapping[str, range]
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = sorted((sample_line(outcome, decode) for outcome in outcomes), key=lambda at: (at["prompt"], at["sample"]))
+    for line in lines if sets.keys() - {HELD_OUT} else ():
+        name, numbers = next((name, numbers) for name, numbers in sets.items() if line["prompt"] in numbers)
+        line |= {"set": name, "prompt": line["prompt"] - numbers.start}
     write_durable(path, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
 def sample_line(outcome: EndedOutcome, decode: Callable[[TokenArray], str] | None) -> dict[str, Any]:
-    """One line: ``prompt`` is the number of the held-out prompt; ``reward`` is null where ``failure`` says why."""
+    """One line: ``prompt`` is the number of the held-out prompt (of ``set``, where there are several);
+    ``reward`` is null where ``failure`` says why."""
     if isinstance(outcome, TrajectoryLost):
         return _whose(outcome.id) | {"reward": None, "failure": outcome.reason}
     scored = outcome.outcome

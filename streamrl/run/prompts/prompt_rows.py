@@ -19,6 +19,7 @@ from streamrl.comm.wire import WireLimits
 from streamrl.pretrained.chat_template import ChatError
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.run.prompts.prompt_spec import RowForm
+from streamrl.run.prompts.row_template import TemplateFailed, value_of
 
 _TOKEN_COLUMN = "prompt_token_ids"
 _ID_COLUMN = "prompt_id"
@@ -135,7 +136,13 @@ def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
     """``row`` with its prompt where ``read_prompt`` looks for it. Raises ``BadRow``."""
     if form == RowForm():
         return row
-    row = dict(row)
+    answer = {"answer": _made(row, "answer", form.answer)} if form.answer else {}
+    if form.template:  # which decides where there are others
+        text = _made(row, "template", form.template)
+        if not isinstance(text, str):
+            raise BadRow(f"has a {type(text).__name__} as what prompts.template names: it must be text")
+        row = {name: row[name] for name in row if name not in ("messages", _TOKEN_COLUMN)} | {"prompt": text}
+    row = row | answer
     if form.prompt and form.prompt not in row:
         raise BadRow(f'has no column "{form.prompt}", which ?prompt= names: correct it')
     if form.prompt:  # which decides where there are both
@@ -156,6 +163,14 @@ def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
         raise BadRow("has a system message, and ?system= gives another one: remove ?system=, or that message")
     row[name] = [{"role": "system", "content": form.system}, *chat] if form.system else chat
     return row
+
+
+def _made(row: Mapping[str, Any], key: str, source: str) -> Any:
+    try:
+        return value_of(source, row)
+    except TemplateFailed as error:
+        there = f"the row has {', '.join(row)}"
+        raise BadRow(f"cannot be put into prompts.{key} ({error}; {there}): correct one of them") from error
 
 
 def as_chat(value: object) -> list[Any] | None:

@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import msgspec
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.problems import did_you_mean
-from streamrl.recipe.toml_text import value_or_text
+from streamrl.recipe.sections import Recipe
+from streamrl.recipe.toml_text import toml_value, value_or_text
 
 _LINE_ENDINGS = (".jsonl", ".ndjson")
 _TABLE_ENDINGS = (".parquet", ".arrow")
@@ -38,9 +39,13 @@ class SourceKind(Enum):
 
 class RowForm(msgspec.Struct, frozen=True, kw_only=True):
     """Columns of a row that make its prompt. ``prompt``: the column that holds the text, where that is not ``prompt``
-    (or ``messages``); ``chat``: the text is what the user says in a chat; ``system``: its system message."""
+    (or ``messages``); ``template``: makes it of several columns; ``answer``: a column, an expression or a template
+    (``row_template``) that makes the column ``answer``; ``chat``: the text is what the user says in a chat; ``system``:
+    its system message."""
 
     prompt: str = ""
+    template: str = ""
+    answer: str = ""
     chat: bool = False
     system: str = ""
 
@@ -69,18 +74,41 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
         return dict(self.options)
 
 
+def prompt_sources(recipe: Recipe) -> dict[str, str]:
+    """Return every source of ``recipe`` by the path of its key: ``prompts.train``, then the held-out sets in their
+    order. ``prompts.template`` and ``prompts.answer`` are options of those that have none of their own."""
+    found = {"prompts.train": _with_keys(recipe.prompts.train, recipe)}
+    for name, one in recipe.evaluation.sets.items():
+        path = "evaluation.prompts" if isinstance(recipe.evaluation.prompts, str) else f"evaluation.prompts.{name}"
+        source = one.prompts.partition("?")[0]
+        found[path] = one.prompts if _is_iterator(source) else _with_keys(one.prompts, recipe)
+    return found
+
+
+def _with_keys(text: str, recipe: Recipe) -> str:
+    options = text.partition("?")[2]
+    own = {part.partition("=")[0] for part in options.split("&")}
+    keys = {"template": "" if "prompt" in own else recipe.prompts.template, "answer": recipe.prompts.answer}
+    added = [f"{key}={quote(toml_value(value), safe='')}" for key, value in keys.items() if value and key not in own]
+    return "".join([text, *(("&" if options or at else "?") + one for at, one in enumerate(added))])
+
+
 def read_spec(text: str) -> PromptSpec:
     """Take ``text`` apart. Raises ``RecipeError`` when it names nothing that can be read, or has bad options."""
     source, question, query = text.partition("?")
     options = dict(_option(text, part) for part in query.split("&")) if question else {}
     kind = _kind(text, source)
     if kind is SourceKind.ITERATOR and options:
-        raise RecipeError(f'prompts "{text}": an iterator takes no options: give it what it needs in its own code')
+        keys = "nor prompts.template and prompts.answer"
+        raise RecipeError(f'prompts "{source}": an iterator takes no options, {keys}: let its code make the rows')
     form = {key: options.pop(key) for key in RowForm.__struct_fields__ if key in options}
     try:
         row_form = msgspec.convert(form, RowForm)
     except (msgspec.ValidationError, UnicodeError) as error:
-        raise RecipeError(f'prompts "{text}": {error}: prompt and system are text, chat is true or false') from error
+        known = "chat is true or false, the others are text"
+        raise RecipeError(f'prompts "{text}": {error}: {known}') from error
+    if row_form.prompt and row_form.template:
+        raise RecipeError(f'prompts "{text}": ?prompt= and ?template= both make the prompt: remove one')
     name = source.removeprefix(_TASKS) if kind is SourceKind.TASK else source
     return PromptSpec(text=text, kind=kind, source=name, form=row_form, options=options)
 
@@ -92,13 +120,17 @@ def _kind(text: str, source: str) -> SourceKind:
         return SourceKind.LINES
     if source.endswith(_TABLE_ENDINGS):
         return SourceKind.TABLE
-    if ":" in source:
+    if _is_iterator(source):
         return SourceKind.ITERATOR
     if _is_directory(source):
         return SourceKind.TABLE
     kinds = "neither a .jsonl, .parquet or .arrow file, nor a directory that exists, nor"
     named = '"reasoning_gym:task", nor "module:name" nor "file.py:name"'
-    raise RecipeError(f'prompts "{text}" is {kinds} {named}: correct it')
+    raise RecipeError(f'prompts "{source}" is {kinds} {named}: correct it')
+
+
+def _is_iterator(source: str) -> bool:
+    return ":" in source and not source.startswith(_TASKS) and not source.endswith(_LINE_ENDINGS + _TABLE_ENDINGS)
 
 
 def _is_directory(source: str) -> bool:

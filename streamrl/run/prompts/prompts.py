@@ -8,6 +8,7 @@ thread and an event loop of its own, so that user code that blocks does not stop
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Protocol
 
 import anyio
@@ -54,6 +55,15 @@ def open_prompts(spec: str, tokenizer: Tokenizer, *, seed: int, shuffle: bool, s
 
 def open_rows(spec: PromptSpec) -> RowStore:
     """The rows that ``spec`` names. Raises ``RecipeError``. Not for iterators."""
+    limit = None if spec.kind is SourceKind.TASK else spec.options.get("limit")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise RecipeError(f'prompts "{spec.source}": limit = {limit} is no integer >= 1: correct it')
+    store = _open_rows(spec)
+    store.size = min(store.size, limit or store.size)
+    return store
+
+
+def _open_rows(spec: PromptSpec) -> RowStore:
     if spec.kind is SourceKind.TASK:
         from streamrl.run.prompts.prompt_tasks import TaskRows
 
@@ -61,15 +71,24 @@ def open_rows(spec: PromptSpec) -> RowStore:
     if spec.path.exists() and not (spec.path.is_file() or spec.path.is_dir()):
         raise RecipeError(f"prompts {spec.path} is not a regular file: write its rows to one")
     if spec.kind is SourceKind.LINES:
-        spec.take()
+        spec.take("limit")
         return LineRows(spec.path)
-    options = spec.take("split")
+    options = spec.take("split", "limit")
     try:
         from streamrl.run.prompts.prompt_tables import TableRows
     except ModuleNotFoundError as error:
         install = "pip install 'streamrl[rewards]'"
         raise RecipeError(f'prompts "{spec.text}" need {error.name}: {install}') from error
     return TableRows(spec.path, str(options.get("split", "")))
+
+
+def stored_rows(spec: str) -> int | None:
+    """Count the rows that ``spec`` names; None for an iterator. Raises ``RecipeError``."""
+    named = read_spec(spec)
+    if named.kind is SourceKind.ITERATOR:
+        return None
+    with closing(open_rows(named)) as rows:
+        return rows.size
 
 
 def missing_source(spec: str) -> list[str]:
@@ -214,6 +233,7 @@ def _missing_from_all(spec: PromptSpec, store: RowStore, needed_columns: Mapping
     there = f"it has {', '.join(sorted(columns))}"
     # The form of a prompt makes these where rows have none.
     made = {"prompt", "prompt_id", "messages", *(("question",) if spec.form.chat or spec.form.system else ())}
+    made |= {"answer"} if spec.form.answer else set()
     problems = [
         f'prompts {spec.source} has no column "{column}", which the reward {reward} needs ({there}): rename or add it'
         for reward, names in needed_columns.items()
@@ -222,7 +242,7 @@ def _missing_from_all(spec: PromptSpec, store: RowStore, needed_columns: Mapping
     ]
     if spec.form.prompt and spec.form.prompt not in columns:
         problems.append(f'prompts {spec.source} has no column "{spec.form.prompt}" ({there}): correct ?prompt=')
-    elif not spec.form.prompt and not columns & {"prompt", "messages", "prompt_token_ids"}:
+    elif not spec.form.prompt and not spec.form.template and not columns & {"prompt", "messages", "prompt_token_ids"}:
         problems.append(f'prompts {spec.source} has no column "prompt" ({there}): name the one with ?prompt=COLUMN')
     return problems
 

@@ -1,0 +1,33 @@
+"""Steps of a run whose length is given in passes over its prompts."""
+
+from __future__ import annotations
+
+import math
+
+from msgspec import structs
+
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.problems import shown
+from streamrl.recipe.sections import Recipe
+from streamrl.run.prompts.prompt_spec import prompt_sources
+from streamrl.run.prompts.prompts import stored_rows
+
+
+def with_steps_of_epochs(recipe: Recipe) -> tuple[Recipe, str]:
+    """Return ``recipe`` with ``run.steps`` in place of ``training.epochs``, and where the steps come from, for people.
+    So many steps that every prompt is drawn so many times; groups that are dropped and filled again draw more. Prompts
+    that cannot be read are left to ``preflight``. Raises ``RecipeError`` for an iterator, which cannot be counted."""
+    epochs, batch = recipe.training.epochs, recipe.rollout.prompts_per_batch
+    if not epochs:
+        return recipe, ""
+    try:
+        size = stored_rows(prompt_sources(recipe)["prompts.train"])
+    except RecipeError:
+        return recipe, ""
+    if size is None:
+        problem = f"{shown(epochs)} passes over {recipe.prompts.train}, an iterator, which has no length"
+        raise RecipeError(f"training.epochs: {problem}: set run.steps in its place")
+    steps = max(1, math.ceil(epochs * size / batch))
+    text = f" (training.epochs = {shown(epochs)}: {size:,} prompts, {batch} a step)"
+    run, training = structs.replace(recipe.run, steps=steps), structs.replace(recipe.training, epochs=0.0)
+    return structs.replace(recipe, run=run, training=training), text

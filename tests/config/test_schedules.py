@@ -1,0 +1,132 @@
+"""Learning rates by version, run length by epochs, and several held-out sets in a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from streamrl.base.errors import RecipeError
+from streamrl.launch.plan.run_length import with_steps_of_epochs
+from streamrl.launch.plan.summary import arithmetic_lines
+from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.recipe.schedules.schedule import SCHEDULES, horizon_notices, rate_factor
+from streamrl.recipe.sections import Training
+
+SMALL = {"model": {"path": "m"}, "prompts": {"train": "t.jsonl"}, "rewards": [{"function": "a:b"}]}
+STEPS = 40
+
+
+@dataclass
+class Case:
+    """A schedule of ours with its options, and those of transformers where they are others."""
+
+    name: str
+    ours: dict[str, float | str]
+    theirs: dict[str, float | str] | None = None
+
+
+CASES = [
+    Case("constant", {}),
+    Case("constant_with_warmup", {}),
+    Case("linear", {}),
+    Case("cosine", {}),
+    Case("cosine", {"num_cycles": 1.5}),
+    Case("cosine_with_restarts", {"num_cycles": 3}),
+    Case("cosine_with_min_lr", {"min_lr_rate": 0.2}),
+    Case("cosine_warmup_with_min_lr", {"min_lr_rate": 0.2, "num_cycles": 1.0}),
+    Case("polynomial", {"power": 2.0, "min_lr_rate": 0.2}, {"power": 2.0, "lr_end": 0.2}),
+    Case("inverse_sqrt", {}),
+    Case("inverse_sqrt", {"timescale": 7}),
+    Case("warmup_stable_decay", {"num_decay_steps": 8, "min_lr_ratio": 0.05}),
+    Case("warmup_stable_decay", {"num_decay_steps": 8, "decay_type": "linear"}),
+    Case("warmup_stable_decay", {"num_decay_steps": 8, "decay_type": "1-sqrt"}),
+]
+
+
+def theirs(case: Case, warmup: int) -> list[float]:
+    """Rates of the steps of transformers' scheduler, whose base rate is 1."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    options = dict(case.ours if case.theirs is None else case.theirs)
+    scheduler = transformers.get_scheduler(
+        case.name, optimizer, num_warmup_steps=warmup, num_training_steps=STEPS, scheduler_specific_kwargs=options
+    )
+    rates = []
+    for _ in range(STEPS):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("warmup", [0, 5])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_rates_are_those_of_transformers_behind_a_warm_up_that_begins_above_zero(case: Case, warmup: int) -> None:
+    training = Training(schedule=case.name, schedule_options=case.ours, warmup_steps=warmup)
+    rates = [rate_factor(training, version, STEPS) for version in range(1, STEPS + 1)]
+    assert rates[:warmup] == [(step + 1) / 5 for step in range(warmup)]
+    assert rates[warmup:] == pytest.approx(theirs(case, warmup)[warmup:], abs=1e-12)
+    assert {one.name for one in CASES} == set(SCHEDULES), "every schedule is compared"
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_a_rate_depends_on_its_version_and_stays_at_the_end_of_the_schedule(name: str) -> None:
+    training = Training(schedule=name, warmup_steps=3, schedule_steps=STEPS)
+    there, back = range(1, 2 * STEPS), range(2 * STEPS - 1, 0, -1)
+    rates = [rate_factor(training, version, 2 * STEPS) for version in there]
+    assert rates == [rate_factor(training, version, 2 * STEPS) for version in back][::-1]
+    assert all(0 <= rate <= 1 for rate in rates) and rates[0] == 1 / 3
+    assert name == "inverse_sqrt" or len(set(rates[STEPS:])) == 1, "a cosine does not rise again"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["training.schedule=cosine"], ["ends with step 200 now and ended with step 100", "from 2.47e-10 to 5.0"]),
+        (["training.schedule=cosine", "training.advanced.schedule_steps=400"], []),
+        (["training.schedule=inverse_sqrt"], []),
+        ([], []),
+    ],
+)
+def test_more_steps_say_what_becomes_of_the_rates(settings: list[str], said: list[str]) -> None:
+    before, after = (load_recipe(SMALL, [f"run.steps={steps}", *settings]) for steps in (100, 200))
+    notices = horizon_notices(before, after)
+    assert len(notices) == bool(said) and all(part in notices[0] for part in said), notices
+    assert horizon_notices(after, after) == []
+
+
+def test_the_dry_run_shows_the_rates_the_project_and_the_tags() -> None:
+    chosen = ["training.schedule=linear", "training.warmup_steps=2", "training.learning_rate=1e-5", "run.steps=10"]
+    lines = arithmetic_lines(load_recipe(SMALL, [*chosen, "run.project=sums", 'run.tags=["a", "b"]']))
+    assert "schedule    linear: learning rate 5e-06 at 1, 1e-05 at 3, 7.5e-06 at 5, 1.25e-06 at 10" in lines
+    assert "record      project sums; tags a, b" in lines
+
+
+@pytest.mark.parametrize(("epochs", "limit", "steps"), [(1, "", 5), (2.5, "", 13), (0.01, "", 1), (3, "?limit=8", 3)])
+def test_epochs_are_as_many_steps_as_draw_every_prompt(epochs: float, limit: str, steps: int, tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"prompt": "1"}\n' * 40)
+    named = [f"prompts.train={tmp_path}/t.jsonl{limit}", f"training.epochs={epochs}", "rollout.prompts_per_batch=8"]
+    recipe, text = with_steps_of_epochs(load_recipe(SMALL, named))
+    assert (recipe.run.steps, recipe.training.epochs) == (steps, 0)
+    assert f"training.epochs = {float(epochs)}: {8 if limit else 40} prompts, 8 a step" in text
+    assert load_recipe(SMALL, ["run.steps=7"]) == with_steps_of_epochs(load_recipe(SMALL, ["run.steps=7"]))[0]
+    endless = load_recipe(SMALL, ["prompts.train=task.py:rows", "training.epochs=1"])
+    with pytest.raises(RecipeError, match=r"an iterator, which has no length: set run\.steps in its place"):
+        with_steps_of_epochs(endless)
+
+
+def test_held_out_sets_have_names_and_what_they_leave_out_is_that_of_the_section(tmp_path: Path) -> None:
+    sets = '{a = "a.jsonl", b = {prompts = "b.jsonl?limit=9", every = 6}, c = {prompts = "c.jsonl", limit = 3}}'
+    made = load_recipe(SMALL, [f"evaluation.prompts={sets}", "evaluation.every=4", "evaluation.limit=5"])
+    found = {name: (Path(one.prompts).name, one.every, one.limit) for name, one in made.evaluation.sets.items()}
+    assert found == {"a": ("a.jsonl", 4, 5), "b": ("b.jsonl?limit=9", 6, 5), "c": ("c.jsonl", 4, 3)}
+    assert made.evaluation.regular == (2, 5), "control counts in steps that all have in common"
+    assert all(Path(one.prompts).is_absolute() for one in made.evaluation.sets.values())
+    (tmp_path / "again.toml").write_text(dump_recipe(made))
+    assert load_recipe(tmp_path / "again.toml") == made
+    assert load_recipe(SMALL, ["evaluation.prompts.a=a.jsonl"]).evaluation.regular == (0, 0)
+    assert load_recipe(SMALL).evaluation.sets == {}
