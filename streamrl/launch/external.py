@@ -16,6 +16,7 @@ import msgspec
 from streamrl.base.errors import RecipeError
 from streamrl.launch.plan.gpu_demand import gpu_placement
 from streamrl.launch.plan.machine_check import port_problem
+from streamrl.launch.plan.run_length import with_steps_of_epochs
 from streamrl.launch.roles import role_main
 from streamrl.launch.supervise.child import ChildContext, run_role
 from streamrl.recipe.sections import Recipe, TransportKind
@@ -60,6 +61,7 @@ def serve_external(role: Role, recipe: Recipe, index: int | None = None, run_dir
         where = f'transport.host = "{recipe.transport.host}" is no address of this one ({problem})'
         remedy = "start it there; engines may run on other hosts"
         raise RecipeError(f"serve: a trainer rank runs on the host of the controller, and {where}: {remedy}")
+    recipe, _ = with_steps_of_epochs(recipe)
     placement = gpu_placement(recipe, by_hand=True)
     if placement.problems:
         raise RecipeError(*placement.problems)

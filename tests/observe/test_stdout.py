@@ -485,7 +485,7 @@ def test_the_run_says_after_20_steps_whether_it_learns(
     assert told[0].startswith(f"after 20 steps: reward (mean of 10 steps) {change}: {verdict}")
 
 
-def test_the_verdict_is_that_of_the_held_out_prompts_where_they_were_asked_twice() -> None:
+def test_the_verdict_is_that_of_the_first_held_out_set_where_it_was_asked_twice() -> None:
     stream = io.StringIO()
     with StdoutReporter(stream, clock=Clock()) as report:
         report(RunStarted(run_id="r", directory="", metrics_endpoint="", steps=40, parameters=1))
@@ -493,7 +493,7 @@ def test_the_verdict_is_that_of_the_held_out_prompts_where_they_were_asked_twice
             if step:
                 report(StepFinished(step=step, policy_version=step, metrics={"reward/mean": -step}))
             if step % 20 == 0:
-                figures = {"eval/held_out/avg@1": 0.25 + step / 200, "eval/held_out/standard_error": 0.02}
+                figures = {"eval/z/avg@1": 0.25 + step / 200, "eval/z/standard_error": 0.02, "eval/b/avg@1": -step}
                 report(EvaluationFinished(step=step, policy_version=step, metrics=figures))
     told = [line for line in stream.getvalue().splitlines() if line.startswith("after 20 steps")]
     assert told == ["after 20 steps: held-out 0.250 -> 0.350, +0.100 ± 0.028: it learns"]

@@ -81,7 +81,7 @@ class RunHistory:
         self._last = now
         self.last_step = event.step
         self._stepped += 1
-        self._learning_rate = event.metrics.get("optim/lr", 0.0)
+        self._learning_rate = max(self._learning_rate, event.metrics.get("optim/lr", 0.0))  # a schedule ends low
         self._take_reward(event.step, event.metrics)
         each = sum(self._intervals) / len(self._intervals)
         return event.metrics.get("time/step_s", self._intervals[-1]), each * max(0, self.steps - event.step)
