@@ -42,7 +42,7 @@ def dry_run(recipe: Recipe, system: Sequence[str], path: Path, overrides: Sequen
     if system:
         print("# what rollout.system sets\n", *system, "", sep="\n")
     print("# what it adds up to\n")
-    print("\n".join(arithmetic_lines(recipe, facts, context, _held_out(recipe), length)))
+    print("\n".join([*filter(None, [length]), *arithmetic_lines(recipe, facts, context, _held_out(recipe))]))
     print("\n# what would be started\n")
     print("\n".join(process_lines(recipe, topology, arguments)))
     if gpus := gpu_placement(recipe).lines():

@@ -64,8 +64,7 @@ from streamrl.rewards.judge.link import JudgeLink
 from streamrl.rewards.reward_messages import RewardReply, RewardsListed
 from streamrl.run.checkpoints import CheckpointKeeper
 from streamrl.run.controller import Controller
-from streamrl.run.evaluate.evaluation import HeldOut, HeldOutEvaluations
-from streamrl.run.evaluate.held_out_prompts import read_held_out
+from streamrl.run.evaluate.evaluation import HeldOut, HeldOutEvaluations, read_held_out
 from streamrl.run.evaluate.sample_files import write_evaluation
 from streamrl.run.journal.run_journal import JournalledOutcomes
 

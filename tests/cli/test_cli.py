@@ -323,7 +323,7 @@ def test_dry_run_counts_held_out_prompts_and_says_why_nothing_streams(
     arguments = [part for text in sets for part in ("--set", text)]
     assert main(["train", str(project / "recipe.toml"), "--dry-run", *arguments]) == 0
     text = capsys.readouterr().out
-    assert "run         2 steps x 8 = 16 trajectories trained (training.epochs = 8.0: 1 prompts, 4 a step)\n" in text
+    assert "epochs      8.0 of 1 prompts, 4 a step: run.steps = 2\n" in text and "\nsteps = 2\n" in text
     assert "evaluation  held.jsonl: at the start, at the end; all prompts: 2 x 3 = 6 completions\n" in text
     ends = "generation_config.json: 5; config.json: 0"
     assert f"            files of the model disagree about what ends a completion ({ends}): here 5 does\n" in text

@@ -112,7 +112,7 @@ def test_epochs_are_as_many_steps_as_draw_every_prompt(epochs: float, limit: str
     named = [f"prompts.train={tmp_path}/t.jsonl{limit}", f"training.epochs={epochs}", "rollout.prompts_per_batch=8"]
     recipe, text = with_steps_of_epochs(load_recipe(SMALL, named))
     assert (recipe.run.steps, recipe.training.epochs) == (steps, 0)
-    assert f"training.epochs = {float(epochs)}: {8 if limit else 40} prompts, 8 a step" in text
+    assert text == f"epochs      {float(epochs)} of {8 if limit else 40} prompts, 8 a step: run.steps = {steps}"
     assert load_recipe(SMALL, ["run.steps=7"]) == with_steps_of_epochs(load_recipe(SMALL, ["run.steps=7"]))[0]
     endless = load_recipe(SMALL, ["prompts.train=task.py:rows", "training.epochs=1"])
     with pytest.raises(RecipeError, match=r"an iterator, which has no length: set run\.steps in its place"):

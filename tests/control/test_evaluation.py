@@ -44,8 +44,8 @@ from streamrl.run.evaluate.evaluation import (
     evaluation_metrics,
     pass_at_k,
     pass_sizes,
+    read_held_out,
 )
-from streamrl.run.evaluate.held_out_prompts import read_held_out
 from streamrl.run.evaluate.sample_files import write_evaluation
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"

@@ -28,6 +28,6 @@ def with_steps_of_epochs(recipe: Recipe) -> tuple[Recipe, str]:
         problem = f"{shown(epochs)} passes over {recipe.prompts.train}, an iterator, which has no length"
         raise RecipeError(f"training.epochs: {problem}: set run.steps in its place")
     steps = max(1, math.ceil(epochs * size / batch))
-    text = f" (training.epochs = {shown(epochs)}: {size:,} prompts, {batch} a step)"
+    text = f"epochs      {shown(epochs)} of {size:,} prompts, {batch} a step: run.steps = {steps}"
     run, training = structs.replace(recipe.run, steps=steps), structs.replace(recipe.training, epochs=0.0)
     return structs.replace(recipe, run=run, training=training), text

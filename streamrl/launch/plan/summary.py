@@ -24,16 +24,12 @@ SIMULATED_SENTENCE = "simulated: random text, whatever the weights; nothing is l
 
 
 def arithmetic_lines(
-    recipe: Recipe,
-    facts: ModelFacts | None = None,
-    context: int = 0,
-    held_out: Mapping[str, int] | None = None,
-    length: str = "",
+    recipe: Recipe, facts: ModelFacts | None = None, context: int = 0, held_out: Mapping[str, int] | None = None
 ) -> list[str]:
     """The arithmetic as the dry run prints it, one fact a line; memory only where the model is known.
 
     ``context``: tokens of the longest trajectory (0: what the recipe says, without prompts where it leaves it open).
-    ``held_out``: prompts of each held-out set, where they are known. ``length``: where the number of steps is from."""
+    ``held_out``: prompts of each held-out set, where they are known."""
     rollout, engines = recipe.rollout, recipe.engines
     longest = context or engines.max_model_len or recipe.sampling.max_tokens
     objective, *more = objective_lines(recipe)
@@ -50,7 +46,7 @@ def arithmetic_lines(
         f"off-policy  {off_policy_text(recipe)}",
         f"streaming   {streaming_sentence(recipe)}",
         f"training    {_training_text(recipe, facts.parameters if facts else 0)}",
-        f"run         {recipe.run.steps} steps x {batch} = {trained}{length}",
+        f"run         {recipe.run.steps} steps x {batch} = {trained}",
         *_record_lines(recipe),
         *_set_lines(recipe),
         f"slots       {slots:,} trajectories in flight at most, {slots * longest:,} tokens; {at_once}",

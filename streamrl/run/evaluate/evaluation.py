@@ -25,9 +25,13 @@ from streamrl.base.stage_messages import (
 from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId
 from streamrl.comm.stream import SendStream
 from streamrl.contracts import Evaluations
+from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe import sections
+from streamrl.run.prompts.prompt_spec import prompt_sources
+from streamrl.run.prompts.prompts import open_prompts
 from streamrl.run.step_metrics import completion_metrics, part_values
 
+MOST_HELD_OUT = 10_000
 ROUNDING = 1e-9
 """How much less than ``success_reward`` is solved: parts of 0.7, 0.2 and 0.1 add up to 0.9999999999999999."""
 
@@ -54,6 +58,24 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
                 found[name] = range(first, first + (min(one.limit or size, size) if limit else size))
             first += size
         return found
+
+
+async def read_held_out(recipe: sections.Recipe, tokenizer: Tokenizer, in_flight: int) -> HeldOut:
+    """Read all held-out prompts, in file order; of an iterator at most ``MOST_HELD_OUT``. ``in_flight``: requests of an
+    evaluation that are open at once."""
+    prompts: list[Prompt] = []
+    sets: dict[str, tuple[sections.EvaluationSet, int]] = {}
+    _, *sources = prompt_sources(recipe).values()
+    for spec, (name, one) in zip(sources, recipe.evaluation.sets.items(), strict=True):
+        source = open_prompts(spec, tokenizer, seed=0, shuffle=False)
+        try:
+            found = await source.draw(source.size or MOST_HELD_OUT)
+        finally:
+            await source.aclose()
+        prompts += found
+        sets[name] = one, len(found)
+    several = sets if sets.keys() - {sections.HELD_OUT} else {}
+    return HeldOut(prompts=prompts, sets=several, settings=recipe.evaluation, reward=recipe.score, in_flight=in_flight)
 
 
 class EvaluationRun:
