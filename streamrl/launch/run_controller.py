@@ -58,7 +58,7 @@ from streamrl.launch.user_calls import UserObserver, close_all
 from streamrl.observe.sinks import JsonlSink, PublishSink, Reporter
 from streamrl.recipe.rules.transport_rules import transport_metrics
 from streamrl.recipe.scheduling import RoundKind
-from streamrl.recipe.sections import HELD_OUT, Recipe
+from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import Topology, metrics_endpoint
 from streamrl.rewards.judge.link import JudgeLink
 from streamrl.rewards.reward_messages import RewardReply, RewardsListed
@@ -135,7 +135,7 @@ async def _train(
     # What the controller asks: for prompts, for a push of weights, for a checkpoint, for an evaluation.
     prompts = training_prompts(recipe, processes.tokenizer, start=record.control.state.prompts.drawn)
     sync = await open_weight_sync(recipe, processes, rollout, watch.waits)
-    saved, score = run_directory / "checkpoints", next(iter(held_out.sets), HELD_OUT)
+    saved, score = run_directory / "checkpoints", next(iter(held_out.sets), "")
     limit = recipe.evaluation.regular[1]
     keeper = CheckpointKeeper(trainer, saved, recipe.checkpoint, held=version, limit=limit, score=score)
     await keeper.begin()

@@ -75,19 +75,12 @@ class CheckpointKeeper:
     (0: all), which are those of the set ``score``."""
 
     def __init__(
-        self,
-        trainer: TrainerRanks,
-        directory: Path,
-        rules: Checkpoint,
-        *,
-        held: int,
-        limit: int = 0,
-        score: str = HELD_OUT,
+        self, trainer: TrainerRanks, directory: Path, rules: Checkpoint, *, held: int, limit: int = 0, score: str = ""
     ) -> None:
         self._trainer = trainer
         self._directory = directory
         self._rules = rules
-        self._limit, self._prefix = limit, f"eval/{score}/avg@"
+        self._limit, self._prefix = limit, f"eval/{score or HELD_OUT}/avg@"
         self._held = held
         there = _versions_in(directory)
         # Where the ranks hold one that was never saved, the newest of its past is what ``latest`` names.
