@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,45 +17,31 @@ SMALL = {"model": {"path": "m"}, "prompts": {"train": "t.jsonl"}, "rewards": [{"
 STEPS = 40
 
 
-@dataclass
-class Case:
-    """A schedule of ours with its options, and those of transformers where they are others."""
-
-    name: str
-    ours: dict[str, float | str]
-    theirs: dict[str, float | str] | None = None
-
-
-CASES = [
-    Case("constant", {}),
-    Case("constant_with_warmup", {}),
-    Case("linear", {}),
-    Case("cosine", {}),
-    Case("cosine", {"num_cycles": 1.5}),
-    Case("cosine_with_restarts", {"num_cycles": 3}),
-    Case("cosine_with_min_lr", {"min_lr_rate": 0.2}),
-    Case("cosine_warmup_with_min_lr", {"min_lr_rate": 0.2, "num_cycles": 1.0}),
-    Case("polynomial", {"power": 2.0, "min_lr_rate": 0.2}, {"power": 2.0, "lr_end": 0.2}),
-    Case("inverse_sqrt", {}),
-    Case("inverse_sqrt", {"timescale": 7}),
-    Case("warmup_stable_decay", {"num_decay_steps": 8, "min_lr_ratio": 0.05}),
-    Case("warmup_stable_decay", {"num_decay_steps": 8, "decay_type": "linear"}),
-    Case("warmup_stable_decay", {"num_decay_steps": 8, "decay_type": "1-sqrt"}),
+Options = dict[str, float | str]
+CASES: list[tuple[str, Options]] = [
+    *((name, {}) for name in ("constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt")),
+    ("cosine", {"num_cycles": 1.5}),
+    ("cosine_with_restarts", {"num_cycles": 3}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.2}),
+    ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.2, "num_cycles": 1.0}),
+    ("polynomial", {"power": 2.0, "min_lr_rate": 0.2}),
+    ("inverse_sqrt", {"timescale": 7}),
+    ("warmup_stable_decay", {"num_decay_steps": 8, "min_lr_ratio": 0.05}),
+    ("warmup_stable_decay", {"num_decay_steps": 8, "decay_type": "linear"}),
+    ("warmup_stable_decay", {"num_decay_steps": 8, "decay_type": "1-sqrt"}),
 ]
 
 
-def theirs(case: Case, warmup: int) -> list[float]:
-    """Rates of the steps of transformers' scheduler, whose base rate is 1."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+def rates_of_transformers(name: str, options: Options, warmup: int) -> list[float]:
+    """Of each step, with a base rate of 1. A polynomial ends with a rate there, which is its share of 1."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    if name == "polynomial":
+        options = {"power": options["power"], "lr_end": options["min_lr_rate"]}
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    options = dict(case.ours if case.theirs is None else case.theirs)
-    scheduler = transformers.get_scheduler(
-        case.name, optimizer, num_warmup_steps=warmup, num_training_steps=STEPS, scheduler_specific_kwargs=options
-    )
+    scheduler = transformers.get_scheduler(name, optimizer, warmup, STEPS, scheduler_specific_kwargs=dict(options))
     rates = []
     for _ in range(STEPS):
-        rates.append(scheduler.get_last_lr()[0])
+        rates += scheduler.get_last_lr()
         optimizer.step()
         scheduler.step()
     return rates
@@ -64,13 +49,15 @@ def theirs(case: Case, warmup: int) -> list[float]:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("warmup", [0, 5])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_rates_are_those_of_transformers_behind_a_warm_up_that_begins_above_zero(case: Case, warmup: int) -> None:
-    training = Training(schedule=case.name, schedule_options=case.ours, warmup_steps=warmup)
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_rates_are_those_of_transformers_behind_a_warm_up_that_begins_above_zero(
+    name: str, options: Options, warmup: int
+) -> None:
+    training = Training(schedule=name, schedule_options=options, warmup_steps=warmup)
     rates = [rate_factor(training, version, STEPS) for version in range(1, STEPS + 1)]
     assert rates[:warmup] == [(step + 1) / 5 for step in range(warmup)]
-    assert rates[warmup:] == pytest.approx(theirs(case, warmup)[warmup:], abs=1e-12)
-    assert {one.name for one in CASES} == set(SCHEDULES), "every schedule is compared"
+    assert rates[warmup:] == pytest.approx(rates_of_transformers(name, options, warmup)[warmup:], abs=1e-12)
+    assert {name for name, _ in CASES} == set(SCHEDULES), "every schedule is compared"
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

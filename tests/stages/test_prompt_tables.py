@@ -249,18 +249,14 @@ async def test_prompt_and_answer_are_made_of_columns_by_a_template_or_an_express
     [
         (
             "{{question}} {{hint}}",
-            "line 17 cannot be put into prompts.template ('hint' is undefined; the row has question",
+            "line 17 cannot be put into prompts.template ('hint' is undefined; the row has quest",
         ),
         ("{{question}} {{note}}", "line 17 cannot be put into prompts.template (a value in it is null; the row has"),
         ("note", "line 17 cannot be put into prompts.template (it is null; the row has"),
         ("hint", "line 17 cannot be put into prompts.template ('hint' is undefined"),
         ("question|length", "line 1 has a int as what prompts.template names: it must be text (so with 17 of the"),
         ("{{question", "line 1 cannot be put into prompts.template (unexpected end of template"),
-        (
-            "{{question.__class__.__mro__}}",
-            "line 1 cannot be put into prompts.template (access to attribute '__class__'",
-        ),
-        ("{{ 1 // 0 }}", "line 1 cannot be put into prompts.template (integer division"),
+        ("{{question.__class__.mro()}}", "line 1 cannot be put into prompts.template (access to attribute '__class__'"),
     ],
 )
 def test_a_row_that_a_template_cannot_show_is_named(
