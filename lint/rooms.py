@@ -29,6 +29,7 @@ WINGS = {
     "cli/trial": ("observe/terminal", "run/evaluate", "run/prompts"),
     "engines/elastic": ("engines/push",),
     "engines/vllm": ("engines/plain_vllm", "weights/pull", "weights/vllm"),
+    "launch/hub": ("recipe/rules",),
     "launch/plan": (
         "engines/vllm", "recipe/rules", "rewards/calls", "rewards/judge", "run/prompts", "weights/pull", "weights/vllm",
     ),

@@ -59,7 +59,8 @@ class Repository:
 class LocalHub:
     """Repositories by name; that of a data set begins with ``datasets/``. ``faults``: by the beginning of a path, a
     status that is answered, ``"hang"``, or ``"cut"``: half of the answer, then the end of the connection. ``busy``: so
-    many requests are answered 429 first. ``renamed``: old names to new ones."""
+    many requests are answered 429 first. ``renamed``: old names to new ones. ``says_sizes``: of files, before they are
+    asked for."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
@@ -67,6 +68,7 @@ class LocalHub:
         self.faults: dict[str, int | str] = {}
         self.renamed: dict[str, str] = {}
         self.busy = 0
+        self.says_sizes = True
         self._objects: dict[str, bytes] = {}
         self._closed = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
@@ -170,7 +172,8 @@ class LocalHub:
             to.send_json(list(_entries(files, f"{below}/" if below else "", deep=deep)))
             return
         repository = self.repositories[name]
-        siblings = [{"rfilename": path, "size": len(data), "blobId": _blob(data)} for path, data in files.items()]
+        sizes = {path: len(data) if self.says_sizes else None for path, data in files.items()}
+        siblings = [{"rfilename": path, "size": size} for path, size in sizes.items()]
         told = {"id": name.removeprefix("datasets/"), "sha": sha, "private": repository.private, "tags": []}
         to.send_json(told | {"gated": "manual" if repository.gated else False, "siblings": siblings})
 

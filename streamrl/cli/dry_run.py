@@ -12,6 +12,7 @@ from pathlib import Path
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
 from streamrl.engines.vllm.options import engine_options
+from streamrl.launch.hub.resolution import HubRecipe, hub_looked_up
 from streamrl.launch.plan.first_prompt import first_prompt_lines
 from streamrl.launch.plan.gpu_demand import gpu_placement
 from streamrl.launch.plan.preflight import CheckedModel, check_model, preflight, with_checkpoint_rewards
@@ -32,13 +33,20 @@ def dry_run(recipe: Recipe, system: Sequence[str], path: Path, overrides: Sequen
     """Print the resolved recipe, its arithmetic and the processes; then raise ``RecipeError`` when a check fails.
     ``system``: what ``rollout.system`` set in it, one line a key."""
     arguments = " ".join([shlex.quote(str(path)), *(f"--set {shlex.quote(text)}" for text in overrides)])
-    recipe, length = with_steps_of_epochs(recipe)
+    with hub_looked_up(recipe) as hub:
+        return _dry_run(hub, system, arguments)
+
+
+def _dry_run(hub: HubRecipe, system: Sequence[str], arguments: str) -> int:
+    recipe, length = with_steps_of_epochs(hub.recipe)
     recipe, kept = with_checkpoint_rewards(recipe)
     topology = plan_topology(recipe, Path(tempfile.gettempdir()) / "streamrl-XXXXXXXX")
     model = _model(recipe)
     facts, context = (model.facts, model.context) if model else (None, 0)
     print("# the resolved recipe\n")
-    print(dump_recipe(recipe))
+    print(dump_recipe(hub.pinned(recipe)))
+    if hub.lines:
+        print("# what is of the Hub\n", *hub.lines, "", sep="\n")
     if system:
         print("# what rollout.system sets\n", *system, "", sep="\n")
     print("# what it adds up to\n")

@@ -30,6 +30,7 @@ from streamrl.cli.trial.trial_completions import (
     recipe_of_model,
 )
 from streamrl.cli.trial.trial_report import RewardReport, rich_report, summarize
+from streamrl.launch.hub.resolution import with_hub_folders, with_hub_prompts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.rules.load import load_recipe, resolve_function
@@ -108,7 +109,7 @@ async def _run(request: Test, reward: Reward) -> RewardReport:
     recipe = None if request.completions is not None else _sampling_recipe(request)
     model = request.tokenizer if recipe is None else recipe.model.path
     tokenizer: Tokenizer = load_tokenizer(model) if model is not None else PlainText()
-    source = open_prompts(request.prompts, tokenizer, seed=0, shuffle=False)
+    source = open_prompts(with_hub_prompts(request.prompts), tokenizer, seed=0, shuffle=False)
     try:
         if recipe is None:
             assert request.completions is not None, "without completions there is a recipe"
@@ -142,7 +143,7 @@ def _sampling_recipe(request: Test) -> Recipe:
     chosen = {name: value for name, value in given.items() if value is not None}
     if any(value <= 0 for value in chosen.values()):
         raise RecipeError("--max-tokens and --temperature must be above 0: correct them")
-    return structs.replace(recipe, sampling=structs.replace(recipe.sampling, **chosen))
+    return with_hub_folders(structs.replace(recipe, sampling=structs.replace(recipe.sampling, **chosen)))
 
 
 def _signature(reward: Reward) -> RewardSignature:

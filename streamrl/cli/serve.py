@@ -12,6 +12,7 @@ from streamrl.base.printable import log_to
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, recipe_file
 from streamrl.comm.transport_keys import KeyRole, make_keys
 from streamrl.launch.external import serve_external
+from streamrl.launch.hub.resolution import with_hub_folders
 from streamrl.launch.supervise.child import Terminated
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.topology import Role
@@ -32,7 +33,7 @@ class Serve(Command, frozen=True):
 
     def run(self) -> int:
         """0 also after SIGTERM: an order that was obeyed."""
-        recipe = load_recipe(recipe_file(self.recipe), self.overrides)
+        recipe = with_hub_folders(load_recipe(recipe_file(self.recipe), self.overrides))
         log_to(sys.stderr, logging.INFO)
         with suppress(Terminated):
             serve_external(Role(self.role), recipe, self.index, self.recipe if self.recipe.is_dir() else None)

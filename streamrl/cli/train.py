@@ -17,6 +17,7 @@ from streamrl.base.printable import also_log_to, log_to
 from streamrl.base.run_events import RunFinished, RunStarted, StartProgress
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, RunPath, recipe_file
 from streamrl.cli.dry_run import dry_run
+from streamrl.launch.hub.resolution import with_hub_folders
 from streamrl.launch.pipeline import Pipeline, recipe_of_run
 from streamrl.launch.plan.summary import SIMULATED_SENTENCE, streaming_notice
 from streamrl.observe.terminal.stdout import StdoutReporter
@@ -43,6 +44,7 @@ class Train(Command, frozen=True):
         recipe, system = read_recipe(recipe_file(self.recipe), self.overrides)
         if self.dry_run:
             return dry_run(recipe, system, self.recipe, self.overrides)
+        recipe = with_hub_folders(recipe)
         return _follow(recipe, lambda: Pipeline(recipe))
 
 

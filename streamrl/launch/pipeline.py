@@ -38,6 +38,7 @@ from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.contracts import Observer, Sink
 from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, Draining, DrainRun, ParentMessage
 from streamrl.launch.control_socket import serving_control
+from streamrl.launch.hub.resolution import with_hub_folders
 from streamrl.launch.plan.gpu_demand import gpu_placement
 from streamrl.launch.plan.preflight import preflight, recipe_of_resumed_run, with_checkpoint_rewards
 from streamrl.launch.plan.run_length import with_steps_of_epochs
@@ -149,6 +150,7 @@ class Pipeline:
     async def _open_directory(self) -> None:
         """Check the recipe, and make the directory of the run or take hold of it."""
         to_thread = anyio.to_thread.run_sync
+        self.recipe = await to_thread(with_hub_folders, self.recipe)
         if self._resumes:
             self._lock = lock_run(self.run_directory)
             await to_thread(refuse_lost_journal, self.run_directory)

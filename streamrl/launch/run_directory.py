@@ -13,6 +13,7 @@ from msgspec import structs
 from streamrl.base.atomic_files import hold_lock, write_durable
 from streamrl.base.errors import UNDECODABLE, RecipeError, StreamRLError
 from streamrl.launch.supervise.crash_bundle import package_versions
+from streamrl.recipe.rules.hub_names import cached_name
 from streamrl.recipe.rules.load import dump_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value
@@ -136,6 +137,7 @@ def _named_files(recipe: Recipe) -> Iterator[Path]:
             places.append(source.path)
     functions = [*(reward.function for reward in recipe.rewards), recipe.reward_limits.combine, recipe.rollout.policy]
     places += [Path(source) for source in (spec.rpartition(":")[0] for spec in functions) if source.endswith(".py")]
-    for place in places:
+    # What is of the Hub has its commit in its path, and others put more files of that commit there.
+    for place in (one for one in places if not cached_name(one)):
         files = sorted(place.rglob("*")) if place.is_dir() else [place]
         yield from (file for file in files if file.is_file())

@@ -38,8 +38,7 @@ def read_model_facts(directory: Path) -> ModelFacts:
     """Sizes from ``config.json`` and the headers of ``*.safetensors``. Raises ``ModelDirectoryError``."""
     if not directory.is_dir():
         raise ModelDirectoryError(
-            "is not a directory: give a Hugging Face model directory (streamrl downloads nothing; `hf download NAME "
-            "--local-dir DIR` makes one)"
+            "is not a directory: give a Hugging Face model directory, or a model of the Hub by its name (owner/name)"
         )
     if unsafe := unsafe_content(directory):
         raise ModelDirectoryError(unsafe)

@@ -30,7 +30,8 @@ def unsafe_content(directory: Path) -> str:
             return path
         if path.suffix.lower() in CODE:
             return f"holds code ({path.name}), which this program never runs: copy the folder without it"
-        if path.suffix.lower() in PICKLES:
+        # Other programs put all of a commit into the cache: what loads a model there reads its safetensors alone.
+        if path.suffix.lower() in PICKLES and own_folder(directory) == directory.resolve():
             return (
                 f"holds a pickle ({path.name}), which runs code when it is loaded: copy the folder without it, or save "
                 "the model again with safe_serialization=True"

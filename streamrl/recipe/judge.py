@@ -45,7 +45,7 @@ class YieldKind(StrEnum):
 class Judge(Section, frozen=True):
     """A vLLM engine for the ``judge`` rewards that name no endpoint."""
 
-    model: Annotated[str, doc("a Hugging Face directory (empty: there is none)")] = ""
+    model: Annotated[str, doc("a Hugging Face directory, or a model of the Hub (empty: there is none)")] = ""
     when_idle: Annotated[YieldKind, doc("")] = YieldKind.PAUSE
     batch: Annotated[Positive, advanced("questions with which it begins, unless it is never idle")] = 32
     batch_wait_s: Annotated[NaturalFloat, advanced("or with fewer, when the first has waited for this time")] = 0.5

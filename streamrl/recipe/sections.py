@@ -93,7 +93,9 @@ class Run(Section, frozen=True):
 class Model(Section, frozen=True):
     """The policy."""
 
-    path: Annotated[str, doc("a directory in Hugging Face format, with a tokenizer")]
+    path: Annotated[
+        str, doc("a directory in Hugging Face format, with a tokenizer, or a model of the Hub (owner/name@revision)")
+    ]
 
 
 class Prompts(Section, frozen=True):
@@ -104,6 +106,7 @@ class Prompts(Section, frozen=True):
         str,
         doc(
             "a .jsonl, .parquet or .arrow file, the directory of a Hugging Face dataset (data/gsm8k?split=train), a "
+            "data set of the Hub (hf:openai/gsm8k@revision?config=main&split=train), a "
             "task of reasoning-gym (reasoning_gym:chain_sum?size=1000&seed=0), or module:name / file.py:name of an "
             "(async) iterator or a function that returns one; ?prompt=COLUMN takes it from another column, ?limit=N "
             "the first N rows, and ?chat=true makes a chat of a text"

@@ -146,6 +146,8 @@ def test_models_of_the_hub_cache_are_links_and_are_taken(folder: Path, tmp_path:
         (snapshot / file.name).symlink_to(os.path.relpath(repository / "blobs" / str(index), snapshot))
     assert unsafe_content(snapshot) == ""
     assert read_model_facts(snapshot).parameters == 4
+    (snapshot / "pytorch_model.bin").write_bytes(b"pickle")
+    assert unsafe_content(snapshot) == "", "other programs put it there, and nothing here reads it"
     (snapshot / "other.json").symlink_to(tmp_path / "elsewhere")
     assert "leads out of it" in unsafe_content(snapshot)
 

@@ -86,6 +86,8 @@ def start_child(
         "TMPDIR": str(socket_directory),  # removed at the end, with what killed processes (vLLM's too) left in it
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves its stack in the log
+        # Models and data were resolved before. User code that asks the Hub itself wants HF_HUB_OFFLINE=0 set.
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE") or "1",
     }
     log = run_directory / "logs" / f"{plan.name}.log"
     with log.open("ab") as output:

@@ -14,6 +14,7 @@ from streamrl.recipe.check_fields import CheckedTable
 from streamrl.recipe.fields import as_table
 from streamrl.recipe.problems import Origin, problem
 from streamrl.recipe.rewards import PATH_OPTIONS, Reward
+from streamrl.recipe.rules.hub_names import HUB, is_bare_name
 from streamrl.recipe.rules.rules import apply_system, broken_rules, foreign_answer
 from streamrl.recipe.sections import EvaluationSet, Recipe
 from streamrl.recipe.toml_text import key_lines, parse_toml, toml_document, value_or_text
@@ -148,11 +149,11 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
     return structs.replace(
         recipe,
         run=structs.replace(recipe.run, observers=tuple(resolve_function(o, directory) for o in recipe.run.observers)),
-        model=structs.replace(recipe.model, path=str(_absolute(recipe.model.path, directory))),
+        model=structs.replace(recipe.model, path=resolve_model(recipe.model.path, directory)),
         prompts=structs.replace(recipe.prompts, train=resolve_spec(recipe.prompts.train, directory)),
         rollout=structs.replace(recipe.rollout, policy=resolve_function(recipe.rollout.policy, directory)),
         rewards=tuple(resolved_reward(reward, directory) for reward in recipe.rewards),
-        judge=structs.replace(recipe.judge, model=_absolute_if_given(recipe.judge.model, directory)),
+        judge=structs.replace(recipe.judge, model=resolve_model(recipe.judge.model, directory)),
         reward_limits=structs.replace(
             recipe.reward_limits, combine=resolve_function(recipe.reward_limits.combine, directory)
         ),
@@ -165,7 +166,9 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
 def resolved_reward(reward: Reward, directory: Path) -> Reward:
     """``reward`` with the file of its function and the paths in its options absolute."""
     options = {
-        name: _absolute_if_given(value, directory) if _is_path(reward.function, name, value) else value
+        name: (resolve_model if name == "path" else _absolute_if_given)(value, directory)
+        if _is_path(reward.function, name, value)
+        else value
         for name, value in reward.options.items()
     }
     return structs.replace(reward, function=resolve_function(reward.function, directory), options=options)
@@ -177,6 +180,15 @@ def _is_path(function: str, option: str, value: Any) -> bool:
     if not isinstance(value, str):
         return False  # if it should be one, the reward says what it should be
     return value.startswith(_MARKED_PATHS) if ":" in function else option in PATH_OPTIONS.get(function, ())
+
+
+def resolve_model(path: str, directory: Path) -> str:
+    """Make the path of a model absolute. Where nothing is there and it may be a name of the Hub, it is marked as one;
+    ``streamrl.launch.hub`` puts a folder in its place."""
+    if not path or path.startswith(HUB):
+        return path
+    absolute = _absolute(path, directory)
+    return f"{HUB}{path}" if is_bare_name(path) and not absolute.exists() else str(absolute)
 
 
 def _absolute_if_given(path: str, directory: Path) -> str:

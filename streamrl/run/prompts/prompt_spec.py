@@ -4,6 +4,8 @@
 ``rows.jsonl``                         JSON objects, one a line
 ``rows.parquet``, ``rows.arrow``       a table
 ``some/directory``                     a Hugging Face dataset: parquet files, or what ``save_to_disk`` wrote
+``some/directory?files=a-*|b.jsonl``   its files of these names
+``hf:owner/name``                      a data set of the Hub, which is a directory once it was fetched
 ``reasoning_gym:chain_sum``            a task of reasoning-gym
 ``module:name``, ``file.py:name``      an (async) iterator of the user's
 =====================================  =============================================================="""
@@ -23,7 +25,7 @@ from streamrl.recipe.problems import did_you_mean
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value, value_or_text
 
-_LINE_ENDINGS = (".jsonl", ".ndjson")
+LINE_ENDINGS = (".jsonl", ".ndjson")
 _TABLE_ENDINGS = (".parquet", ".arrow")
 _TASKS = "reasoning_gym:"
 
@@ -63,6 +65,19 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     def path(self) -> Path:
         """The file or directory."""
         return Path(self.source)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of a directory that the option names, by patterns with ``|`` between them; none without it. Raises
+        ``RecipeError`` where there are none of these names."""
+        patterns = str(self.options.get("files", ""))
+        try:
+            found = sorted(file for pattern in patterns.split("|") if pattern for file in self.path.glob(pattern))
+        except NotImplementedError:  # of an absolute path
+            found = []
+        if patterns and not found:
+            raise RecipeError(f"prompts {self.source} has no files {patterns}: correct ?files=")
+        return found
 
     def take(self, *known: str) -> dict[str, Any]:
         """The options, all of which must be ``known``. Raises ``RecipeError``."""
@@ -116,21 +131,24 @@ def read_spec(text: str) -> PromptSpec:
 def _kind(text: str, source: str) -> SourceKind:
     if source.startswith(_TASKS):
         return SourceKind.TASK
-    if source.endswith(_LINE_ENDINGS):
+    if source.endswith(LINE_ENDINGS):
         return SourceKind.LINES
     if source.endswith(_TABLE_ENDINGS):
         return SourceKind.TABLE
+    if source.startswith("hf:"):
+        raise RecipeError(f'prompts "{source}" is a data set of the Hub, which was not fetched: name its folder')
     if _is_iterator(source):
         return SourceKind.ITERATOR
     if _is_directory(source):
         return SourceKind.TABLE
     kinds = "neither a .jsonl, .parquet or .arrow file, nor a directory that exists, nor"
-    named = '"reasoning_gym:task", nor "module:name" nor "file.py:name"'
+    named = '"reasoning_gym:task", nor "module:name" nor "file.py:name", nor of the Hub ("hf:owner/name")'
     raise RecipeError(f'prompts "{source}" is {kinds} {named}: correct it')
 
 
 def _is_iterator(source: str) -> bool:
-    return ":" in source and not source.startswith(_TASKS) and not source.endswith(_LINE_ENDINGS + _TABLE_ENDINGS)
+    no_module = source.startswith((_TASKS, "hf:")) or source.endswith(LINE_ENDINGS + _TABLE_ENDINGS)
+    return ":" in source and not no_module
 
 
 def _is_directory(source: str) -> bool:

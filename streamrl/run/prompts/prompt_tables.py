@@ -46,8 +46,8 @@ class _SavedSplits(msgspec.Struct):
 class TableRows(RowStore):
     """Raises ``RecipeError`` when there is nothing to read, or a choice to make."""
 
-    def __init__(self, path: Path, split: str = "") -> None:
-        files = find_table_files(path, split)
+    def __init__(self, path: Path, split: str = "", files: Sequence[Path] = ()) -> None:
+        files = files or find_table_files(path, split)
         self._open: list[mmap.mmap] = []
         self._batches: list[pa.RecordBatch] = []
         try:

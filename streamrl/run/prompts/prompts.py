@@ -23,7 +23,7 @@ from streamrl.rewards.signature import column_of, missing_column
 from streamrl.run.prompts.first_row import first_row
 from streamrl.run.prompts.prompt_iterator import IteratorPrompts
 from streamrl.run.prompts.prompt_rows import BadRow, LineRows, RowStore, read_prompt, to_form
-from streamrl.run.prompts.prompt_spec import PromptSpec, SourceKind, read_spec
+from streamrl.run.prompts.prompt_spec import LINE_ENDINGS, PromptSpec, SourceKind, read_spec
 
 _MOST_PROBLEMS = 20
 _TASK_ROWS_CHECKED = 16
@@ -73,13 +73,15 @@ def _open_rows(spec: PromptSpec) -> RowStore:
     if spec.kind is SourceKind.LINES:
         spec.take("limit")
         return LineRows(spec.path)
-    options = spec.take("split", "limit")
+    options, files = spec.take("split", "limit", "files"), spec.files
+    if files and files[0].name.endswith(LINE_ENDINGS):
+        return LineRows(files[0])
     try:
         from streamrl.run.prompts.prompt_tables import TableRows
     except ModuleNotFoundError as error:
         install = "pip install 'streamrl[rewards]'"
         raise RecipeError(f'prompts "{spec.text}" need {error.name}: {install}') from error
-    return TableRows(spec.path, str(options.get("split", "")))
+    return TableRows(spec.path, str(options.get("split", "")), files)
 
 
 def stored_rows(spec: str) -> int | None:
