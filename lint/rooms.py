@@ -26,6 +26,7 @@ OPEN = ("simulate", "launch", "cli")
 """Rooms that put a run together: their files may import any wing. Their own wings are bound as all others are."""
 
 WINGS = {
+    "cli/start": ("run/prompts",),
     "cli/trial": ("observe/terminal", "run/evaluate", "run/prompts"),
     "engines/elastic": ("engines/push",),
     "engines/vllm": ("engines/plain_vllm", "weights/pull", "weights/vllm"),

@@ -30,8 +30,13 @@ CONFINED = {
     "vllm": WORKER_SIDE,
     "torch": ("streamrl/learning/", "streamrl/weights/publish/torch_tensors.py", *WORKER_SIDE, REWARD_MODEL, TENSORS),
     # For training one file imports it, without the compiler that it brings along otherwise; the dry run's in a process
-    # that imports vLLM.
-    "transformers": ("streamrl/learning/model/hugging_face.py", REWARD_MODEL, "streamrl/launch/plan/first_prompt.py"),
+    # that imports vLLM. Small models are made by programs of their own.
+    "transformers": (
+        "streamrl/learning/model/hugging_face.py",
+        "streamrl/learning/small_model/",
+        REWARD_MODEL,
+        "streamrl/launch/plan/first_prompt.py",
+    ),
     # Extras of their own: who does not ask for them starts without.
     "httpx": ("streamrl/rewards/judge/",),
     "reasoning_gym": (),

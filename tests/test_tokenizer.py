@@ -412,4 +412,5 @@ def test_text_is_tokenised_in_one_place() -> None:
                     found.add(path.relative_to(PACKAGE).as_posix())
     apart = {"cli/trial/trial_completions.py", "rewards/builtin/reward_model.py", "engines/simulated/text.py"}
     apart |= {"launch/plan/first_prompt.py"}  # to compare with transformers
+    apart |= {"learning/small_model/packaged.py"}  # only saves one
     assert found == {"run/prompts/prompt_rows.py", "pretrained/tokenizer.py"} | apart

@@ -24,6 +24,7 @@ _LACKING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE,
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 COMMANDS = {
+    "init": ("start.init:Init", "write a folder that trains: recipe, reward with its test, prompts, a small model"),
     "train": ("train:Train", "run a recipe"),
     "drain": ("control:Drain", "let a running run finish its step, save and end"),
     "resume": ("train:ResumeRun", "continue a run that was killed, or drained"),

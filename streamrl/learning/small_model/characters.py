@@ -1,0 +1,58 @@
+"""A tokenizer with one token a character, and a small policy that speaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
+
+
+class Characters:
+    """The vocabulary of ``characters``, after four special tokens, for texts of ``context`` tokens at most."""
+
+    def __init__(self, characters: Iterable[str], context: int) -> None:
+        self.ids = {token: number for number, token in enumerate([PAD, BOS, EOS, UNKNOWN, *characters])}
+        self.context = context
+        self.special_ids = {f"{name}_token_id": self.ids[f"<{name}>"] for name in ("bos", "eos", "pad")}
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """One token a character; ``<bos>`` in front of every encoded text."""
+        tokenizer = Tokenizer(models.WordLevel(self.ids, unk_token=UNKNOWN))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{BOS} $A", special_tokens=[(BOS, self.ids[BOS])]
+        )
+        tokenizer.decoder = decoders.Fuse()
+        names = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS, "unk_token": UNKNOWN}
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, padding_side="left", model_max_length=self.context, **names
+        )
+
+    def policy(self, seed: int, *, layers: int = 3) -> Qwen2ForCausalLM:
+        """A randomly initialised float32 policy of about 0.1 million parameters a layer."""
+        torch.manual_seed(seed)
+        config = Qwen2Config(
+            vocab_size=len(self.ids),
+            hidden_size=96,
+            intermediate_size=256,
+            num_hidden_layers=layers,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            max_position_embeddings=self.context,
+            tie_word_embeddings=True,
+            **self.special_ids,
+        )
+        return Qwen2ForCausalLM(config).float()
+
+    def save(self, policy: Qwen2ForCausalLM, folder: Path) -> int:
+        """Write ``policy`` in bfloat16, which is what trainers publish and engines hold, and its tokenizer. Returns the
+        number of parameters."""
+        policy.generation_config = GenerationConfig(**self.special_ids)
+        policy.to(torch.bfloat16).save_pretrained(folder)
+        self.tokenizer().save_pretrained(folder)
+        return sum(parameter.numel() for parameter in policy.parameters())

