@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import string
 import tempfile
@@ -31,9 +30,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         yield partial
-        mask = os.umask(0o077)
-        os.umask(mask)
-        partial.chmod(0o777 & ~mask)
+        partial.chmod(0o755)
         partial.replace(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

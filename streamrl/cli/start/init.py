@@ -30,13 +30,8 @@ class Init(Command, frozen=True, kw_only=True):
 
     folder: Annotated[Path, Argument("a folder that is not there yet", metavar="FOLDER", positional=True)]
     task: Annotated[str, Argument(f"{', '.join(TASKS)} or {GYM}:NAME", metavar="TASK")] = ""
-    model: Annotated[
-        str, Argument(f"{TINY}: {MODELS[TINY]}; {SMOLLM2}: {MODELS[SMOLLM2]}; a directory; a name of the Hub")
-    ] = ""
-    corpus: Annotated[
-        Path | None,
-        Argument("rows of your own: JSON objects, one a line, with prompt and answer; or a text", metavar="FILE"),
-    ] = None
+    model: Annotated[str, Argument(f"{TINY} ({MODELS[TINY]}), {SMOLLM2}, a directory, a name of the Hub")] = ""
+    corpus: Annotated[Path | None, Argument("rows of your own: JSONL with prompt and answer, or text", "FILE")] = None
     warm_up_steps: Annotated[int, Argument(f"of --model {TINY}, at most (600)", metavar="N")] = 600
     json: AsJson = False
 

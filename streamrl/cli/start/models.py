@@ -38,23 +38,23 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool = True
     temperature: float = 1.0
     learning_rate: str = "1e-6"
-    prompts_per_batch: int = 16
+    prompts_per_batch: int = 8
     steps: int = 100
     least_tokens: int = 256
 
 
 _SETTINGS = {
     TINY: ModelSettings(
-        path=MADE, note="made by streamrl init", chat=False, learning_rate="1e-4", steps=60, least_tokens=16
+        path=MADE,
+        note="made for this",
+        chat=False,
+        learning_rate="1e-4",
+        prompts_per_batch=16,
+        steps=60,
+        least_tokens=16,
     ),
     SMOLLM2: ModelSettings(
-        path=MADE,
-        note="SmolLM2-135M-Instruct; its weights went through 4 bits",
-        temperature=0.5,
-        learning_rate="1e-5",
-        prompts_per_batch=8,
-        steps=40,
-        least_tokens=32,
+        path=MADE, note="SmolLM2, out of 4 bits", temperature=0.5, learning_rate="1e-5", steps=40, least_tokens=32
     ),
 }
 

@@ -16,8 +16,8 @@ PEAK, WARMUP_STEPS, DECAY_SHARE, LEAST = 3e-3, 50, 0.4, 0.02
 def completion_losses(
     policy: Qwen2ForCausalLM, batch: Sequence[Demonstration], padding: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cross-entropy of each completion token of ``batch`` (float32 ``(tokens,)``); the ids of the batch, int64, and which
-    of their next tokens those are, bool, both ``(samples, width)``, the last one without the last column."""
+    """Cross-entropy of each completion token of ``batch``, float32 ``(tokens,)``; all ids, int64 ``(samples, width)``;
+    which of these are followed by a completion token, bool ``(samples, width - 1)``."""
     width = max(len(ids) for ids, _ in batch)
     token_ids = torch.full((len(batch), width), padding)
     targets = torch.full((len(batch), width), -100)
