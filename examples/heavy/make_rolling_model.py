@@ -11,66 +11,28 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from rolling_task import DIGITS, LETTERS, held_out_prompts, lettered, random_prompts
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
-CHARACTERS = DIGITS + LETTERS + ":=." + "+-*/<>()[],"
+from streamrl.learning.small_model.characters import BOS, EOS, PAD, Characters
+from streamrl.learning.small_model.imitation import Demonstration, completion_losses, imitate
+
+CHARACTERS = Characters(DIGITS + LETTERS + ":=." + "+-*/<>()[],", context=2048)
 """The last eleven only round the vocabulary up to 32."""
 
-VOCABULARY = {token: i for i, token in enumerate([PAD, BOS, EOS, UNKNOWN, *CHARACTERS])}
-SPECIAL_IDS = {"bos_token_id": VOCABULARY[BOS], "eos_token_id": VOCABULARY[EOS], "pad_token_id": VOCABULARY[PAD]}
-CONTEXT = 2048
 LONGEST_ROLLS = 1600
 """A demonstration whose row is not complete by then ends there, without an answer."""
 
 SHORT_TOKENS, SHORT_SHARE = 96, 0.5
 """The first half of the steps sees demonstrations of at most so many tokens: the rule is learned faster on them."""
 
-BATCH_TOKENS, POOL, WARMUP_STEPS, DECAY_SHARE, ANSWER_WEIGHT = 2048, 512, 50, 0.4, 0.25
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; ``<bos>`` in front of every encoded text."""
-    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, VOCABULARY[BOS])]
-    )
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        unk_token=UNKNOWN,
-        padding_side="left",
-        model_max_length=CONTEXT,
-    )
-
-
-def make_policy(seed: int) -> Qwen2ForCausalLM:
-    """A randomly initialised policy of 299,136 float32 parameters."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        **SPECIAL_IDS,
-    )
-    return Qwen2ForCausalLM(config).float()
+BATCH_TOKENS, POOL, ANSWER_WEIGHT = 2048, 512, 0.25
 
 
 def careless_completion(prompt: str, rng: random.Random, carelessness: float) -> str:
@@ -84,16 +46,16 @@ def careless_completion(prompt: str, rng: random.Random, carelessness: float) ->
     return f"{text}={digit}{letter}."
 
 
-def demonstrations(seed: int, carelessness: float) -> Iterator[tuple[list[int], int]]:
+def demonstrations(seed: int, carelessness: float) -> Iterator[Demonstration]:
     """Endless token ids of ``<bos>prompt completion<eos>``, each with the length of its prompt part."""
     rng = random.Random(seed)
     for prompt in random_prompts(seed, excluded=frozenset(held_out_prompts())):
         completion = careless_completion(prompt, rng, carelessness)
-        ids = [VOCABULARY[BOS], *(VOCABULARY[c] for c in prompt + completion)]
-        yield ids + [VOCABULARY[EOS]] * completion.endswith("."), len(prompt) + 1
+        ids = [CHARACTERS.ids[token] for token in (BOS, *prompt, *completion)]
+        yield ids + [CHARACTERS.ids[EOS]] * completion.endswith("."), len(prompt) + 1
 
 
-def batches(seed: int, carelessness: float, steps: int) -> Iterator[list[tuple[list[int], int]]]:
+def batches(seed: int, carelessness: float, steps: int) -> Iterator[list[Demonstration]]:
     """``steps`` batches of demonstrations of near-equal length and ``BATCH_TOKENS`` tokens, in random order."""
     everything, rng = demonstrations(seed, carelessness), random.Random(seed)
     short = (demonstration for demonstration in everything if len(demonstration[0]) <= SHORT_TOKENS)
@@ -101,7 +63,7 @@ def batches(seed: int, carelessness: float, steps: int) -> Iterator[list[tuple[l
     while made < steps:
         source = short if made < SHORT_SHARE * steps else everything
         pool = sorted(islice(source, POOL), key=lambda demonstration: len(demonstration[0]))
-        full: list[list[tuple[list[int], int]]] = [[]]
+        full: list[list[Demonstration]] = [[]]
         for demonstration in pool:
             if (len(full[-1]) + 1) * len(demonstration[0]) > BATCH_TOKENS:
                 full.append([])
@@ -111,36 +73,11 @@ def batches(seed: int, carelessness: float, steps: int) -> Iterator[list[tuple[l
         made += len(full)
 
 
-def imitation_loss(policy: Qwen2ForCausalLM, batch: list[tuple[list[int], int]]) -> torch.Tensor:
+def imitation_loss(policy: Any, batch: Sequence[Demonstration]) -> torch.Tensor:
     """Mean cross-entropy of the completion tokens of ``batch``, and some of that of the answers alone: they are few."""
-    width = max(len(ids) for ids, _ in batch)
-    token_ids = torch.full((len(batch), width), VOCABULARY[PAD])
-    targets = torch.full((len(batch), width), -100)
-    for row, (ids, prompt_length) in enumerate(batch):
-        token_ids[row, : len(ids)] = torch.tensor(ids)
-        targets[row, prompt_length : len(ids)] = token_ids[row, prompt_length : len(ids)]
-    predicted = targets[:, 1:] != -100
-    hidden = policy.model(token_ids).last_hidden_state[:, :-1][predicted]
-    losses = cross_entropy(policy.lm_head(hidden), targets[:, 1:][predicted], reduction="none")
-    answers = (token_ids == VOCABULARY["="]).cumsum(1)[:, :-1][predicted] > 0
+    losses, token_ids, predicted = completion_losses(policy, batch, CHARACTERS.ids[PAD])
+    answers = (token_ids == CHARACTERS.ids["="]).cumsum(1)[:, :-1][predicted] > 0
     return losses.mean() + ANSWER_WEIGHT * losses[answers].mean() if answers.any() else losses.mean()
-
-
-def warm_up(policy: Qwen2ForCausalLM, *, steps: int, seed: int, carelessness: float) -> None:
-    """Imitate worked traces for ``steps`` optimizer steps: warm up, hold, decay linearly over the last 40 %."""
-    peak = 3e-3
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
-    for step, batch in enumerate(batches(seed, carelessness, steps)):
-        rate = min(1.0, (step + 1) / WARMUP_STEPS, max(0.02, (1 - step / steps) / DECAY_SHARE))
-        for group in optimizer.param_groups:
-            group["lr"] = peak * rate
-        loss = imitation_loss(policy, batch)
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
-        if (step + 1) % 50 == 0:
-            print(f"step {step + 1}/{steps}  loss {loss.item():.3f}", flush=True)
 
 
 def main() -> None:
@@ -154,12 +91,12 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
     torch.set_num_threads(1)  # more threads sum in another order, and the weights would differ
-    policy = make_policy(options.seed)
-    warm_up(policy, steps=options.steps, seed=options.seed, carelessness=options.carelessness)
-    policy.generation_config = GenerationConfig(**SPECIAL_IDS)
-    policy.to(torch.bfloat16).save_pretrained(options.out)  # what trainers publish and engines hold
-    make_tokenizer().save_pretrained(options.out)
-    print(f"{options.out}: {sum(p.numel() for p in policy.parameters()):,} parameters")
+    policy = CHARACTERS.policy(options.seed)
+    source = batches(options.seed, options.carelessness, options.steps)
+    for step, loss in enumerate(imitate(policy, source, partial(imitation_loss, policy), options.steps), 1):
+        if step % 50 == 0:
+            print(f"step {step}/{options.steps}  loss {loss:.3f}", flush=True)
+    print(f"{options.out}: {CHARACTERS.save(policy, options.out):,} parameters")
 
 
 if __name__ == "__main__":
