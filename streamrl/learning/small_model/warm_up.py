@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from transformers import Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from streamrl.learning.small_model.characters import BOS, EOS, PAD, Characters
 from streamrl.learning.small_model.imitation import Demonstration, completion_losses, imitate
@@ -73,6 +74,7 @@ def main() -> None:
     arguments.add_argument("--until", type=float, default=0.35)
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
+    disable_progress_bar()
     torch.set_num_threads(1)  # more threads sum in another order, and the weights would differ
     examples, characters = demonstrations(options.corpus)
     policy = characters.policy(options.seed)
