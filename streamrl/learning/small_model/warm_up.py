@@ -62,7 +62,7 @@ def share_right(policy: Qwen2ForCausalLM, held_out: Sequence[Demonstration], cha
     sampled = policy.generate(prompts, attention_mask=seen, max_new_tokens=longest, do_sample=True, top_k=0)
     shown = [ids[prompt_length:] for ids, prompt_length in held_out]
     right = [one[: len(ids)] == ids for one, ids in zip(sampled[:, width:].tolist(), shown, strict=True)]
-    return sum(right) / len(right)
+    return sum(map(int, right)) / len(right)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The task: a sum of two numbers, in words that a chat model knows: ``What is 12 + 7? Reply with the number only.``
 
-``python task.py`` writes the prompt files: of all 171 sums of 1 to 19 and 1 to 9, 40 are held out."""
+``python sums_task.py`` writes the prompt files: of all 171 sums of 1 to 19 and 1 to 9, 40 are held out."""
 
 from __future__ import annotations
 
