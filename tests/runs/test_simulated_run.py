@@ -106,8 +106,8 @@ def test_a_run_is_made_longer_after_its_end(tmp_path: Path) -> None:
 
     held = EXAMPLE.with_name("held_out.jsonl")
     sets = {"a": {"prompts": str(held), "limit": 2}, "b": {"prompts": f"{held}?limit=3", "every": 2}}
-    settings = {"training__schedule": "linear", "evaluation__every": 1, "evaluation__at_start": False}
-    settings |= {"evaluation__prompts": sets, "evaluation__at_end": False}
+    settings = {"training__schedule": "linear", "training__warmup_steps": 0, "evaluation__every": 1}
+    settings |= {"evaluation__prompts": sets, "evaluation__at_start": False, "evaluation__at_end": False}
     assert streamrl("train", str(EXAMPLE), *_flags(tmp_path, run__steps=2, **settings)).returncode == 0
     refused = streamrl("resume", str(run), "--set", "run.steps=3", "--set", "rollout.group_size=2")
     assert refused.returncode != 0 and "rollout.group_size was 4, now 2" in refused.stderr
