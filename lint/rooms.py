@@ -27,6 +27,7 @@ OPEN = ("simulate", "launch", "cli")
 
 WINGS = {
     "cli/start": ("run/prompts",),
+    "cli/dialects": ("recipe/dialects",),
     "cli/trial": ("observe/terminal", "run/evaluate", "run/prompts"),
     "engines/elastic": ("engines/push",),
     "engines/vllm": ("engines/plain_vllm", "weights/pull", "weights/vllm"),
@@ -38,6 +39,7 @@ WINGS = {
     "observe/metrics": ("observe/terminal",),
     "observe/report": ("run/evaluate", "run/journal"),
     "run/evaluate": ("run/prompts",),
+    "recipe/rules": ("recipe/dialects",),
     "rewards/builtin": ("rewards/judge", "rewards/sandbox"),
     "rewards/calls": ("rewards/builtin",),
     "rewards/judge": ("engines/plain_vllm", "engines/vllm"),

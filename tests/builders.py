@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,28 @@ class InstantClock:
     async def sleep(self, seconds: float) -> None:
         self.seconds += seconds
         await anyio.lowlevel.checkpoint()
+
+
+MODEL_CONFIG = {
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "vocab_size": 12,
+    "max_position_embeddings": 64,
+    "eos_token_id": 0,
+}
+
+
+def write_model(directory: Path) -> None:
+    """A model directory that can be read, with one tensor of 12 x 8 in bfloat16 and a tokenizer of ten digits."""
+    import tokenizers
+
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [12, 8], "data_offsets": [0, 192]}}).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(192))
+    words = tokenizers.models.WordLevel({str(digit): digit for digit in range(10)}, unk_token="0")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))

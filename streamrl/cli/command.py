@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from streamrl.cli.dialects.command_line import own_form, unknown_words
+
 Made = TypeVar("Made", bound="Command")
-_BARE = re.compile(r"[A-Za-z_]\w*(\.\w+)+=")
-_DASHED = re.compile(r"--([A-Za-z_][\w-]*(?:\.[\w-]+)+)(=.*)?", re.DOTALL)
 
 
 class Argument(msgspec.Struct, frozen=True):
@@ -67,7 +66,12 @@ def parse_command(kind: type[Made], name: str, arguments: Sequence[str]) -> Made
     parser = argparse.ArgumentParser(prog=f"streamrl {name}", description=kind.__doc__)
     hints = get_type_hints(kind, include_extras=True)
     flags = [_add(parser, field, hints[field.name]) for field in msgspec.structs.fields(kind)]
-    values = vars(parser.parse_args(_with_set(arguments) if SET in flags else list(arguments)))
+    takes_overrides = SET in flags
+    words = own_form(arguments, SET, parser.error) if takes_overrides else list(arguments)
+    known, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(unknown_words(unknown) if takes_overrides else f"unrecognized arguments: {' '.join(unknown)}")
+    values = vars(known)
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
@@ -103,20 +107,3 @@ def _integers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of integers: write it as 0,20") from None
-
-
-def _with_set(arguments: Iterable[str]) -> list[str]:
-    """``a.b=c``, ``--a.b=c`` and ``--a.b c`` as ``--set a.b=c``."""
-    written: list[str] = []
-    rest = iter(arguments)
-    for text in rest:
-        if text == SET:
-            written += [text, *(value for value in [next(rest, None)] if value is not None)]
-        elif _BARE.match(text):
-            written += [SET, text]
-        elif dashed := _DASHED.fullmatch(text):
-            value = dashed[2] if dashed[2] is not None else f"={next(rest, '')}"
-            written += [SET, f"{dashed[1].replace('-', '_')}{value}"]
-        else:
-            written.append(text)
-    return written

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -21,8 +21,8 @@ def expected(kind: inspect.Type) -> str:
     kind = bare(kind)
     if type(kind) in NUMBERS:
         return NUMBERS[type(kind)][0] + _range(kind)
-    if isinstance(kind, inspect.EnumType | inspect.LiteralType):
-        return "one of " + ", ".join(map(shown, kind.cls if isinstance(kind, inspect.EnumType) else kind.values))
+    if names := choices(kind):
+        return "one of " + ", ".join(map(shown, names))
     if isinstance(kind, inspect.VarTupleType):
         item = bare(kind.item_type)
         if isinstance(item, inspect.StructType):
@@ -33,6 +33,14 @@ def expected(kind: inspect.Type) -> str:
     if isinstance(kind, inspect.DictType | inspect.StructType):
         return "a table of keys and values"
     return "true or false" if isinstance(kind, inspect.BoolType) else "a string"
+
+
+def choices(kind: inspect.Type) -> list[str]:
+    """Return the values of an enumeration."""
+    kind = bare(kind)
+    if isinstance(kind, inspect.UnionType):
+        return [name for member in kind.types for name in choices(member)]
+    return list(kind.cls) if isinstance(kind, inspect.EnumType) else list(getattr(kind, "values", ()))
 
 
 def _range(kind: Any) -> str:
@@ -48,9 +56,10 @@ class CheckedTable:
     """Checks a parsed recipe: unknown sections and keys, missing keys, types and ranges.
 
     ``values``: the good ones; ``problems``: a line about each of the others; ``bad_paths``: the paths of those.
-    ``foreign``: what a key of another system is called here; empty where it is not known."""
+    ``foreign``: what a key of another system is here with its value, or what a value of another system is for a key of
+    a recipe; empty where they are not known."""
 
-    def __init__(self, table: Mapping[str, Any], origin: Origin, foreign: Callable[[str], str]) -> None:
+    def __init__(self, table: Mapping[str, Any], origin: Origin, foreign: Callable[[str, Any], str]) -> None:
         self.values: dict[str, Any] = {}
         self.problems: list[str] = []
         self.bad_paths: set[str] = set()
@@ -62,10 +71,12 @@ class CheckedTable:
             if name in sections:
                 self._check_section(sections[name], value)
                 continue
-            self._refuse(name, self._unknown_section(name, value))
-            for key in value if isinstance(value, Mapping) else ():
-                if answer := foreign(f"{name}.{key}"):
-                    self._refuse(f"{name}.{key}", f"unknown key: {answer}")
+            known = {} if _is_own(name, value) else {path: foreign(path, one) for path, one in _leaves(name, value)}
+            for path, answer in known.items():
+                if answer:
+                    self._refuse(path, f"unknown key: {answer}")
+            if not any(known.values()):
+                self._refuse(name, self._unknown_section(name, value))
         for name, section in sections.items():
             if name not in table and section.required:
                 wanted = f"[[{name}]]" if section.item else f"[{name}]"
@@ -83,7 +94,9 @@ class CheckedTable:
             if isinstance(value, Mapping):
                 self.values[name] = self._check_keys(name, value, struct)
             else:
-                self._refuse(name, f"{shown(value)} is not a section: write [{name}] and its keys below")
+                first = next(iter(keys_of(struct)))
+                text = f"write [{name}] and its keys below, such as {first}, or --set {name}.{first}=VALUE"
+                self._refuse(name, f"{shown(value)} is not a section: {text}")
         elif not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
             self._refuse(name, f"must be a list of tables: write [[{name}]] with double brackets")
         else:
@@ -96,7 +109,7 @@ class CheckedTable:
             where, written = f"{path}.{name}", f"{path}.{ADVANCED}.{name}" if below else f"{path}.{name}"
             key = keys.get(name)
             if key is None:
-                self._refuse(written, self._unknown_key(path, name, keys), where)
+                self._refuse(written, self._unknown_key(path, name, keys, value), where)
             elif key.advanced != below:
                 home = f"{path}.{ADVANCED}" if key.advanced else path
                 self._refuse(written, f"belongs into [{_without_index(home)}]: write it there", where)
@@ -124,16 +137,20 @@ class CheckedTable:
         try:
             made = msgspec.convert(value, key.annotation)
         except (msgspec.ValidationError, UnicodeError):  # of an override: bytes that are no text
-            self._refuse(written, f"{shown(value)} is not allowed: must be {expected(key.kind)}", path)
+            answer = self._foreign(_without_index(path), value)
+            hint = did_you_mean(value, choices(key.kind)) if isinstance(value, str) and not answer else ""
+            text = f"{shown(value)} is not allowed: must be {expected(key.kind)}{hint}"
+            self._refuse(written, f"{text}; {answer}" if answer else text, path)
             return
         if isinstance(made, float) and not math.isfinite(made):
             self._refuse(written, f"{shown(made)} is not allowed: must be finite", path)
         else:
             good[key.name] = made
 
-    def _unknown_key(self, path: str, name: str, keys: Mapping[str, Key]) -> str:
+    def _unknown_key(self, path: str, name: str, keys: Mapping[str, Key], value: Any) -> str:
         elsewhere = paths_to(Recipe, name)
-        if not elsewhere and (answer := self._foreign(f"{path}.{name}")):
+        answer = self._foreign(f"{path}.{name}", value)
+        if answer and not (elsewhere and answer == self._foreign(name, value)):  # it is the section's that tells
             return f"unknown key: {answer}"
         meant = elsewhere or list(filter(None, [nearest(name, keys)]))
         hint = "; did you mean " + " or ".join(f'"{one}"' for one in meant) + "?" if meant else "."
@@ -148,12 +165,26 @@ class CheckedTable:
 
     def _unknown_section(self, name: str, value: Any) -> str:
         is_table = isinstance(value, Mapping | list)
-        if not is_table and (answer := self._foreign(name)):
-            return f"unknown key: {answer}"
         sections = keys_of(Recipe)
         homes = [] if isinstance(value, Mapping) else paths_to(Recipe, name)
         hint = f'; did you mean "{homes[0]}"?' if homes else did_you_mean(name, sections, ".")
         return f"unknown {'section' if is_table else 'key outside a section'}{hint} Sections: {', '.join(sections)}"
+
+
+def _is_own(name: str, value: Any) -> bool:
+    """Return whether ``name`` is a key of a recipe, or a section misspelt, whose keys are below."""
+    meant = nearest(name, keys_of(Recipe))
+    if not isinstance(value, Mapping) or meant is None:
+        return bool(paths_to(Recipe, name)) and not isinstance(value, Mapping)
+    return all(key in keys_of(keys_of(Recipe)[meant].section) for key in value)
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Values of a table inside of tables, by their dotted paths; what is no table by its own."""
+    for name, item in value.items() if isinstance(value, Mapping) else ():
+        yield from _leaves(f"{path}.{name}", item)
+    if not isinstance(value, Mapping):
+        yield path, value
 
 
 def _without_index(path: str) -> str:

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from typing import Any, ClassVar
 
 import anyio
 import pytest
-import tokenizers
+from builders import MODEL_CONFIG, write_model
 
 import streamrl.cli.train
 from streamrl.base.errors import ProcessDied, RecipeError
@@ -57,29 +56,6 @@ max_tokens = 16
 [engines]
 max_num_seqs = 8
 """
-
-
-CONFIG = {
-    "hidden_size": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_hidden_layers": 1,
-    "vocab_size": 12,
-    "max_position_embeddings": 64,
-    "eos_token_id": 0,
-}
-
-
-def write_model(directory: Path) -> None:
-    """A model directory that can be read, with one tensor of 12 x 8 in bfloat16 and a tokenizer of ten digits."""
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [12, 8], "data_offsets": [0, 192]}}).encode()
-    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(192))
-    words = tokenizers.models.WordLevel({str(digit): digit for digit in range(10)}, unk_token="0")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 @pytest.fixture
@@ -151,7 +127,7 @@ ROW = '{"prompt": "1 2 3"}\n'
         ({"model/model.safetensors": None}, "", "model.path: {here}/model has no *.safetensors weights"),
         ({"model/model.safetensors": "cut"}, "", "model.path: {here}/model has a broken model.safetensors: "),
         (
-            {"model/config.json": json.dumps(CONFIG | {"architectures": ["Qwen2VLForConditionalGeneration"]})},
+            {"model/config.json": json.dumps(MODEL_CONFIG | {"architectures": ["Qwen2VLForConditionalGeneration"]})},
             "",
             "model.path: {here}/model is a Qwen2VLForConditionalGeneration: only causal language models of text can",
         ),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from msgspec import inspect
 
 from streamrl.base.errors import RecipeError
+from streamrl.recipe.dialects.foreign_keys import foreign_answer
 from streamrl.recipe.fields import bare, keys_of, paths_in_view, written_path
 from streamrl.recipe.rules.explain import explain, reference
-from streamrl.recipe.rules.foreign_keys import FOREIGN_KEYS, foreign_answer
 from streamrl.recipe.sections import Recipe
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "recipe.md"
@@ -51,25 +50,12 @@ def test_what_is_not_there_is_answered_with_what_is() -> None:
         explain("nonsense")
 
 
-def test_every_key_that_an_answer_names_is_one_of_a_recipe() -> None:
-    assert len(FOREIGN_KEYS) >= 100
-    for key in FOREIGN_KEYS:
-        answer = foreign_answer(key)
-        named = [m[0] for m in re.finditer(r"\b([a-z_]+)\.(?:N\.)?(?:advanced\.)?([a-z_0-9.]+\b)", answer)]
-        here = [name.replace("N.", "") for name in named if name.partition(".")[0] in SECTIONS]
-        here = [name for name in here if not name.endswith((".jsonl", ".md"))]
-        assert all(name in KEYS for name in here), (key, answer)
-        assert here or answer.startswith("there is no such key"), f"{key} is answered with no key"
-
-
-def test_no_foreign_key_is_a_key_of_a_recipe() -> None:
-    own = {key.rpartition(".")[2] for key in KEYS if not key.startswith("engines.advanced.sets.")} | SECTIONS.keys()
-    assert not FOREIGN_KEYS.keys() & own
-
-
 def test_explain_answers_them_with_the_key_that_is_here() -> None:
-    assert explain("lr")[0] == "lr: that is training.learning_rate here"
+    assert explain("num_generations")[0] == "num_generations: that is TRL's num_generations: rollout.group_size here"
     assert any(line.startswith("training.learning_rate: a number") for line in explain("lr"))
-    assert explain("actor_rollout_ref.rollout.n")[0].endswith("that is rollout.group_size here")
-    assert explain("critic.optim.lr")[0].endswith("that is objective.advanced.value_learning_rate here")
+    assert explain("critic.optim.lr")[0].endswith(
+        "that is verl's critic.optim.lr: objective.advanced.value_learning_rate here"
+    )
     assert explain("report_to") == [f"report_to: {foreign_answer('report_to')}"]
+    assert explain("loss_type=dr_grpo")[0].endswith('TRL\'s loss_type: objective.loss_normalization = "constant" here')
+    assert any(line.startswith("training.ranks: ") for line in explain("trainer.n_gpus_per_node"))

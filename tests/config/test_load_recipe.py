@@ -288,8 +288,8 @@ def test_whatever_is_in_the_file_gives_problems_and_never_another_exception(
     tmp_path_factory: pytest.TempPathFactory, junk: Any, section: str
 ) -> None:
     from streamrl.recipe.check_fields import CheckedTable
+    from streamrl.recipe.dialects.foreign_keys import foreign_answer
     from streamrl.recipe.problems import Origin
-    from streamrl.recipe.rules.foreign_keys import foreign_answer
 
     table = tomllib.loads(GOOD) | {section: junk}
     checked = CheckedTable(table, Origin("demo.toml", {}), foreign_answer)

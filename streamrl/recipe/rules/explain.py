@@ -11,13 +11,14 @@ from msgspec import inspect
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.check_fields import expected
+from streamrl.recipe.dialects.foreign_keys import foreign_answer
 from streamrl.recipe.fields import ADVANCED, Key, bare, keys_of, paths_in_view, paths_to, written_path
 from streamrl.recipe.objectives.catalog import METHODS, AlgorithmName
 from streamrl.recipe.problems import did_you_mean, shown
-from streamrl.recipe.rules.foreign_keys import foreign_answer
 from streamrl.recipe.rules.systems import explained_systems
 from streamrl.recipe.scheduling import System
 from streamrl.recipe.sections import Recipe
+from streamrl.recipe.toml_text import value_or_text
 
 
 def explain(path: str) -> list[str]:
@@ -30,9 +31,10 @@ def explain(path: str) -> list[str]:
         return lines
     if "." not in path and (homes := paths_to(Recipe, path)):
         return [line for home in homes for line in (*_explained(home), "")][:-1]
-    if answer := foreign_answer(path):
-        here = re.search(r"\b([a-z_]+\.(?:N\.)?(?:advanced\.)?[a-z_0-9]+)", answer)
-        return [f"{path}: {answer}", *(["", *_explained(here[1])] if here and answer.startswith("that is") else [])]
+    name, equals, value = path.partition("=")
+    if answer := foreign_answer(name.strip(), *([value_or_text(value.strip())] if equals else [])):
+        here = re.search(r": ([a-z_]+\.(?:N\.)?(?:advanced\.)?[a-z_0-9]+).* here$|; here: ([a-z_.0-9]+)", answer)
+        return [f"{path}: {answer}", *(["", *_explained(here[1] or here[2])] if here else [])]
     section, _, name = path.partition(".")
     known: list[str] = list(sections)
     if section in sections:

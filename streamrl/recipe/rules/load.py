@@ -95,10 +95,13 @@ def _override(table: dict[str, Any], text: str, problems: list[str]) -> str | No
         elif isinstance(target, dict):
             target = target.setdefault(key, [] if _is_index(keys[depth + 1]) else {})
         if not isinstance(target, dict | list):
-            problems.append(f"--set {text}: {'.'.join(keys[: depth + 1])} is not there to be set")
+            remedy = (
+                f"write {keys[0]}.N, from {keys[0]}.0" if isinstance(table.get(keys[0]), list) else "it holds no keys"
+            )
+            problems.append(f"--set {text}: {'.'.join(keys[: depth + 1])} is not there to be set: {remedy}")
             return None
     if isinstance(target, list):
-        problems.append(f"--set {text}: name a key of the item, such as {path.strip()}.weight=2")
+        problems.append(f"--set {text}: name a key of the item, such as {'.'.join(keys[:-1])}.0.{keys[-1]}=2")
         return None
     target[keys[-1]] = value_or_text(raw.strip())
     return ".".join(keys)

@@ -1,5 +1,6 @@
 """Checks for ``recipe.load``: every rule of this folder, keys of other systems, and what ``rollout.system`` sets."""
 
+from streamrl.recipe.dialects.foreign_keys import foreign_answer
 from streamrl.recipe.rules import (  # noqa: F401 - each registers its rules
     engine_rules,
     objective_rules,
@@ -8,7 +9,6 @@ from streamrl.recipe.rules import (  # noqa: F401 - each registers its rules
     scheduling_rules,
     transport_rules,
 )
-from streamrl.recipe.rules.foreign_keys import foreign_answer
 from streamrl.recipe.rules.rule import broken_rules
 from streamrl.recipe.rules.systems import apply_system
 

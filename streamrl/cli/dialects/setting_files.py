@@ -1,0 +1,179 @@
+"""Settings out of the files of other systems, and out of their command lines. Nothing is executed."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.base.errors import RecipeError
+from streamrl.cli.dialects.trl_script import read_trl_script
+from streamrl.recipe.toml_text import parse_toml, value_or_text
+
+FORMS = "a script with GRPOConfig(...), a .yaml of TRL, verl or AReaL, an rl.toml, or a command line of theirs (.sh)"
+MARKS = {
+    "AReaL": ("gconfig", "train_dataset", "total_train_epochs"),
+    "verl": ("actor_rollout_ref", "algorithm", "data", "critic"),
+}
+"""First parts of the keys of a YAML file that tell a system."""
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^}]*))?\}")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+_PAIR = re.compile(r"\+*([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_COMPUTED = re.compile(r"\$\([^)]*\)+")
+_COMMANDS = re.compile(r"(.*\.)?main_ppo|trl|rl|accelerate|[^=]*\.py")
+
+
+class Foreign(msgspec.Struct, frozen=True):
+    """Settings of a system by their dotted keys. ``unread``: expressions that only running it would tell, with their
+    lines. ``files``: texts of files to write beside the recipe."""
+
+    dialect: str
+    name: str
+    settings: Mapping[str, Any]
+    unread: Mapping[str, tuple[str, int]] = {}
+    files: Mapping[str, str] = {}
+
+
+def read_foreign(source: str | Path) -> Foreign:
+    """Read a file of another system, or its command line. Raises ``RecipeError`` for what cannot be read, or belongs to
+    no system that is known."""
+    path = Path(source)
+    if isinstance(source, str) and " " in source.strip():
+        return _read_command(source, Path(), "the command line")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise RecipeError(f"{path}: {why}: give {FORMS}") from None
+    if path.suffix == ".py":
+        script = read_trl_script(text, path)
+        return Foreign("TRL", path.name, script.settings, script.unread, script.files)
+    if path.suffix in (".toml", ".yaml", ".yml"):
+        settings = _read_table(path, text)
+        return Foreign(_dialect_of(settings, path), path.name, settings)
+    return _read_command(text, path.parent, path.name)
+
+
+def _read_table(path: Path, text: str) -> dict[str, Any]:
+    """Dotted keys of a TOML or YAML file, with what they refer to."""
+    table: Any = None
+    try:
+        table = parse_toml(text) if path.suffix == ".toml" else _yaml(path, text)
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"{path}: not valid {path.suffix[1:].upper()}: {' '.join(str(error).split())}") from None
+    if not isinstance(table, Mapping) or not table:
+        raise RecipeError(f"{path}: has no settings: give {FORMS}")
+    flat = {key: _scalar(value) for key, value in _flat(table) if not key.startswith(("defaults", "hydra."))}
+    return {key: _referred(one, flat) for key, one in flat.items()}
+
+
+def _yaml(path: Path, text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise RecipeError(f"{path}: reading YAML needs PyYAML: pip install pyyaml") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(error) from error
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    tables = isinstance(value, list) and value and isinstance(value[0], Mapping)
+    pairs = dict(enumerate(value)) if tables else value if isinstance(value, Mapping) else {}
+    for name, item in pairs.items():
+        yield from _flat(item, f"{key}.{name}" if key else str(name))
+    if not pairs and key:
+        yield key, True if isinstance(value, Mapping) else value
+
+
+def _referred(value: Any, flat: Mapping[str, Any], depth: int = 0) -> Any:
+    """``value``, or the setting that it is as ``${a.b}``."""
+    found = _REFERENCE.fullmatch(value) if isinstance(value, str) and depth < 8 else None
+    if found is None:
+        return value
+    return _referred(flat.get(found[1], _scalar(found[2]) if found[2] else None), flat, depth + 1)
+
+
+def _scalar(value: Any) -> Any:
+    """A number, a list or a truth value that YAML or a shell has as text; ``null`` as None."""
+    words = {"true": True, "false": False, "null": None}
+    if not isinstance(value, str) or value.lower() in words:
+        return words[value.lower()] if isinstance(value, str) else value
+    if _NUMBER.fullmatch(value):
+        return float(value) if set(value) & set(".eE") else int(value)
+    return value_or_text(value.replace("'", '"')) if value[:1] == "[" else value
+
+
+def _dialect_of(settings: Mapping[str, Any], path: Path) -> str:
+    firsts = {key.partition(".")[0] for key in settings}
+    if path.suffix == ".toml":
+        if firsts & {"prompts", "rewards", "sampling"}:
+            raise RecipeError(f"{path} is a recipe of streamrl already: streamrl train {path}")
+        return "prime-rl"
+    return next((name for name, parts in MARKS.items() if firsts & set(parts)), "TRL")
+
+
+def _read_command(text: str, directory: Path, name: str) -> Foreign:
+    """Settings of the last command that names a trainer: ``a.b=c``, ``+a.b=c``, ``--a-b c``, ``--a``, ``@ FILE``."""
+    variables, settings, files = {"HOME": "~"}, dict[str, Any](), list[str]()
+    dialect, flag, inside = "", "", False
+    try:
+        lines = re.sub(r"(?m)(^|\s)#.*", "", text).replace("\\\n", " ").replace("\n", " ; ")
+        words = shlex.split(_COMPUTED.sub(lambda found: found[0].replace(" ", ""), lines))
+    except ValueError as error:
+        raise RecipeError(f"{name}: not a command of a shell ({error}): give {FORMS}") from None
+    for one in words:
+        word = _expanded(one, variables)
+        pair = _PAIR.fullmatch(word.rstrip(","))
+        if word == ";":
+            inside, flag = False, ""
+        elif _COMMANDS.fullmatch(word) and (not flag or word.endswith(".py")):
+            settings, files = (settings, files) if inside else ({}, [])
+            dialect = "verl" if word.endswith("main_ppo") else "TRL" if word in ("trl", "accelerate") else dialect
+            inside, flag = True, ""
+        elif flag in ("@", "config"):
+            files.append(word)
+            flag = ""
+        elif inside and word.startswith(("@", "--")):
+            flag, _, value = ("@", "", word[1:]) if word[0] == "@" else word[2:].replace("-", "_").partition("=")
+            if flag not in ("@", "config"):
+                settings[flag.removeprefix("no_")] = _scalar(value) if value else not flag.startswith("no_")
+            elif value:
+                files.append(value)
+            flag = "" if value else flag
+        elif pair and not flag:
+            (settings if inside else variables)[pair[1]] = _scalar(pair[2]) if inside else pair[2]
+        elif flag and word[:1] not in "$|&>":
+            before, value = settings[flag], _scalar(word.rstrip(","))
+            settings[flag] = value if before is True else [*(before if isinstance(before, list) else [before]), value]
+    for file in files:
+        path = directory / file
+        if not path.is_file():
+            raise RecipeError(f"{name}: {path}: no such file, which the command names: give the file itself")
+        table = _read_table(path, path.read_text(encoding="utf-8-sig"))
+        dialect = dialect or _dialect_of(table, path)
+        settings = table | settings
+    if not settings:
+        raise RecipeError(f"{name}: no command of TRL, verl, prime-rl or AReaL is in it: give {FORMS}")
+    return Foreign(dialect or "TRL", name, settings)
+
+
+def _expanded(word: str, variables: Mapping[str, str]) -> str:
+    """``word`` with the variables that the script sets, or their defaults, and the sums and products of them."""
+
+    def computed(found: re.Match[str]) -> str:
+        inside = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), found[1])
+        try:
+            return str(sum(math.prod(map(int, term.split("*"))) for term in inside.split("+")))
+        except ValueError:
+            return found[0]
+
+    word = _VARIABLE.sub(lambda found: variables.get(found[1] or found[3], found[2] or found[0]), word)
+    return re.sub(r"\$\(\(([\w+*]+)\)\)", computed, word)

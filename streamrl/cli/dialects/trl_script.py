@@ -1,0 +1,105 @@
+"""Settings out of a Python script of TRL, by its syntax tree; the functions of its rewards as a file of their own."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.base.errors import RecipeError
+
+CONFIGS = ("GRPOConfig", "RLOOConfig", "LoraConfig", "ModelConfig", "GRPOScriptArguments", "ScriptArguments")
+TRAINER = {
+    "model": "model_name_or_path",
+    "reward_funcs": "reward_funcs",
+    "tools": "tools",
+    "rollout_func": "rollout_func",
+}
+DATASET = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}
+CALLS = {"GRPOTrainer": TRAINER, "RLOOTrainer": TRAINER, "load_dataset": DATASET}
+"""Arguments that are read, in the order of their places, and their keys."""
+REWARDS = "reward.py"
+
+
+class Script(msgspec.Struct, frozen=True):
+    """``unread``: expressions with their lines, by their keys; ``files``: ``reward.py``, where it has rewards."""
+
+    settings: dict[str, Any]
+    unread: dict[str, tuple[str, int]]
+    files: dict[str, str]
+
+
+def read_trl_script(text: str, path: Path) -> Script:
+    """Read the arguments of ``GRPOConfig``, ``GRPOTrainer``, ``LoraConfig`` and ``load_dataset``. Raises
+    ``RecipeError`` for what is no Python, or has none of them."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes: the script's own
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{path}: not Python ({error}): give a script with GRPOConfig(...)") from None
+    made = {name: node for node in tree.body for name in _names(node)}
+    constants = {name: node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) for name in _names(node)}
+    settings, unread, copied = dict[str, Any](), dict[str, tuple[str, int]](), list[str]()
+
+    def take(key: str, node: ast.expr) -> None:
+        try:
+            value = ast.literal_eval(constants.get(getattr(node, "id", ""), node))
+            settings.update(value if key == "**" else {key: value})
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            unread[key] = (ast.unparse(node), node.lineno)
+
+    def reward(node: ast.expr) -> str:
+        """The name of a reward function: of this script in ``reward.py``, of a module, or of TRL itself."""
+        name = node.id if isinstance(node, ast.Name) else _called(node)
+        found = made.get(name)
+        if isinstance(found, ast.ImportFrom):
+            return name if (found.module or "").startswith("trl") else f"{found.module}:{name}"
+        copied.extend([name] if found is not None else [])
+        return f"{REWARDS}:{name}" if found is not None else str(getattr(node, "value", ast.unparse(node)))
+
+    for call in sorted((node for node in ast.walk(tree) if isinstance(node, ast.Call)), key=lambda call: call.lineno):
+        keys = CALLS.get(_called(call), {})
+        given = dict(zip(keys, call.args, strict=False)) | {one.arg or "**": one.value for one in call.keywords}
+        for name, node in given.items() if keys or _called(call) in CONFIGS else ():
+            if name == "reward_funcs":
+                named = constants.get(getattr(node, "id", ""), node)
+                settings[name] = [reward(one) for one in getattr(named, "elts", [node])]
+            elif (key := keys.get(name, "") if keys else name) not in ("", *(settings if keys is DATASET else ())):
+                take(key, node)
+        if _called(call) in ("map", "filter") and isinstance(call.func, ast.Attribute):
+            unread.setdefault(f"dataset.{call.func.attr}", (ast.unparse(call), call.lineno))
+    if not settings:
+        what = "the script that has them, or the command line (.sh) whose arguments the script reads"
+        raise RecipeError(f"{path}: no GRPOConfig(...) or GRPOTrainer(...) is in it: give {what}")
+    return Script(settings, unread, {REWARDS: _cut_out(text, tree, made, copied, path)} if copied else {})
+
+
+def _cut_out(text: str, tree: ast.Module, made: Mapping[str, ast.stmt], names: list[str], path: Path) -> str:
+    """The functions, with the imports, constants and functions of the script that they name."""
+    wanted, waiting = set[str](), list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in made and name not in wanted:
+            wanted.add(name)
+            waiting += [node.id for node in ast.walk(made[name]) if isinstance(node, ast.Name)]
+    nodes = [node for node in tree.body if wanted & set(_names(node))]
+    parts = [ast.get_source_segment(text, node) or ast.unparse(node) for node in nodes]
+    return "\n\n".join([f'"""Rewards, copied from {path.name}."""', *parts]) + "\n"
+
+
+def _called(node: ast.AST) -> str:
+    function = getattr(node, "func", None)
+    return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
+def _names(node: ast.stmt) -> list[str]:
+    """Names that a statement makes."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+    return [target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)]

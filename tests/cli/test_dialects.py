@@ -1,0 +1,379 @@
+"""Settings, files and command lines of TRL, verl, prime-rl and AReaL: answers, translations, mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from builders import MODEL_CONFIG, write_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lint.coming_from_page import PAGE, page
+from streamrl.base.errors import RecipeError
+from streamrl.cli.command import parse_command
+from streamrl.cli.dialects.conversions import CONVERSIONS, SWITCHES
+from streamrl.cli.dialects.setting_files import Foreign
+from streamrl.cli.dialects.translation import translate, translated
+from streamrl.cli.main import main
+from streamrl.cli.train import Train
+from streamrl.recipe.dialects.foreign_keys import assigned, dialects, foreign_answer
+from streamrl.recipe.fields import paths_in_view
+from streamrl.recipe.sections import Recipe
+from streamrl.recipe.toml_text import parse_toml
+
+CONFIGS = Path(__file__).parents[1] / "config"
+PATHS = set(paths_in_view(Recipe, with_advanced=True))
+GOOD = '[model]\npath = "m"\n[prompts]\ntrain = "t.jsonl"\n[[rewards]]\nfunction = "a:b"\n'
+
+
+def rows(name: str) -> list[str]:
+    text = (CONFIGS / name).read_text()
+    return [row for row in text.replace("\n    ", " -> ").splitlines() if row and not row.startswith("#")]
+
+
+# ---- keys and values -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", rows("foreign.txt"))
+def test_a_foreign_setting_is_translated_or_answered(row: str) -> None:
+    """What is set passes the check of a recipe; what is answered names the system whose key it is."""
+    written, _, expected = row.partition(" -> ")
+    dialect, _, assignment = written.partition(" ")
+    key, _, value = assignment.partition(" = ")
+    settings = {key: parse_toml(f"value = {value}")["value"]}
+    found = translated(Foreign("TRL" if dialect == "vLLM" else dialect, "settings", settings)).settings
+    (one,) = [one for one in found if one.key == key and not one.default]
+    assert f"{one.outcome}: {one.here}" == expected
+    assert {f"{dialect}'s", "vLLM's"} & set(foreign_answer(key).split()) or key in PATHS
+
+
+def test_every_key_that_the_table_names_is_one_of_a_recipe() -> None:
+    sections = {path.partition(".")[0] for path in PATHS}
+    for dialect, table in dialects().items():
+        assert len(table) >= 15, dialect
+        for row in table.values():
+            for effect in (row.here, *row.values.values()):
+                named = [m[0].replace("N.", "") for m in re.finditer(r"\b[a-z_]+(\.(N|[a-z_0-9]+))+\b", effect)]
+                named = [name for name in named if name.partition(".")[0] in sections]
+                assert set(named) <= PATHS | {"metrics.jsonl", "metrics.md"}, (row.key, effect)
+                copies = effect[0] not in "-=~" and row.key not in CONVERSIONS.get(dialect, {})
+                assert not copies or assigned(effect, 1), (row.key, effect)
+    assert all(key in dialects()[dialect] for dialect, table in CONVERSIONS.items() for key in table)
+    assert all(any(key in table for table in dialects().values()) for key in SWITCHES)
+
+
+def test_the_page_is_of_now() -> None:
+    assert PAGE.read_text() == page(), "run: python lint/coming_from_page.py > page; mv page docs/coming_from.md"
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", rows("mistakes.txt"))
+def test_a_mistake_is_answered_with_key_value_and_remedy(
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written, _, expected = row.partition(" -> ")
+    kind, _, text = written.partition(" ")
+    lines = text.replace(" ; ", "\n") + "\n" if kind == "file" else ""
+    Path("recipe.toml").write_text(GOOD + lines if lines.startswith("[") else lines + GOOD)
+    words = {"set": ["--set", text], "line": shlex.split(text), "file": []}[kind]
+    try:
+        code = main(["train", "recipe.toml", *words])
+    except SystemExit as ended:
+        code = int(str(ended.code))
+    assert code == 2 and expected in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.toml"]
+
+
+# ---- forms of a command line ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "overrides"),
+    [
+        ("recipe.toml rollout.group_size=4", ["rollout.group_size=4"]),
+        ("@ recipe.toml --rollout.group-size 4", ["rollout.group_size=4"]),
+        ("@recipe.toml --rollout.group-size=4", ["rollout.group_size=4"]),
+        ("--config recipe.toml --run.deterministic --dry-run", ["run.deterministic=true"]),
+        ("--config=recipe.toml --no-run.deterministic", ["run.deterministic=false"]),
+        ("+evaluation.limit=-1 recipe.toml --evaluation.every -1", ["evaluation.limit=-1", "evaluation.every=-1"]),
+        ("recipe.toml --rewards.0.options.my-key 1", ["rewards.0.options.my-key=1"]),
+        ("recipe.toml rollout.group-size=4 --set run.steps=3", ["rollout.group_size=4", "run.steps=3"]),
+    ],
+)
+def test_a_command_line_as_others_write_it(line: str, overrides: list[str]) -> None:
+    command = parse_command(Train, "train", shlex.split(line))
+    assert (command.recipe, list(command.overrides)) == (Path("recipe.toml"), overrides)
+
+
+def test_a_plus_is_taken_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    parse_command(Train, "train", ["recipe.toml", "+run.steps=3"])
+    assert capsys.readouterr().err == "note: run.steps needs no +: a recipe knows all of its keys\n"
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+SCRIPT = """\
+import re
+
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import think_format_reward
+
+MODEL = "Qwen/Qwen2-0.5B-Instruct"
+DIGITS = re.compile(r"[0-9]+")
+
+
+def last(text):
+    found = DIGITS.findall(text)
+    return found[-1] if found else ""
+
+
+def correct(completions, answer, **kwargs):
+    return [float(last(str(text)) == right) for text, right in zip(completions, answer)]
+
+
+raise SystemExit("a script that is translated does not run")
+
+dataset = load_dataset("openai/gsm8k", "main", split="train")
+dataset = dataset.map(lambda row: {"prompt": row["question"]})
+more = {"warmup_ratio": 0.1, "seed": 7}
+rewards = [think_format_reward, correct]
+training_args = GRPOConfig(
+    output_dir="grpo",
+    run_name=f"grpo-{MODEL}",
+    learning_rate=1e-5,
+    lr_scheduler_type="cosine",
+    per_device_train_batch_size=8,
+    gradient_accumulation_steps=4,
+    num_generations=8,
+    max_completion_length=256,
+    max_steps=200,
+    beta=0.04,
+    **more,
+    loss_type="dr_grpo",
+    scale_rewards=False,
+    bf16=True,
+    use_vllm=True,
+    vllm_mode="colocate",
+    report_to="wandb",
+)
+trainer = GRPOTrainer(
+    model=MODEL,
+    args=training_args,
+    reward_funcs=rewards,
+    train_dataset=dataset,
+    peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"]),
+)
+trainer.train()
+"""
+VERL = """\
+set -x
+BATCH=64
+MODEL_PATH=${MODEL_PATH:-"Qwen/Qwen3-8B"}
+data=$HOME/data/gsm8k
+
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files="['$data/train.parquet']" \\
+    data.val_files=$data/test.parquet \\
+    data.train_batch_size=$BATCH \\
+    data.max_response_length=1024 \\
+    data.truncation='error' \\
+    actor_rollout_ref.model.path=$MODEL_PATH \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    actor_rollout_ref.actor.fsdp_config.param_offload=False \\
+    actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.n=5 \\
+    actor_rollout_ref.ref.fsdp_config.param_offload=True \\
+    +actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \\
+    custom_reward_function.path=my_reward.py \\
+    trainer.logger='["console","wandb"]' \\
+    trainer.n_gpus_per_node=8 \\
+    trainer.test_freq=-1 \\
+    trainer.save_freq=20 \\
+    trainer.total_training_steps=30 $@
+"""
+PRIME_RL = """\
+max_steps = 20
+seq_len = 2048
+
+[model]
+name = "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT"
+
+[monitors.wandb]
+project = "reverse-text"
+name = "reverse-text"
+
+[orchestrator]
+batch_size = 128
+group_size = 16
+max_off_policy_steps = 1
+
+[orchestrator.train.sampling]
+max_completion_tokens = 128
+
+[[orchestrator.train.source]]
+name = "reverse-text"
+
+[orchestrator.train.source.env.taskset]
+id = "reverse-text"
+
+[trainer.optim]
+lr = 3e-6
+
+[ckpt]
+
+[inference]
+"""
+AREAL = """\
+experiment_name: gsm8k-grpo
+seed: 1
+total_train_steps: 30
+rollout: {backend: "sglang:d2p1t1", max_head_offpolicyness: 2, consumer_batch_size: "${train_dataset.batch_size}"}
+gconfig: {n_samples: 4, max_new_tokens: 1024, greedy: false, temperature: 1.0}
+actor:
+  path: Qwen/Qwen2.5-1.5B-Instruct
+  optimizer: {type: adam, lr: 1.70e-5, weight_decay: 0.017, warmup_steps_proportion: 0.1}
+  eps_clip: 0.4
+  temperature: ${gconfig.temperature}
+  ppo_n_minibatches: 1
+  kl_ctl: 0.0
+  use_decoupled_loss: true
+ref: {path: "${actor.path}"}
+train_dataset: {batch_size: 256, path: openai/gsm8k, shuffle: true}
+"""
+TRL_YAML = "model_name_or_path: Qwen/Qwen3-0.6B\ndataset_name: trl-lib/tldr\nnum_generations: 4\nlearning_rate: 1e-6\n"
+
+
+FILES = {"grpo.py": SCRIPT, "run.sh": VERL, "rl.toml": PRIME_RL, "config.yaml": AREAL, "trl.yaml": TRL_YAML}
+WANTED = """
+grpo.py TRL model.path=Qwen/Qwen2-0.5B-Instruct rollout.group_size=8 rollout.prompts_per_batch=4 run.steps=200 \
+    run.seed=7 training.updates_per_batch=1 training.warmup_steps=20 training.learning_rate=1e-05 \
+    training.beta2=0.999 objective.kl_coefficient=0.04 objective.loss_normalization=constant \
+    objective.advantages=group_mean rewards.0.function=regex rewards.1.function=reward.py:correct lora.rank=16 \
+    lora.alpha=32 training.schedule=cosine prompts.train=hf:openai/gsm8k?config=main&split=train&prompt=question
+run.sh verl model.path=Qwen/Qwen3-8B rollout.group_size=5 rollout.prompts_per_batch=64 training.updates_per_batch=4 \
+    objective.kl_coefficient=0.001 objective.kl_estimator=k3 objective.algorithm=grpo run.steps=30 \
+    objective.dual_clip=3.0 training.weight_decay=0.01 engines.gpu_memory_utilization=0.6 checkpoint.every=20 \
+    rewards.0.function=my_reward.py:compute_score prompts.train=~/data/gsm8k/train.parquet
+rl.toml prime-rl model.path=PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT rollout.group_size=16 \
+    rollout.prompts_per_batch=8 rollout.rounds=continuous rollout.max_staleness=1 objective.advantages=group_mean \
+    run.steps=20 sampling.max_tokens=128 engines.max_model_len=2048 run.name=reverse-text run.project=reverse-text
+config.yaml AReaL model.path=Qwen/Qwen2.5-1.5B-Instruct rollout.group_size=4 rollout.prompts_per_batch=256 \
+    rollout.max_staleness=2 off_policy.proximal=decoupled objective.clip_high=0.4 training.warmup_steps=3 \
+    engines.count=2 rewards.0.function=math
+trl.yaml TRL rollout.group_size=4 rollout.prompts_per_batch=2 training.learning_rate=1e-06 training.epochs=3
+"""
+
+
+@pytest.mark.parametrize("row", WANTED.split("\n")[1:-1])
+def test_a_file_of_another_system_becomes_a_recipe_that_dry_runs(
+    row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, dialect, *values = row.split()
+    (tmp_path / name).write_text(FILES[name])
+    made = translate(tmp_path / name)
+    assert made.dialect == dialect
+    (tmp_path / "recipe.toml").write_text(made.recipe)
+    table = parse_toml(made.recipe)
+    for path, _, value in (text.partition("=") for text in values):
+        assert str(_at(table, path)) == value, path
+    for file, content in made.files.items():
+        (tmp_path / file).write_text(content)
+    assert not [one for one in made.settings if one.outcome == "not known"]
+    # The model and the rows of somebody who has no network, and the rewards of what was in no file.
+    write_model(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL_CONFIG | {"max_position_embeddings": 1 << 16}))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1 2 3", "answer": "1"}\n')
+    for file, function in (("reward.py", "reward"), ("my_reward.py", "compute_score")):
+        if file not in made.files:
+            (tmp_path / file).write_text(f"def {function}(completion, *, answer):\n    return 1.0\n")
+    own = f"model.path={tmp_path}/model prompts.train={tmp_path}/train.jsonl run.directory={tmp_path}/runs"
+    own += " engines.kind=simulated evaluation.prompts= lora.targets=[]"
+    assert main(["train", str(tmp_path / "recipe.toml"), "--dry-run", *own.split()]) == 0, capsys.readouterr().err
+    assert "all checks passed" in capsys.readouterr().out
+
+
+def _at(table: object, path: str) -> object:
+    """The value of ``a.0.b``, or below ``advanced``."""
+    for part in path.split("."):
+        if isinstance(table, list):
+            table = table[int(part)]
+        else:
+            assert isinstance(table, dict)
+            table = table[part] if part in table else table["advanced"][part]
+    return table
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("absent.py", None, "no such file: give a script with GRPOConfig(...)"),
+        ("a.py", "def (", "not Python ("),
+        ("a.py", "print(1)\n", "no GRPOConfig(...) or GRPOTrainer(...) is in it"),
+        ("a.toml", "[prompts]\ntrain = 1\n", "is a recipe of streamrl already: streamrl train"),
+        ("a.toml", "[trainer\n", "not valid TOML: Expected ']'"),
+        ("a.yaml", "a: [1\n", "not valid YAML: "),
+        ("a.yaml", "- 1\n", "has no settings: give"),
+        ("a.sh", "echo 'a\n", "not a command of a shell (No closing quotation)"),
+        ("a.sh", "python train.py\n", "no command of TRL, verl, prime-rl or AReaL is in it"),
+        ("a.sh", "trl grpo --config c.yaml\n", "c.yaml: no such file, which the command names"),
+    ],
+)
+def test_what_is_not_read_is_refused(name: str, text: str | None, expected: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        translate(tmp_path / name)
+    assert expected in caught.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "dialect", "settings"),
+    [
+        ("trl grpo --num_generations 4 --log_completions --no_bf16 --learning-rate=1e-6", "TRL", "num_generations=4"),
+        ("accelerate launch --num_processes 4 grpo.py --lora_target_modules q_proj, v_proj", "TRL", "num_processes=4"),
+        ("uv run rl @ FILE --max-steps 5", "prime-rl", "max_steps=5 orchestrator.group_size=16"),
+        ("python -m verl.trainer.main_ppo +a.b=$((2 * 8)) data.train_batch_size=${B:-32}", "verl", "a.b=16"),
+    ],
+)
+def test_a_command_line_is_read(line: str, dialect: str, settings: str, tmp_path: Path) -> None:
+    (tmp_path / "rl.toml").write_text(PRIME_RL)
+    made = translate(line.replace("FILE", str(tmp_path / "rl.toml")))
+    found = {f"{one.key}={one.value}" for one in made.settings}
+    assert made.dialect == dialect and set(settings.split()) <= found
+
+
+def test_without_pyyaml_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.yaml").write_text(TRL_YAML)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(RecipeError, match="reading YAML needs PyYAML: pip install pyyaml"):
+        translate(tmp_path / "a.yaml")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(FILES)), st.integers(0, 2000), st.integers(0, 40), st.text(max_size=4))
+def test_a_damaged_file_is_refused_or_becomes_a_recipe(name: str, at: int, cut: int, junk: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.write_text(FILES[name][:at] + junk.encode(errors="replace").decode() + FILES[name][at + cut :])
+        try:
+            made = translate(path)
+        except RecipeError:
+            return
+    assert parse_toml(made.recipe) and made.lines()
