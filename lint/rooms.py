@@ -26,8 +26,8 @@ OPEN = ("simulate", "launch", "cli")
 """Rooms that put a run together: their files may import any wing. Their own wings are bound as all others are."""
 
 WINGS = {
-    "cli/start": ("run/prompts",),
     "cli/dialects": ("recipe/dialects",),
+    "cli/start": ("cli/dialects", "run/prompts"),
     "cli/trial": ("observe/terminal", "run/evaluate", "run/prompts"),
     "engines/elastic": ("engines/push",),
     "engines/vllm": ("engines/plain_vllm", "weights/pull", "weights/vllm"),

@@ -377,3 +377,19 @@ def test_a_damaged_file_is_refused_or_becomes_a_recipe(name: str, at: int, cut: 
         except RecipeError:
             return
     assert parse_toml(made.recipe) and made.lines()
+
+
+def test_init_from_a_file_writes_a_folder_or_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "grpo.py").write_text(SCRIPT)
+    words = ["init", str(tmp_path / "task"), "--from", str(tmp_path / "grpo.py")]
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "  num_generations = 8\n      rollout.group_size = 8\n" in told
+    assert told.endswith("next:\n  cd " + str(tmp_path / "task") + "\n  streamrl train recipe.toml --dry-run\n")
+    assert sorted(path.name for path in (tmp_path / "task").iterdir()) == ["recipe.toml", "reward.py"]
+    assert main(words) == 2 and "is not empty" in capsys.readouterr().err
+    words[1] = str(tmp_path / "other")
+    assert main([*words, "--task", "math"]) == 2 and "--task: --from says it" in capsys.readouterr().err
+    assert main([*words[:3], str(tmp_path / "absent.toml")]) == 2 and "no such file" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["grpo.py", "task"]
+    assert main([*words, "--json"]) == 0 and json.loads(capsys.readouterr().out)["system"] == "TRL"

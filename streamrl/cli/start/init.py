@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.cli.command import Argument, AsJson, Command, print_json
+from streamrl.cli.dialects.translation import translate
 from streamrl.cli.start.folders import new_folder, template, write_templates
 from streamrl.cli.start.models import MADE, MODELS, SMOLLM2, TINY, ModelSettings, find_model, make_model
 from streamrl.cli.start.questions import ask, choose, has_terminal
@@ -32,11 +33,16 @@ class Init(Command, frozen=True, kw_only=True):
     task: Annotated[str, Argument(f"{', '.join(TASKS)} or {GYM}:NAME", metavar="TASK")] = ""
     model: Annotated[str, Argument(f"{TINY} ({MODELS[TINY]}), {SMOLLM2}, a directory, a name of the Hub")] = ""
     corpus: Annotated[Path | None, Argument("rows of your own: JSONL with prompt and answer, or text", "FILE")] = None
+    source: Annotated[
+        str, Argument("settings of TRL, verl, prime-rl or AReaL: a file of theirs, or a command line", "FILE", "--from")
+    ] = ""
     warm_up_steps: Annotated[int, Argument(f"of --model {TINY}, at most (600)", metavar="N")] = 600
     json: AsJson = False
 
     def run(self) -> int:
         """Write it, and print what to do next."""
+        if self.source:
+            return self._translate()
         task_name, model, corpus = self._answers()
         kind, of_gym = find_task(task_name)
         settings = find_model(model)
@@ -60,6 +66,28 @@ class Init(Command, frozen=True, kw_only=True):
                 write_templates(partial, directory, values)
             files = sorted(path.name for path in partial.iterdir())
         self._report(files, made)
+        return 0
+
+    def _translate(self) -> int:
+        """Write a recipe of the settings of another system, and print what became of each of them."""
+        given = {"--task": self.task, "--model": self.model, "--corpus": self.corpus}
+        if named := [name for name, value in given.items() if value]:
+            text = f"{', '.join(named)}: --from says it: leave it out, and change the recipe that is written"
+            raise RecipeError(text, outcome="nothing was written")
+        made = translate(self.source)
+        files = {"recipe.toml": made.recipe, **made.files}
+        with new_folder(self.folder) as partial:
+            for name, text in files.items():
+                (partial / name).write_text(text, encoding="utf-8")
+        commands = [f"cd {shlex.quote(str(self.folder))}", "streamrl train recipe.toml --dry-run"]
+        if self.json:
+            settings = [{"key": one.key, "outcome": one.outcome, "here": one.here} for one in made.settings]
+            shown = {"folder": str(self.folder.absolute()), "files": sorted(files), "settings": settings}
+            print_json({**shown, "system": made.dialect, "next": commands})
+        else:
+            print(
+                "\n".join([*made.lines(), "", f"{self.folder}: {', '.join(files)}", "", "next:"]), *commands, sep="\n  "
+            )
         return 0
 
     def _answers(self) -> tuple[str, str, Path | None]:
