@@ -32,6 +32,7 @@ COMMANDS = {
     "watch": ("watch:Watch", "follow a running run through its metrics socket"),
     "serve": ("serve:Serve", "start one external process of a run by hand (transport.kind = tcp)"),
     "keys": ("serve:Keys", "make the keys by which processes on other hosts are let in (transport.keys)"),
+    "try": ("trial.recipe_trial:Try", "sample, score and measure a recipe before any training, and say what to change"),
     "reward test": ("reward:Test", "values, spread, latency, failures, and whether groups would carry signal"),
     "reward attach": ("control:Attach", "score with one more function, while the run goes on"),
     "reward replace": ("control:Replace", "score with another function"),

@@ -4,13 +4,10 @@ It runs as in a training run: in the same processes, with the same limits and th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import signal
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,26 +15,19 @@ from msgspec import structs
 from rich.console import Console
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.printable import log_to, printable
+from streamrl.base.printable import log_to
 from streamrl.base.types import Prompt
 from streamrl.cli.command import Argument, AsJson, print_json, recipe_file
 from streamrl.cli.control import FunctionName, RewardOptions
-from streamrl.cli.trial.trial_completions import (
-    CompletedGroup,
-    PlainText,
-    groups_from_engine,
-    groups_from_file,
-    recipe_of_model,
-)
+from streamrl.cli.trial.trial_completions import PlainText, groups_from_engine, groups_from_file, recipe_of_model
 from streamrl.cli.trial.trial_report import RewardReport, rich_report, summarize
+from streamrl.cli.trial.trial_scoring import cancel_on_sigterm, only_the_report_on_stdout, say, score_groups
 from streamrl.launch.hub.resolution import with_hub_folders, with_hub_prompts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.rules.load import load_recipe, resolve_function
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.calls.inspect import inspect_in_subprocess
-from streamrl.rewards.calls.reward_set import RewardSet
-from streamrl.rewards.scoring import Outcome
 from streamrl.rewards.signature import RewardSignature, needed_columns
 from streamrl.run.prompts.prompts import missing_columns, open_prompts
 
@@ -67,27 +57,13 @@ class Test(RewardOptions, frozen=True, kw_only=True):
         log_to(sys.stderr, logging.WARNING, "%(levelname)s %(name)s: %(message)s")
         reward = _reward(self)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        with _only_the_report_on_stdout():
+        with only_the_report_on_stdout():
             report = asyncio.run(_run(self, reward))
         if self.json:
             print_json(report)
         else:
             Console(soft_wrap=True).print(rich_report(report, self.prompts))
         return 0 if report.scored else 1
-
-
-@contextlib.contextmanager
-def _only_the_report_on_stdout() -> Iterator[None]:
-    """vLLM logs to stdout, in several processes; the reader of the report must not get that."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _reward(request: Test) -> Reward:
@@ -100,10 +76,7 @@ def _reward(request: Test) -> Reward:
 
 
 async def _run(request: Test, reward: Reward) -> RewardReport:
-    # SIGTERM cancels, as Ctrl-C does: what was started is ended in order.
-    task = asyncio.current_task()
-    assert task is not None, "a coroutine runs in a task"
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    cancel_on_sigterm()
     signature = _signature(reward)
     columns = needed_columns([signature])
     recipe = None if request.completions is not None else _sampling_recipe(request)
@@ -118,11 +91,11 @@ async def _run(request: Test, reward: Reward) -> RewardReport:
         else:
             prompts = await source.draw(min(request.prompt_count, source.size or request.prompt_count))
             _require_columns(request, prompts, columns)
-            _say(f"starting {recipe.model.path}: {len(prompts)} prompts x {request.samples} completions")
-            groups = await groups_from_engine(recipe, prompts, request.samples)
+            say(f"starting {recipe.model.path}: {len(prompts)} prompts x {request.samples} completions")
+            groups, _ = await groups_from_engine(recipe, prompts, request.samples)
     finally:
         await source.aclose()
-    outcomes, seconds = await _score(reward, groups, tokenizer)
+    outcomes, seconds = await score_groups([reward], RewardLimits(), groups, tokenizer)
     bytes_for_tokens = model is None and "token_ids" in signature.provided
     return summarize(
         reward.label, outcomes, groups, seconds, decode=tokenizer.decode, bytes_for_tokens=bytes_for_tokens
@@ -160,27 +133,3 @@ def _require_columns(request: Test, prompts: Sequence[Prompt], columns: Mapping[
     for number, prompt in enumerate(prompts, start=1):
         if missing := missing_columns(prompt, columns):
             raise RecipeError(*(f"prompts {request.prompts}, prompt {number} {line}" for line in missing))
-
-
-def _say(text: str) -> None:
-    """Progress, on stderr: stdout is the report."""
-    print(printable(text), file=sys.stderr, flush=True)
-
-
-async def _score(
-    reward: Reward, groups: Sequence[CompletedGroup], tokenizer: Tokenizer
-) -> tuple[list[tuple[Outcome, ...]], float]:
-    """Outcomes of each group, and the seconds that all took."""
-    async with asyncio.TaskGroup() as user_calls:
-        rewards = RewardSet([reward], RewardLimits(), tokenizer, user_calls)
-        try:
-            await rewards.open()
-            started = time.perf_counter()
-            async with asyncio.TaskGroup() as scoring:
-                tasks = [scoring.create_task(rewards.score(group.trajectories)) for group in groups]
-            seconds = time.perf_counter() - started
-            if notice := rewards.take_notice():
-                _say(f"warning: {notice}")
-            return [task.result() for task in tasks], seconds
-        finally:
-            await asyncio.shield(rewards.aclose())

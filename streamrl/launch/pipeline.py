@@ -51,13 +51,12 @@ from streamrl.launch.supervise.exit_reason import failures
 from streamrl.launch.supervise.supervisor import Supervisor
 from streamrl.launch.supervise.watchdog import ask_for_stacks
 from streamrl.launch.user_calls import UserCalls, close_all
+from streamrl.recipe.cells.cell_code import CELLS, name_of_code
 from streamrl.recipe.rules.load import dump_recipe, load_recipe, resolve_function
 from streamrl.recipe.schedules.schedule import horizon_notices
 from streamrl.recipe.sections import JournalKind, Recipe
 from streamrl.recipe.topology import control_socket, plan_topology, rewards_endpoint
-from streamrl.recipe.user_code import spec_of
 from streamrl.rewards.attachments import RewardAttachments
-from streamrl.rewards.decorated import as_reward
 from streamrl.rewards.reward_messages import ListRewards, RewardReply
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file, rewards_file
 
@@ -73,7 +72,8 @@ STACKS_S = 0.2
 
 
 class Pipeline:
-    """One run of a recipe: the path of a file, a ``Recipe``, or nested dicts, in which a reward may be a function.
+    """One run of a recipe: the path of a file, a ``Recipe``, or its sections, in one mapping or by keyword, in which a
+    reward, a policy or a source of prompts may be a function, also of a notebook's cell.
 
     ``sinks`` are given every event of the run, in this process. ``observers``, classes or their names, are called in
     the controller's process, beside those of ``run.advanced.observers``. Both have threads of their own
@@ -84,17 +84,19 @@ class Pipeline:
 
     def __init__(
         self,
-        recipe: Recipe | str | Path | Mapping[str, Any],
+        recipe: Recipe | str | Path | Mapping[str, Any] | None = None,
         *,
         sinks: Sequence[Sink] = (),
         observers: Sequence[type[Observer] | str] = (),
         drain_s: float = 60.0,
+        **sections: Any,
     ) -> None:
-        if isinstance(recipe, Mapping):
-            recipe = load_recipe({**recipe, "rewards": [_named(reward) for reward in recipe.get("rewards", ())]})
-        self.recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+        if recipe is not None and sections:
+            raise RecipeError(f"a recipe and sections beside it ({', '.join(sections)}): give one of them")
+        self.recipe = recipe if isinstance(recipe, Recipe) else load_recipe(sections if recipe is None else recipe)
+        cells = Path(self.recipe.run.directory) / CELLS
         if observers:
-            named = [one if isinstance(one, str) else spec_of(one) for one in observers]
+            named = [one if isinstance(one, str) else name_of_code(one, cells) for one in observers]
             names = tuple(resolve_function(name, Path.cwd()) for name in named)
             run = structs.replace(self.recipe.run, observers=(*self.recipe.run.observers, *names))
             self.recipe = structs.replace(self.recipe, run=run)
@@ -108,7 +110,7 @@ class Pipeline:
         self._drain_s = drain_s
         self._failure: ProcessDied | None = None
         self._ended = anyio.Event()
-        self._rewards = RewardAttachments()
+        self._rewards = RewardAttachments(partial(name_of_code, directory=cells))
         self._open = AsyncExitStack()
         self._conversation = anyio.CancelScope()
         self._bound = anyio.Event()
@@ -363,12 +365,3 @@ def _unused_directory(stem: Path) -> Path:
             directory.mkdir(mode=0o700)  # recipe, prompts, completions and weights are for this user alone
             break
     return directory
-
-
-def _named(reward: Any) -> Any:
-    """A reward of a recipe with the name of its function, by which other processes import it."""
-    if callable(reward):
-        return as_reward(reward)
-    if isinstance(reward, Mapping) and callable(reward.get("function")):
-        return as_reward(reward["function"], **{name: value for name, value in reward.items() if name != "function"})
-    return reward

@@ -119,6 +119,11 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
+def peak_device_bytes() -> int:
+    """Most bytes that tensors took of the device at once; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
 def use_threads(threads: int) -> None:
     """Torch's threads for this process; 0: every core. In the thread that computes: OpenMP keeps it per thread."""
     torch.set_num_threads(threads or usable_cores())

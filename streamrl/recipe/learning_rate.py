@@ -1,4 +1,5 @@
-"""A rule of thumb for the learning rate of RL, by the size of the policy."""
+"""The square-root rule, a rule of thumb for the learning rate of RL: by the size of the policy, and whether all weights
+or low-rank adapters are trained."""
 
 from __future__ import annotations
 
@@ -13,9 +14,15 @@ ADAPTER_FACTOR = 10.0
 """Low-rank adapters take about ten times the rate of all weights."""
 
 
+def usual_learning_rate(parameters: int, *, adapters: bool = False) -> float:
+    """The rate of AdamW by the square-root rule: ``SMALL_RATE`` x sqrt(``SMALL_MODEL`` / ``parameters``), at least
+    ``LEAST_RATE``; ``ADAPTER_FACTOR`` times that for adapters of a model of that size."""
+    return max(SMALL_RATE * math.sqrt(SMALL_MODEL / max(parameters, 1)), LEAST_RATE) * (ADAPTER_FACTOR**adapters)
+
+
 def learning_rate_notice(rate: float, parameters: int, *, adapters: bool = False) -> str | None:
     """One sentence where ``rate`` of AdamW is unusual for RL on a model of that size, else None: a rule of thumb."""
-    usual = max(SMALL_RATE * math.sqrt(SMALL_MODEL / max(parameters, 1)), LEAST_RATE) * (ADAPTER_FACTOR**adapters)
+    usual = usual_learning_rate(parameters, adapters=adapters)
     low, high = usual / SPREAD, usual * SPREAD
     if not parameters or low <= rate <= high:
         return None

@@ -13,6 +13,7 @@ from msgspec import structs
 from streamrl.base.errors import RecipeError, StreamBroken, StreamRLError
 from streamrl.comm.zmq_stream import zmq_sender
 from streamrl.recipe.rewards import Reward
+from streamrl.recipe.user_code import spec_of
 from streamrl.rewards.decorated import as_reward
 from streamrl.rewards.reward_messages import (
     AttachReward,
@@ -32,7 +33,8 @@ class RewardAttachments:
     version scored what. A change returns the version once every group of which nothing has ended is scored by it;
     it raises ``RecipeError`` when the functions cannot be used, and nothing has changed then."""
 
-    def __init__(self) -> None:
+    def __init__(self, named: Callable[[Any], str] = spec_of) -> None:
+        self._named = named
         self._sender, self._receiver = anyio.create_memory_object_stream[RewardRequest](math.inf)
         self._waiting: dict[int, tuple[anyio.Event, list[RewardReply]]] = {}
         self._asked = 0
@@ -42,11 +44,13 @@ class RewardAttachments:
 
     async def attach(self, given: Reward | str | Callable[..., Any], **settings: Any) -> int:
         """Score with one more function."""
-        return (await self.change(AttachReward(reward=as_reward(given, **settings)))).reward_version
+        return (await self.change(AttachReward(reward=as_reward(given, self._named, **settings)))).reward_version
 
     async def replace(self, name: str, given: Reward | str | Callable[..., Any], **settings: Any) -> int:
         """Score with another function in place of ``name``."""
-        return (await self.change(ReplaceReward(name=name, reward=as_reward(given, **settings)))).reward_version
+        return (
+            await self.change(ReplaceReward(name=name, reward=as_reward(given, self._named, **settings)))
+        ).reward_version
 
     async def detach(self, name: str) -> int:
         """Score without ``name``."""

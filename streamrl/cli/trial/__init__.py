@@ -1,1 +1,1 @@
-"""``streamrl reward test``: completions for a reward that is tried alone, and its report."""
+"""``streamrl try`` and ``streamrl reward test``: completions for rewards that are tried before a run, and reports."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from streamrl.base.errors import UNDECODABLE, RecipeError
 from streamrl.base.messages import Generate
 from streamrl.base.types import (
     FinishReason,
+    FloatArray,
     Prompt,
     Segment,
     TokenArray,
@@ -33,6 +35,12 @@ from streamrl.run.prompts.prompts import OpenPrompts
 _MOST_AT_ONCE = 64
 _READ_AHEAD = 256
 _MOST_PROMPTS_LOOKED_AT = 1_000_000
+
+Progress = Callable[[int], None]
+
+
+def _silent(done: int) -> None:
+    """Say nothing of the completions that are done."""
 
 
 class CompletedGroup(msgspec.Struct, frozen=True):
@@ -159,9 +167,14 @@ def _group(number: int, prompt: Prompt, lines: Sequence[CompletionLine], tokeniz
 
 
 def _trajectory(
-    group: int, sample: int, prompt: Prompt, token_ids: TokenArray, finish_reason: FinishReason
+    group: int,
+    sample: int,
+    prompt: Prompt,
+    token_ids: TokenArray,
+    finish_reason: FinishReason,
+    logprobs: FloatArray | None = None,
 ) -> Trajectory:
-    logprobs = float_array([0.0]) * len(token_ids)
+    logprobs = float_array([0.0]) * len(token_ids) if logprobs is None else logprobs
     return Trajectory(
         id=TrajectoryId(prompt_id=prompt.prompt_id, group_id=group, sample=sample),
         prompt=prompt,
@@ -177,9 +190,13 @@ def recipe_of_model(model: Path) -> Recipe:
     )
 
 
-async def groups_from_engine(recipe: Recipe, prompts: Sequence[Prompt], samples: int) -> list[CompletedGroup]:
-    """``samples`` completions of each prompt, from an engine of ``recipe`` that lives as long as this takes. Raises
-    ``RecipeError`` for a model that cannot be used, ``EngineError`` when it does not start or dies."""
+async def groups_from_engine(
+    recipe: Recipe, prompts: Sequence[Prompt], samples: int, progress: Progress = _silent
+) -> tuple[list[CompletedGroup], float]:
+    """``samples`` completions of each prompt, from an engine of ``recipe`` that lives as long as this takes, and the
+    seconds that sampling took, without the start. ``progress`` is called with the number that are done: 0 once the
+    engine is ready. Raises ``RecipeError`` for a model that cannot be used, ``EngineError`` when it does not start or
+    dies."""
     from streamrl.launch.roles import engine_of
 
     longest = max(len(prompt.token_ids) for prompt in prompts)
@@ -190,6 +207,7 @@ async def groups_from_engine(recipe: Recipe, prompts: Sequence[Prompt], samples:
     with tempfile.TemporaryDirectory(prefix="streamrl-") as sockets:
         engine = engine_of(recipe, ProcessPlan(role=Role.ENGINE, index=0), Path(sockets))
         places = asyncio.Semaphore(at_once)
+        done = 0
 
         async def sample(group: int, index: int, prompt: Prompt) -> Trajectory:
             request = Generate(
@@ -200,12 +218,18 @@ async def groups_from_engine(recipe: Recipe, prompts: Sequence[Prompt], samples:
                 temperature=recipe.sampling.temperature,
                 top_p=recipe.sampling.top_p,
             )
+            nonlocal done
             async with places:
                 completion = await engine.generate(request)
-            return _trajectory(group, index, prompt, completion.token_ids, completion.finish_reason)
+            done += 1
+            progress(done)
+            logprobs = completion.behavior_logprobs
+            return _trajectory(group, index, prompt, completion.token_ids, completion.finish_reason, logprobs)
 
         try:
             await engine.start()
+            progress(0)
+            began = time.perf_counter()
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(engine.watch())
                 asked = [
@@ -214,10 +238,11 @@ async def groups_from_engine(recipe: Recipe, prompts: Sequence[Prompt], samples:
                 ]
                 for row in asked:
                     await asyncio.wait(row)
+                seconds = time.perf_counter() - began
                 watching.cancel()
         finally:
             logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs its own end as an error
             await engine.aclose()
     return [
         CompletedGroup(prompt, tuple(task.result() for task in row)) for prompt, row in zip(prompts, asked, strict=True)
-    ]
+    ], seconds

@@ -194,8 +194,8 @@ def problems_of(report: RewardReport) -> Iterator[str]:
         yield "its token_ids were the bytes of the text: give --tokenizer MODEL"
 
 
-def rich_report(report: RewardReport, prompts: str) -> Group:
-    """Tables and a picture, for a terminal."""
+def rich_report(report: RewardReport, prompts: str, *, advice: bool = True) -> Group:
+    """Tables and a picture, for a terminal; with ``advice``, what should be changed."""
     head = Text.assemble(
         ("reward ", "dim"), (report.reward, "bold"),
         f": {report.scored} of {report.completions} completions scored, {report.prompts} prompts of {prompts}",
@@ -210,7 +210,7 @@ def rich_report(report: RewardReport, prompts: str) -> Group:
             numbers.add_row(name, *map(_time, msgspec.structs.astuple(times)))
     blocks: list[Text | Table] = [head, Text(), numbers, Text()]
     if report.histogram:
-        blocks += [_picture(report.histogram), Text()]
+        blocks += [histogram_picture(report.histogram), Text()]
     if report.parts:
         blocks.append(Text("parts (mean): " + ", ".join(f"{name} {mean:.4g}" for name, mean in report.parts.items())))
     blocks.append(_signal_line(report.signal))
@@ -219,7 +219,7 @@ def rich_report(report: RewardReport, prompts: str) -> Group:
         blocks += [Text(), Text(printable("\n".join(sample_block("", sample.shortened(_EXAMPLE_TEXT)))), "dim")]
     if report.failures:
         blocks += [Text(), _failures(report)]
-    if problems := list(problems_of(report)):
+    if advice and (problems := list(problems_of(report))):
         blocks += [Text(), *(Text.assemble(("-> ", "yellow"), printable(problem)) for problem in problems)]
     return Group(*blocks)
 
@@ -235,7 +235,8 @@ def _signal_line(signal: GroupSignal) -> Text:
     )
 
 
-def _picture(bins: Sequence[Bin]) -> Table:
+def histogram_picture(bins: Sequence[Bin]) -> Table:
+    """A bar for each bin, for a terminal."""
     picture = Table(box=None, pad_edge=False, show_header=False)
     picture.add_column(justify="right", style="dim")
     picture.add_column(style="cyan", no_wrap=True)

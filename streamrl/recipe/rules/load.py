@@ -10,6 +10,7 @@ import msgspec
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError
+from streamrl.recipe.cells.python_recipe import python_table
 from streamrl.recipe.check_fields import CheckedTable
 from streamrl.recipe.fields import as_table
 from streamrl.recipe.problems import Origin, problem
@@ -30,8 +31,8 @@ _PLACEHOLDERS: dict[str, Any] = {
 
 
 def load_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file, or a recipe as nested dicts, and apply ``--set`` overrides such as ``rollout.group_size=4``
-    or ``rewards.0.weight=2``.
+    """Read a recipe file, or a recipe of Python objects (``cells.python_recipe.python_table``), and apply ``--set``
+    overrides such as ``rollout.group_size=4`` or ``rewards.0.weight=2``.
 
     Relative paths are resolved against the directory of the file (of dicts: the current one), except ``run.directory``
     and ``checkpoint.resume_from``, which are relative to the current directory. Raises ``RecipeError`` with every
@@ -44,8 +45,7 @@ def read_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] 
     if isinstance(overrides, str):
         raise RecipeError(f"overrides is one text: write load_recipe(..., [{overrides!r}])")
     if isinstance(given, Mapping):
-        table = msgspec.to_builtins(as_table(given), enc_hook=str)
-        return _check(table, Origin(file="recipe", lines={}), overrides, Path.cwd())
+        return _check(python_table(given), Origin(file="recipe", lines={}), overrides, Path.cwd())
     path = Path(given)
     text = _read(path)
     try:

@@ -1,0 +1,158 @@
+"""``streamrl try RECIPE``: completions of the recipe's own engine under its own rewards, before any training."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import structs
+from rich.console import Console
+
+from streamrl.base.atomic_files import write_durable
+from streamrl.base.errors import RecipeError
+from streamrl.base.printable import log_to
+from streamrl.base.types import FinishReason, Prompt
+from streamrl.cli.command import Argument, AsJson, Command, Overrides, RecipePath, print_json, recipe_file
+from streamrl.cli.trial.recipe_report import RecipeTrial, advice_of, proposed_rate, report_page, rich_trial
+from streamrl.cli.trial.trial_completions import groups_from_engine
+from streamrl.cli.trial.trial_report import histogram, spread, summarize
+from streamrl.cli.trial.trial_scoring import cancel_on_sigterm, only_the_report_on_stdout, say, score_groups
+from streamrl.launch.hub.resolution import with_hub_folders
+from streamrl.launch.plan.first_prompt import first_prompt_lines
+from streamrl.launch.plan.gpu_demand import gpu_placement
+from streamrl.launch.plan.measured_step import measure_step
+from streamrl.launch.plan.memory import estimate_memory, gib
+from streamrl.launch.plan.preflight import CheckedModel, check_model, preflight
+from streamrl.pretrained.tokenizer import Tokenizer, chat_format, load_tokenizer
+from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.sections import Recipe
+from streamrl.run.prompts.prompt_spec import prompt_sources
+from streamrl.run.prompts.prompts import open_prompts
+
+STEP_TIMEOUT_S = 900.0
+_SHOWN_TIMES = 8
+
+
+class Try(Command, frozen=True):
+    """Try a recipe before any training: sample completions as it says, score them with its rewards, measure a step, and
+    say what to change. Nothing is kept but the page that is asked for."""
+
+    recipe: RecipePath
+    overrides: Overrides = ()
+    completions: Annotated[int, Argument("to sample, in groups of rollout.group_size (default 64)", metavar="N")] = 64
+    page: Annotated[Path | None, Argument("also write the report as one HTML page", metavar="FILE")] = None
+    sampling_only: Annotated[bool, Argument("measure no training step")] = False
+    json: AsJson = False
+
+    def run(self) -> int:
+        """1 when no completion got a value."""
+        log_to(sys.stderr, logging.WARNING, "%(levelname)s %(name)s: %(message)s")
+        if self.page is not None and not self.page.absolute().parent.is_dir():
+            raise RecipeError(f"--page {self.page}: there is no directory {self.page.absolute().parent}: make it")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        with only_the_report_on_stdout():
+            trial = asyncio.run(self._tried())
+        if self.page is not None:
+            write_durable(self.page, report_page(trial).encode())
+        if self.json:
+            print_json(trial)
+        else:
+            Console(soft_wrap=True).print(rich_trial(trial))
+        return 0 if trial.reward.scored else 1
+
+    async def _tried(self) -> RecipeTrial:
+        cancel_on_sigterm()
+        recipe = load_recipe(recipe_file(self.recipe), self.overrides)
+        return await try_recipe(recipe, self.completions, measure_training=not self.sampling_only)
+
+
+async def try_recipe(
+    recipe: Recipe | str | Path | Mapping[str, Any], completions: int = 64, *, measure_training: bool = True
+) -> RecipeTrial:
+    """The report on ``completions`` of a recipe, in groups of its ``rollout.group_size``. An engine, the rewards'
+    processes and a trainer rank are started for it, one after the other, and ended. Progress goes to stderr. A judge of
+    the recipe's own is not started; rewards that ask it are left out.
+
+    Raises ``RecipeError`` for what the dry run finds, ``EngineError`` when the engine does not start or dies."""
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    size = recipe.rollout.group_size
+    if completions < size:
+        raise RecipeError(
+            f"--completions {completions}: a group has {size} (rollout.group_size): give as many at least"
+        )
+    rewards = [reward for reward in recipe.rewards if reward.function != "judge" or reward.options.get("endpoint")]
+    if len(rewards) < len(recipe.rewards):
+        say("the run's own judge is not started: rewards that ask it are left out")
+    if not rewards:
+        raise RecipeError("all rewards ask the run's own judge, which `try` does not start: name an endpoint of it")
+    recipe = await asyncio.to_thread(with_hub_folders, recipe)
+    seen: list[Prompt] = []
+    preflight(recipe, see=lambda _, prompt: seen.append(prompt))
+    model, tokenizer = check_model(recipe), load_tokenizer(recipe.model.path)
+    prompts = await _draw(recipe, tokenizer, completions // size)
+    total = len(prompts) * size
+    say(f"starting an engine of {recipe.model.path}: {len(prompts)} prompts x {size} completions")
+
+    def progress(done: int) -> None:
+        if done % max(1, total // _SHOWN_TIMES) == 0 or done == total:
+            say(f"{done} of {total} completions sampled" if done else "the engine is ready")
+
+    groups, sampling_s = await groups_from_engine(recipe, prompts, size, progress)
+    outcomes, scoring_s = await score_groups(rewards, recipe.reward_limits, groups, tokenizer)
+    training = None
+    if measure_training:
+        say("measuring a training step in a process of its own, which loads torch and the model")
+        trajectories = [group.trajectories for group in groups]
+        training = await asyncio.to_thread(measure_step, recipe, trajectories, STEP_TIMEOUT_S)
+    every = [one for group in groups for one in group.trajectories]
+    lengths, first = [one.generated_tokens for one in every], (seen or prompts)[0]
+    values, batch, measured = spread(lengths), recipe.batch_trajectories, training and not training.problem
+    assert values is not None, "a trial has completions"
+    label = ", ".join(reward.label for reward in rewards)
+    rate, reason = proposed_rate(recipe, model.facts.parameters)
+    trial = RecipeTrial(
+        recipe=f"{recipe.run.name}: {recipe.model.path}",
+        parameters=model.facts.parameters,
+        prompts=recipe.prompts.train,
+        prompt=tuple(first_prompt_lines(first, tokenizer)),
+        reward=summarize(label, outcomes, groups, scoring_s, decode=tokenizer.decode),
+        lengths=values,
+        length_histogram=histogram(lengths),
+        truncated=sum(one.finish_reason is FinishReason.LENGTH for one in every),
+        max_tokens=recipe.sampling.max_tokens,
+        sampling_s=sampling_s,
+        training=training,
+        step_trajectories=batch,
+        # At least what was measured, in which the longest completion counts.
+        step_sampling_s=sampling_s * max(1.0, batch / total / recipe.engines.count),
+        step_training_s=training.seconds * batch / total / recipe.training.ranks if training and measured else None,
+        memory=_memory(recipe, model),
+        learning_rate=rate,
+        rate_reason=reason,
+    )
+    plain = isinstance(first.columns.get("prompt"), str) and first.columns.get("messages") is None
+    template = plain and bool(chat_format(recipe.model.path).templates)
+    return structs.replace(trial, advice=tuple(advice_of(trial, recipe, unused_template=template)))
+
+
+async def _draw(recipe: Recipe, tokenizer: Tokenizer, count: int) -> list[Prompt]:
+    """The first prompts of a run of ``recipe``, as many as there are."""
+    spec = prompt_sources(recipe)["prompts.train"]
+    source = open_prompts(spec, tokenizer, seed=recipe.run.seed, shuffle=recipe.prompts.shuffle)
+    try:
+        return await source.draw(min(count, source.size or count))
+    finally:
+        await source.aclose()
+
+
+def _memory(recipe: Recipe, model: CheckedModel) -> tuple[str, ...]:
+    if lines := gpu_placement(recipe).lines():
+        return tuple(line.strip() for line in lines)
+    estimate = estimate_memory(recipe, model.facts, model.context)
+    each = ", ".join(f"{name} {gib(size)}" for name, size in estimate.items())
+    return (f"{gib(sum(estimate.values()))} of this host: {each}",)

@@ -1,0 +1,62 @@
+"""A recipe of Python objects as the table that a file would hold: sections, functions, rows of prompts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.base.atomic_files import make_directory, write_durable
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.cells.cell_code import CELLS, name_of_code
+from streamrl.recipe.fields import as_table
+from streamrl.recipe.sections import Run
+
+_SHORT = {"model": "path", "prompts": "train", "objective": "algorithm"}
+"""Sections that may be one value: that of this key."""
+
+
+def python_table(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` as plain values. ``model``, ``prompts`` and ``objective`` may be one value, ``rewards`` one reward; a
+    function or class becomes its name, rows of prompts (a list, a dataset) a file. Raises ``RecipeError``."""
+    table = as_table(given)
+    for name, key in _SHORT.items():
+        if name in table and not isinstance(table[name], Mapping):
+            table[name] = {key: table[name]}
+    if "rewards" in table:
+        rewards = table["rewards"] if isinstance(table["rewards"], list) else [table["rewards"]]
+        table["rewards"] = [{"function": one} if callable(one) or isinstance(one, str) else one for one in rewards]
+    run = table.get("run")
+    cells = Path(str(run.get("directory", Run().directory) if isinstance(run, dict) else Run().directory)) / CELLS
+    for section, key in (("prompts", "train"), ("evaluation", "prompts")):
+        if isinstance(table.get(section), dict) and key in table[section]:
+            table[section][key] = _source(table[section][key], f"{section}.{key}", cells)
+    plain: dict[str, Any] = msgspec.to_builtins(table, enc_hook=partial(_plain, cells))
+    return plain
+
+
+def _plain(cells: Path, value: Any) -> Any:
+    if hasattr(value, "tolist"):  # NumPy
+        return value.tolist()
+    return name_of_code(value, cells) if callable(value) else str(value)
+
+
+def _source(value: Any, path: str, cells: Path) -> Any:
+    """A source of prompts; rows are written to a file."""
+    if isinstance(value, str | Path) or callable(value):
+        return value
+    if not hasattr(value, "__len__") or isinstance(value, Mapping):
+        raise RecipeError(
+            f"{path}: a {type(value).__name__} cannot be read by another process, and not again after a resume: give "
+            "rows in a list, or the function that makes the iterator"
+        )
+    rows = b"".join(msgspec.json.encode(row, enc_hook=partial(_plain, cells)) + b"\n" for row in value)
+    file = cells.absolute() / f"rows_{hashlib.sha256(rows).hexdigest()[:10]}.jsonl"
+    if not file.exists():
+        make_directory(file.parent)
+        write_durable(file, rows)
+    return str(file)
