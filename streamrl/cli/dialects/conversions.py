@@ -49,7 +49,7 @@ def of_the_hub(name: Any, split: Any = "train", config: Any = None) -> str:
     if text.startswith(("/", ".", "~", "$")) or text.endswith((".parquet", ".jsonl", ".json")) or text.count("/") != 1:
         return text
     if text.lower() == "openai/gsm8k":
-        return f"hf:{text}?config=main&split={split}&prompt=question"
+        return f"hf:{text}?config=main&split={split}&prompt=question&chat=true"
     return f"hf:{text}?{f'config={config}&' if config else ''}split={split}"
 
 
