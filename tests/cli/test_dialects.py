@@ -392,4 +392,11 @@ def test_init_from_a_file_writes_a_folder_or_nothing(tmp_path: Path, capsys: pyt
     assert main([*words, "--task", "math"]) == 2 and "--task: --from says it" in capsys.readouterr().err
     assert main([*words[:3], str(tmp_path / "absent.toml")]) == 2 and "no such file" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["grpo.py", "task"]
-    assert main([*words, "--json"]) == 0 and json.loads(capsys.readouterr().out)["system"] == "TRL"
+    (tmp_path / "my_reward.py").touch()
+    (tmp_path / "run.sh").write_text(VERL)
+    assert main(["init", str(tmp_path / "verl"), "--from", str(tmp_path / "run.sh")]) == 0
+    assert f'function = "{tmp_path}/my_reward.py:compute_score"' in (tmp_path / "verl" / "recipe.toml").read_text()
+    assert (
+        main([*words, "--json"]) == 0
+        and json.loads(capsys.readouterr().out.partition("dry-run\n")[2])["system"] == "TRL"
+    )

@@ -31,13 +31,14 @@ _COMMANDS = re.compile(r"(.*\.)?main_ppo|trl|rl|accelerate|[^=]*\.py")
 
 class Foreign(msgspec.Struct, frozen=True):
     """Settings of a system by their dotted keys. ``unread``: expressions that only running it would tell, with their
-    lines. ``files``: texts of files to write beside the recipe."""
+    lines. ``files``: texts of files to write beside the recipe. ``directory``: of the settings."""
 
     dialect: str
     name: str
     settings: Mapping[str, Any]
     unread: Mapping[str, tuple[str, int]] = {}
     files: Mapping[str, str] = {}
+    directory: Path = Path()
 
 
 def read_foreign(source: str | Path) -> Foreign:
@@ -53,10 +54,10 @@ def read_foreign(source: str | Path) -> Foreign:
         raise RecipeError(f"{path}: {why}: give {FORMS}") from None
     if path.suffix == ".py":
         script = read_trl_script(text, path)
-        return Foreign("TRL", path.name, script.settings, script.unread, script.files)
+        return Foreign("TRL", path.name, script.settings, script.unread, script.files, path.parent)
     if path.suffix in (".toml", ".yaml", ".yml"):
         settings = _read_table(path, text)
-        return Foreign(_dialect_of(settings, path), path.name, settings)
+        return Foreign(_dialect_of(settings, path), path.name, settings, directory=path.parent)
     return _read_command(text, path.parent, path.name)
 
 
@@ -162,7 +163,7 @@ def _read_command(text: str, directory: Path, name: str) -> Foreign:
         settings = table | settings
     if not settings:
         raise RecipeError(f"{name}: no command of TRL, verl, prime-rl or AReaL is in it: give {FORMS}")
-    return Foreign(dialect or "TRL", name, settings)
+    return Foreign(dialect or "TRL", name, settings, directory=directory)
 
 
 def _expanded(word: str, variables: Mapping[str, str]) -> str:

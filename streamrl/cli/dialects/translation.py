@@ -81,7 +81,7 @@ def translated(foreign: Foreign) -> Translation:
         for path, chosen in one.sets.items():
             before = origins.pop(path, []) if values.get(path) == chosen else []
             origins[path] = [*before, f"{foreign.dialect}'s {one.key}{' (its default)' if one.default else ''}"]
-            values[path] = chosen
+            values[path] = _placed(path, chosen, foreign)
     if str(values.get("prompts.train")).startswith("hf:openai/gsm8k") and "rewards.0.function" not in values:
         values["rewards.0.function"], origins["rewards.0.function"] = "math", ["what GSM8K's answers are compared by"]
     for path in ("evaluation.every", "evaluation.limit") if not values.get("evaluation.prompts") else ():
@@ -95,6 +95,19 @@ def translated(foreign: Foreign) -> Translation:
     settings = [one for one in every if one.outcome == TRANSLATED or not one.default]
     text = _recipe_text(foreign, values, origins, settings)
     return Translation(foreign.dialect, text, foreign.files, tuple(settings))
+
+
+def _placed(path: str, value: Any, foreign: Foreign) -> Any:
+    """``value``, with the whole path of a file that is in the current directory, or beside the settings."""
+    found = re.match(r"[^?:]+", value) if isinstance(value, str) else None
+    file, options = (found[0], value[found.end() :]) if found else ("", "")
+    plain = path in ("model.path", "prompts.train", "evaluation.prompts") and not options.startswith(":")
+    for directory in (
+        (Path(), foreign.directory) if (plain or file.endswith(".py")) and file not in foreign.files else ()
+    ):
+        if (directory / file).exists():
+            return f"{(directory / file).absolute()}{options}"
+    return value
 
 
 def _setting(dialect: str, key: str, value: Any, given: Given, *, default: bool) -> ForeignSetting:
