@@ -91,7 +91,8 @@ class Generate(Message, frozen=True):
     """Sample one completion. ``prefix_length`` tokens at the end of ``token_ids`` are an earlier part of
     the same completion (a resumed trajectory): they count against ``max_tokens`` already. ``kept`` tokens there were
     sampled with this seed by other weights: what of them these weights choose, too, need not be decoded. ``scored``: so
-    many tokens there are answered, with their logprobs at temperature 1, and nothing is sampled after them."""
+    many tokens there are answered, with their logprobs at temperature 1, and nothing is sampled after them.
+    ``min_tokens``: of the whole completion, as ``max_tokens``."""
 
     request_id: str
     token_ids: TokenArray
@@ -99,6 +100,10 @@ class Generate(Message, frozen=True):
     seed: int
     temperature: float
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
     prefix_length: int = 0
     kept: int = 0
     scored: int = 0
@@ -173,7 +178,8 @@ class OrderFailed(Message, frozen=True):
 
 class EngineLoad(Message, frozen=True):
     """Sent a few times a second, and on change of state. From ``generated_tokens`` on counters since the start:
-    ``preemptions`` for want of KV; ``decode_steps`` took ``decode_s`` and sampled ``decode_tokens``."""
+    ``preemptions`` for want of KV; ``decode_steps`` took ``decode_s`` and sampled ``decode_tokens``, one for each
+    request that ran, and ``accepted_tokens`` more of those that speculative decoding drafted, ``drafted_tokens``."""
 
     running: int = 0
     waiting: int = 0
@@ -183,6 +189,8 @@ class EngineLoad(Message, frozen=True):
     decode_steps: int = 0
     decode_s: float = 0.0
     decode_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 EngineEvent = EngineReady | Generated | GenerationFailed | OrderDone | OrderFailed | EngineLoad

@@ -83,7 +83,7 @@ def _try_model(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:
     if differs:
         print(f"transformers makes other tokens of the first prompt: {differs}")
     if problem:
-        raise RecipeError(f"model.path: {problem}")
+        raise RecipeError(problem if problem.startswith("engines.") else f"model.path: {problem}")
     return problem is not None
 
 

@@ -30,7 +30,8 @@ UNAVAILABLE = "unavailable"
 ABORT_AGAIN_SECONDS = 0.5
 """While an engine is drained: an abort that overtook its request inside of the engine is sent again after so long."""
 
-COUNTERS = ("generated_tokens", "preemptions", "decode_steps", "decode_s", "decode_tokens")
+_OF_STEPS = ("decode_steps", "decode_s", "decode_tokens", "drafted_tokens", "accepted_tokens")
+COUNTERS = ("generated_tokens", "preemptions", *_OF_STEPS)
 """The fields of ``EngineLoad`` that count since the start."""
 
 

@@ -12,6 +12,7 @@ from streamrl.engines.elastic.elastic_engines import ElasticEngines, set_chooser
 from streamrl.engines.elastic.freeing import Freeing
 from streamrl.engines.push.verify import WeightAudit
 from streamrl.engines.vllm.options import CPU_BLOCK_TOKENS, expected_room, installed_device
+from streamrl.engines.vllm.statistics import DraftFigures
 from streamrl.launch.processes import Emit, Processes
 from streamrl.launch.run_record import JournalledRun
 from streamrl.launch.sampling import capacity
@@ -50,7 +51,7 @@ def run_observers(
     races = recipe.rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.response_oversampling > 1
     mismatch = recipe.off_policy.alarm if recipe.compares_logprobs else 0.0  # simulated engines need not agree
     canary = canary_bounds(recipe.training, recipe.engines, installed_device()).alarm
-    header = _trace_header(recipe, run_directory.name, processes)
+    header, drafts = _trace_header(recipe, run_directory.name, processes), DraftFigures(processes.pool.load)
     report = RunReport(
         emit,
         record.control,
@@ -61,7 +62,7 @@ def run_observers(
         serving=lambda: len(processes.pool.serving),
         rewards_in_flight=processes.reward.in_flight,
         loop_lag=watch.take_loop_lag,
-        figures=lambda: elastic.figures | observer_figures(users),
+        figures=lambda: elastic.figures | drafts.take() | observer_figures(users),
         alarms=Alarms(alarm_rules(mismatch, canary)),
         evaluations=evaluations,
         resumption=resumption,

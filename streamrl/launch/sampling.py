@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import anyio.to_thread
+from msgspec import structs
 
 from streamrl.base.run_events import RunWarning
 from streamrl.base.types import token_array
@@ -37,19 +38,16 @@ async def open_rollout(recipe: Recipe, processes: Processes, held_out: HeldOut, 
     alone = False
     if recipe.run.deterministic and recipe.compares_logprobs:
         probes = [prompt.token_ids for prompt in held_out.prompts[:PROBES]] or [token_array((1, 2, 3))]
-        temperature, top_p = recipe.sampling.temperature, recipe.sampling.top_p
-        alone = not await batch_invariant(processes.pool, probes, temperature=temperature, top_p=top_p)
+        alone = not await batch_invariant(processes.pool, probes, recipe.sampling)
     if alone:
         message = "engines sample other bits in a batch than alone: run.deterministic gives them one request at a time"
         await emit(RunWarning(step=0, message=message))
     return RolloutStage(
         processes.pool,
-        max_tokens=recipe.sampling.max_tokens,
-        temperature=recipe.sampling.temperature,
-        top_p=recipe.sampling.top_p,
         verifies_deferred=recipe.tail_batching.verifies(deterministic=recipe.run.deterministic),
         one_at_a_time=alone,
         capacity=capacity(recipe, processes),
+        **structs.asdict(recipe.sampling),
     )
 
 

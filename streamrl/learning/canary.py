@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from streamrl.recipe.rules.engine_arguments import ROUNDING
 from streamrl.recipe.sections import ComputeDtype, Engines, Training
 
 PROBE_TOKENS = 33
@@ -37,4 +38,5 @@ def canary_bounds(training: Training, engines: Engines, device: str) -> CanaryBo
     on_cpu = {"auto": device == "cpu", "cpu": True}.get(training.device, False)
     compute, sampled = training.compute_dtype, engines.dtype
     exact = compute is ComputeDtype.FLOAT32 or (compute is ComputeDtype.AUTO and on_cpu)
+    exact = exact and all(engines.args.get(name) in (None, "auto") for name in ROUNDING)
     return EXACT if exact and (sampled == "float32" or (sampled == "auto" and device == "cpu")) else ROUNDED

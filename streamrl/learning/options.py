@@ -9,6 +9,7 @@ from msgspec import structs
 
 from streamrl.base.run_process import usable_cores
 from streamrl.learning.threads import trainer_threads
+from streamrl.pretrained.tokenizer import end_tokens
 from streamrl.recipe.objective import ObjectiveSettings, OffPolicy, why_not_streaming
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Lora, Recipe, Training
@@ -18,7 +19,8 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     """One rank of the trainer: ``training`` of the recipe, and what else of the run it needs to know.
 
     ``rendezvous``: ``tcp://host:port`` or ``file:///path`` where the ranks meet; empty with one rank.
-    ``temperature`` and ``top_p`` are those of the engines: the policy that is differentiated is the one that sampled.
+    ``temperature`` to ``min_tokens`` are those of the engines: the policy that is differentiated is the one that
+    sampled. ``end_tokens``: ids that cannot be among the first ``min_tokens`` (empty where that is 0).
     ``threads`` 0: every core; ``idle_threads``: while the engines of the host do nothing (0: as many);
     ``freed_threads``: while one of them does nothing, two of them, ... (empty: always ``threads``).
     ``streaming``: groups may be trained before their batch is closed.
@@ -38,6 +40,10 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     freed_threads: tuple[int, ...] = ()
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    end_tokens: tuple[int, ...] = ()
     max_tokens: int = 512
     objective: ObjectiveSettings = ObjectiveSettings()
     off_policy: OffPolicy = OffPolicy()
@@ -57,7 +63,8 @@ def trainer_options(
     recipe: Recipe, rank: int, run_id: str, weights_endpoint: str, *, rendezvous: str = "", resume_from: str = ""
 ) -> TrainerOptions:
     """Options of one rank. Without ``rendezvous`` several ranks meet at a file beside their ipc endpoints."""
-    training, objective = recipe.training, recipe.objective_settings
+    training, objective, sampling = recipe.training, recipe.objective_settings, structs.asdict(recipe.sampling)
+    del sampling["stop"]
     if training.ranks > 1 and not rendezvous and weights_endpoint.startswith("ipc://"):
         directory = weights_endpoint.removeprefix("ipc://").rpartition("/")[0]
         rendezvous = f"file://{directory}/trainer.rendezvous"
@@ -68,9 +75,10 @@ def trainer_options(
         "streaming": training.streaming
         and not recipe.run.deterministic
         and not why_not_streaming(objective, training.updates_per_batch, training.epochs_per_batch),
+        "end_tokens": end_tokens(recipe.model.path).ids if recipe.sampling.min_tokens else (),
     }
     return TrainerOptions(
-        **structs.asdict(training) | decided,
+        **structs.asdict(training) | decided | sampling,
         model_path=recipe.model.path,
         run_id=run_id,
         seed=recipe.run.seed,
@@ -80,9 +88,6 @@ def trainer_options(
         rendezvous=rendezvous,
         idle_threads=threads(engines_on_cpu=False),
         freed_threads=tuple(threads(freed=freed) for freed in range(1, recipe.engines.count + 1)),
-        temperature=recipe.sampling.temperature,
-        top_p=recipe.sampling.top_p,
-        max_tokens=recipe.sampling.max_tokens,
         objective=objective,
         off_policy=recipe.off_policy,
         lora=recipe.lora,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -118,11 +118,19 @@ class Prompts(Section, frozen=True):
 
 
 class Sampling(Section, frozen=True):
-    """Sampling parameters of completions."""
+    """Sampling parameters of completions. Training computes logprobs of the distribution that all of them make."""
 
     temperature: Annotated[PositiveFloat, doc("training uses the same")] = 1.0
     top_p: Annotated[Share, doc("from the likeliest tokens that have this probability together")] = 1.0
+    top_k: Annotated[Natural, doc("from so many of the likeliest tokens (0: all)")] = 0
+    min_p: Annotated[
+        float, Meta(ge=0, lt=1), doc("from tokens with this share of the likeliest one's probability or more")
+    ] = 0.0
     max_tokens: Annotated[Positive, doc("of one completion")] = 512
+    min_tokens: Annotated[Natural, doc("none of the first so many is an end token")] = 0
+    stop: Annotated[
+        tuple[str, ...], doc("texts that end a completion; the tokens that make one are its last, and are trained")
+    ] = ()
 
 
 class OptimizerKind(StrEnum):
@@ -242,6 +250,7 @@ class EngineShape(Section, frozen=True):
         tuple[str, ...],
         doc('kinds of rounds that it always serves, such as ["long"]; empty: decided from what is measured'),
     ] = ()
+    args: Annotated[dict[str, Any], doc("as engines.args, and beside them")] = {}
 
 
 class Engines(Section, frozen=True):
@@ -260,6 +269,10 @@ class Engines(Section, frozen=True):
     dtype: Annotated[EngineDtype, doc('"auto": float32 on a CPU, bfloat16 on CUDA')] = "auto"
     cores: Annotated[tuple[str, ...], doc('of each engine on a CPU, such as ["0-3", "4-7"]')] = ()
     gpu_memory_utilization: Annotated[Share, doc("of a GPU, for all engines on it")] = 0.85
+    args: Annotated[
+        dict[str, Any],
+        doc("arguments of vLLM's engine (AsyncEngineArgs) that no other key sets, such as speculative_config"),
+    ] = {}
     start_timeout_s: Annotated[PositiveFloat, advanced("for an engine that was stopped to be ready again")] = 300.0
     release: Annotated[ReleaseKind, doc("for rounds that end: not continuous ones")] = ReleaseKind.NEVER
     sets: Annotated[tuple[EngineShape, ...], advanced("other sets, prepared beside this one; one is in use")] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -48,7 +49,7 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
     """``count`` engines, from number ``first`` on, of ``tensor_parallel_size`` workers. ``kv_tokens``: of one engine
-    (0: what fits); ``rounds``: kinds of rounds that it always serves."""
+    (0: what fits); ``rounds``: kinds of rounds that it always serves; ``args``: of vLLM."""
 
     first: int = 0
     count: int
@@ -57,6 +58,7 @@ class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int = 0
     cores: tuple[str, ...] = ()
     rounds: tuple[str, ...] = ()
+    args: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
@@ -116,6 +118,7 @@ def prepared_sets(recipe: Recipe) -> tuple[PreparedSet, ...]:
                 kv_tokens=shape.kv_tokens,
                 cores=shape.cores,
                 rounds=shape.rounds,
+                args=engines.args | shape.args,
             )
         )
         first += shape.count

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -111,26 +112,23 @@ class _Attempt:
 
 class RolloutStage:
     """Samples trajectories on ``engine`` (one or a pool). ``run`` once, as a child of the nursery. ``one_at_a_time``:
-    the engine never has two requests of this stage; ``capacity``: requests that count as a full engine."""
+    the engine never has two requests of this stage; ``capacity``: requests that count as a full engine; ``sampling``:
+    fields of every request (``Generate``), from ``max_tokens`` and ``temperature`` on."""
 
     def __init__(
         self,
         engine: Sampler,
         *,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
         verifies_deferred: bool = False,
         one_at_a_time: bool = False,
         capacity: float = math.inf,
+        **sampling: Any,
     ) -> None:
         self._engine = engine
         self._capacity = capacity
         self._turn = anyio.Semaphore(1) if one_at_a_time else nullcontext()
         self._kept = CancelledCompletions() if verifies_deferred else None
-        self._max_tokens = max_tokens
-        self._temperature = temperature
-        self._top_p = top_p
+        self._sampling = sampling
         self._open: dict[TrajectoryId, _Attempt] = {}
         self._waiting = 0
         self._engines_paused = False
@@ -280,13 +278,12 @@ class RolloutStage:
             self._kept.ended(order.id, order.seed, tokens)
 
     def _request(self, order: LaunchTrajectory) -> Generate:
+        own = {} if order.temperature is None else {"temperature": order.temperature}
         return Generate(
             request_id=part_id(str(order.id), 0),
             token_ids=order.prompt.token_ids,
-            max_tokens=self._max_tokens,
             seed=order.seed,
-            temperature=self._temperature if order.temperature is None else order.temperature,
-            top_p=self._top_p,
+            **self._sampling | own,
         )
 
     def _count(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from streamrl.weights.publish.publisher import ShardSpec, WeightPublisher
 from tests.engines.conftest import owned
 
 CONTEXT = 512
+CUTS = {"top_p": 0.97, "top_k": 12, "min_p": 0.02, "min_tokens": 30, "stop": ("w7 w9", "w11 w2")}
 MakeRequest = Callable[..., Generate]
 
 
@@ -61,6 +62,11 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def words_of(token_ids: Iterable[int]) -> str:
+    """As vLLM decodes them: special tokens are left out."""
+    return "".join(f" w{token - 2}" for token in token_ids if token > 1)
 
 
 def assert_well_formed(completion: Completion) -> None:
@@ -213,9 +219,13 @@ async def test_cut_work_goes_on_by_its_tokens(engine: Engine, make_request: Make
         assert joined.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-async def test_whatever_is_kept_a_completion_is_the_one_of_its_seed(engine: Engine, make_request: MakeRequest) -> None:
+@pytest.mark.parametrize("cuts", [{}, CUTS], ids=["all tokens", "some"])
+async def test_whatever_is_kept_a_completion_is_the_one_of_its_seed(
+    engine: Engine, make_request: MakeRequest, cuts: dict[str, object]
+) -> None:
     """All of it, a part, with a token that other weights chose, and what another temperature made of the same noise."""
-    requests = [make_request(request_id=f"whole-{i}", seed=i, max_tokens=90) for i in range(40, 52)]
+    name = f"whole-{len(cuts)}"
+    requests = [make_request(request_id=f"{name}-{i}", seed=i, max_tokens=90, **cuts) for i in range(40, 52)]
     whole, other = Burst(engine, requests), Burst(engine, [hotter(request) for request in requests])
     async with anyio.create_task_group() as group:
         whole.start(group)
@@ -227,7 +237,7 @@ async def test_whatever_is_kept_a_completion_is_the_one_of_its_seed(engine: Engi
         wrong = found.token_ids[:]
         wrong[len(wrong) // 2] = 2 + (wrong[len(wrong) // 2] - 1) % 28
         kept = (found.token_ids[:-1], found.token_ids[: len(found.token_ids) // 2], wrong[:-1], warm.token_ids[:-1])
-        kept_request = msgspec.structs.replace(request, request_id=f"kept-{place}")
+        kept_request = msgspec.structs.replace(request, request_id=f"{name}-kept-{place}")
         asked.append(with_kept(kept_request, kept[place % 4]))
     verified, before = Burst(engine, asked), await sampled_tokens(engine)
     async with anyio.create_task_group() as group:
@@ -286,15 +296,20 @@ async def test_a_closed_engine_says_so() -> None:
 
 
 @pytest.mark.parametrize("engine", [REAL], indirect=True)
+@pytest.mark.parametrize("cuts", [{}, CUTS], ids=["all tokens", "some"])
 async def test_joined_logprobs_are_those_of_one_forward_pass(
-    engine: Engine, make_request: MakeRequest, tiny_model: Path
+    engine: Engine, make_request: MakeRequest, tiny_model: Path, cuts: dict[str, object]
 ) -> None:
-    """Cut, resumed by tokens, joined: every logprob equals a float32 scoring of the whole within 1e-4."""
+    """Cut, resumed by tokens, joined: every logprob equals the trainer's of the whole within 1e-4."""
     torch = pytest.importorskip("torch")
     from transformers import Qwen2ForCausalLM
 
+    from streamrl.learning.objective.logprobs import token_logprobs
+
+    name = f"score-{len(cuts)}"
     requests = [
-        make_request(request_id=f"score-{i}", seed=i, max_tokens=300, temperature=float(i % 4 > 0)) for i in range(16)
+        make_request(request_id=f"{name}-{i}", seed=i, max_tokens=300, temperature=float(i % 4 > 0), **cuts)
+        for i in range(16)
     ]
     burst = Burst(engine, requests)
     async with anyio.create_task_group() as group:
@@ -311,11 +326,25 @@ async def test_joined_logprobs_are_those_of_one_forward_pass(
             rest = resumed_request(request, joined, seed=500 + request.seed, request_id=f"{request.request_id}-again")
             joined = join_completions(joined, await engine.generate(rest))
         sequence = torch.tensor([*request.token_ids, *joined.token_ids])
+        early = torch.arange(len(joined.token_ids)) < request.min_tokens
+        nucleus = (
+            {"top_p": request.top_p, "top_k": request.top_k, "min_p": request.min_p} if request.temperature else {}
+        )
         with torch.no_grad():
-            logprobs = model(sequence[None]).logits[0, len(request.token_ids) - 1 : -1].log_softmax(-1)
-        scored = logprobs.gather(1, sequence[len(request.token_ids) :, None])[:, 0]
+            logits = model(sequence[None]).logits[0, len(request.token_ids) - 1 : -1]
+            scored = token_logprobs(logits, sequence[len(request.token_ids) :], excluded=(early, [1]), **nucleus)[0]
         assert (scored - torch.tensor(joined.behavior_logprobs.tolist())).abs().max() < 1e-4
+        words = words_of(joined.token_ids[: request.min_tokens]), words_of(joined.token_ids[request.min_tokens :])
+        stopped = joined.finish_reason is FinishReason.STOP and joined.token_ids[-1] != 1
+        assert stopped is any(one in words[0][1 - len(one) :] + words[1] for one in request.stop)
     assert resumed > 0, "no completion was cut in the middle"
+
+
+@pytest.mark.parametrize("engine", [REAL], indirect=True)
+async def test_a_stop_string_is_found_across_a_cut(engine: Engine, make_request: MakeRequest) -> None:
+    cut = make_request(token_ids=token_array([2, 3, 9]), prefix_length=1, max_tokens=400, stop=("w7 w",), min_tokens=1)
+    completion = await engine.generate(cut)
+    assert (len(completion.token_ids), completion.finish_reason) == (1, FinishReason.STOP)
 
 
 @pytest.mark.parametrize("engine", [REAL], indirect=True)

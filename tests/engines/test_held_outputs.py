@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from streamrl.engines.vllm import held_outputs
 from streamrl.engines.vllm.held_outputs import HeldOutputs
-from streamrl.engines.vllm.statistics import EngineCounters
+from streamrl.engines.vllm.statistics import DraftFigures, EngineCounters
 
 
 class Kind(enum.Enum):
@@ -61,8 +61,10 @@ class Core:
             requests={},
             running=[],
             kv_cache_manager=SimpleNamespace(usage=0.25),
-            schedule=lambda tokens: SimpleNamespace(
-                num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
+            schedule=lambda tokens, drafts={}: SimpleNamespace(
+                num_scheduled_tokens=tokens,
+                total_num_scheduled_tokens=sum(tokens.values()),
+                scheduled_spec_decode_tokens=drafts,
             ),
             _preempt_request=lambda request: None,
         )
@@ -181,7 +183,7 @@ def test_steps_are_counted_and_what_a_pause_preempts_is_no_want_of_memory() -> N
         core.scheduler._preempt_request("by a pause")
 
         def step(preempts: int = preempts) -> bool:
-            core.scheduler.schedule({"a-0": 1, "b-2": 1 if preempts else 400})
+            core.scheduler.schedule({"a-0": 1, "b-2": 4 if preempts else 400}, {"b-2": [7, 8, 9]})
             core.step({"a-0": 1, "b-2": 2}, set())
             for _ in range(preempts):
                 core.scheduler._preempt_request("for want of memory")
@@ -189,7 +191,11 @@ def test_steps_are_counted_and_what_a_pause_preempts_is_no_want_of_memory() -> N
 
         assert core.outputs.count(counters, step) is (preempts == 1)
     load = counters.load(open_requests=2, paused=False)
-    assert (load.generated_tokens, load.decode_steps, load.decode_tokens) == (6, 1, 3), "the first was a prefill"
+    assert (load.generated_tokens, load.decode_steps, load.decode_tokens) == (6, 1, 2), "the first was a prefill"
+    assert (load.drafted_tokens, load.accepted_tokens) == (3, 1)
+    figures = DraftFigures(lambda: load)
+    assert figures.take() == {"perf/draft_accepted_ratio": 1 / 3, "perf/draft_accepted_per_step": 0.5}
+    assert figures.take() == {}, "nothing since"
     assert load.decode_s > 0 and load.preemptions == 1 and load.kv_cache_usage == 0.25
 
 

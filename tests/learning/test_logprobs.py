@@ -27,6 +27,17 @@ def test_token_logprobs_by_hand() -> None:
     assert float(entropy) == pytest.approx(-sum(p * math.log(p) for p in (0.5 / 0.8, 0.3 / 0.8)), rel=1e-5)
 
 
+def test_min_p_top_k_and_excluded_tokens_by_hand() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    for cut in ({"top_k": 2}, {"min_p": 0.59}, {"min_p": 0.29, "top_k": 2}):
+        logprobs, entropy = token_logprobs(logits, torch.tensor([1]), **cut)
+        assert float(logprobs) == pytest.approx(math.log(0.3 / 0.8), rel=1e-5)
+        assert float(entropy) == pytest.approx(-sum(p * math.log(p) for p in (0.5 / 0.8, 0.3 / 0.8)), rel=1e-5)
+    early = torch.tensor([True, False])
+    logprobs, _ = token_logprobs(logits.repeat(2, 1), torch.tensor([1, 1]), excluded=(early, [0, 3]))
+    assert logprobs.tolist() == pytest.approx([math.log(0.3 / 0.45), math.log(0.3)], rel=1e-5)
+
+
 def test_sampled_token_stays_in_the_nucleus() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
     assert nucleus_mask(logits, 0.7, torch.tensor([0])).tolist() == [[False, False, True, True]]
@@ -36,13 +47,15 @@ def test_sampled_token_stays_in_the_nucleus() -> None:
 
 
 @pytest.mark.vllm
-def test_nucleus_is_that_of_vllm() -> None:
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (7, 0.9), (7, 1.0), (40, 0.9)])
+def test_nucleus_is_that_of_vllm(top_k: int, top_p: float) -> None:
     sampler = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
     torch.manual_seed(0)
     logits = (torch.randn(500, 32) * 2).round(decimals=1)  # rounded: ties
-    theirs = sampler.apply_top_k_top_p_pytorch(logits.clone(), None, torch.full((500,), 0.9)).log_softmax(-1)
+    k = torch.full((500,), min(top_k, 32)) if top_k else None
+    theirs = sampler.apply_top_k_top_p_pytorch(logits.clone(), k, torch.full((500,), top_p)).log_softmax(-1)
     targets = theirs.exp().multinomial(1)[:, 0]
-    ours, _ = token_logprobs(logits, targets, top_p=0.9)
+    ours, _ = token_logprobs(logits, targets, top_p=top_p, top_k=top_k)
     # one token more or less in the nucleus would move a logprob by 1e-3 at least
     torch.testing.assert_close(ours, theirs.gather(1, targets[:, None])[:, 0], rtol=0, atol=2e-6)
 

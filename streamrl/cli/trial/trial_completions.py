@@ -213,10 +213,8 @@ async def groups_from_engine(
             request = Generate(
                 request_id=f"{group}.{index}",
                 token_ids=prompt.token_ids,
-                max_tokens=recipe.sampling.max_tokens,
                 seed=group * samples + index,
-                temperature=recipe.sampling.temperature,
-                top_p=recipe.sampling.top_p,
+                **structs.asdict(recipe.sampling),
             )
             nonlocal done
             async with places:

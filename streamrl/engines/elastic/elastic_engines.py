@@ -257,7 +257,11 @@ class ElasticEngines(Observer):
         for name, load in self._pool.loads().items():
             before, self._loads[name] = self._loads.get(name, EngineLoad()), load
             if (steps := load.decode_steps - before.decode_steps) > 0:
-                self._paces[name] = (load.decode_s - before.decode_s) / steps
+                sampled, more = (
+                    load.decode_tokens - before.decode_tokens,
+                    load.accepted_tokens - before.accepted_tokens,
+                )
+                self._paces[name] = (load.decode_s - before.decode_s) / steps / (1 + more / max(sampled, 1))
         if len(served) < 2 or not self._set.kv_tokens:
             return None
         if any(requests and name not in self._paces for name, requests in served.items()):

@@ -18,6 +18,7 @@ from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone,
 from streamrl.base.types import Completion, FinishReason, VersionSpan, float_array, token_array
 from streamrl.engines.file_weights import FilePush
 from streamrl.engines.plain_vllm.options import PlainOptions, vllm_config
+from streamrl.engines.plain_vllm.stop_strings import BEFORE, find_across_parts
 from streamrl.engines.resumption import accepted_part, empty_completion, remaining_tokens, without_kept
 from streamrl.pretrained.tokenizer import end_tokens
 
@@ -69,6 +70,7 @@ class PlainVllmEngine:
         self._end_tokens = (await self._thread.call(partial(end_tokens, self._plain.model_path))).ids
         try:
             self._llm = await self._thread.call(self._build)
+            find_across_parts()
         except ModelRefused:
             raise
         except Exception as error:
@@ -256,14 +258,20 @@ def _sampling_params(request: Generate, **changes: Any) -> SamplingParams:
         "n": 1,
         "temperature": request.temperature,
         "top_p": request.top_p,
+        "top_k": request.top_k,
+        "min_p": request.min_p,
         "seed": request.seed,
         "max_tokens": remaining_tokens(request),
+        "min_tokens": max(request.min_tokens - request.prefix_length, 0),
+        "stop": list(request.stop),
         "logprobs": 0,
         "flat_logprobs": True,
-        "detokenize": False,
+        "detokenize": bool(request.stop),
         "output_kind": RequestOutputKind.FINAL_ONLY,
         "skip_clone": True,
     }
+    if request.stop and request.prefix_length:
+        changes["extra_args"] = {BEFORE: request.prefix_length} | changes.get("extra_args", {})
     return SamplingParams(**(arguments | changes))
 
 

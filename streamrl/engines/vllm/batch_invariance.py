@@ -7,27 +7,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from msgspec import structs
+
 from streamrl.base.concurrent_calls import all_of
 from streamrl.base.messages import Generate
 from streamrl.base.seeds import derive_seed
 from streamrl.base.types import Completion, TokenArray
 from streamrl.contracts import Sampler
+from streamrl.recipe.sections import Sampling
 
 PROBES = 16
 PROBE_TOKENS = 64
 
 
-async def batch_invariant(engine: Sampler, prompts: Sequence[TokenArray], *, temperature: float, top_p: float) -> bool:
+async def batch_invariant(engine: Sampler, prompts: Sequence[TokenArray], sampling: Sampling) -> bool:
     """Sample ``PROBES`` completions one by one, then all at once: are tokens and logprobs the same, bit for bit? Raises
     ``EngineError`` and ``RequestRefused``."""
+    drawn = structs.asdict(structs.replace(sampling, max_tokens=PROBE_TOKENS, min_tokens=0))
     requests = [
         Generate(
             request_id=f"probe-{number}",
             token_ids=prompts[number % len(prompts)],
-            max_tokens=PROBE_TOKENS,
             seed=derive_seed(0, "batch invariance", number),
-            temperature=temperature,
-            top_p=top_p,
+            **drawn,
         )
         for number in range(PROBES)
     ]

@@ -1,6 +1,7 @@
 """Changes to the sampler of vLLM's CPU worker: kept tokens are verified in one prefill, a seeded request starts at
-token n, random numbers are drawn in blocks. Three methods of vLLM 0.32, patched by our plugin in each worker process.
-The first two changes act only on requests that carry our arguments (``SamplingParams.extra_args``).
+token n, random numbers are drawn in blocks, drafted tokens have the temperature of their request. Three methods and a
+function of vLLM 0.32, patched by our plugin in each worker process. The first two changes act only on requests that
+carry our arguments (``SamplingParams.extra_args``).
 
 On CPU a request's generator gives one number a token, and the sampler's Gumbel noise is a function of that number and
 of the token id (``TopKTopPSampler.forward_cpu``). So the random numbers of any position can be drawn again. A CUDA
@@ -19,6 +20,10 @@ COMPARE = "streamrl_compare"
 SKIP = "streamrl_skip"
 """Extra argument: so many tokens were sampled with this seed before."""
 
+FEWEST = "streamrl_fewest"
+"""Extra argument beside ``COMPARE``: none of the first so many of those tokens can be an end token."""
+
+EXPANSION_VARIABLE = "STREAMRL_CPU_EXPANSION"  # "stock": as vLLM does
 NUMBERS_VARIABLE = "STREAMRL_CPU_NUMBERS"  # "stock": one number at a time, as vLLM does, to measure against
 _AHEAD = 64  # numbers drawn at once: 0.1 us for one, in place of 3
 _SEEDS = 2**31  # range of the number that forward_cpu draws for a token
@@ -35,6 +40,8 @@ def verifies() -> bool:
 
 def add_continuation() -> None:
     """Patch this process. Called by the plugin, before a model runner is made."""
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -69,6 +76,18 @@ def add_continuation() -> None:
     GPUModelRunner._get_prompt_logprobs_dict = score
     if os.environ.get(NUMBERS_VARIABLE) != "stock":
         TopKTopPSampler.forward_cpu = drawn_ahead(TopKTopPSampler.forward_cpu)
+    if current_platform.is_cpu() and os.environ.get(EXPANSION_VARIABLE) != "stock":
+        rejection_sampler.expand_batch_to_tokens = expanded
+
+
+def expanded(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+    """``x`` [requests] for each drafted token: [tokens]; ``cu_num_tokens``: drafted until the end of each request.
+    Values that equal ``replace_from`` become ``replace_to``. On a CPU vLLM 0.32 writes temperature, top-k and top-p to
+    a copy in integers, and the sampler reads memory that nobody wrote (``cpu_triton_utils._expand_kernel_impl``)."""
+    import torch
+
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
 def drawn_ahead(stock: Any) -> Any:
@@ -108,8 +127,8 @@ def _draw(generator: Any, count: int) -> Any:
 
 
 def _choices(runner: Any, request: Any, hidden_states: Any) -> tuple[Any, Any]:
-    """(choices, logprobs of the kept tokens), each [kept], of the last tokens of a prompt. As
-    ``Sampler.forward`` treats the tokens that it samples: temperature, top-p, then logprobs and noise."""
+    """(choices, logprobs of the kept tokens), each [kept], of the last tokens of a prompt. As ``Sampler.forward``
+    treats the tokens that it samples: end tokens, temperature, min-p, top-k, top-p, then logprobs and noise."""
     import torch
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -119,11 +138,16 @@ def _choices(runner: Any, request: Any, hidden_states: Any) -> tuple[Any, Any]:
     first = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request.req_id]].item()
     last = first + len(tokens) - 1
     logits = runner.model.compute_logits(hidden_states[last - kept : last]).to(torch.float32)
+    logits[: max(_argument(params, FEWEST), 0), list(params.all_stop_token_ids)] = -torch.inf
     greedy = params.temperature < _GREEDY
     if not greedy:
         logits = logits / params.temperature
-    if params.top_p < 1:
-        logits = apply_top_k_top_p(logits, None, torch.full((kept,), params.top_p))
+    if params.min_p > 0:
+        probabilities = logits.softmax(dim=-1)
+        logits = logits.masked_fill(probabilities < params.min_p * probabilities.amax(-1, keepdim=True), -torch.inf)
+    k = torch.full((kept,), min(params.top_k, logits.shape[-1])) if params.top_k > 0 else None
+    p = torch.full((kept,), params.top_p) if params.top_p < 1 else None
+    logits = apply_top_k_top_p(logits, k, p)
     there = torch.tensor(tokens[-kept:], dtype=torch.long).unsqueeze(1)
     logprobs = logits.log_softmax(dim=-1).gather(1, there).squeeze(1)
     if greedy:

@@ -27,12 +27,14 @@ from streamrl.engines.resumption import (
     resumed_request,
     without_kept,
 )
+from streamrl.engines.vllm.arguments import checked_arguments
 from streamrl.engines.vllm.gpus import visible_gpus
 from streamrl.engines.vllm.held_outputs import ABORT, hold_outputs
 from streamrl.engines.vllm.options import EngineOptions, batched_tokens
 from streamrl.engines.vllm.processes import ProcessWatch, core_is_forked, fork_engine_core
 from streamrl.engines.vllm.statistics import EngineCounters, kv_tokens
 from streamrl.pretrained.tokenizer import tokenizer_digest
+from streamrl.recipe.toml_text import toml_value
 from streamrl.weights import engine_environment, engine_push
 
 log = logging.getLogger(__name__)
@@ -142,15 +144,16 @@ class VllmEngine(PlainVllmEngine):
         rest = resumed_request(whole, accepted, seed=request.seed)
         if remaining_tokens(rest) == 0:
             return msgspec.structs.replace(accepted, finish_reason=FinishReason.LENGTH)
-        arguments = {continuation.SKIP: held} if held else None
+        arguments = {continuation.SKIP: held} if held else {}
         return join_completions(accepted, completion_of(await self._sampled(rest, extra_args=arguments)))
 
     async def _scored(self, whole: Generate, tokens: TokenArray) -> Completion:
         """The part of ``tokens`` that these weights choose, too, as what was sampled so far."""
         from streamrl.engines.vllm import continuation
 
-        asked = msgspec.structs.replace(whole, token_ids=whole.token_ids + tokens)
-        comparing: dict[str, Any] = {"extra_args": {continuation.COMPARE: len(tokens)}, "prompt_logprobs": 0}
+        asked = msgspec.structs.replace(whole, token_ids=whole.token_ids + tokens, min_tokens=0, stop=())
+        arguments = {continuation.COMPARE: len(tokens), continuation.FEWEST: whole.min_tokens - whole.prefix_length}
+        comparing: dict[str, Any] = {"extra_args": arguments, "prompt_logprobs": 0}
         pauses = -1
         while pauses != self._pauses:  # the weights may have changed since: what is in flight now is not affected
             pauses = self._pauses
@@ -181,8 +184,8 @@ def engine_config(options: EngineOptions) -> Any:
     if options.cache_blocks:
         more |= {"block_size": options.block_tokens, "num_gpu_blocks_override": options.cache_blocks}
     try:
-        config = vllm_config(options, **more)
-    except ValueError as error:
+        config = vllm_config(options, **more | checked_arguments(options.args, on_cpu=options.on_cpu))
+    except (ValueError, ImportError) as error:  # a method of speculation whose package is missing
         raise ModelRefused(f"{options.name}: {_why_refused(options, str(error))}") from error
     if options.on_cpu and not config.model_config.use_mla:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -198,4 +201,5 @@ def _why_refused(options: EngineOptions, said: str) -> str:
     if found := re.search(r"derived max_model_len \(\w+=(\d+)", said):
         key = "engines.max_model_len" if options.pushed else "judge.advanced.max_model_len"
         return f"the model has {found[1]} positions, and {options.max_model_len} are asked for: set {key} = {found[1]}"
-    return f"vLLM cannot serve {options.model_path}: {said}"
+    given = f" with engines.args = {toml_value(options.args)}" if options.args else ""
+    return f"vLLM cannot serve {options.model_path}{given}: {said}"

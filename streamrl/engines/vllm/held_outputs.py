@@ -76,6 +76,7 @@ class HeldOutputs:
         self._held: dict[str, _Held | None] = {}  # by request; None: its outputs are not held
         self._version: str | None = None  # of all that is held
         self._tokens, self._prefilled, self._preempted = 0, False, 0
+        self._drafted = self._accepted = 0
         preempt, schedule = scheduler._preempt_request, scheduler.schedule
 
         def preempt_and_count(*arguments: Any, **options: Any) -> None:
@@ -84,7 +85,9 @@ class HeldOutputs:
 
         def schedule_and_look(*arguments: Any, **options: Any) -> Any:
             scheduled = schedule(*arguments, **options)
-            self._prefilled = scheduled.total_num_scheduled_tokens > len(scheduled.num_scheduled_tokens)
+            self._drafted = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+            decoded = len(scheduled.num_scheduled_tokens) + self._drafted
+            self._prefilled = scheduled.total_num_scheduled_tokens > decoded
             return scheduled
 
         scheduler._preempt_request, scheduler.schedule = preempt_and_count, schedule_and_look
@@ -92,11 +95,13 @@ class HeldOutputs:
     def count(self, counters: EngineCounters, step: Callable[[], Any]) -> bool:
         """Run a step of the core and count it."""
         self._tokens, self._prefilled, self._preempted = 0, False, 0  # clearing the cache in a pause preempts, too
+        self._drafted = self._accepted = 0
         began_s, scheduler = time.monotonic(), self._scheduler
         executed = bool(step())
         decoded_s = None if self._prefilled else time.monotonic() - began_s
         usage = scheduler.kv_cache_manager.usage
-        counters.count_step(self._tokens, decoded_s, self._preempted, running=len(scheduler.running), kv_usage=usage)
+        state = {"running": len(scheduler.running), "drafted": self._drafted, "accepted": self._accepted}
+        counters.count_step(self._tokens, decoded_s, self._preempted, kv_usage=usage, **state)
         return executed
 
     def discard(self, request_ids: list[str]) -> None:
@@ -123,6 +128,7 @@ class HeldOutputs:
         """Return whether ``output`` is to be sent now, with all that was held of its request. vLLM's input thread puts
         error outputs here, too, for requests that it could not preprocess: nothing is held of those."""
         self._tokens += len(output.new_token_ids)
+        self._accepted += max(len(output.new_token_ids) - 1, 0)  # without speculation a step samples one
         ends = output.finish_reason is not None
         if (held := self._held.get(output.request_id)) is not None:
             held.add(output)

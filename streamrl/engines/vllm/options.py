@@ -39,7 +39,8 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 class EngineOptions(PlainOptions, frozen=True, kw_only=True):
     """``cache_blocks`` 0: vLLM decides from free memory (CUDA). ``batch_tokens`` 0: see ``batched_tokens``. ``sleeps``:
-    its memory must be such that it can be put to sleep. ``pushed``: it gets weights from a trainer."""
+    its memory must be such that it can be put to sleep. ``pushed``: it gets weights from a trainer. ``args``: the
+    recipe's own arguments of vLLM."""
 
     cache_blocks: int
     block_tokens: int
@@ -47,6 +48,7 @@ class EngineOptions(PlainOptions, frozen=True, kw_only=True):
     sleeps: bool
     batch_tokens: int = 0
     pushed: bool = True
+    args: dict[str, Any] = {}
 
 
 def engine_options(
@@ -82,6 +84,7 @@ def engine_options(
         sleeps=not on_cpu and bool(recipe.engines.sets) and recipe.engines.sleep_level > 0,
         environment=_environment(recipe, index, mine, socket_directory, config, on_cpu),
         batch_tokens=recipe.engines.max_num_batched_tokens,
+        args=mine.args,
     )
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from streamrl.base.errors import StreamRLError
+from streamrl.learning.batches.processed_logprobs import processed_logprobs
 from streamrl.learning.model.critic import Critic
 from streamrl.learning.model.policy import MicroBatch, PackedPolicy, chunks, compute_context
-from streamrl.learning.objective.logprobs import token_logprobs
 from streamrl.learning.objective.objectives import TokenInputs, TokenLoss, needs_whole_sequences, token_loss, value_loss
 from streamrl.learning.options import TrainerOptions
 
@@ -114,12 +114,8 @@ def _through_head(
     parts = chunks(policy, row.targets_N.numel())
 
     def processed(part: slice) -> tuple[Tensor, Tensor]:
-        return token_logprobs(
-            policy.head(leaf_ND[part]),
-            row.targets_N[part],
-            temperature=options.temperature,
-            top_p=options.top_p,
-            entropy_gradient=settings.entropy_coefficient != 0,
+        return processed_logprobs(
+            policy, leaf_ND, row, part, options, entropy_gradient=settings.entropy_coefficient != 0
         )
 
     def loss_of(logprobs_N: Tensor, entropy_N: Tensor, inputs: TokenInputs) -> TokenLoss:

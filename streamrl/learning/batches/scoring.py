@@ -11,6 +11,7 @@ from torch import Tensor
 from streamrl.base.types import TrainingSample, TrajectoryId
 from streamrl.learning.batches.packing import PreparedSample, packed_rows
 from streamrl.learning.batches.preparation import SampleScores
+from streamrl.learning.batches.processed_logprobs import processed_logprobs
 from streamrl.learning.canary import probe_tokens
 from streamrl.learning.model.attention import PackedSequence, packed_layout
 from streamrl.learning.model.critic import Critic
@@ -23,7 +24,6 @@ from streamrl.learning.model.policy import (
     set_sharded,
 )
 from streamrl.learning.objective.advantages import FloatVector
-from streamrl.learning.objective.logprobs import token_logprobs
 from streamrl.learning.options import TrainerOptions
 
 
@@ -71,10 +71,7 @@ def score_samples(
 
 def _logprobs(policy: PackedPolicy, hidden_ND: Tensor, row: MicroBatch, options: TrainerOptions) -> Tensor:
     found = [
-        token_logprobs(
-            policy.head(hidden_ND[part]), row.targets_N[part], temperature=options.temperature, top_p=options.top_p
-        )[0]
-        for part in chunks(policy, row.targets_N.numel())
+        processed_logprobs(policy, hidden_ND, row, part, options)[0] for part in chunks(policy, row.targets_N.numel())
     ]
     return torch.cat(found)
 

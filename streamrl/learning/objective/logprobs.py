@@ -3,24 +3,32 @@ trained tokens, ``V`` vocabulary."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def nucleus_mask(logits_NV: Tensor, top_p: float, targets_N: Tensor) -> Tensor:
-    """True where vLLM's top-p sampler removes a token. Bool [N, V].
+def nucleus_mask(logits_NV: Tensor, top_p: float, targets_N: Tensor, *, top_k: int = 0, min_p: float = 0.0) -> Tensor:
+    """True where vLLM's sampler removes a token by min-p, top-k and top-p. Bool [N, V].
 
-    Repeats ``apply_top_k_top_p_pytorch`` of vLLM 0.32 operation for operation in float32 (ascending sort, softmax,
-    cumulative sum, ``<= 1 - p``, the last one always kept), so that equal logits give an equal nucleus. Either of two
-    tied tokens at the edge may be cut; both weigh the same, so the renormalised rest does not depend on which. Logits
-    that differ in the last bits can move a token at the very edge. The sampled token was inside by construction, so it
-    is kept in any case: its logprob stays finite."""
+    Repeats vLLM 0.32 (``MinPLogitsProcessor``, ``apply_top_k_top_p_pytorch``) operation for operation in float32
+    (ascending sort, softmax, cumulative sum, ``<= 1 - p``, the last one always kept), so that equal logits give an
+    equal nucleus. Either of two tied tokens at the edge may be cut; both weigh the same, so the renormalised rest does
+    not depend on which. Logits that differ in the last bits can move a token at the very edge. The sampled token was
+    inside by construction, so it is kept in any case: its logprob stays finite."""
+    if min_p > 0:
+        probabilities_NV = logits_NV.softmax(dim=-1)
+        unlikely_NV = probabilities_NV < probabilities_NV.amax(-1, keepdim=True) * min_p
+        logits_NV = logits_NV.masked_fill(unlikely_NV, -torch.inf)
     sorted_NV, order_NV = logits_NV.sort(dim=-1, descending=False)
-    cumulative_NV = torch.cumsum(sorted_NV.softmax(dim=-1), dim=-1)
-    threshold = 1 - torch.tensor(top_p, dtype=torch.float32, device=logits_NV.device)
-    removed_NV = cumulative_NV <= threshold
+    if 0 < top_k < sorted_NV.shape[-1]:
+        sorted_NV = sorted_NV.masked_fill(sorted_NV < sorted_NV[:, -top_k, None], -torch.inf)
+    removed_NV = sorted_NV == -torch.inf
+    if top_p < 1:
+        threshold = 1 - torch.tensor(top_p, dtype=torch.float32, device=logits_NV.device)
+        removed_NV |= torch.cumsum(sorted_NV.softmax(dim=-1), dim=-1) <= threshold
     removed_NV[:, -1] = False
     mask_NV = torch.zeros_like(removed_NV).scatter_(-1, order_NV, removed_NV)
     return mask_NV.scatter_(-1, targets_N[:, None], False)
@@ -72,20 +80,28 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    excluded: tuple[Tensor, Sequence[int]] | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of the targets under the processed distribution, and its entropy in nats. Float32 [N] and [N].
 
-    Processed as the engine does it: divide by the temperature, cut the nucleus, renormalise. Only with
-    ``entropy_gradient`` can the entropy be differentiated (it keeps the logits for it). Logits must be finite."""
+    Processed as the engine does it: divide by the temperature, cut the nucleus, renormalise. ``excluded``: rows (bool
+    [N]) and tokens that could not be sampled there. Only with ``entropy_gradient`` can the entropy be differentiated
+    (it keeps the logits for it). Logits must be finite."""
     # float64 stays what it is, for the references of the tests
     scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if temperature != 1.0:
         scaled_NV = scaled_NV / temperature
-    if top_p < 1.0:
-        removed_NV = nucleus_mask(scaled_NV.detach(), top_p, targets_N)
-        # Not -inf: 0 * -inf in the entropy is NaN.
-        scaled_NV = scaled_NV.masked_fill(removed_NV, torch.finfo(scaled_NV.dtype).min)
+    lowest = torch.finfo(scaled_NV.dtype).min  # not -inf: 0 * -inf in the entropy is NaN
+    if excluded is not None:
+        removed_NV = torch.zeros_like(scaled_NV, dtype=torch.bool)
+        removed_NV[:, list(excluded[1])] = excluded[0][:, None]
+        scaled_NV = scaled_NV.masked_fill(removed_NV, lowest)
+    if top_p < 1.0 or top_k or min_p:
+        removed_NV = nucleus_mask(scaled_NV.detach(), top_p, targets_N, top_k=top_k, min_p=min_p)
+        scaled_NV = scaled_NV.masked_fill(removed_NV, lowest)
     result: tuple[Tensor, Tensor] = _SampledLogprobs.apply(  # type: ignore[no-untyped-call]
         scaled_NV, targets_N, entropy_gradient
     )

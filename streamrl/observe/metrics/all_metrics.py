@@ -193,6 +193,10 @@ perf/wasted_tok_<reason>_total | tokens | total | Generated tokens that were not
 perf/kept_tok_accepted_ratio | share | share | Tokens of deferred completions that the new weights chose again, of all
     that were verified since the last step (tail_batching.deferred_prompts = "verify"); they were not decoded twice,
     though they count as wasted where they lost.
+perf/draft_accepted_ratio | share | share | Tokens that speculative decoding drafted and the engine sampled, of all
+    drafted ones, in steps without a prefill (engines.args.speculative_config).
+perf/draft_accepted_per_step | tokens | mean | Of those, tokens that a request gained in a step of an engine, beside the
+    one that each step samples.
 perf/wasted_tok_ratio | share | share | Generated tokens that were not trained, of all whose end is known.
 # What engines and weight pushes report.
 engines/set | number | last | Which of the prepared sets of engines serves: 0 is the first.

@@ -156,6 +156,11 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
         prompts=structs.replace(recipe.prompts, train=resolve_spec(recipe.prompts.train, directory)),
         rollout=structs.replace(recipe.rollout, policy=resolve_function(recipe.rollout.policy, directory)),
         rewards=tuple(resolved_reward(reward, directory) for reward in recipe.rewards),
+        engines=structs.replace(
+            recipe.engines,
+            args=_arguments(recipe.engines.args, directory),
+            sets=tuple(structs.replace(one, args=_arguments(one.args, directory)) for one in recipe.engines.sets),
+        ),
         judge=structs.replace(recipe.judge, model=resolve_model(recipe.judge.model, directory)),
         reward_limits=structs.replace(
             recipe.reward_limits, combine=resolve_function(recipe.reward_limits.combine, directory)
@@ -175,6 +180,14 @@ def resolved_reward(reward: Reward, directory: Path) -> Reward:
         for name, value in reward.options.items()
     }
     return structs.replace(reward, function=resolve_function(reward.function, directory), options=options)
+
+
+def _arguments(arguments: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """``arguments`` of vLLM with the path of a draft model absolute, where ``./`` or ``../`` marks it as one."""
+    drafts = arguments.get("speculative_config")
+    if isinstance(drafts, dict) and str(drafts.get("model", "")).startswith(_MARKED_PATHS):
+        return arguments | {"speculative_config": {**drafts, "model": str(_absolute(drafts["model"], directory))}}
+    return arguments
 
 
 def _is_path(function: str, option: str, value: Any) -> bool:

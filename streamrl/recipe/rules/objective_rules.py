@@ -103,7 +103,7 @@ def groups_have_a_baseline(recipe: Recipe) -> Broken:
         )
 
 
-@rule("objective", "sampling.max_tokens")
+@rule("objective", "sampling")
 def values_with_an_effect(recipe: Recipe) -> Broken:
     """Clips spare on-policy tokens; the KL is a penalty where it stands, and policies are not cut by top-p; the critic
     is trained; DAPO's soft punishment has a length that is not punished, and a penalty."""
@@ -120,13 +120,14 @@ def values_with_an_effect(recipe: Recipe) -> Broken:
             'k1 in the loss has a gradient of mean 0, so that it holds the policy nowhere: set kl_estimator = "k2" '
             'or "k3", or kl_in = "reward"',
         )
-    if settings.has_reference and recipe.sampling.top_p < 1:
-        yield Problem(
-            "objective.kl_coefficient",
-            f"{shown(objective.kl_coefficient)} has no KL to estimate with sampling.top_p = "
-            f"{shown(recipe.sampling.top_p)}, which cuts policy and reference to different tokens: "
-            "set sampling.top_p = 1, or remove kl_coefficient",
-        )
+    for name, unset in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if settings.has_reference and (value := getattr(recipe.sampling, name)) != unset:
+            yield Problem(
+                "objective.kl_coefficient",
+                f"{shown(objective.kl_coefficient)} has no KL to estimate with sampling.{name} = {shown(value)}, which "
+                f"cuts policy and reference to different tokens: set sampling.{name} = {unset:g}, or remove "
+                "kl_coefficient",
+            )
     if settings.has_critic and objective.value_coefficient == 0:
         yield Problem(
             "objective.value_coefficient",

@@ -1,0 +1,39 @@
+"""Logprobs of the trained tokens of a row under the distribution that the engine sampled from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from streamrl.learning.model.policy import MicroBatch, PackedPolicy
+from streamrl.learning.objective.logprobs import token_logprobs
+from streamrl.learning.options import TrainerOptions
+
+
+def processed_logprobs(
+    policy: PackedPolicy,
+    hidden_ND: Tensor,
+    row: MicroBatch,
+    part: slice,
+    options: TrainerOptions,
+    *,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies of ``part`` of the trained tokens of ``row``, by ``policy`` (or its reference). Float32
+    [N] and [N], N the tokens of the part."""
+    excluded = None
+    if options.min_tokens:
+        sequence_N = row.inputs.sequence_N
+        counts = torch.bincount(sequence_N, minlength=row.inputs.sequences)
+        place_N = torch.arange(len(sequence_N), device=counts.device) - (counts.cumsum(0) - counts)[sequence_N]
+        excluded = (place_N < options.min_tokens)[part], options.end_tokens
+    return token_logprobs(
+        policy.head(hidden_ND[part]),
+        row.targets_N[part],
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        excluded=excluded,
+        entropy_gradient=entropy_gradient,
+    )

@@ -1,0 +1,141 @@
+"""Rules of ``engines.args`` and of what speculative decoding allows. Names and types are those of the installed vLLM,
+which the dry run's process and every engine's host ask (``engines/vllm/arguments.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from streamrl.recipe.problems import shown
+from streamrl.recipe.rules.rule import Broken, Problem, rule
+from streamrl.recipe.sections import Recipe
+
+SPECULATION = "speculative_config"
+SET_BY = {
+    **dict.fromkeys(
+        ("model", "tokenizer", "tokenizer_mode", "model_weights", "revision", "download_dir"), "model.path"
+    ),
+    **dict.fromkeys(("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens"), "engines.{}"),
+    **dict.fromkeys(("tensor_parallel_size", "gpu_memory_utilization"), "engines.{}"),
+    **dict.fromkeys(("num_gpu_blocks_override", "kv_cache_memory_bytes", "block_size"), "engines.kv_tokens"),
+    "data_parallel_size": "engines.count",
+    "enable_sleep_mode": "engines.sleep_level",
+    "enable_lora": "lora.rank",
+    "seed": "run.seed",
+    **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), f"engines.args.{SPECULATION}"),
+}
+"""Arguments of vLLM by the key of the recipe that sets them (``{}``: of the same name)."""
+
+_PROCESSES = "streamrl starts the processes of an engine and watches them"
+_DISTRIBUTION = "the trainer computes the logprobs of another distribution"
+_FILES = "trainer and engines read the model's files as they are"
+_PUSHED = "pushed weights would not reach what the engine computes with"
+REFUSED = {
+    "logprobs_mode": "training needs the logprobs of the distribution that was sampled",
+    "weight_transfer_config": "weights come from the trainer",
+    "enable_prefix_caching": "it is always on, because the siblings of a group share their prompt",
+    "disable_log_stats": "streamrl counts what an engine does",
+    "skip_tokenizer_init": "sampling.stop and the judge need the tokenizer",
+    "trust_remote_code": "no code of a model is run",
+    "hf_token": "nothing is downloaded by an engine",
+    **dict.fromkeys(
+        ("distributed_executor_backend", "worker_cls", "worker_extension_cls", "scheduler_cls"), _PROCESSES
+    ),
+    **dict.fromkeys(("pipeline_parallel_size", "nnodes", "node_rank", "master_addr", "master_port"), _PROCESSES),
+    **dict.fromkeys(("logits_processors", "watermark_config", "diffusion_config"), _DISTRIBUTION),
+    **dict.fromkeys(("generation_config", "override_generation_config"), "[sampling] says what is sampled"),
+    **dict.fromkeys(("load_format", "hf_overrides", "hf_config_path", "disable_sliding_window"), _FILES),
+    **dict.fromkeys(("enable_eplb", "cpu_offload_gb", "offload_backend", "offload_group_size"), _PUSHED),
+    "kv_sharing_fast_prefill": "the logprobs of given tokens would be wrong",
+    **dict.fromkeys(("kv_transfer_config", "ec_transfer_config"), "keys and values of older weights would be read"),
+}
+"""Arguments that no run can have, and why."""
+
+ROUNDING = ("quantization", "quantization_config", "kv_cache_dtype")
+"""Arguments with which an engine computes in fewer bits than the trainer."""
+
+LOSSLESS = ("ngram", "ngram_gpu", "suffix", "draft_model")
+"""Methods of speculation that read nothing of the policy's hidden states, which a head of old weights would."""
+
+
+def _given(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(path, arguments) of ``engines.args``, and of each set."""
+    yield "engines.args", recipe.engines.args
+    for index, shape in enumerate(recipe.engines.sets):
+        yield f"engines.sets.{index}.args", shape.args
+
+
+@rule("engines")
+def owned_arguments(recipe: Recipe) -> Broken:
+    """Arguments that other keys set, and those that no run can have."""
+    for path, arguments in _given(recipe):
+        for name in arguments:
+            plain = name.replace("-", "_")
+            if key := SET_BY.get(plain, "").format(plain):
+                yield Problem(f"{path}.{name}", f"is set by {key}: write it there")
+            elif why := REFUSED.get(plain):
+                yield Problem(f"{path}.{name}", f"cannot be set, because {why}: remove it")
+
+
+@rule("engines", "off_policy")
+def rounded_engines(recipe: Recipe) -> Broken:
+    """Engines that round otherwise than the trainer need weights of the loss that correct it."""
+    if recipe.off_policy.correct_mismatch:
+        return
+    for path, arguments in _given(recipe):
+        for name in ROUNDING:
+            if arguments.get(name) not in (None, "auto"):
+                yield Problem(
+                    f"{path}.{name}",
+                    f"{shown(arguments[name])} samples from a policy that is rounded otherwise than the trainer's: set "
+                    "off_policy.correct_mismatch = true, which weighs each token by their ratio, or remove it",
+                )
+
+
+@rule("engines", "run.deterministic", "tail_batching", "sampling")
+def speculation(recipe: Recipe) -> Broken:
+    """Speculative decoding samples from the same distribution, with random numbers in another order."""
+    sampling = recipe.sampling
+    for path, arguments in _given(recipe):
+        drafts = arguments.get(SPECULATION)
+        if drafts is None:
+            continue
+        where = f"{path}.{SPECULATION}"
+        if not isinstance(drafts, Mapping):
+            yield Problem(where, f"{shown(drafts)} is no table: write [{where}] with method and num_speculative_tokens")
+            continue
+        method = drafts.get("method")
+        if method not in LOSSLESS:
+            methods = ", ".join(f'"{one}"' for one in LOSSLESS)
+            yield Problem(f"{where}.method", f"{shown(method or '')} is not allowed: must be one of {methods}")
+        if drafts.get("rejection_sample_method", "standard") != "standard":
+            yield Problem(
+                f"{where}.rejection_sample_method",
+                f"{shown(drafts['rejection_sample_method'])} is not known to keep the policy's distribution: remove it",
+            )
+        if recipe.run.deterministic:
+            yield Problem(where, "makes completions depend on what runs beside them: set run.deterministic = false")
+        if recipe.tail_batching.verifies(deterministic=recipe.run.deterministic):
+            yield Problem(
+                where,
+                "draws other random numbers than those that kept tokens are verified with: set "
+                'tail_batching.deferred_prompts = "replay"',
+            )
+        for name in ("min_p", "min_tokens"):
+            if value := getattr(sampling, name):
+                yield Problem(
+                    f"sampling.{name}",
+                    f"{shown(value)} is not kept by vLLM's speculative decoding: set {name} = 0, or remove {where}",
+                )
+
+
+@rule("sampling")
+def sampled_tokens(recipe: Recipe) -> Broken:
+    """Stop strings have characters; the least length is below the limit."""
+    sampling = recipe.sampling
+    if "" in sampling.stop:
+        yield Problem("sampling.stop", "has an empty text, at which every completion would end: remove it")
+    if sampling.min_tokens > sampling.max_tokens:
+        yield Problem(
+            "sampling.min_tokens", f"{sampling.min_tokens} is more than max_tokens = {sampling.max_tokens}: lower it"
+        )
