@@ -175,4 +175,4 @@ def test_questions_on_a_terminal(tmp_path: Path) -> None:
         assert process.wait(60) == 0, process.communicate()
     os.close(terminal)
     assert b"there is no 7: type 1 to 6" in shown and b"3  choice" in shown
-    assert "the largest" in (tmp_path / "new" / "train.jsonl").read_text()
+    assert "the largest?" in (tmp_path / "new" / "train.jsonl").read_text()

@@ -17,7 +17,7 @@ from streamrl.pretrained.tokenizer import chat_format
 
 TINY, SMOLLM2 = "tiny", "smollm2"
 MODELS = {
-    TINY: "0.4 M parameters over your own characters, made and warmed up here in one to three minutes",
+    TINY: "0.3 M parameters over your own characters, made and warmed up here in one to three minutes",
     SMOLLM2: "SmolLM2-135M-Instruct, out of a Python package; no Hub is needed",
 }
 MADE = "model"
@@ -39,19 +39,13 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     learning_rate: str = "1e-6"
     prompts_per_batch: int = 8
-    steps: int = 100
+    steps: int = 60
     least_tokens: int = 256
 
 
 _SETTINGS = {
     TINY: ModelSettings(
-        path=MADE,
-        note="made for this",
-        chat=False,
-        learning_rate="1e-4",
-        prompts_per_batch=16,
-        steps=60,
-        least_tokens=16,
+        path=MADE, note="made for this", chat=False, learning_rate="2e-4", prompts_per_batch=16, least_tokens=16
     ),
     SMOLLM2: ModelSettings(
         path=MADE, note="SmolLM2, out of 4 bits", temperature=0.5, learning_rate="1e-5", steps=40, least_tokens=32

@@ -36,7 +36,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 TASKS = {
     "own": Task(title="your own: a reward in Python, and rows with a prompt and an answer", templates=()),
     "math": Task(title="answers that are numbers or expressions, compared as mathematics"),
-    "choice": Task(title="multiple choice: the answer is a letter", templates=()),
+    "choice": Task(title="multiple choice: the answer is a letter", until=0.55, templates=()),
     "code": Task(title="programs that pass tests, in a sandbox", columns=("tests",)),
     "judge": Task(title="a language model judges", columns=(), until=0.0, templates=()),
     GYM: Task(title=f"a task of reasoning-gym, with its verifier ({GYM}:NAME?KEY=VALUE; sums where none is named)"),
