@@ -16,6 +16,7 @@ import pytest
 
 import streamrl.cli.start.models
 from streamrl.cli.main import main
+from streamrl.cli.start.folders import TEMPLATES
 from streamrl.cli.start.tasks import TASKS
 from streamrl.recipe.rules.load import load_recipe
 
@@ -60,6 +61,12 @@ def test_a_folder_of_each_task_is_checked_and_its_reward_tested(task: str, init:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
     assert main(["train", str(folder / "recipe.toml"), "--dry-run", "--set", "engines.kind=simulated"]) == 0
+
+
+def test_a_wheel_has_every_template() -> None:
+    globs = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["streamrl"]
+    packed = {path for pattern in globs for path in (ROOT / "streamrl").glob(pattern)}
+    assert {path for path in TEMPLATES.rglob("*") if path.is_file()} <= packed
 
 
 def test_rows_are_the_same_each_time_and_can_be_made_again(init: Init, tmp_path: Path) -> None:
