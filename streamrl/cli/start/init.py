@@ -128,7 +128,8 @@ class Init(Command, frozen=True, kw_only=True):
 
 def _make_rows(folder: Path, kind: str, values: Mapping[str, object]) -> None:
     """Write and run the program that makes the rows of a task, which is then the user's. Raises ``StreamRLError``."""
-    tail = "" if kind == GYM else template("any/write_rows.py.part", {"further": " + judged(shown)" * (kind == "judge")})
+    further = " + judged(shown)" if kind == "judge" else ""
+    tail = "" if kind == GYM else template("any/write_rows.py.part", {"further": further})
     (folder / _MAKE_ROWS).write_text(template(f"{kind}/rows.py.part", values) + tail, encoding="utf-8")
     done = subprocess.run([sys.executable, _MAKE_ROWS], cwd=folder, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
