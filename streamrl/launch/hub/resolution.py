@@ -105,7 +105,7 @@ def _resolved(recipe: Recipe, stand_ins: str) -> HubRecipe:
 
 
 def _places(table: dict[str, Any]) -> Iterator[Place]:
-    """Where a recipe may name data or a model."""
+    """Places at which a recipe may name data or a model."""
     yield from (("prompts", "train"), ("model", "path"), ("judge", "model"))
     held_out = table["evaluation"]["prompts"]
     sets = held_out.items() if isinstance(held_out, dict) else ()
