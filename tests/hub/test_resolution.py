@@ -7,14 +7,18 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 from local_hub import CONVERTED, TOKEN, LocalHub
+from msgspec import structs
 
 from streamrl.base.errors import RecipeError
 from streamrl.launch.hub.resolution import hub_looked_up, with_hub_folders
 from streamrl.pretrained.weight_files import stored_tensors
-from streamrl.recipe.rules.load import load_recipe
-from streamrl.recipe.sections import Recipe
+from streamrl.recipe.judge import Judge
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.recipe.sections import Engines, Evaluation, EvaluationSet, Recipe
 
 MODEL = Path(__file__).parents[2] / "examples" / "sort" / "model"
 CARD = b"---\nconfigs:\n" + b"".join(
@@ -134,6 +138,27 @@ def test_only_what_is_needed_comes_once_and_a_moved_branch_moves_nothing_that_is
     hub.requests.clear()
     assert with_hub_folders(first) == first and folder.is_dir(), "an earlier life's commit is fetched again"
     assert all(folder.name in request.path for request in hub.requests)
+
+
+def test_every_place_of_a_name(hub: LocalHub) -> None:
+    drafts = {
+        "args": {"speculative_config": {"method": "draft_model", "model": "org/tiny", "num_speculative_tokens": 2}}
+    }
+    named = structs.replace(
+        recipe(),
+        evaluation=Evaluation(prompts={"a": "hf:org/tables", "b": EvaluationSet(prompts="hf:org/tables?split=train")}),
+        judge=Judge(model="org/tiny"),
+        rewards=(Reward(function="reward_model", options={"path": "org/tiny"}),),
+        engines=msgspec.convert(drafts, Engines),
+    )
+    with hub_looked_up(named) as found:
+        text = dump_recipe(found.recipe)
+        assert (
+            "org/tiny" not in text and "hf:" not in text and text.count(found.recipe.model.path.rpartition("/")[2]) == 4
+        )
+        assert dump_recipe(found.pinned(found.recipe)).count("hf:org/") == 6
+    asked = [request.path for request in hub.requests if request.path == "/api/models/org/tiny"]
+    assert len(asked) == 1, "each repository once"
 
 
 def test_other_formats_come_as_the_hub_converts_them() -> None:

@@ -108,11 +108,18 @@ def _places(table: dict[str, Any]) -> Iterator[Place]:
     """Places at which a recipe may name data or a model."""
     yield from (("prompts", "train"), ("model", "path"), ("judge", "model"))
     held_out = table["evaluation"]["prompts"]
-    sets = held_out.items() if isinstance(held_out, dict) else ()
-    yield from (("evaluation", "prompts", name, *(("prompts",) if isinstance(one, dict) else ())) for name, one in sets)
-    yield from () if sets else [("evaluation", "prompts")]
-    scoring = [n for n, one in enumerate(table["rewards"]) if one["function"] == "reward_model"]
-    yield from (("rewards", n, "options", "path") for n in scoring if "path" in table["rewards"][n]["options"])
+    if isinstance(held_out, str):
+        yield ("evaluation", "prompts")
+    else:
+        for name, one in held_out.items():
+            yield ("evaluation", "prompts", name, *(() if isinstance(one, str) else ("prompts",)))
+    for n, reward in enumerate(table["rewards"]):
+        if reward["function"] == "reward_model" and "path" in reward["options"]:
+            yield ("rewards", n, "options", "path")
+    for engines in (("engines",), *(("engines", "sets", n) for n in range(len(table["engines"]["sets"])))):
+        drafts = _at(table, engines).get("args", {}).get("speculative_config")
+        if isinstance(drafts, dict) and "model" in drafts:
+            yield (*engines, "args", "speculative_config", "model")
 
 
 def _at(table: Any, place: Place) -> Any:
