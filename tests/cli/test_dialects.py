@@ -8,6 +8,7 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders import MODEL_CONFIG, write_model
@@ -378,6 +379,19 @@ def test_a_damaged_file_is_refused_or_becomes_a_recipe(name: str, at: int, cut: 
         except RecipeError:
             return
     assert parse_toml(made.recipe) and made.lines()
+
+
+def test_a_key_for_one_thing_comes_before_one_for_two_and_the_text_is_toml() -> None:
+    written = {"epsilon_high": 0.28, "epsilon": 0.1, "output_dir": "a\x07\nb", "adam\x07_epsilon\n": 1}
+    table = parse_toml(translated(Foreign("TRL", "x", written)).recipe)
+    assert table["objective"] == {"clip_low": 0.1, "clip_high": 0.28} and table["run"]["directory"] == "a\x07\nb"
+
+
+def test_the_rewards_of_a_script_come_with_what_they_name(tmp_path: Path) -> None:
+    (tmp_path / "grpo.py").write_text(SCRIPT)
+    made: dict[str, Any] = {}
+    exec(translate(tmp_path / "grpo.py").files["reward.py"], made)
+    assert made["correct"](["it is 7", "8"], answer=["7", "7"]) == [1.0, 0.0]
 
 
 def test_init_from_a_file_writes_a_folder_or_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
