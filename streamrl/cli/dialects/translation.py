@@ -117,7 +117,7 @@ def _setting(dialect: str, key: str, value: Any, given: Given, *, default: bool)
         return ForeignSetting(key, value, UNKNOWN, f"no key of {dialect} that is known here{meant}", default)
     convert = CONVERSIONS.get(dialect, {}).get(row.key)
     try:
-        effect = convert(value, given) if convert is not None else row.effect(value)
+        effect = convert(value, given) if convert is not None else row.effect(value, key)
         if reason := given.why_not(row.key):
             effect = f"={reason}"
     except (TypeError, ValueError, ZeroDivisionError, IndexError):
@@ -157,7 +157,7 @@ def _recipe_text(
 ) -> str:
     tables: dict[str, list[str]] = {}
     order = {path: place for place, path in enumerate(paths_in_view(Recipe, with_advanced=True))}
-    for path in sorted(values, key=lambda path: (order[re.sub(r"\.\d+\.", ".", path)], path)):
+    for path in sorted(values, key=lambda path: (order[_field(path, order)], path)):
         table, _, name = written_path(Recipe, path).rpartition(".")
         section, _, index = table.partition(".")
         lines = tables.setdefault(f"[[{section}]]{' ' * int(index)}" if index.isdigit() else f"[{table}]", [])
@@ -167,6 +167,14 @@ def _recipe_text(
     left = _by_answer(one for one in settings if one.outcome not in (TRANSLATED, NEEDLESS))
     notes = [f"#   {_line(f'{names}: {here}'.removeprefix(': '))}" for here, names in left]
     return "\n".join([*blocks, *(["# Not translated:", *notes, ""] if notes else [])])
+
+
+def _field(path: str, known: Mapping[str, int]) -> str:
+    """The field that ``rewards.0.function``, or a key of a table of any keys, is or is in."""
+    path = re.sub(r"\.\d+\.", ".", path)
+    while path not in known:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _by_answer(settings: Iterable[ForeignSetting]) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from streamrl.recipe.toml_text import toml_value, value_or_text
 
 TABLE = Path(__file__).with_name("foreign_keys.toml")
 NOT_GIVEN = object()
-_COPIED = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?: \(.*\))?")
+_COPIED = re.compile(r"([a-z_]+(?:\.[a-z_0-9*]+)+)(?: \(.*\))?")
 DEFAULTS, TEXTS = "DEFAULTS", "texts"
 SHARED = "vLLM"
 """The dialect whose keys all others pass on."""
@@ -30,9 +30,10 @@ class Row(msgspec.Struct, frozen=True):
     here: str
     values: Mapping[str, str] = {}
 
-    def effect(self, value: Any) -> str:
-        """Return the effect of ``value``."""
-        return self.values.get(toml_value(value).strip('"').lower(), self.here)
+    def effect(self, value: Any, key: str) -> str:
+        """Return the effect of ``value``; ``*`` in it is the last part of the dotted ``key``."""
+        effect = self.values.get(toml_value(value).strip('"').lower(), self.here)
+        return effect.replace(".*", f".{key.rpartition('.')[2]}")
 
 
 @cache
@@ -107,7 +108,7 @@ def foreign_answer(key: str, value: Any = NOT_GIVEN) -> str:
     owners: dict[str, dict[str, list[str]]] = {}
     for dialect, row in found.items():
         if _parts(row) == closest:
-            effect = row.here if value is NOT_GIVEN else row.effect(value)
+            effect = row.effect("" if value is NOT_GIVEN else value, key)
             owners.setdefault(effect, {}).setdefault(row.key, []).append(f"{dialect}'s")
     said = (
         _said(" and ".join(f"{' and '.join(whose)} {name}" for name, whose in names.items()), effect)
