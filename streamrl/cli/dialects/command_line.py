@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
-NAMED_BY_USERS = ("options", "part_weights", "domains")
+NAMED_BY_USERS = ("options", "part_weights", "domains", "prompts")
 """Tables whose keys may have a hyphen."""
 _PATH = r"([A-Za-z_][\w-]*(?:\.[\w-]+)+)"
 _BARE = re.compile(rf"([+~]*){_PATH}(=.*)?", re.DOTALL)
@@ -40,20 +40,16 @@ def own_form(words: Iterable[str], flag: str, refuse: Callable[[str], NoReturn])
                 value = f"={rest.pop(0)}"
             written += [flag, _snake(dashed[2]) + (value or ("=false" if dashed[1] else "=true"))]
         elif (bare := _BARE.fullmatch(word)) and (bare[3] or bare[1]):
-            written += [flag, _bare(bare[1], _snake(bare[2]), bare[3] or "", refuse)]
+            mark, path = bare[1], _snake(bare[2])
+            if "~" in mark or not bare[3]:
+                deleted = "a key is not deleted: leave it out of the recipe, or " * ("~" in mark)
+                refuse(f"{mark}{path}: {deleted}write {path}=VALUE")
+            if mark:
+                print(f"note: {path} needs no {mark}: a recipe knows all of its keys", file=sys.stderr)
+            written += [flag, f"{path}{bare[3]}"]
         else:
             written.append(word)
     return written
-
-
-def _bare(mark: str, path: str, value: str, refuse: Callable[[str], NoReturn]) -> str:
-    if "~" in mark:
-        refuse(f"~{path}: a key is not deleted: leave it out of the recipe, or write {path}=VALUE")
-    if not value:
-        refuse(f"{mark}{path}: write {path}=VALUE")
-    if mark:
-        print(f"note: {path} needs no {mark}: a recipe knows all of its keys", file=sys.stderr)
-    return f"{path}{value}"
 
 
 def _snake(path: str) -> str:

@@ -36,7 +36,12 @@ SWITCHES = {
 for _buffer in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"):
     SWITCHES |= dict.fromkeys((f"{_buffer}.len", f"{_buffer}.penalty_factor"), f"{_buffer}.enable=true")
 """Keys that count only where another has a value."""
-THINKS = r"<think>(?!.*<think>)(.*?)</think>.*"
+OVERLONG = "get_soft_overlong_punishment"
+REWARDS = {
+    "think_format_reward": ("regex", {"pattern": r"<think>(?!.*<think>)(.*?)</think>.*", "whole": True}),
+    **dict.fromkeys(("accuracy_reward", "reasoning_accuracy_reward"), ("math", {"column": "solution"})),
+}
+"""TRL's own."""
 
 
 def _listed(value: Any, _: Given) -> Effect:
@@ -94,21 +99,11 @@ def _trl_steps(value: Any, given: Given) -> Effect:
 
 
 def _trl_rewards(value: Any, _: Given) -> Effect:
-    values: dict[str, Any] = {}
-    place = 0
-    for name in map(str, value if isinstance(value, list) else [value]):
-        if name == "get_soft_overlong_punishment":
-            values["objective.overlong_buffer"] = 256
-            continue
-        reward, options = name, dict[str, Any]()
-        if name == "think_format_reward":
-            reward, options = "regex", {"pattern": THINKS, "whole": True}
-        elif name in ("accuracy_reward", "reasoning_accuracy_reward"):
-            reward, options = "math", {"column": "solution"}
-        elif ":" not in name and "." in name:
-            reward = ":".join(name.rsplit(".", 1))
+    names = [str(name) for name in (value if isinstance(value, list) else [value])]
+    values: dict[str, Any] = {"objective.overlong_buffer": 256} if OVERLONG in names else {}
+    for place, name in enumerate(name for name in names if name != OVERLONG):
+        reward, options = REWARDS.get(name, (name if ":" in name else ":".join(name.rsplit(".", 1)), {}))
         values |= {f"rewards.{place}.function": reward} | ({f"rewards.{place}.options": options} if options else {})
-        place += 1
     return values
 
 

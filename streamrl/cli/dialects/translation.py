@@ -13,7 +13,7 @@ from streamrl.cli.dialects.conversions import CONVERSIONS, Given
 from streamrl.cli.dialects.setting_files import Foreign, read_foreign
 from streamrl.recipe.check_fields import CheckedTable
 from streamrl.recipe.dialects.foreign_keys import assigned, defaults_of, dialects, find
-from streamrl.recipe.fields import as_written, paths_in_view, written_path
+from streamrl.recipe.fields import as_written, keys_of, written_path
 from streamrl.recipe.problems import Origin, did_you_mean, shown
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_value
@@ -155,10 +155,11 @@ def _problems(path: str, value: Any) -> list[str]:
 def _recipe_text(
     foreign: Foreign, values: Mapping[str, Any], origins: Mapping[str, list[str]], settings: Iterable[ForeignSetting]
 ) -> str:
-    tables: dict[str, list[str]] = {}
-    order = {path: place for place, path in enumerate(paths_in_view(Recipe, with_advanced=True))}
-    for path in sorted(values, key=lambda path: (order[_field(path, order)], path)):
-        table, _, name = written_path(Recipe, path).rpartition(".")
+    sections, tables = list(keys_of(Recipe)), dict[str, list[str]]()
+    places = (
+        (sections.index(path.partition(".")[0]), *written_path(Recipe, path).rpartition("."), path) for path in values
+    )
+    for _, table, _, name, path in sorted(places):
         section, _, index = table.partition(".")
         lines = tables.setdefault(f"[[{section}]]{' ' * int(index)}" if index.isdigit() else f"[{table}]", [])
         lines.append(f"{name} = {toml_value(values[path])}  # {_line(', '.join(origins[path]))}")
@@ -167,14 +168,6 @@ def _recipe_text(
     left = _by_answer(one for one in settings if one.outcome not in (TRANSLATED, NEEDLESS))
     notes = [f"#   {_line(f'{names}: {here}'.removeprefix(': '))}" for here, names in left]
     return "\n".join([*blocks, *(["# Not translated:", *notes, ""] if notes else [])])
-
-
-def _field(path: str, known: Mapping[str, int]) -> str:
-    """The field that ``rewards.0.function``, or a key of a table of any keys, is or is in."""
-    path = re.sub(r"\.\d+\.", ".", path)
-    while path not in known:
-        path = path.rpartition(".")[0]
-    return path
 
 
 def _by_answer(settings: Iterable[ForeignSetting]) -> list[tuple[str, str]]:
