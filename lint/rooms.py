@@ -27,13 +27,19 @@ OPEN = ("simulate", "launch", "cli")
 
 WINGS = {
     "cli/dialects": ("recipe/dialects",),
+    "cli/models": (
+        "cli/trial", "launch/hub", "launch/models", "launch/plan", "observe/terminal", "recipe/rules", "run/evaluate",
+        "run/journal",
+    ),
     "cli/start": ("cli/dialects", "run/prompts"),
     "cli/trial": (
-        "launch/hub", "launch/plan", "observe/terminal", "recipe/rules", "rewards/calls", "run/evaluate", "run/prompts",
+        "launch/hub", "launch/models", "launch/plan", "observe/terminal", "recipe/rules", "rewards/calls",
+        "run/evaluate", "run/prompts",
     ),
     "engines/elastic": ("engines/push",),
     "engines/vllm": ("engines/plain_vllm", "weights/pull", "weights/vllm"),
     "launch/hub": ("recipe/rules",),
+    "launch/models": ("engines/vllm", "recipe/rules", "rewards/calls", "run/evaluate", "run/prompts"),
     "launch/plan": (
         "engines/vllm", "recipe/rules", "rewards/calls", "rewards/judge", "run/prompts", "weights/publish",
         "weights/pull", "weights/vllm",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.cli.command import AsJson, Command, print_json
+from streamrl.cli.command import Command
 from streamrl.launch.plan.machine_check import Finding, State, check_machine
 
 _MARKS = {State.OK: "ok  ", State.WARN: "warn", State.FAIL: "FAIL"}
@@ -11,15 +11,10 @@ _MARKS = {State.OK: "ok  ", State.WARN: "warn", State.FAIL: "FAIL"}
 class Check(Command, frozen=True):
     """Check what this machine can run, with a remedy for what it cannot."""
 
-    json: AsJson = False
-
     def run(self) -> int:
         """1 where something must be repaired before a run with real engines."""
         findings = check_machine()
-        if self.json:
-            print_json(findings)
-        else:
-            print("\n".join(finding_lines(findings)))
+        self.print(findings, *finding_lines(findings))
         return int(any(finding.state is State.FAIL for finding in findings))
 
 

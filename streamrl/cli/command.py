@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 import msgspec
 
 from streamrl.cli.dialects.command_line import own_form, unknown_words
+from streamrl.cli.usage.examples import EXAMPLES
 
 Made = TypeVar("Made", bound="Command")
 
@@ -24,16 +25,26 @@ class Argument(msgspec.Struct, frozen=True):
     positional: bool = False
 
 
+AsJson = Annotated[bool, Argument("print JSON on stdout, and nothing else there", flag="--json")]
+
+
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """A command with its arguments. A bool field is a switch, a tuple an option that may be repeated (of integers: one
-    list with commas), a ``Literal`` a choice. The docstring is the description that ``--help`` prints."""
+    list with commas), a ``Literal`` a choice. The docstring is the description that ``--help`` prints, with the example
+    of ``cli/usage/examples.py``."""
 
     follows_a_run: ClassVar[bool] = False
     """Whether output that nobody can take any more must not end the command."""
+    json: AsJson = False
 
     def run(self) -> int:
         """Do it. Returns the exit code; ``StreamRLError`` and ``OSError`` are reported by ``main``."""
         raise NotImplementedError
+
+    def print(self, value: Any, *lines: str) -> int:
+        """Print ``value`` as JSON where that was asked for, else ``lines``. Returns 0, the exit code."""
+        print_json(value) if self.json else print("\n".join(lines))
+        return 0
 
 
 SET = "--set"
@@ -48,7 +59,6 @@ Overrides = Annotated[
 ]
 RecipePath = Annotated[Path, Argument("a recipe (TOML), or the directory of a run", metavar="RECIPE", positional=True)]
 RunPath = Annotated[Path, Argument("the directory of a run, such as runs/latest", metavar="RUN", positional=True)]
-AsJson = Annotated[bool, Argument("as JSON", flag="--json")]
 
 
 def print_json(value: Any) -> None:
@@ -63,7 +73,8 @@ def recipe_file(path: Path) -> Path:
 
 def parse_command(kind: type[Made], name: str, arguments: Sequence[str]) -> Made:
     """The command that ``arguments`` ask for. Exits with 2 and the usage where they are wrong, with 0 after help."""
-    parser = argparse.ArgumentParser(prog=f"streamrl {name}", description=kind.__doc__)
+    example = f"example: streamrl {EXAMPLES.get(name, name)}"
+    parser = argparse.ArgumentParser(prog=f"streamrl {name}", description=kind.__doc__, epilog=example)
     hints = get_type_hints(kind, include_extras=True)
     flags = [_add(parser, field, hints[field.name]) for field in msgspec.structs.fields(kind)]
     takes_overrides = SET in flags
@@ -89,13 +100,13 @@ def _add(parser: argparse.ArgumentParser, field: msgspec.structs.FieldInfo, anno
     elif kind == tuple[int, ...]:
         options["type"] = _integers
     elif get_origin(kind) is tuple:
-        options |= {"action": "append", "default": []}
+        options |= {"nargs": "*"} if argument.positional else {"action": "append", "default": []}
     elif get_origin(kind) is Literal:
         options["choices"] = get_args(kind)
     else:
         options["type"] = kind
     if argument.positional:
-        parser.add_argument(field.name, **options | ({} if required else {"nargs": "?"}))
+        parser.add_argument(field.name, **({} if required else {"nargs": "?"}) | options)
         return ""
     flag = argument.flag or f"--{field.name.replace('_', '-')}"
     parser.add_argument(flag, dest=field.name, **options | ({"required": True} if required else {}))

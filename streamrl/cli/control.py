@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import anyio
-import msgspec
 
 from streamrl.base.errors import RecipeError
-from streamrl.cli.command import Argument, AsJson, Command, RunPath
+from streamrl.cli.command import Argument, Command, RunPath
 from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, ControlRefused, DrainRun
 from streamrl.launch.control_socket import ask_control, read_key
 from streamrl.recipe.rewards import Reward
@@ -82,7 +81,7 @@ class Attach(AttachedOptions, frozen=True, kw_only=True):
 
     def run(self) -> int:
         """Print the new version of the rewards."""
-        return _change(self.run_directory, AttachReward(reward=self.attached(self.function)))
+        return _change(self, self.run_directory, AttachReward(reward=self.attached(self.function)))
 
 
 class Replace(AttachedOptions, frozen=True, kw_only=True):
@@ -94,7 +93,8 @@ class Replace(AttachedOptions, frozen=True, kw_only=True):
 
     def run(self) -> int:
         """Print the new version of the rewards."""
-        return _change(self.run_directory, ReplaceReward(name=self.replaced, reward=self.attached(self.function)))
+        order = ReplaceReward(name=self.replaced, reward=self.attached(self.function))
+        return _change(self, self.run_directory, order)
 
 
 class Detach(Command, frozen=True):
@@ -105,7 +105,7 @@ class Detach(Command, frozen=True):
 
     def run(self) -> int:
         """Print the new version of the rewards."""
-        return _change(self.run_directory, DetachReward(name=self.name))
+        return _change(self, self.run_directory, DetachReward(name=self.name))
 
 
 class Drain(Command, frozen=True):
@@ -116,30 +116,24 @@ class Drain(Command, frozen=True):
     def run(self) -> int:
         """Ask for it and return: the run takes its time."""
         _ask(self.run_directory, DrainRun())
-        print("it finishes the open step, saves and ends")
-        return 0
+        return self.print({"draining": str(self.run_directory)}, "it finishes the open step, saves and ends")
 
 
 class ListAttached(Command, frozen=True):
     """List the rewards that score now, and since which version of the rewards."""
 
     run_directory: RunPath
-    json: AsJson = False
 
     def run(self) -> int:
         """Print it."""
         answer = _ask(self.run_directory, ListRewards(), changes=False)
         assert isinstance(answer, RewardsListed), answer
-        if self.json:
-            listed = {"reward_version": answer.reward_version, "rewards": answer.rewards}
-            print(msgspec.json.encode(listed).decode())
-            return 0
-        print(f"version {answer.reward_version}")
+        lines = [f"version {answer.reward_version}"]
         for reward in answer.rewards:
             counts = "shadow" if reward.shadow else f"weight {reward.weight:g}"
             where = ", trusted" if reward.trusted else ""
-            print(f"  {reward.name}  {reward.function}  {counts}{where}, since version {reward.since}")
-        return 0
+            lines.append(f"  {reward.name}  {reward.function}  {counts}{where}, since version {reward.since}")
+        return self.print({"reward_version": answer.reward_version, "rewards": answer.rewards}, *lines)
 
 
 def reward_option(text: str) -> tuple[str, Any]:
@@ -150,11 +144,11 @@ def reward_option(text: str) -> tuple[str, Any]:
     return key, value_or_text(raw)
 
 
-def _change(run_directory: Path, operation: ControlOperation) -> int:
+def _change(command: Command, run_directory: Path, operation: ControlOperation) -> int:
     answer = _ask(run_directory, operation)
     assert isinstance(answer, RewardsChanged), answer
-    print(f"version {answer.reward_version}: {', '.join(answer.rewards)}")
-    return 0
+    changed = {"reward_version": answer.reward_version, "rewards": answer.rewards}
+    return command.print(changed, f"version {answer.reward_version}: {', '.join(answer.rewards)}")
 
 
 def _ask(run_directory: Path, operation: ControlOperation, *, changes: bool = True) -> ControlAnswer:

@@ -16,5 +16,5 @@ class Explain(Command, frozen=True):
 
     def run(self) -> int:
         """Print it. Raises ``RecipeError`` for a key that nobody has."""
-        print(reference() if self.markdown else "\n".join(explain(self.key)), end="" if self.markdown else "\n")
-        return 0
+        lines = reference().splitlines() if self.markdown else explain(self.key)
+        return self.print({"key": self.key, "text": lines}, *lines)

@@ -25,27 +25,32 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 COMMANDS = {
     "init": ("start.init:Init", "write a folder that trains: recipe, reward with its test, prompts, a small model"),
+    "check": ("check:Check", "what this machine can run, with a remedy for what it cannot"),
+    "explain": ("explain:Explain", "what a recipe key means, its default and what it may be"),
+    "try": ("trial.recipe_trial:Try", "sample, score and measure a recipe before any training, and say what to change"),
     "train": ("train:Train", "run a recipe"),
+    "watch": ("watch:Watch", "follow a running run through its metrics socket"),
+    "samples": ("samples:Samples", "completions of a run, with their rewards"),
+    "show": ("show:Show", "what happened in a run, while it goes on and after its end"),
+    "runs": ("models.runs:Runs", "the runs of a directory, or several side by side"),
     "drain": ("control:Drain", "let a running run finish its step, save and end"),
     "resume": ("train:ResumeRun", "continue a run that was killed, or drained"),
-    "check": ("check:Check", "what this machine can run, with a remedy for what it cannot"),
-    "watch": ("watch:Watch", "follow a running run through its metrics socket"),
-    "serve": ("serve:Serve", "start one external process of a run by hand (transport.kind = tcp)"),
-    "keys": ("serve:Keys", "make the keys by which processes on other hosts are let in (transport.keys)"),
-    "try": ("trial.recipe_trial:Try", "sample, score and measure a recipe before any training, and say what to change"),
+    "eval": ("models.eval:Eval", "held-out scores of a model, of a run or any other: avg@k, pass@k, greedy"),
+    "export": ("models.export:Export", "the model of a run as a folder for transformers and vLLM"),
+    "push": ("models.export:Push", "the model of a run to a repository of the Hub"),
     "reward test": ("reward:Test", "values, spread, latency, failures, and whether groups would carry signal"),
     "reward attach": ("control:Attach", "score with one more function, while the run goes on"),
     "reward replace": ("control:Replace", "score with another function"),
     "reward detach": ("control:Detach", "score without a function"),
     "reward list": ("control:ListAttached", "what scores now, and since which version of the rewards"),
-    "samples": ("samples:Samples", "completions of a run, with their rewards"),
-    "show": ("show:Show", "what happened in a run, while it goes on and after its end"),
     "simulate": ("simulate:Simulate", "what a recipe would do on a cluster: the real control core in virtual time"),
     "calibrate": ("simulate:Calibrate", "fit a cluster model to a recorded run"),
     "what-if": ("what_if:WhatIf", "which rounds would bring most, under a budget of staleness and length bias"),
-    "explain": ("explain:Explain", "what a recipe key means, its default and what it may be"),
+    "serve": ("serve:Serve", "start one external process of a run by hand (transport.kind = tcp)"),
+    "keys": ("serve:Keys", "make the keys by which processes on other hosts are let in (transport.keys)"),
 }
-"""Module in this folder and class of each command, and its line of help. One with two words belongs to a group."""
+"""Module in this folder and class of each command, and its line of help, in the order of a user's way. One with two
+words belongs to a group."""
 GROUPS = {"reward": "try a reward function alone; change the rewards of a running run"}
 
 

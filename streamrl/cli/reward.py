@@ -17,7 +17,7 @@ from rich.console import Console
 from streamrl.base.errors import RecipeError
 from streamrl.base.printable import log_to
 from streamrl.base.types import Prompt
-from streamrl.cli.command import Argument, AsJson, print_json, recipe_file
+from streamrl.cli.command import Argument, print_json, recipe_file
 from streamrl.cli.control import FunctionName, RewardOptions
 from streamrl.cli.trial.trial_completions import PlainText, groups_from_engine, groups_from_file, recipe_of_model
 from streamrl.cli.trial.trial_report import RewardReport, rich_report, summarize
@@ -50,7 +50,6 @@ class Test(RewardOptions, frozen=True, kw_only=True):
     max_tokens: Annotated[int | None, Argument("of one (default: the recipe's, else 512)", metavar="N")] = None
     temperature: Annotated[float | None, Argument("of sampling (default: the recipe's, else 1)", metavar="T")] = None
     tokenizer: Annotated[Path | None, Argument("for token_ids of completions from a file", metavar="MODEL")] = None
-    json: AsJson = False
 
     def run(self) -> int:
         """1 when no completion got a value."""

@@ -26,13 +26,15 @@ class Samples(Command, frozen=True):
     def run(self) -> int:
         """Print them."""
         asked = tuple(kind for kind in ("best", "worst") if getattr(self, kind))
-        print(printable("\n\n".join(_blocks(self.run_directory, self.step, asked or ("best", "worst", "random")))))
-        return 0
+        found = _samples(self.run_directory, self.step, asked or ("best", "worst", "random"))
+        blocks = ["\n".join(sample_block(f"{what}, step {one.step}, {one.chosen}", one)) for what, one in found]
+        return self.print([{"of": what, "sample": one} for what, one in found], printable("\n\n".join(blocks)))
 
 
-def _blocks(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) -> list[str]:
+def _samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) -> list[tuple[str, CompletionSampled]]:
     """Return the samples of ``kinds`` (``best``, ``worst``, ``random``) of ``steps`` (empty: the last step that was
-    trained, and the last evaluation). Raises ``StreamRLError`` where there are none."""
+    trained, and the last evaluation), each with the name of its source. Raises ``StreamRLError`` where there are none.
+    """
     if not (run_directory / "recipe.toml").is_file():
         raise StreamRLError(f"{run_directory} is not the directory of a run: give one, such as runs/latest")
     trained: dict[int, dict[str, CompletionSampled]] = {}
@@ -43,18 +45,17 @@ def _blocks(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) -> 
             trained.setdefault(sample.step, {})[sample.chosen] = sample
     files = {int(path.stem[5:]): path for path in sorted((run_directory / "evaluations").glob("step-*.jsonl"))}
     chosen = set(steps) if steps else {*list(trained)[-1:], *list(files)[-1:]}
-    blocks: list[str] = []
+    samples: list[tuple[str, CompletionSampled]] = []
     for step in sorted(chosen):
         evaluated = _of_evaluation(files[step], step) if step in files else {}
-        for what, samples in (("training", trained.get(step, {})), ("evaluation", evaluated)):
-            found = [(kind, samples[kind]) for kind in kinds if kind in samples]
-            blocks += ["\n".join(sample_block(f"{what}, step {step}, {kind}", sample)) for kind, sample in found]
-    if not blocks:
+        for what, found in (("training", trained.get(step, {})), ("evaluation", evaluated)):
+            samples += [(what, found[kind]) for kind in kinds if kind in found]
+    if not samples:
         known = f"training has steps {min(trained)} to {max(trained)}" if trained else "it has trained no step"
         if files:
             known += f", evaluations {', '.join(map(str, files))}"
         raise StreamRLError(f"{run_directory} has no completions of what was asked for: {known}")
-    return blocks
+    return samples
 
 
 def _of_evaluation(path: Path, step: int) -> dict[str, CompletionSampled]:

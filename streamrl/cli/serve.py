@@ -35,9 +35,11 @@ class Serve(Command, frozen=True):
         """0 also after SIGTERM: an order that was obeyed."""
         recipe = with_hub_folders(load_recipe(recipe_file(self.recipe), self.overrides))
         log_to(sys.stderr, logging.INFO)
+        ending = "stopped"
         with suppress(Terminated):
             serve_external(Role(self.role), recipe, self.index, self.recipe if self.recipe.is_dir() else None)
-        return 0
+            ending = "served"
+        return self.print({"role": self.role, "ended": ending}) if self.json else 0
 
 
 class Keys(Command, frozen=True):
@@ -48,10 +50,12 @@ class Keys(Command, frozen=True):
     def run(self) -> int:
         """Make them, and say which process needs which. No key is printed."""
         make_keys(self.directory)
-        roles = ", ".join(role.value for role in KeyRole)
-        print(f"{self.directory}: keys of {roles}; only you may read them")
-        print(f'set transport.keys = "{self.directory}" in the recipe (transport.kind = "tcp")')
-        print("another host needs all *.public files and the *.secret of what it runs, in a directory of mode 700:")
-        print("  engine.secret for `streamrl serve engine`, trainer.secret for `streamrl serve trainer`,")
-        print("  observer.secret for `streamrl watch --keys DIRECTORY`; controller.secret stays with the run")
-        return 0
+        roles = [role.value for role in KeyRole]
+        return self.print(
+            {"directory": str(self.directory), "roles": roles},
+            f"{self.directory}: keys of {', '.join(roles)}; only you may read them",
+            f'set transport.keys = "{self.directory}" in the recipe (transport.kind = "tcp")',
+            "another host needs all *.public files and the *.secret of what it runs, in a directory of mode 700:",
+            "  engine.secret for `streamrl serve engine`, trainer.secret for `streamrl serve trainer`,",
+            "  observer.secret for `streamrl watch --keys DIRECTORY`; controller.secret stays with the run",
+        )

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from streamrl.base.errors import StreamRLError
-from streamrl.cli.command import Argument, AsJson, Command, print_json
+from streamrl.cli.command import Argument, Command
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings
 from streamrl.launch.supervise.crash_bundle import SUMMARY, CrashManifest, read_manifest, read_member
@@ -44,20 +44,14 @@ class Show(Command, frozen=True):
     subject: Annotated[
         Path, Argument("the directory of a run, such as runs/latest, or a crash bundle", "RUN|BUNDLE", positional=True)
     ]
-    json: AsJson = False
 
     def run(self) -> int:
         """Print it. Raises ``StreamRLError`` where there is no journal."""
         if zipfile.is_zipfile(self.subject):
-            print("\n".join(_crash(read_manifest(self.subject))))
-            print(read_member(self.subject, SUMMARY))
-            return 0
+            manifest = read_manifest(self.subject)
+            return self.print(manifest, *_crash(manifest), read_member(self.subject, SUMMARY))
         shown = read_run(self.subject)
-        if self.json:
-            print_json(shown)
-        else:
-            print("\n".join(lines_of(shown)))
-        return 0
+        return self.print(shown, *lines_of(shown))
 
 
 def read_run(directory: Path) -> ShownRun:

@@ -11,11 +11,11 @@ from typing import Annotated
 
 import msgspec
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.cli.command import Argument, AsJson, Command, Overrides, RecipePath, print_json, recipe_file
+from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print_json, recipe_file
+from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.scheduling import System
 from streamrl.recipe.sections import Recipe
@@ -93,19 +93,17 @@ class Simulate(InVirtualTime, frozen=True, kw_only=True):
     timeline: Annotated[
         Path | None, Argument("write Chrome trace events here, for ui.perfetto.dev", metavar="FILE.json")
     ] = None
-    json: AsJson = False
 
     def run(self) -> int:
         """Simulate each candidate, print the tables (or JSON)."""
         chosen = candidates(self)
         name, world, notes = self.world(self.trace)
-        console = Console(stderr=True)
         cap = world.lengths(self.seed).cap
         notes += [note for _, recipe in chosen for note in differences(recipe, world.model, cap)]
         for note in dict.fromkeys(notes):
             print(f"note: {note}", file=sys.stderr)
         trace = ChromeTrace() if self.timeline else None
-        outcomes = [_simulate_one(one, recipe, name, world, console, trace) for one, recipe in chosen]
+        outcomes = [_simulate_one(one, recipe, name, world, trace) for one, recipe in chosen]
         if trace is not None and self.timeline is not None:
             write_output("--timeline", self.timeline, trace.encoded())
         if self.json:
@@ -137,12 +135,11 @@ class Calibrate(Command, frozen=True):
             f"assumed, not fitted: {', '.join(fit.assumed)}",
             file=sys.stderr,
         )
-        if self.out is None:
-            print(text, end="")
-        else:
+        lines = [text.rstrip("\n")]
+        if self.out is not None:
             write_output("--out", self.out, text.encode())
-            print(f"wrote {self.out}; use it with: streamrl simulate RECIPE --cluster {self.out}")
-        return 0
+            lines = [f"wrote {self.out}; use it with: streamrl simulate RECIPE --cluster {self.out}"]
+        return self.print(fit, *lines)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,17 +179,14 @@ def _recipe_of(trace: Path) -> Recipe | None:
     return load_recipe(recipe) if recipe.is_file() else None
 
 
-def _simulate_one(
-    name: str, recipe: Recipe, cluster: str, world: World, console: Console, trace: ChromeTrace | None
-) -> Outcome:
+def _simulate_one(name: str, recipe: Recipe, cluster: str, world: World, trace: ChromeTrace | None) -> Outcome:
     agreed = world.agreement
     begun = time.monotonic()
-    total = world.steps + world.warm_up
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(name, total=total, visible=False)
+    with StdoutReporter(sys.stderr) as screen:
 
         def progress(version: int) -> None:
-            bar.update(task, completed=version, visible=time.monotonic() - begun > PROGRESS_AFTER_S)
+            if time.monotonic() - begun > PROGRESS_AFTER_S:
+                screen.progress(name, version, world.steps + world.warm_up)
 
         lengths, seed, warm_up = world.lengths(world.seed), world.seed, world.warm_up
         report = simulate_recipe(

@@ -7,16 +7,19 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import anyio
 import anyio.abc
+import msgspec
 
 from streamrl.base.printable import also_log_to, log_to
 from streamrl.base.run_events import RunFinished, RunStarted, StartProgress
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, RunPath, recipe_file
 from streamrl.cli.dry_run import dry_run
+from streamrl.cli.models.runs import listed_run
 from streamrl.launch.hub.resolution import with_hub_folders
 from streamrl.launch.pipeline import Pipeline, recipe_of_run
 from streamrl.launch.plan.summary import SIMULATED_SENTENCE, streaming_notice
@@ -43,9 +46,11 @@ class Train(Command, frozen=True):
         """0: done or drained; 130: cut short."""
         recipe, system = read_recipe(recipe_file(self.recipe), self.overrides)
         if self.dry_run:
-            return dry_run(recipe, system, self.recipe, self.overrides)
+            with redirect_stdout(sys.stderr) if self.json else nullcontext():
+                dry_run(recipe, system, self.recipe, self.overrides)
+            return self.print({"checked": True, "recipe": recipe}) if self.json else 0
         recipe = with_hub_folders(recipe)
-        return _follow(recipe, lambda: Pipeline(recipe))
+        return _follow(recipe, lambda: Pipeline(recipe), as_json=self.json)
 
 
 class ResumeRun(Command, frozen=True):
@@ -65,12 +70,20 @@ class ResumeRun(Command, frozen=True):
         return _follow(
             recipe_of_run(directory, overrides),
             lambda: Pipeline.of_run(directory, overrides=overrides, despite_changes=self.force),
+            as_json=self.json,
         )
 
 
-def _follow(recipe: Recipe, make: Callable[[], Pipeline]) -> int:
+def _follow(recipe: Recipe, make: Callable[[], Pipeline], *, as_json: bool) -> int:
+    """``as_json``: what a person sees goes to stderr, and the run as ``streamrl runs --json`` has it to stdout."""
     log_to(sys.stderr, logging.WARNING, "%(levelname)s %(message)s")
-    done = anyio.run(_follow_it, recipe, make, backend_options={"use_uvloop": sys.platform != "win32"})
+    made: list[Pipeline] = []
+    try:
+        uvloop, screen = {"use_uvloop": sys.platform != "win32"}, sys.stderr if as_json else sys.stdout
+        done = anyio.run(_follow_it, recipe, lambda: made.append(make()) or made[0], screen, backend_options=uvloop)
+    finally:
+        if as_json and made and made[0].run_directory.name:
+            print(msgspec.json.encode(listed_run(made[0].run_directory)).decode())
     return 0 if done else 130
 
 
@@ -80,9 +93,9 @@ def _drain_signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *hung_up]
 
 
-async def _follow_it(recipe: Recipe, make: Callable[[], Pipeline]) -> bool:
+async def _follow_it(recipe: Recipe, make: Callable[[], Pipeline], screen: TextIO) -> bool:
     # Open to the end: a signal that comes while the second one is obeyed must not cut the clean-up short.
-    with StdoutReporter() as report, anyio.open_signal_receiver(*_drain_signals()) as signals:
+    with StdoutReporter(screen) as report, anyio.open_signal_receiver(*_drain_signals()) as signals:
         async with anyio.create_task_group() as tasks:
             run = _Run(recipe, make, report, tasks.cancel_scope)
             tasks.start_soon(run.handle, signals)

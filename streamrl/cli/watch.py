@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from streamrl.base.errors import StreamRLError
-from streamrl.cli.command import Argument, AsJson, Command
+from streamrl.cli.command import Argument, Command
 from streamrl.comm.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole
 from streamrl.comm.zmq_sockets import has_ipc_listener
 from streamrl.observe.telemetry import TelemetrySubscriber
@@ -34,7 +34,6 @@ class Watch(Command, frozen=True):
         ),
     ]
     keys: Annotated[Path | None, Argument("keys of an observer, where the run has keys", metavar="DIRECTORY")] = None
-    json: AsJson = False
 
     def run(self) -> int:
         """Watch until the run has ended or Ctrl-C; 1 where it ended without saying so."""

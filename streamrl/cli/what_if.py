@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from streamrl.base.errors import RecipeError
-from streamrl.cli.command import Argument, AsJson, Overrides, print_json, recipe_file
+from streamrl.cli.command import Argument, Overrides, print_json, recipe_file
 from streamrl.cli.simulate import DEFAULT_CLUSTER, InVirtualTime, Row, results_table
+from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.cluster import differences
@@ -25,7 +24,6 @@ STEPS = 90
 """Whole cycles of races at 1.125, 1.25 and 1.5 (9, 5 and 3 rounds): a part of one would flatter a race, or wrong it."""
 
 SHOWN = 20
-PLAIN_PROGRESS_S = 10.0
 
 
 class WhatIf(InVirtualTime, frozen=True, kw_only=True):
@@ -42,7 +40,6 @@ class WhatIf(InVirtualTime, frozen=True, kw_only=True):
         float, Argument("mean trained length over the unbiased one, at least (default 0.9)", metavar="X")
     ] = 0.9
     steps: Annotated[int, Argument(f"steps that count, a candidate (default {STEPS})", metavar="N")] = STEPS
-    json: AsJson = False
 
     def run(self) -> int:
         """Search, and print the recommended recipe with its figures (or JSON). Raises ``StreamRLError``."""
@@ -69,23 +66,10 @@ class WhatIf(InVirtualTime, frozen=True, kw_only=True):
 
 
 def _search(world: World, budget: Budget, recipe: Recipe) -> Advice:
-    """Search with a bar on a terminal, otherwise with a line every few seconds, on standard error."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    last = time.monotonic()
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("searching", total=None)
-
-        def progress(name: str, done: int, ahead: int) -> None:
-            nonlocal last
-            bar.update(task, description=f"simulating {name}", completed=done, total=done + ahead)
-            if not console.is_terminal and time.monotonic() - last >= PLAIN_PROGRESS_S:
-                last = time.monotonic()
-                print(f"{done} candidates simulated, now {name}", file=sys.stderr, flush=True)
-
-        return Search(world, budget, progress).run(recipe)
+    with StdoutReporter(sys.stderr) as screen:
+        return Search(
+            world, budget, lambda name, done, ahead: screen.progress(f"simulating {name}", done, done + ahead)
+        ).run(recipe)
 
 
 def _print_advice(advice: Advice, cluster: str, budget: Budget, question: WhatIf) -> None:

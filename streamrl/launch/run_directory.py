@@ -82,7 +82,7 @@ def changed_inputs(run_directory: Path, recipe: Recipe, chosen: Set[str] = froze
     then, now = _noted(run_directory), run_inputs(recipe)
     allowed = chosen & MAY_CHANGE
     before, after = (
-        {path: toml_value(value) for path, value in _settings(tomllib.loads(one.recipe)) if path not in allowed}
+        {path: toml_value(value) for path, value in settings_of(tomllib.loads(one.recipe)) if path not in allowed}
         for one in (then, now)
     )
     sizes = [{path: f"{size} bytes" for path, size in one.files.items()} for one in (then, now)]
@@ -103,14 +103,14 @@ def _short(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."
 
 
-def _settings(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def settings_of(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """Every value of a recipe by its path, such as ``rewards.0.weight``."""
     for key, value in table.items():
         path = f"{above}{key}"
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             value = {str(number): item for number, item in enumerate(value)}
         if isinstance(value, dict) and value:
-            yield from _settings(value, f"{path}.")
+            yield from settings_of(value, f"{path}.")
         else:
             yield path, value
 

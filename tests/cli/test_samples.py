@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import anyio
@@ -64,6 +65,12 @@ def test_completions_of_training_and_evaluation_with_all_that_is_known_of_them(
     which = ("training, step 1", "training, step 2", "evaluation, step 2")
     kinds = ("best", "worst", "random")
     assert [block.partition(":")[0] for block in blocks] == [f"{one}, {kind}" for one in which for kind in kinds]
+
+
+def test_samples_for_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["samples", str(run), "--best", "--json"]) == 0
+    found = [(one["of"], one["sample"]["text"]) for one in json.loads(capsys.readouterr().out)]
+    assert found == [("training", "good\x1b[2J\nand short"), ("evaluation", "held out 3")]
 
 
 def test_what_is_not_there_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

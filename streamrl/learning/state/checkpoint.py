@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -163,6 +164,13 @@ def save_hugging_face(directory: Path, published: dict[str, Tensor], model_path:
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     logging.getLogger("huggingface_hub").setLevel(logging.WARNING)
     save_torch_state_dict(published, directory, metadata={"format": "pt"})
+
+
+def save_shards(files: Iterable[Path], directory: Path, largest: str) -> None:
+    """Write the tensors of safetensors ``files`` anew in files of at most ``largest``, such as 2GB, with their index.
+    Raises ``ValueError`` for a size that is none."""
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    save_torch_state_dict(tensors, directory, max_shard_size=largest, metadata={"format": "pt"})
 
 
 # ---- tensors -------------------------------------------------------------------------------------

@@ -175,6 +175,10 @@ class StdoutReporter:
         """Print a line of the caller's, above the progress."""
         self._screen.line(text)
 
+    def progress(self, text: str, done: int, total: int) -> None:
+        """Show how far something is that is no run. ``total`` 0: not known."""
+        self._screen.progress(text, done, total)
+
     def _starting(self, event: run_events.StartProgress) -> None:
         names = event.process.split(", ")
         if event.state == "ready":

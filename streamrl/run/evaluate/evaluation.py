@@ -251,7 +251,7 @@ def evaluation_metrics(
             rewarded.append(outcome.outcome)
         else:
             failed += 1
-    scores = _scores_by_prompt(rewarded, reward)
+    scores = scores_by_prompt(rewarded, reward)
     metrics = {f"eval/{collection}/prompts": float(len(scores)), f"eval/{collection}/failed": float(failed)}
     if not rewarded:
         return metrics
@@ -273,7 +273,8 @@ def evaluation_metrics(
     }
 
 
-def _scores_by_prompt(rewarded: Sequence[ScoredTrajectory], reward: str) -> list[list[float]]:
+def scores_by_prompt(rewarded: Sequence[ScoredTrajectory], reward: str) -> list[list[float]]:
+    """The scores of each prompt, in the order in which the first of each came; ``reward``: as above."""
     scores: dict[int, list[float]] = {}
     for scored in rewarded:
         score = scored.reward_parts.get(reward) if reward else scored.reward

@@ -1,0 +1,128 @@
+"""``streamrl eval MODEL RECIPE``: the recipe's held-out prompts and rewards, on a model of which nothing is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import structs
+from rich.console import Console
+from rich.table import Table
+
+from streamrl.base.errors import RecipeError
+from streamrl.base.printable import log_to
+from streamrl.cli.command import Argument, Command, Overrides, print_json, recipe_file
+from streamrl.launch.models.model_evaluation import (
+    EvaluatedPass,
+    EvaluationPass,
+    evaluate_model,
+    only_the_report_on_stdout,
+)
+from streamrl.launch.models.saved_model import find_model
+from streamrl.launch.plan.preflight import check_model
+from streamrl.launch.plan.summary import SIMULATED_SENTENCE
+from streamrl.observe.terminal.stdout import StdoutReporter
+from streamrl.pretrained.tokenizer import load_tokenizer
+from streamrl.recipe.rules.load import load_recipe, resolve_spec
+from streamrl.recipe.sections import EngineKind, Lora, Recipe
+from streamrl.recipe.toml_text import toml_value
+from streamrl.run.evaluate.evaluation import EvaluationRun
+from streamrl.run.evaluate.sample_files import sample_line
+
+_NAMES = "a model's folder, a checkpoint, a run, or RUN@VERSION (a number, latest, best)"
+
+
+class Eval(Command, frozen=True, kw_only=True):
+    """Evaluate a model on the held-out prompts of a recipe, with its rewards, on one engine: avg@k and pass@k of
+    evaluation.samples completions, and greedy. Nothing is trained."""
+
+    model: Annotated[str, Argument(_NAMES, metavar="MODEL", positional=True)]
+    recipe: Annotated[
+        Path | None, Argument("a recipe, or a run (default: that of MODEL)", metavar="RECIPE", positional=True)
+    ] = None
+    overrides: Overrides = ()
+    prompts: Annotated[str, Argument("in place of evaluation.prompts", metavar="PROMPTS")] = ""
+    samples: Annotated[int | None, Argument("in place of evaluation.samples", metavar="K")] = None
+    limit: Annotated[int, Argument("the first prompts alone", metavar="N", flag="-n")] = 0
+    no_greedy: Annotated[bool, Argument("only the samples")] = False
+    out: Annotated[Path | None, Argument("write every completion here, a JSON line each", metavar="FILE")] = None
+
+    def run(self) -> int:
+        """1 when no completion got a score."""
+        recipe, version = self._recipe()
+        if self.out is not None:
+            self.out.touch()
+        log_to(sys.stderr, logging.WARNING, "%(levelname)s %(name)s: %(message)s")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        with only_the_report_on_stdout():
+            done = asyncio.run(self._evaluate(recipe, version or 0))
+        if self.out is not None:
+            decode = load_tokenizer(recipe.model.path).decode
+            lines = (sample_line(outcome, decode) for _, outcomes in done for outcome in outcomes)
+            self.out.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        passes = [one for one, _ in done]
+        if self.json:
+            print_json({"model": recipe.model.path, "version": version, "passes": passes})
+        else:
+            Console(soft_wrap=True, highlight=False).print(_table(passes, recipe))
+        return 0 if any(one.scores for one in passes) else 1
+
+    def _recipe(self) -> tuple[Recipe, int | None]:
+        """The recipe with the model that was asked for, and the version of a run that it is. Raises
+        ``StreamRLError``."""
+        folder, saved = find_model(self.model)
+        path = self.recipe or (saved.run if saved else None)
+        if path is None:
+            raise RecipeError(f"{self.model} is no run: name the recipe too: streamrl eval MODEL RECIPE")
+        prompts = resolve_spec(self.prompts, Path.cwd())
+        chosen = {"model.path": folder, "evaluation.prompts": prompts, "evaluation.samples": self.samples}
+        settings = [f"{key}={toml_value(value)}" for key, value in chosen.items() if value not in (None, "")]
+        recipe = load_recipe(recipe_file(path), [*self.overrides, *settings])
+        if not recipe.evaluation.prompts:
+            raise RecipeError(f"{path} has no evaluation.prompts: name some: --prompts FILE")
+        if self.limit < 0:
+            raise RecipeError(f"-n {self.limit}: write a number of prompts, or 0 for all")
+        if recipe.judge.model:
+            raise RecipeError(f"{path} has a judge.model, which eval does not start: leave it out, or name an endpoint")
+        evaluation = structs.replace(recipe.evaluation, limit=self.limit)
+        recipe = structs.replace(recipe, evaluation=evaluation, lora=Lora())
+        check_model(recipe)
+        return recipe, saved.version if saved else None
+
+    async def _evaluate(self, recipe: Recipe, version: int) -> list[EvaluatedPass]:
+        # SIGTERM cancels, as Ctrl-C does: what was started is ended in order.
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        tokenizer = load_tokenizer(recipe.model.path)
+        greedy = not self.no_greedy and recipe.evaluation.temperature != 0
+        with StdoutReporter(sys.stderr) as screen:
+
+            def ended(evaluation: EvaluationRun) -> None:
+                screen.progress("completions", len(evaluation.outcomes), evaluation.wanted)
+
+            screen.line(f"starting an engine of {recipe.model.path}")
+            return await evaluate_model(recipe, version, tokenizer, greedy=greedy, ended=ended)
+
+
+def _table(passes: Sequence[EvaluationPass], recipe: Recipe) -> Table:
+    simulated = f"; {SIMULATED_SENTENCE}" if recipe.engines.kind is EngineKind.SIMULATED else ""
+    failed = sum(one.failed for one in passes)
+    lost = f"; {failed} completions have no score, --out FILE says why" if failed else ""
+    table = Table(box=None, pad_edge=False, header_style="dim", caption_justify="left")
+    table.caption = f"{recipe.evaluation.prompts}, at most {recipe.sampling.max_tokens} tokens{simulated}{lost}"
+    for name in ("score", "value", "95 % interval", "prompts", "temperature"):
+        table.add_column(name, justify="left" if name == "score" else "right")
+    for one in passes:
+        for name, score in one.scores.items():
+            shown = name if one.temperature else f"greedy {name}"
+            interval = "" if score.low is None else f"{score.low:.3f} to {score.high:.3f}"
+            table.add_row(shown, f"{score.value:.3f}", interval, str(one.prompts), f"{one.temperature:g}")
+    return table

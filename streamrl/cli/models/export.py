@@ -1,0 +1,54 @@
+"""``streamrl export`` and ``push``: the model of a run as a folder, and on the Hub."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+from streamrl.cli.command import Argument, Command, RunPath
+from streamrl.launch.models.export import export_model
+from streamrl.launch.models.saved_model import saved_model
+from streamrl.launch.models.upload import authenticated, upload
+
+Version = Annotated[str, Argument("a number, latest, or best (default: latest)", metavar="VERSION")]
+ShardSize = Annotated[str, Argument("of one file of weights, such as 2GB (default: as saved)", metavar="SIZE")]
+
+
+class Export(Command, frozen=True):
+    """Write the model of a run to a directory that transformers and vLLM load: LoRA merged, tokenizer and templates, a
+    card of what trained it. No optimizer state and no prompts."""
+
+    run_directory: RunPath
+    destination: Annotated[Path, Argument("a directory that is not there, or empty", metavar="DEST", positional=True)]
+    version: Version = ""
+    shard_size: ShardSize = ""
+
+    def run(self) -> int:
+        """Write it. Raises ``StreamRLError`` and ``OSError``: then nothing is there."""
+        saved = saved_model(self.run_directory, self.version)
+        files = export_model(saved, self.destination, self.shard_size)
+        made = {"directory": str(self.destination), "version": saved.version, "files": files}
+        return self.print(made, f"{self.destination}: version {saved.version}, {sum(files.values()) / 1e6:,.1f} MB")
+
+
+class Push(Command, frozen=True):
+    """Export the model of a run and upload it to a repository of the Hub, which is made where it is not there: private,
+    unless --public. No optimizer state and no prompts."""
+
+    run_directory: RunPath
+    name: Annotated[str, Argument("owner/name, or a name of your own", metavar="NAME", positional=True)]
+    version: Version = ""
+    shard_size: ShardSize = ""
+    public: Annotated[bool, Argument("everybody may see it")] = False
+    message: Annotated[str, Argument("of the commit (default: what is pushed)", metavar="TEXT")] = ""
+
+    def run(self) -> int:
+        """Upload it. Raises ``StreamRLError`` that names the remedy."""
+        saved, name = saved_model(self.run_directory, self.version), authenticated(self.name)
+        with tempfile.TemporaryDirectory(prefix="streamrl-push-") as directory:
+            files = export_model(saved, model := Path(directory) / "model", self.shard_size)
+            message = self.message or f"Version {saved.version} of the run {saved.run.resolve().name}"
+            url, commit = upload(model, name, private=not self.public, message=message)
+        pushed = {"url": url, "commit": commit, "version": saved.version, "files": files}
+        return self.print(pushed, f"{url}: version {saved.version}, commit {commit}")

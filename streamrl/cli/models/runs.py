@@ -1,0 +1,144 @@
+"""``streamrl runs``: the runs of a directory, or several side by side, read from their files alone."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from streamrl.base.errors import StreamRLError
+from streamrl.base.line_file import read_lines
+from streamrl.cli.command import Argument, Command, print_json
+from streamrl.launch.models.model_card import SCORE, base_model
+from streamrl.launch.run_directory import settings_of
+from streamrl.launch.run_record import METRICS
+from streamrl.recipe.toml_text import toml_value
+from streamrl.run.journal.log import writer_of
+
+RUNS = Path("runs")
+_STARTED = re.compile(r"-(\d{8}-\d{6})(-\d+)?$")
+_COMPARED = ("reward/mean", "reward/zero_std_ratio", "completion/length_mean", "time/step_s", "perf/train_tok_s")
+
+
+class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """``state``: running, ended, failed (its newest crash bundle is newer than its last step), or stopped: drained or
+    killed, ``streamrl show`` says which; ``started``: in local time; ``metrics``: of the last step; ``scores``: of the
+    last evaluation; ``recipe``: its values as TOML, by path."""
+
+    run: str
+    directory: str
+    started: str
+    state: str
+    step: int
+    steps: int
+    model: str
+    tags: tuple[str, ...]
+    metrics: dict[str, float | None]
+    scores: dict[str, float]
+    recipe: dict[str, str]
+
+
+class Runs(Command, frozen=True):
+    """List the runs of a directory (default: runs); or compare several: the keys in which their recipes differ, and
+    their last figures side by side."""
+
+    places: Annotated[
+        tuple[str, ...], Argument("a directory of runs, or runs to compare", metavar="DIR|RUN", positional=True)
+    ] = ()
+
+    def run(self) -> int:
+        """Print it. Raises ``StreamRLError`` for what is no run."""
+        places = [path if (path := RUNS / name).is_dir() else Path(name) for name in self.places] or [RUNS]
+        if len(places) == 1 and not (places[0] / "recipe.toml").is_file():
+            inside = [path.parent for path in places[0].glob("*/recipe.toml") if not path.parent.is_symlink()]
+            found = sorted(map(listed_run, inside), key=lambda one: one.started)
+        else:
+            found = list(map(listed_run, places))
+        if not found:
+            raise StreamRLError(f"{places[0]} has no runs: name a directory that has some, such as runs")
+        rows = _differences(found) if len(places) > 1 else {}
+        if self.json:
+            print_json({"runs": found, "compared": rows} if rows else found)
+            return 0
+        console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+        console.print(
+            _table(["run", "started", "state", "step", "reward", "held-out", "model", "tags"], map(_cells, found))
+        )
+        if rows:
+            console.print("", _table(("", *(one.run for one in found)), ((name, *row) for name, row in rows.items())))
+        return 0
+
+
+def listed_run(directory: Path) -> ListedRun:
+    """The run in ``directory``. Raises ``StreamRLError`` where it is none, or where its recipe cannot be read."""
+    last: dict[str, dict[str, Any]] = {}
+    for line in read_lines(directory / METRICS, dict[str, Any]):
+        last[line.get("kind", "")] = line
+    step, directory = last.get("step", {}), directory.resolve()
+    try:
+        recipe = dict(settings_of(tomllib.loads((directory / "recipe.toml").read_text())))
+        number, steps, model = step.get("step", 0), recipe["run.steps"], recipe["model.path"]
+    except (OSError, ValueError, KeyError) as error:
+        raise StreamRLError(
+            f"{directory} is not the directory of a run ({error}): name one, such as runs/latest"
+        ) from error
+    started = time.strptime(found[1], "%Y%m%d-%H%M%S") if (found := _STARTED.search(directory.name)) else None
+    return ListedRun(
+        run=directory.name,
+        directory=str(directory),
+        started=time.strftime("%Y-%m-%d %H:%M:%S", started) if started else "",
+        state=_state(directory, done=number >= steps, last=step.get("time", 0.0)),
+        step=number,
+        steps=steps,
+        model=base_model(model) or Path(model).name,
+        tags=tuple(recipe.get("run.tags", ())),
+        metrics={name: value for name, value in step.items() if name not in ("kind", "time")},
+        scores={name: value for name, value in last.get("evaluation", {}).items() if SCORE.fullmatch(name)},
+        recipe={name: toml_value(value) for name, value in recipe.items()},
+    )
+
+
+def _state(directory: Path, *, done: bool, last: float) -> str:
+    if writer_of(directory) is not None:  # the lock of the run, which its supervisor holds
+        return "running"
+    failed = any(bundle.stat().st_mtime > last for bundle in directory.glob("crash/*.zip"))
+    return "ended" if done else "failed" if failed else "stopped"
+
+
+def _differences(runs: Sequence[ListedRun]) -> dict[str, list[str]]:
+    """Rows that are not equal in all of ``runs``, by key of the recipe and name of the figure, in their order."""
+    tables = [
+        one.recipe
+        | {"step": str(one.step)}
+        | {name: _number(value) for name, value in one.metrics.items() if name in _COMPARED}
+        | {name: _number(value) for name, value in one.scores.items()}
+        for one in runs
+    ]
+    names = dict.fromkeys(name for table in tables for name in table)
+    rows = {name: [table.get(name, "") for table in tables] for name in names}
+    return {name: row for name, row in rows.items() if len(set(row)) > 1}
+
+
+def _cells(one: ListedRun) -> Sequence[str]:
+    reward, held_out = one.metrics.get("reward/mean"), next(iter(one.scores.values()), None)
+    step = f"{one.step}/{one.steps}"
+    return (one.run, one.started, one.state, step, _number(reward), _number(held_out), one.model, ", ".join(one.tags))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(*columns, box=None, pad_edge=False, header_style="dim")
+    for row in rows:
+        table.add_row(*row)
+    return table

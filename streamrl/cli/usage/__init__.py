@@ -1,0 +1,1 @@
+"""Texts of the command line that are in one place for all commands. Imports nothing."""

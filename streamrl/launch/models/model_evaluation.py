@@ -1,0 +1,189 @@
+"""An evaluation without a trainer: the held-out evaluation of a run, of any model, on an engine of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from math import sqrt
+from pathlib import Path
+from statistics import NormalDist, fmean, stdev
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from streamrl.base.errors import RecipeError
+from streamrl.base.stage_messages import EndedOutcome, FinishedTrajectory, Scored, TrajectoryLost
+from streamrl.base.types import ScoredTrajectory, Trajectory
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.contracts import Sampler, WatchedEngine
+from streamrl.engines.vllm.options import max_model_len, model_config
+from streamrl.launch.roles import engine_of
+from streamrl.launch.sampling import read_held_out
+from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.recipe.sections import Evaluation, Recipe
+from streamrl.recipe.topology import ProcessPlan, Role
+from streamrl.rewards.calls.reward_set import RewardSet
+from streamrl.rewards.signature import needed_columns
+from streamrl.run.evaluate.evaluation import ROUNDING, EvaluationRun, HeldOut, pass_at_k, pass_sizes, scores_by_prompt
+from streamrl.run.prompts.prompts import check_prompts
+from streamrl.stages.rollout import RolloutStage
+
+_WIDTH = NormalDist().inv_cdf(0.975)
+Ended = Callable[[EvaluationRun], None]
+"""Called after each completion with the evaluation that it belongs to."""
+
+
+class ScoreOfPrompts(msgspec.Struct, frozen=True):
+    """A mean over prompts and its 95 % interval over prompts (None: one prompt has none)."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+class EvaluationPass(msgspec.Struct, frozen=True, kw_only=True):
+    """``samples`` completions of each of ``prompts`` at ``temperature``. ``scores``: ``avg@k`` and ``pass@j``;
+    ``figures``: as an evaluation of a run has them (docs/metrics.md); ``failed``: completions without a score."""
+
+    prompts: int
+    samples: int
+    temperature: float
+    failed: int
+    scores: dict[str, ScoreOfPrompts]
+    figures: dict[str, float]
+
+
+EvaluatedPass = tuple[EvaluationPass, Sequence[EndedOutcome]]
+
+
+async def evaluate_model(
+    recipe: Recipe, version: int, tokenizer: Tokenizer, *, greedy: bool, ended: Ended
+) -> list[EvaluatedPass]:
+    """Evaluate the model of ``recipe`` on the first ``evaluation.limit`` of its held-out prompts (0: all): with
+    ``evaluation.samples`` completions of each, and if ``greedy`` with the likeliest one. Prompts, seeds and rewards are
+    those of an evaluation of ``version`` in a run. Returns each pass with its outcomes. Raises ``RecipeError`` for
+    prompts and rewards that cannot be used, ``EngineError`` where the engine does not start or dies."""
+    passes = [recipe.evaluation]
+    passes += [structs.replace(recipe.evaluation, samples=1, temperature=0.0)] if greedy else []
+    longest = max_model_len(recipe, model_config(recipe.model.path)) - recipe.sampling.max_tokens
+    async with asyncio.TaskGroup() as user_calls:
+        rewards = RewardSet(recipe.rewards, recipe.reward_limits, tokenizer, user_calls)
+        try:
+            await rewards.open()
+            columns = needed_columns(rewards.signatures)
+            if problems := check_prompts(recipe.evaluation.prompts, tokenizer, columns, longest):
+                raise RecipeError(*problems)
+            held_out = await read_held_out(recipe, tokenizer, in_flight=recipe.engines.max_num_seqs)
+            async with started_engine(recipe) as engine:
+                chosen = [structs.replace(held_out, settings=settings) for settings in passes]
+                return [await _pass(recipe, one, version, engine, rewards, ended) for one in chosen]
+        finally:
+            await asyncio.shield(rewards.aclose())
+
+
+async def _pass(
+    recipe: Recipe, held_out: HeldOut, version: int, engine: Sampler, rewards: RewardSet, ended: Ended
+) -> EvaluatedPass:
+    """The stages of a run, without control between them."""
+    settings, sampling = held_out.settings, recipe.sampling
+    evaluation = EvaluationRun(held_out, version, limit=settings.limit, seed=recipe.run.seed)
+    rollout = RolloutStage(
+        engine, max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p
+    )
+    orders: tuple[Any, Any] = memory_stream(held_out.in_flight)
+    finished: tuple[Any, Any] = memory_stream(held_out.in_flight)
+
+    def take(outcome: EndedOutcome) -> None:
+        evaluation.take(outcome)
+        ended(evaluation)
+
+    async def score(trajectory: Trajectory) -> None:
+        (outcome,) = await rewards.score([trajectory])
+        take(Scored(outcome=outcome))
+
+    async def score_all() -> None:
+        async with asyncio.TaskGroup() as scoring:
+            async for outcome in finished[1]:
+                if isinstance(outcome, FinishedTrajectory):
+                    scoring.create_task(score(outcome.trajectory))
+                elif isinstance(outcome, TrajectoryLost):
+                    take(outcome)
+
+    async with asyncio.TaskGroup() as stages:
+        stages.create_task(rollout.run(orders[1], finished[0]))
+        stages.create_task(score_all())
+        figures = await evaluation.run(orders[0])
+        await orders[0].aclose()
+    ends = (outcome.outcome for outcome in evaluation.outcomes if isinstance(outcome, Scored))
+    by_prompt = scores_by_prompt([one for one in ends if isinstance(one, ScoredTrajectory)], held_out.reward)
+    return EvaluationPass(
+        prompts=len(by_prompt),
+        samples=settings.samples,
+        temperature=sampling.temperature if settings.temperature is None else settings.temperature,
+        failed=int(figures["eval/held_out/failed"]),
+        scores=scores_of(by_prompt, settings),
+        figures=figures,
+    ), evaluation.outcomes
+
+
+def scores_of(by_prompt: Sequence[Sequence[float]], settings: Evaluation) -> dict[str, ScoreOfPrompts]:
+    """``avg@k`` and ``pass@1``, ``pass@2`` ... ``pass@k`` of the scores of each prompt; a prompt with fewer than j
+    scores is not in ``pass@j``."""
+    least, k = settings.success_reward - ROUNDING, settings.samples
+    solved = [(len(values), sum(value >= least for value in values)) for values in by_prompt]
+    values = {f"avg@{k}": [fmean(values) for values in by_prompt]}
+    values |= {f"pass@{j}": [pass_at_k(n, c, j) for n, c in solved if n >= j] for j in pass_sizes(k)}
+    return {name: _score_of(found) for name, found in values.items() if found}
+
+
+def _score_of(values: Sequence[float]) -> ScoreOfPrompts:
+    """The mean of one value a prompt. Its interval: Wilson's where all are 0 or 1, so that 20 of 20 is not certain;
+    else by the standard error of the mean."""
+    mean, count = fmean(values), len(values)
+    if set(values) <= {0.0, 1.0}:
+        scale, spread = 1 + _WIDTH**2 / count, mean * (1 - mean) / count + _WIDTH**2 / (4 * count**2)
+        middle, half = (mean + _WIDTH**2 / (2 * count)) / scale, _WIDTH * sqrt(spread) / scale
+        return ScoreOfPrompts(mean, max(middle - half, 0.0), min(middle + half, 1.0))
+    if count == 1:
+        return ScoreOfPrompts(mean, None, None)
+    half = _WIDTH * stdev(values) / sqrt(count)
+    return ScoreOfPrompts(mean, mean - half, mean + half)
+
+
+@contextlib.asynccontextmanager
+async def started_engine(recipe: Recipe) -> AsyncIterator[WatchedEngine]:
+    """An engine of ``recipe``, vLLM's or a simulated one, with the weights of the model's folder, until this is left.
+    Raises ``RecipeError`` for a model that cannot be used, ``EngineError`` when it does not start or dies."""
+
+    one = structs.replace(recipe, engines=structs.replace(recipe.engines, count=1, sets=()))
+    with tempfile.TemporaryDirectory(prefix="streamrl-") as sockets:
+        engine = engine_of(one, ProcessPlan(role=Role.ENGINE, index=0), Path(sockets))
+        try:
+            await engine.start()
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(engine.watch())
+                yield engine
+                watching.cancel()
+        finally:
+            logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs its own end as an error
+            await engine.aclose()
+
+
+@contextlib.contextmanager
+def only_the_report_on_stdout() -> Iterator[None]:
+    """vLLM logs to stdout, in several processes; the reader of the report must not get that."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

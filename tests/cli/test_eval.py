@@ -1,0 +1,125 @@
+"""``streamrl eval`` on simulated engines: what it asks for, what it computes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from math import comb
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from streamrl.cli.main import main
+from streamrl.launch.models.model_evaluation import scores_of
+from streamrl.recipe.sections import Evaluation
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "sort" / "model"
+REWARD = """
+def right(completion, *, answer):
+    if completion[-1:].isdigit():
+        raise LookupError("ends with a digit")
+    return float(len(completion) % 3 == 0)
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe with three held-out prompts, four completions of each."""
+    (tmp_path / "mine.py").write_text(REWARD)
+    (tmp_path / "held.jsonl").write_text("".join(f'{{"prompt": "{n}2{n}:", "answer": ""}}\n' for n in range(1, 4)))
+    (tmp_path / "recipe.toml").write_text(
+        '[model]\npath = "gone"\n[prompts]\ntrain = "held.jsonl"\n[[rewards]]\nfunction = "mine.py:right"\n'
+        '[engines]\nkind = "simulated"\n[sampling]\nmax_tokens = 24\n[lora]\nrank = 4\n'
+        '[evaluation]\nprompts = "held.jsonl"\nsamples = 4\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def evaluate(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["eval", *arguments])
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+def test_scores_are_those_of_the_completions_that_are_written(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """``pass@k`` is 1 - C(n - c, k) / C(n, k) of n scored completions of which c are right."""
+    code, out, _ = evaluate(capfd, str(MODEL), "recipe.toml", "--out", "all.jsonl", "--json")
+    assert code == 0
+    report = json.loads(out)
+    lines = [json.loads(line) for line in (work / "all.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 * 4 + 3
+    sampled, greedy = lines[:12], lines[12:]
+    for one, rows, samples in zip(report["passes"], (sampled, greedy), (4, 1), strict=True):
+        by_prompt: dict[int, list[float]] = {}
+        for row in rows:
+            if row["reward"] is not None:
+                by_prompt.setdefault(row["prompt"], []).append(row["reward"])
+        groups = list(by_prompt.values())
+        failed = [row["failure"] for row in rows if row["reward"] is None]
+        assert all("LookupError: ends with a digit" in failure for failure in failed)
+        assert (one["samples"], one["prompts"], one["failed"]) == (samples, len(groups), len(failed))
+        assert one["scores"][f"avg@{samples}"]["value"] == pytest.approx(fmean(map(fmean, groups)))
+        for k in (1, 2, 4)[: 3 if samples == 4 else 1]:
+            enough = [1 - comb(len(g) - round(sum(g)), k) / comb(len(g), k) for g in groups if len(g) >= k]
+            assert one["scores"][f"pass@{k}"]["value"] == pytest.approx(fmean(enough))
+    assert report["passes"][0]["failed"] and [one["temperature"] for one in report["passes"]] == [1.0, 0.0]
+    assert len({row["text"] for row in sampled}) > 8 and {row["prompt"] for row in greedy} == {0, 1, 2}
+
+
+def test_what_is_chosen_on_the_command_line(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (work / "other.jsonl").write_text('{"prompt": "7:", "answer": ""}\n' * 5)
+    options = ("--prompts", "other.jsonl", "-n", "2", "--samples", "3", "--no-greedy", "sampling.max_tokens=5")
+    code, out, _ = evaluate(capfd, str(MODEL), "recipe.toml", *options, "--out", "some.jsonl")
+    rows = [line.split() for line in out.splitlines()]
+    assert code == 0 and [row[0] for row in rows[1:5]] == ["avg@3", "pass@1", "pass@2", "pass@3"]
+    assert "other.jsonl, at most 5 tokens" in out and "random text" in out
+    lines = [json.loads(line) for line in (work / "some.jsonl").read_text().splitlines()]
+    assert len(lines) == 6 and all(len(line["token_ids"]) <= 5 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "problem"),
+    [
+        ((str(MODEL),), 2, "is no run: name the recipe too: streamrl eval MODEL RECIPE"),
+        (("nowhere", "recipe.toml"), 1, "nowhere is no model"),
+        (
+            (".", "recipe.toml"),
+            1,
+            ". has no checkpoint of version 'latest' (a number, latest, best): it has no checkpo",
+        ),
+        ((".@7", "recipe.toml"), 1, ". has no checkpoint of version '7'"),
+        (
+            (str(MODEL), "recipe.toml", "evaluation.prompts=", "evaluation.samples=1"),
+            2,
+            "recipe.toml has no evaluation.prompts",
+        ),
+        ((str(MODEL), "recipe.toml", "--samples", "0"), 2, "--set: evaluation.samples: 0 is not allowed"),
+        ((str(MODEL), "recipe.toml", "--prompts", "bare.jsonl"), 2, 'has no column "answer", which the reward'),
+        (
+            (str(MODEL), "recipe.toml", "judge.model=j", "rewards.1.function=judge"),
+            2,
+            "has a judge.model, which eval does not start",
+        ),
+        ((str(MODEL), "recipe.toml", "--out", "none/x"), 1, "none/x: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_said_before_an_engine_starts(
+    work: Path, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, problem: str
+) -> None:
+    (work / "bare.jsonl").write_text('{"prompt": "7:"}\n')
+    found, out, err = evaluate(capfd, *arguments)
+    assert (found, out) == (code, "") and problem in err
+
+
+def test_intervals_by_hand() -> None:
+    """Wilson's for 0 and 1 (4 of 5: 0.376 to 0.964), the standard error of the mean for others, none for one prompt."""
+    binary = scores_of([[1.0]] * 4 + [[0.0]], Evaluation())["pass@1"]
+    assert (binary.value, binary.low, binary.high) == pytest.approx((0.8, 0.3755, 0.9638), abs=1e-4)
+    sure: Any = scores_of([[1.0]] * 20, Evaluation())["pass@1"]
+    assert (sure.value, sure.high) == (1.0, 1.0) and 0.83 < sure.low < 0.84
+    mean = scores_of([[0.25], [0.5], [0.75]], Evaluation())["avg@1"]
+    assert (mean.low, mean.high) == pytest.approx((0.5 - 1.96 * 0.25 / 3**0.5, 0.5 + 1.96 * 0.25 / 3**0.5), abs=1e-4)
+    assert scores_of([[0.25]], Evaluation())["avg@1"].low is None
+    assert scores_of([[0.25, 0.5], [1.0]], Evaluation(samples=2))["pass@2"].value == 0.0, "one has too few scores"

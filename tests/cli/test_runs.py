@@ -1,0 +1,95 @@
+"""``streamrl runs`` on run directories that are written here: what is listed, and what is compared."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from builders import small_recipe
+
+from streamrl.base.atomic_files import hold_lock
+from streamrl.base.errors import RecipeError
+from streamrl.cli.main import main
+from streamrl.recipe.rules.load import dump_recipe
+from streamrl.recipe.scheduling import Rollout
+from streamrl.recipe.sections import Run
+
+
+def write_run(runs: Path, name: str, *, steps: int, group_size: int = 4, score: float | None = None) -> Path:
+    """A run of ten steps that has trained ``steps`` of them."""
+    run = runs / name
+    run.mkdir(parents=True)
+    base = "/cache/models--Qwen--Qwen3-0.6B/snapshots/" + "a" * 40
+    recipe = small_recipe(base, run=Run(steps=10), rollout=Rollout(group_size=group_size))
+    (run / "recipe.toml").write_text(dump_recipe(recipe))
+    lines = [
+        {"kind": "step", "time": 1e9 + n, "step": n, "policy_version": n, "reward/mean": n / 10}
+        for n in range(1, steps + 1)
+    ]
+    if score is not None:
+        lines.append({"kind": "evaluation", "step": steps, "eval/held_out/avg@1": score, "eval/held_out/prompts": 8.0})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four runs, one in each state, and the link to the last."""
+    monkeypatch.chdir(tmp_path)
+    found = tmp_path / "runs"
+    write_run(found, "a-20261101-101500", steps=10, score=0.5)
+    failed = write_run(found, "b-20261102-101500", steps=3, group_size=8, score=0.25)
+    (failed / "crash").mkdir()
+    (failed / "crash" / "one.zip").write_bytes(b"")
+    stopped = write_run(found, "c-20261103-101500", steps=2)
+    (stopped / "crash").mkdir()
+    (stopped / "crash" / "old.zip").write_bytes(b"")
+    os.utime(stopped / "crash" / "old.zip", (1e8, 1e8))  # it was resumed since
+    write_run(found, "d-20261031-101500", steps=0)
+    (found / "latest").symlink_to("c-20261103-101500")
+    return found
+
+
+def test_a_list_has_every_run_once_the_oldest_first(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(holder: str) -> RecipeError:
+        return RecipeError(holder)
+
+    with hold_lock(runs / "d-20261031-101500" / "lock", refused):
+        assert main(["runs", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(one["run"][0], one["state"], one["step"]) for one in listed] == [
+        ("d", "running", 0),
+        ("a", "ended", 10),
+        ("b", "failed", 3),
+        ("c", "stopped", 2),
+    ]
+    assert listed[1]["scores"] == {"eval/held_out/avg@1": 0.5} and listed[1]["metrics"]["reward/mean"] == 1.0
+    assert {one["model"] for one in listed} == {"Qwen/Qwen3-0.6B"} and listed[0]["started"] == "2026-10-31 10:15:00"
+    assert main(["runs", str(runs)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[2] == ["a-20261101-101500", "2026-11-01", "10:15:00", "ended", "10/10", "1", "0.5", "Qwen/Qwen3-0.6B"]
+
+
+def test_runs_are_compared_by_what_differs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "b-20261102-101500", "runs/a-20261101-101500", "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)["compared"]
+    assert compared == {
+        "rollout.group_size": ["8", "4"],
+        "step": ["3", "10"],
+        "reward/mean": ["0.3", "1"],
+        "eval/held_out/avg@1": ["0.25", "0.5"],
+    }
+    assert main(["runs", "runs/a-20261101-101500", "runs/b-20261102-101500"]) == 0
+    assert ["rollout.group_size", "4", "8"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("place", "problem"), [("none", "none has no runs"), ("broken", "broken is not the directory of a run")]
+)
+def test_what_is_no_run_is_named(runs: Path, capsys: pytest.CaptureFixture[str], place: str, problem: str) -> None:
+    (runs.parent / "broken").mkdir()
+    (runs.parent / "broken" / "recipe.toml").write_text("[run")
+    assert main(["runs", place]) == 1
+    assert problem in capsys.readouterr().err
