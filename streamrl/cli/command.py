@@ -77,13 +77,8 @@ def parse_command(kind: type[Made], name: str, arguments: Sequence[str]) -> Made
     parser = argparse.ArgumentParser(prog=f"streamrl {name}", description=kind.__doc__, epilog=example)
     hints = get_type_hints(kind, include_extras=True)
     flags = [_add(parser, field, hints[field.name]) for field in msgspec.structs.fields(kind)]
-    takes_overrides = SET in flags
-    words = own_form(arguments, SET, parser.error) if takes_overrides else list(arguments)
-    known, unknown = parser.parse_known_args(words)
-    if unknown:
-        parser.error(unknown_words(unknown) if takes_overrides else f"unrecognized arguments: {' '.join(unknown)}")
-    values = vars(known)
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in vars(known).items()}
+    return kind(**given)
 
 
 def _add(parser: argparse.ArgumentParser, field: msgspec.structs.FieldInfo, annotation: Any) -> str:

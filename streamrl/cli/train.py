@@ -78,9 +78,14 @@ def _follow(recipe: Recipe, make: Callable[[], Pipeline], *, as_json: bool) -> i
     """``as_json``: what a person sees goes to stderr, and the run as ``streamrl runs --json`` has it to stdout."""
     log_to(sys.stderr, logging.WARNING, "%(levelname)s %(message)s")
     made: list[Pipeline] = []
+
+    def noted() -> Pipeline:
+        made.append(make())
+        return made[0]
+
     try:
         uvloop, screen = {"use_uvloop": sys.platform != "win32"}, sys.stderr if as_json else sys.stdout
-        done = anyio.run(_follow_it, recipe, lambda: made.append(make()) or made[0], screen, backend_options=uvloop)
+        done = anyio.run(_follow_it, recipe, noted, screen, backend_options=uvloop)
     finally:
         if as_json and made and made[0].run_directory.name:
             print(msgspec.json.encode(listed_run(made[0].run_directory)).decode())

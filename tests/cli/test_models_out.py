@@ -36,7 +36,6 @@ SETTINGS: dict[str, Any] = {
     "evaluation.prompts": "held.jsonl",
     "evaluation.samples": 2,
     "checkpoint.every": 1,
-    "checkpoint.keep_best": 1,
     "training.advanced.threads": 1,
 }
 
@@ -51,7 +50,6 @@ def train(directory: Path, **settings: Any) -> Path:
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     (model / "prompts.jsonl").write_text("a secret prompt\n")
-    (model / "optimizer.pt").write_bytes(b"state")
     (directory / "reward.py").write_text(REWARD)
     rows = (SORT / "held_out.jsonl").read_text().splitlines(keepends=True)
     (directory / "held.jsonl").write_text("".join(rows[:3]))

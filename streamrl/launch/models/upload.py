@@ -18,7 +18,7 @@ def authenticated(name: str) -> str:
     """The whole name of the repository: ``name``, or that of the account that is logged in before it. Asked before
     anything is made or uploaded. Raises ``StreamRLError`` where nobody is logged in, or the Hub cannot be reached."""
     from huggingface_hub import HfApi, get_session
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils._validators import validate_repo_id
 
     with _explained(name):
         validate_repo_id(name)
@@ -63,6 +63,6 @@ def _explained(name: str) -> Iterator[None]:
         said = error.server_message or str(error).partition("\n")[0]
         text = refusals.get(error.response.status_code, f"the Hub refuses {name}: {said}")
         raise StreamRLError(text) from error
-    except (errors.HTTPError, OSError) as error:  # no answer
+    except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # no answer
         remedy = "look at the network, HF_ENDPOINT and HF_HUB_OFFLINE"
         raise StreamRLError(f"the Hub cannot be reached at {constants.ENDPOINT} ({error}): {remedy}") from error
