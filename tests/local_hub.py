@@ -204,7 +204,9 @@ class LocalHub:
             plain = f"{asked.get('organization') or USER}/{asked['name']}"
             name = f"datasets/{plain}" if asked.get("type") == "dataset" else plain
             there = name in self.repositories
-            self.repositories.setdefault(name, Repository(private=asked.get("visibility") == "private"))
+            if not there:
+                self.repositories[name] = Repository(private=asked.get("visibility") == "private")
+                self.commit(name, {".gitattributes": b""})  # as the Hub does
             to.send_json({"url": f"{self.url}/{name}"}, 409 if there else 200)
         elif path == "/api/validate-yaml":
             to.send_json({"errors": [], "warnings": []})

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from math import comb
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+from local_hub import LocalHub
 
 from streamrl.cli.main import main
 from streamrl.launch.models.model_evaluation import scores_of
@@ -59,12 +63,16 @@ def test_scores_are_those_of_the_completions_that_are_written(work: Path, capfd:
         groups = list(by_prompt.values())
         failed = [row["failure"] for row in rows if row["reward"] is None]
         assert all("LookupError: ends with a digit" in failure for failure in failed)
-        assert (one["samples"], one["prompts"], one["failed"]) == (samples, len(groups), len(failed))
-        assert one["scores"][f"avg@{samples}"]["value"] == pytest.approx(fmean(map(fmean, groups)))
+        figures = [one["figures"][f"eval/held_out/{name}"] for name in ("prompts", "failed")]
+        assert (one["samples"], figures) == (samples, [len(groups), len(failed)])
+        scores = one["scores"]["held_out"]
+        assert scores[f"avg@{samples}"]["value"] == pytest.approx(fmean(map(fmean, groups)))
         for k in (1, 2, 4)[: 3 if samples == 4 else 1]:
             enough = [1 - comb(len(g) - round(sum(g)), k) / comb(len(g), k) for g in groups if len(g) >= k]
-            assert one["scores"][f"pass@{k}"]["value"] == pytest.approx(fmean(enough))
-    assert report["passes"][0]["failed"] and [one["temperature"] for one in report["passes"]] == [1.0, 0.0]
+            assert scores[f"pass@{k}"]["value"] == pytest.approx(fmean(enough))
+    assert report["passes"][0]["figures"]["eval/held_out/failed"] and [
+        one["temperature"] for one in report["passes"]
+    ] == [1.0, 0.0]
     assert len({row["text"] for row in sampled}) > 8 and {row["prompt"] for row in greedy} == {0, 1, 2}
 
 
@@ -73,10 +81,36 @@ def test_what_is_chosen_on_the_command_line(work: Path, capfd: pytest.CaptureFix
     options = ("--prompts", "other.jsonl", "-n", "2", "--samples", "3", "--no-greedy", "sampling.max_tokens=5")
     code, out, _ = evaluate(capfd, str(MODEL), "recipe.toml", *options, "--out", "some.jsonl")
     rows = [line.split() for line in out.splitlines()]
-    assert code == 0 and [row[0] for row in rows[1:5]] == ["avg@3", "pass@1", "pass@2", "pass@3"]
-    assert "other.jsonl, at most 5 tokens" in out and "random text" in out
+    assert code == 0 and [row[1] for row in rows[1:5]] == ["avg@3", "pass@1", "pass@2", "pass@3"]
+    assert "model, at most 5 tokens" in out and "random text" in out
     lines = [json.loads(line) for line in (work / "some.jsonl").read_text().splitlines()]
     assert len(lines) == 6 and all(len(line["token_ids"]) <= 5 for line in lines)
+
+
+def test_several_sets_are_limited_alike_whatever_the_recipe_has_for_its_steps(
+    work: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (work / "other.jsonl").write_text('{"prompt": "7:", "answer": ""}\n' * 5)
+    sets = 'evaluation.prompts={a = "held.jsonl", b = {prompts = "other.jsonl", every = 7, limit = 1}}'
+    for options, prompts in (((), [3, 5]), (("-n", "2"), [2, 2])):
+        code, out, _ = evaluate(capfd, str(MODEL), "recipe.toml", sets, *options, "--out", "all.jsonl", "--json")
+        assert code == 0 and set(json.loads(out)["passes"][0]["scores"]) == {"a", "b"}
+        names = [json.loads(line)["prompt"] for line in (work / "all.jsonl").read_text().splitlines()]
+        assert len(names) == 5 * sum(prompts) and len(set(names)) == sum(prompts)
+
+
+def test_a_model_of_the_hub_by_its_name(work: Path) -> None:
+    with LocalHub() as hub:
+        hub.commit("org/tiny", MODEL)
+        command = [sys.executable, "-m", "streamrl", "eval", "org/tiny", "recipe.toml", "--json"]
+        environment = os.environ | hub.environment(work / "home")
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert "models--org--tiny/snapshots" in report["model"] and len(report["passes"]) == 2
+        missing = [*command[:4], "org/none", "recipe.toml"]
+        done = subprocess.run(missing, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 2 and "the Hub has no model of that name" in done.stderr
 
 
 @pytest.mark.parametrize(

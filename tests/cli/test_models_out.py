@@ -178,7 +178,9 @@ def test_eval_of_a_run_is_the_evaluation_that_the_run_had(run: Path, tmp_path: P
     assert sorted(ours, key=lambda line: (line["prompt"], line["sample"])) == theirs
     listed = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (last,) = [line for line in listed if line["kind"] == "evaluation" and line["step"] == 2]
-    scores = {f"eval/held_out/{name}": score["value"] for name, score in report["passes"][0]["scores"].items()}
+    scores = {
+        f"eval/held_out/{name}": score["value"] for name, score in report["passes"][0]["scores"]["held_out"].items()
+    }
     assert {name: last[name] for name in scores} == pytest.approx(scores) and report["version"] == 2
 
 
@@ -196,7 +198,7 @@ def test_an_export_is_served_by_vllm_and_its_greedy_completions_are_those_of_tra
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     solved = [sum(line["reward"] == 1 for line in lines[:24] if line["prompt"] == n) for n in range(3)]
     by_hand = {k: fmean(1 - comb(8 - c, k) / comb(8, k) for c in solved) for k in (1, 2, 4, 8)}
-    assert {k: sampled["scores"][f"pass@{k}"]["value"] for k in by_hand} == pytest.approx(by_hand)
+    assert {k: sampled["scores"]["held_out"][f"pass@{k}"]["value"] for k in by_hand} == pytest.approx(by_hand)
     assert 0 < sum(solved) < 24 and greedy["temperature"] == 0.0 and len(lines) == 24 + 3
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m").float()
     for line in lines[24:]:

@@ -19,6 +19,7 @@ from rich.table import Table
 from streamrl.base.errors import RecipeError
 from streamrl.base.printable import log_to
 from streamrl.cli.command import Argument, Command, Overrides, print_json, recipe_file
+from streamrl.launch.hub.resolution import with_hub_folders
 from streamrl.launch.models.model_evaluation import (
     EvaluatedPass,
     EvaluationPass,
@@ -30,13 +31,14 @@ from streamrl.launch.plan.preflight import check_model
 from streamrl.launch.plan.summary import SIMULATED_SENTENCE
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.pretrained.tokenizer import load_tokenizer
+from streamrl.recipe.rules.hub_names import HUB
 from streamrl.recipe.rules.load import load_recipe, resolve_spec
 from streamrl.recipe.sections import EngineKind, Lora, Recipe
 from streamrl.recipe.toml_text import toml_value
 from streamrl.run.evaluate.evaluation import EvaluationRun
 from streamrl.run.evaluate.sample_files import sample_line
 
-_NAMES = "a model's folder, a checkpoint, a run, or RUN@VERSION (a number, latest, best)"
+_NAMES = "a folder, a run, RUN@VERSION (a number, latest, best), or a name on the Hub"
 
 
 class Eval(Command, frozen=True, kw_only=True):
@@ -72,7 +74,7 @@ class Eval(Command, frozen=True, kw_only=True):
             print_json({"model": recipe.model.path, "version": version, "passes": passes})
         else:
             Console(soft_wrap=True, highlight=False).print(_table(passes, recipe))
-        return 0 if any(one.scores for one in passes) else 1
+        return 0 if any(one for done in passes for one in done.scores.values()) else 1
 
     def _recipe(self) -> tuple[Recipe, int | None]:
         """The recipe with the model that was asked for, and the version of a run that it is. Raises
@@ -81,18 +83,19 @@ class Eval(Command, frozen=True, kw_only=True):
         path = self.recipe or (saved.run if saved else None)
         if path is None:
             raise RecipeError(f"{self.model} is no run: name the recipe too: streamrl eval MODEL RECIPE")
-        prompts = resolve_spec(self.prompts, Path.cwd())
+        prompts = self.prompts if self.prompts.startswith(HUB) else resolve_spec(self.prompts, Path.cwd())
         chosen = {"model.path": folder, "evaluation.prompts": prompts, "evaluation.samples": self.samples}
         settings = [f"{key}={toml_value(value)}" for key, value in chosen.items() if value not in (None, "")]
         recipe = load_recipe(recipe_file(path), [*self.overrides, *settings])
-        if not recipe.evaluation.prompts:
+        if not recipe.evaluation.sets:
             raise RecipeError(f"{path} has no evaluation.prompts: name some: --prompts FILE")
         if self.limit < 0:
             raise RecipeError(f"-n {self.limit}: write a number of prompts, or 0 for all")
         if recipe.judge.model:
             raise RecipeError(f"{path} has a judge.model, which eval does not start: leave it out, or name an endpoint")
+        train = structs.replace(recipe.prompts, train=next(iter(recipe.evaluation.sets.values())).prompts)
         evaluation = structs.replace(recipe.evaluation, limit=self.limit)
-        recipe = structs.replace(recipe, evaluation=evaluation, lora=Lora())
+        recipe = with_hub_folders(structs.replace(recipe, prompts=train, evaluation=evaluation, lora=Lora()))
         check_model(recipe)
         return recipe, saved.version if saved else None
 
@@ -114,15 +117,17 @@ class Eval(Command, frozen=True, kw_only=True):
 
 def _table(passes: Sequence[EvaluationPass], recipe: Recipe) -> Table:
     simulated = f"; {SIMULATED_SENTENCE}" if recipe.engines.kind is EngineKind.SIMULATED else ""
-    failed = sum(one.failed for one in passes)
-    lost = f"; {failed} completions have no score, --out FILE says why" if failed else ""
+    failed = sum(value for one in passes for name, value in one.figures.items() if name.endswith("/failed"))
+    lost = f"; {failed:.0f} completions have no score, --out FILE says why" if failed else ""
     table = Table(box=None, pad_edge=False, header_style="dim", caption_justify="left")
-    table.caption = f"{recipe.evaluation.prompts}, at most {recipe.sampling.max_tokens} tokens{simulated}{lost}"
-    for name in ("score", "value", "95 % interval", "prompts", "temperature"):
-        table.add_column(name, justify="left" if name == "score" else "right")
+    table.caption = f"{recipe.model.path}, at most {recipe.sampling.max_tokens} tokens{simulated}{lost}"
+    for name in ("set", "score", "value", "95 % interval", "prompts", "temperature"):
+        table.add_column(name, justify="left" if name in ("set", "score") else "right")
     for one in passes:
-        for name, score in one.scores.items():
-            shown = name if one.temperature else f"greedy {name}"
-            interval = "" if score.low is None else f"{score.low:.3f} to {score.high:.3f}"
-            table.add_row(shown, f"{score.value:.3f}", interval, str(one.prompts), f"{one.temperature:g}")
+        for name, scores in one.scores.items():
+            prompts = f"{one.figures[f'eval/{name}/prompts']:.0f}"
+            for metric, score in scores.items():
+                interval = "" if score.low is None else f"{score.low:.3f} to {score.high:.3f}"
+                shown = metric if one.temperature else f"greedy {metric}"
+                table.add_row(name, shown, f"{score.value:.3f}", interval, prompts, f"{one.temperature:g}")
     return table

@@ -17,7 +17,7 @@ from rich.table import Table
 from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import read_lines
 from streamrl.cli.command import Argument, Command, print_json
-from streamrl.launch.models.model_card import SCORE, base_model
+from streamrl.launch.models.model_card import SCORE, hub_name
 from streamrl.launch.run_directory import settings_of
 from streamrl.launch.run_record import METRICS
 from streamrl.recipe.toml_text import toml_value
@@ -98,7 +98,7 @@ def listed_run(directory: Path) -> ListedRun:
         state=_state(directory, done=number >= steps, last=step.get("time", 0.0)),
         step=number,
         steps=steps,
-        model=base_model(model) or Path(model).name,
+        model=hub_name(model) or Path(model).name,
         tags=tuple(recipe.get("run.tags", ())),
         metrics={name: value for name, value in step.items() if name not in ("kind", "time")},
         scores={name: value for name, value in last.get("evaluation", {}).items() if SCORE.fullmatch(name)},

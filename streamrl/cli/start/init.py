@@ -27,7 +27,7 @@ _HUB = '# {} = "hf:openai/gsm8k?config=main&split={}&prompt=question&chat=true" 
 
 class Init(Command, frozen=True, kw_only=True):
     """Write a folder that trains: recipe, reward with its test, prompts, README, and a model where one is to be made.
-    What no flag says is asked on a terminal. Example: streamrl init counting --task own --model tiny"""
+    What no flag says is asked on a terminal."""
 
     folder: Annotated[Path, Argument("a folder that is not there yet", metavar="FOLDER", positional=True)]
     task: Annotated[str, Argument(f"{', '.join(TASKS)} or {GYM}:NAME", metavar="TASK")] = ""

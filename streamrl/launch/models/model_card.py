@@ -14,9 +14,9 @@ from streamrl.base.line_file import read_lines
 from streamrl.launch.models.saved_model import SavedModel
 from streamrl.launch.run_directory import INPUTS_FILE, RunInputs
 from streamrl.launch.run_record import METRICS
+from streamrl.recipe.rules.hub_names import cached_name
 from streamrl.recipe.sections import Recipe
 
-_CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]{40}$")
 SCORE = re.compile(r"eval/(?P<set>.+)/(?P<metric>(avg|pass)@\d+)")
 """Metrics that are scores of an evaluation."""
 _OF_THE_BASE = ("license", "license_name", "license_link", "language")
@@ -27,13 +27,17 @@ def model_card(saved: SavedModel, recipe: Recipe) -> str:
     """The text of the card."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-    name, base, algorithm = recipe.run.name, base_model(recipe.model.path), str(recipe.objective.algorithm)
-    data = Path(recipe.evaluation.prompts.partition("?")[0]).name
+    name, base, algorithm = recipe.run.name, hub_name(recipe.model.path), str(recipe.objective.algorithm)
     scores = list(_scores(saved))
     readme = saved.folder / "README.md"
     card = ModelCard(readme.read_text(errors="replace") if readme.is_file() else "", ignore_metadata_errors=True)
     kept = {field: value for field in _OF_THE_BASE if (value := card.data.get(field))}
-    results = [EvalResult("text-generation", data, found["set"], found["metric"], value) for found, value in scores]
+    sources = {name: Path(one.prompts.partition("?")[0]) for name, one in recipe.evaluation.sets.items()}
+    data = {name: hub_name(str(path)) or path.name for name, path in sources.items()}
+    results = [
+        EvalResult("text-generation", data.get(found["set"], found["set"]), found["set"], found["metric"], value)
+        for found, value in scores
+    ]
     metadata = ModelCardData(
         base_model=base,
         library_name="transformers",
@@ -52,10 +56,10 @@ def model_card(saved: SavedModel, recipe: Recipe) -> str:
     return "\n".join(["---", metadata.to_yaml(), "---", "", *lines])
 
 
-def base_model(path: str) -> str | None:
-    """The name on the Hub of the model in the folder ``path``, where that is one of the Hub's cache."""
-    found = _CACHED.search(path)
-    return "/".join(found.groups()) if found else None
+def hub_name(path: str) -> str | None:
+    """The name on the Hub of what lies in the folder ``path``, where that is one of the Hub's cache."""
+    found = cached_name(path)
+    return found.repository if found else None
 
 
 def _facts(saved: SavedModel, recipe: Recipe) -> Iterator[tuple[str, str]]:

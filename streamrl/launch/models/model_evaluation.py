@@ -24,13 +24,22 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.contracts import Sampler, WatchedEngine
 from streamrl.engines.vllm.options import max_model_len, model_config
 from streamrl.launch.roles import engine_of
-from streamrl.launch.sampling import read_held_out
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.sections import Evaluation, Recipe
 from streamrl.recipe.topology import ProcessPlan, Role
 from streamrl.rewards.calls.reward_set import RewardSet
 from streamrl.rewards.signature import needed_columns
-from streamrl.run.evaluate.evaluation import ROUNDING, EvaluationRun, HeldOut, pass_at_k, pass_sizes, scores_by_prompt
+from streamrl.run.evaluate.evaluation import (
+    ROUNDING,
+    EvaluationRun,
+    HeldOut,
+    identity,
+    pass_at_k,
+    pass_sizes,
+    read_held_out,
+    scores_by_prompt,
+)
+from streamrl.run.prompts.prompt_spec import prompt_sources
 from streamrl.run.prompts.prompts import check_prompts
 from streamrl.stages.rollout import RolloutStage
 
@@ -48,14 +57,12 @@ class ScoreOfPrompts(msgspec.Struct, frozen=True):
 
 
 class EvaluationPass(msgspec.Struct, frozen=True, kw_only=True):
-    """``samples`` completions of each of ``prompts`` at ``temperature``. ``scores``: ``avg@k`` and ``pass@j``;
-    ``figures``: as an evaluation of a run has them (docs/metrics.md); ``failed``: completions without a score."""
+    """``samples`` completions of each prompt at ``temperature``. ``scores``: ``avg@k`` and ``pass@j`` of each held-out
+    set; ``figures``: as an evaluation of a run has them (docs/metrics.md)."""
 
-    prompts: int
     samples: int
     temperature: float
-    failed: int
-    scores: dict[str, ScoreOfPrompts]
+    scores: dict[str, dict[str, ScoreOfPrompts]]
     figures: dict[str, float]
 
 
@@ -65,7 +72,7 @@ EvaluatedPass = tuple[EvaluationPass, Sequence[EndedOutcome]]
 async def evaluate_model(
     recipe: Recipe, version: int, tokenizer: Tokenizer, *, greedy: bool, ended: Ended
 ) -> list[EvaluatedPass]:
-    """Evaluate the model of ``recipe`` on the first ``evaluation.limit`` of its held-out prompts (0: all): with
+    """Evaluate the model of ``recipe`` on the first ``evaluation.limit`` prompts of its held-out sets (0: all): with
     ``evaluation.samples`` completions of each, and if ``greedy`` with the likeliest one. Prompts, seeds and rewards are
     those of an evaluation of ``version`` in a run. Returns each pass with its outcomes. Raises ``RecipeError`` for
     prompts and rewards that cannot be used, ``EngineError`` where the engine does not start or dies."""
@@ -77,9 +84,13 @@ async def evaluate_model(
         try:
             await rewards.open()
             columns = needed_columns(rewards.signatures)
-            if problems := check_prompts(recipe.evaluation.prompts, tokenizer, columns, longest):
+            _, *sources = prompt_sources(recipe).values()
+            if problems := [line for one in sources for line in check_prompts(one, tokenizer, columns, longest)]:
                 raise RecipeError(*problems)
             held_out = await read_held_out(recipe, tokenizer, in_flight=recipe.engines.max_num_seqs)
+            limited = {"every": 1, "limit": recipe.evaluation.limit}  # the limits of sets are those of a run's steps
+            sets = {name: (structs.replace(one, **limited), size) for name, (one, size) in held_out.sets.items()}
+            held_out = structs.replace(held_out, sets=sets)
             async with started_engine(recipe) as engine:
                 chosen = [structs.replace(held_out, settings=settings) for settings in passes]
                 return [await _pass(recipe, one, version, engine, rewards, ended) for one in chosen]
@@ -120,16 +131,14 @@ async def _pass(
         stages.create_task(score_all())
         figures = await evaluation.run(orders[0])
         await orders[0].aclose()
-    ends = (outcome.outcome for outcome in evaluation.outcomes if isinstance(outcome, Scored))
-    by_prompt = scores_by_prompt([one for one in ends if isinstance(one, ScoredTrajectory)], held_out.reward)
-    return EvaluationPass(
-        prompts=len(by_prompt),
-        samples=settings.samples,
-        temperature=sampling.temperature if settings.temperature is None else settings.temperature,
-        failed=int(figures["eval/held_out/failed"]),
-        scores=scores_of(by_prompt, settings),
-        figures=figures,
-    ), evaluation.outcomes
+    scores: dict[str, dict[str, ScoreOfPrompts]] = {}
+    for name, numbers in evaluation.sets.items():
+        own = [one for one in evaluation.outcomes if -1 - identity(one).group_id in numbers]
+        ends = [one.outcome for one in own if isinstance(one, Scored) and isinstance(one.outcome, ScoredTrajectory)]
+        scores[name] = scores_of(scores_by_prompt(ends, held_out.reward), settings)
+    temperature = sampling.temperature if settings.temperature is None else settings.temperature
+    done = EvaluationPass(samples=settings.samples, temperature=temperature, scores=scores, figures=figures)
+    return done, evaluation.outcomes
 
 
 def scores_of(by_prompt: Sequence[Sequence[float]], settings: Evaluation) -> dict[str, ScoreOfPrompts]:

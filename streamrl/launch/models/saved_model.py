@@ -8,6 +8,7 @@ import msgspec
 
 from streamrl.base.errors import StreamRLError
 from streamrl.learning.state.durable_files import surviving
+from streamrl.recipe.rules.hub_names import HUB, is_bare_name
 from streamrl.run.checkpoints import LATEST, SCORES, read_scores
 
 BEST = "best"
@@ -51,7 +52,8 @@ def saved_model(run: Path, version: str = "") -> SavedModel:
 
 def find_model(name: str) -> tuple[str, SavedModel | None]:
     """The folder of the model that ``name`` means, and where it is a run's also which: a folder in Hugging Face format,
-    a checkpoint, a run (its latest version), or ``RUN@VERSION``. Raises ``StreamRLError``."""
+    a checkpoint, a run (its latest version), or ``RUN@VERSION``; a name on the Hub as it is. Raises
+    ``StreamRLError``."""
     path = Path(name)
     if (path / "config.json").is_file():
         return str(path.resolve()), None
@@ -62,6 +64,8 @@ def find_model(name: str) -> tuple[str, SavedModel | None]:
     else:
         run, version = Path(name.rpartition("@")[0]), name.rpartition("@")[2]
         if "@" not in name or not run.is_dir():
-            raise StreamRLError(f"{name} is no model: give a folder in Hugging Face format, a run, or RUN@VERSION")
+            if is_bare_name(name) or name.startswith(HUB):
+                return name, None
+            raise StreamRLError(f"{name} is no model: give a folder, a run, RUN@VERSION, or a name on the Hub")
     made = saved_model(run, version)
     return str(made.folder.resolve()), made
