@@ -25,9 +25,6 @@ class Argument(msgspec.Struct, frozen=True):
     positional: bool = False
 
 
-AsJson = Annotated[bool, Argument("print JSON on stdout, and nothing else there", flag="--json")]
-
-
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """A command with its arguments. A bool field is a switch, a tuple an option that may be repeated (of integers: one
     list with commas), a ``Literal`` a choice. The docstring is the description that ``--help`` prints, with the example
@@ -35,7 +32,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
     follows_a_run: ClassVar[bool] = False
     """Whether output that nobody can take any more must not end the command."""
-    json: AsJson = False
+    json: Annotated[bool, Argument("print JSON on stdout, and nothing else there", flag="--json")] = False
 
     def run(self) -> int:
         """Do it. Returns the exit code; ``StreamRLError`` and ``OSError`` are reported by ``main``."""
@@ -77,6 +74,11 @@ def parse_command(kind: type[Made], name: str, arguments: Sequence[str]) -> Made
     parser = argparse.ArgumentParser(prog=f"streamrl {name}", description=kind.__doc__, epilog=example)
     hints = get_type_hints(kind, include_extras=True)
     flags = [_add(parser, field, hints[field.name]) for field in msgspec.structs.fields(kind)]
+    takes_overrides = SET in flags
+    words = own_form(arguments, SET, parser.error) if takes_overrides else list(arguments)
+    known, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(unknown_words(unknown) if takes_overrides else f"unrecognized arguments: {' '.join(unknown)}")
     given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in vars(known).items()}
     return kind(**given)
 

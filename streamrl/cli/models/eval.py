@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +18,9 @@ from rich.table import Table
 from streamrl.base.errors import RecipeError
 from streamrl.base.printable import log_to
 from streamrl.cli.command import Argument, Command, Overrides, print_json, recipe_file
+from streamrl.cli.trial.trial_scoring import cancel_on_sigterm, only_the_report_on_stdout
 from streamrl.launch.hub.resolution import with_hub_folders
-from streamrl.launch.models.model_evaluation import (
-    EvaluatedPass,
-    EvaluationPass,
-    evaluate_model,
-    only_the_report_on_stdout,
-)
+from streamrl.launch.models.model_evaluation import EvaluatedPass, EvaluationPass, evaluate_model
 from streamrl.launch.models.saved_model import find_model
 from streamrl.launch.plan.preflight import check_model
 from streamrl.launch.plan.summary import SIMULATED_SENTENCE
@@ -100,10 +95,7 @@ class Eval(Command, frozen=True, kw_only=True):
         return recipe, saved.version if saved else None
 
     async def _evaluate(self, recipe: Recipe, version: int) -> list[EvaluatedPass]:
-        # SIGTERM cancels, as Ctrl-C does: what was started is ended in order.
-        task = asyncio.current_task()
-        assert task is not None, "a coroutine runs in a task"
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        cancel_on_sigterm()
         tokenizer = load_tokenizer(recipe.model.path)
         greedy = not self.no_greedy and recipe.evaluation.temperature != 0
         with StdoutReporter(sys.stderr) as screen:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.cli.command import Argument, AsJson, Command, print_json
+from streamrl.cli.command import Argument, Command, print_json
 from streamrl.cli.dialects.translation import translate
 from streamrl.cli.start.folders import new_folder, template, write_templates
 from streamrl.cli.start.models import MADE, MODELS, SMOLLM2, TINY, ModelSettings, find_model, make_model
@@ -37,7 +37,6 @@ class Init(Command, frozen=True, kw_only=True):
         str, Argument("settings of TRL, verl, prime-rl or AReaL: a file of theirs, or a command line", "FILE", "--from")
     ] = ""
     warm_up_steps: Annotated[int, Argument(f"of --model {TINY}, at most (600)", metavar="N")] = 600
-    json: AsJson = False
 
     def run(self) -> int:
         """Write it, and print what to do next."""

@@ -17,7 +17,7 @@ from streamrl.base.atomic_files import write_durable
 from streamrl.base.errors import RecipeError
 from streamrl.base.printable import log_to
 from streamrl.base.types import FinishReason, Prompt
-from streamrl.cli.command import Argument, AsJson, Command, Overrides, RecipePath, print_json, recipe_file
+from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print_json, recipe_file
 from streamrl.cli.trial.recipe_report import RecipeTrial, advice_of, proposed_rate, report_page, rich_trial
 from streamrl.cli.trial.trial_completions import groups_from_engine
 from streamrl.cli.trial.trial_report import histogram, spread, summarize
@@ -47,7 +47,6 @@ class Try(Command, frozen=True):
     completions: Annotated[int, Argument("to sample, in groups of rollout.group_size (default 64)", metavar="N")] = 64
     page: Annotated[Path | None, Argument("also write the report as one HTML page", metavar="FILE")] = None
     sampling_only: Annotated[bool, Argument("measure no training step")] = False
-    json: AsJson = False
 
     def run(self) -> int:
         """1 when no completion got a value."""

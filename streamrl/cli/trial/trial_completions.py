@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,10 +24,10 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
+from streamrl.launch.models.model_evaluation import started_engine
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Model, Prompts, Recipe
-from streamrl.recipe.topology import ProcessPlan, Role
 from streamrl.run.prompts.prompts import OpenPrompts
 
 _MOST_AT_ONCE = 64
@@ -197,16 +195,12 @@ async def groups_from_engine(
     seconds that sampling took, without the start. ``progress`` is called with the number that are done: 0 once the
     engine is ready. Raises ``RecipeError`` for a model that cannot be used, ``EngineError`` when it does not start or
     dies."""
-    from streamrl.launch.roles import engine_of
-
     longest = max(len(prompt.token_ids) for prompt in prompts)
     at_once = min(_MOST_AT_ONCE, len(prompts) * samples)
     context = longest + recipe.sampling.max_tokens
-    engines = structs.replace(recipe.engines, count=1, sets=(), max_num_seqs=at_once, max_model_len=context)
-    recipe = structs.replace(recipe, engines=engines)
-    with tempfile.TemporaryDirectory(prefix="streamrl-") as sockets:
-        engine = engine_of(recipe, ProcessPlan(role=Role.ENGINE, index=0), Path(sockets))
-        places = asyncio.Semaphore(at_once)
+    places = asyncio.Semaphore(at_once)
+    engines = structs.replace(recipe.engines, max_num_seqs=at_once, max_model_len=context)
+    async with started_engine(structs.replace(recipe, engines=engines)) as engine:
         done = 0
 
         async def sample(group: int, index: int, prompt: Prompt) -> Trajectory:
@@ -224,23 +218,14 @@ async def groups_from_engine(
             logprobs = completion.behavior_logprobs
             return _trajectory(group, index, prompt, completion.token_ids, completion.finish_reason, logprobs)
 
-        try:
-            await engine.start()
-            progress(0)
-            began = time.perf_counter()
-            async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(engine.watch())
-                asked = [
-                    [tasks.create_task(sample(group, index, prompt)) for index in range(samples)]
-                    for group, prompt in enumerate(prompts)
-                ]
-                for row in asked:
-                    await asyncio.wait(row)
-                seconds = time.perf_counter() - began
-                watching.cancel()
-        finally:
-            logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs its own end as an error
-            await engine.aclose()
+        progress(0)
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                [tasks.create_task(sample(group, index, prompt)) for index in range(samples)]
+                for group, prompt in enumerate(prompts)
+            ]
+        seconds = time.perf_counter() - began
     return [
         CompletedGroup(prompt, tuple(task.result() for task in row)) for prompt, row in zip(prompts, asked, strict=True)
     ], seconds

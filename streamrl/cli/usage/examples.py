@@ -4,6 +4,7 @@ from __future__ import annotations
 
 EXAMPLES = {
     "init": "init counting --task own --model tiny",
+    "try": "try recipe.toml",
     "train": "train recipe.toml rollout.group_size=16 --dry-run",
     "watch": "watch runs/latest",
     "show": "show runs/latest",

@@ -90,7 +90,8 @@ def _generation_config(folder: Path, sampling: Sampling) -> bytes:
         name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(name) is not None
     }
     kept = {name: value for name, value in settings.items() if name.endswith("_token_id")}
-    chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
+    chosen |= {"top_k": sampling.top_k, "min_p": sampling.min_p}
     return msgspec.json.format(msgspec.json.encode(tokens | kept | chosen), indent=2) + b"\n"
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from math import sqrt
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
@@ -104,9 +102,7 @@ async def _pass(
     """The stages of a run, without control between them."""
     settings, sampling = held_out.settings, recipe.sampling
     evaluation = EvaluationRun(held_out, version, limit=settings.limit, seed=recipe.run.seed)
-    rollout = RolloutStage(
-        engine, max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p
-    )
+    rollout = RolloutStage(engine, **structs.asdict(sampling))
     orders: tuple[Any, Any] = memory_stream(held_out.in_flight)
     finished: tuple[Any, Any] = memory_stream(held_out.in_flight)
 
@@ -182,17 +178,3 @@ async def started_engine(recipe: Recipe) -> AsyncIterator[WatchedEngine]:
         finally:
             logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs its own end as an error
             await engine.aclose()
-
-
-@contextlib.contextmanager
-def only_the_report_on_stdout() -> Iterator[None]:
-    """vLLM logs to stdout, in several processes; the reader of the report must not get that."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
