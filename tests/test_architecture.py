@@ -42,7 +42,12 @@ CONFINED = {
     "reasoning_gym": (),
     "math_verify": (),
     # In the process that asks the Hub, and where a checkpoint is written.
-    "huggingface_hub": ("streamrl/launch/hub/fetch.py", "streamrl/launch/hub/failures.py", "streamrl/learning/state/"),
+    "huggingface_hub": (
+        "streamrl/launch/hub/fetch.py",
+        "streamrl/launch/hub/failures.py",
+        "streamrl/launch/models/",
+        "streamrl/learning/state/",
+    ),
     "pyarrow": ("streamrl/run/prompts/prompt_tables.py",),
 }
 FORBIDDEN_FILE_NAME = re.compile(r"(^|_)(utils?|helpers?|managers?|handlers?|misc|common|base|core)(_|$)|^process_")
