@@ -59,3 +59,7 @@ def test_explain_answers_them_with_the_key_that_is_here() -> None:
     assert explain("report_to") == [f"report_to: {foreign_answer('report_to')}"]
     assert explain("loss_type=dr_grpo")[0].endswith('TRL\'s loss_type: objective.loss_normalization = "constant" here')
     assert any(line.startswith("training.ranks: ") for line in explain("trainer.n_gpus_per_node"))
+    assert explain("objective.advanced.kl_estimator=low_var_kl")[0].endswith(
+        'write objective.advanced.kl_estimator = "k3"'
+    )
+    assert explain("rollout.group_size=4") == explain("rollout.group_size")

@@ -101,8 +101,8 @@ def assigned(effect: str, value: Any) -> dict[str, Any]:
 def foreign_answer(key: str, value: Any = NOT_GIVEN) -> str:
     """Return what another system's key is here, for this value where one is given, or why there is none; of a recipe's
     own key, what to write for a value of another system. Empty for what no system has."""
-    if key in _own_paths():
-        return as_written(Recipe, _own_value(key, value)) if isinstance(value, str) else ""
+    if (own := key.replace(".advanced.", ".")) in _own_paths():
+        return as_written(Recipe, _own_value(own, value)) if isinstance(value, str) else ""
     found = {dialect: row for dialect, table in dialects().items() if (row := find(dialect, key)) and row.key in table}
     closest = max((_parts(row) for row in found.values()), default=0)
     owners: dict[str, dict[str, list[str]]] = {}

@@ -27,14 +27,16 @@ def explain(path: str) -> list[str]:
     sections = keys_of(Recipe)
     if not path:
         return [f"[{name}]  {_doc(section.section)[0]}" for name, section in sections.items()]
+    path, equals, value = (part.strip() for part in path.partition("="))
+    answer = foreign_answer(path, *([value_or_text(value)] if equals else []))
     if lines := _explained(path):
-        return lines
+        return [f"{path} = {value}: {answer}", "", *lines] if answer and equals else lines
     if "." not in path and (homes := paths_to(Recipe, path)):
         return [line for home in homes for line in (*_explained(home), "")][:-1]
-    name, equals, value = path.partition("=")
-    if answer := foreign_answer(name.strip(), *([value_or_text(value.strip())] if equals else [])):
+    if answer:
         here = re.search(r": ([a-z_]+\.(?:N\.)?(?:advanced\.)?[a-z_0-9]+).* here$|; here: ([a-z_.0-9]+)", answer)
-        return [f"{path}: {answer}", *(["", *_explained(here[1] or here[2])] if here else [])]
+        written = f"{path}{equals}{value}: {answer}"
+        return [written, *(["", *_explained(here[1] or here[2])] if here else [])]
     section, _, name = path.partition(".")
     known: list[str] = list(sections)
     if section in sections:
