@@ -122,146 +122,8 @@ def test_a_plus_is_taken_with_a_word(capsys: pytest.CaptureFixture[str]) -> None
 
 # ---- files ---------------------------------------------------------------------------------------
 
-SCRIPT = """\
-import re
-
-from datasets import load_dataset
-from peft import LoraConfig
-from trl import GRPOConfig, GRPOTrainer
-from trl.rewards import think_format_reward
-
-MODEL = "Qwen/Qwen2-0.5B-Instruct"
-DIGITS = re.compile(r"[0-9]+")
-
-
-def last(text):
-    found = DIGITS.findall(text)
-    return found[-1] if found else ""
-
-
-def correct(completions, answer, **kwargs):
-    return [float(last(str(text)) == right) for text, right in zip(completions, answer)]
-
-
-raise SystemExit("a script that is translated does not run")
-
-dataset = load_dataset("openai/gsm8k", "main", split="train")
-dataset = dataset.map(lambda row: {"prompt": row["question"]})
-more = {"warmup_ratio": 0.1, "seed": 7}
-rewards = [think_format_reward, correct]
-training_args = GRPOConfig(
-    output_dir="grpo",
-    run_name=f"grpo-{MODEL}",
-    learning_rate=1e-5,
-    lr_scheduler_type="cosine",
-    per_device_train_batch_size=8,
-    gradient_accumulation_steps=4,
-    num_generations=8,
-    max_completion_length=256,
-    max_steps=200,
-    beta=0.04,
-    **more,
-    loss_type="dr_grpo",
-    scale_rewards=False,
-    bf16=True,
-    use_vllm=True,
-    vllm_mode="colocate",
-    report_to="wandb",
-)
-trainer = GRPOTrainer(
-    model=MODEL,
-    args=training_args,
-    reward_funcs=rewards,
-    train_dataset=dataset,
-    peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"]),
-)
-trainer.train()
-"""
-VERL = """\
-set -x
-BATCH=64
-MODEL_PATH=${MODEL_PATH:-"Qwen/Qwen3-8B"}
-data=$HOME/data/gsm8k
-
-python3 -m verl.trainer.main_ppo \\
-    algorithm.adv_estimator=grpo \\
-    data.train_files="['$data/train.parquet']" \\
-    data.val_files=$data/test.parquet \\
-    data.train_batch_size=$BATCH \\
-    data.max_response_length=1024 \\
-    data.truncation='error' \\
-    actor_rollout_ref.model.path=$MODEL_PATH \\
-    actor_rollout_ref.actor.optim.lr=1e-6 \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
-    actor_rollout_ref.actor.use_kl_loss=True \\
-    actor_rollout_ref.actor.kl_loss_coef=0.001 \\
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
-    actor_rollout_ref.actor.fsdp_config.param_offload=False \\
-    actor_rollout_ref.rollout.name=vllm \\
-    actor_rollout_ref.rollout.n=5 \\
-    actor_rollout_ref.ref.fsdp_config.param_offload=True \\
-    +actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \\
-    custom_reward_function.path=my_reward.py \\
-    trainer.logger='["console","wandb"]' \\
-    trainer.n_gpus_per_node=8 \\
-    trainer.test_freq=-1 \\
-    trainer.save_freq=20 \\
-    trainer.total_training_steps=30 $@
-"""
-PRIME_RL = """\
-max_steps = 20
-seq_len = 2048
-
-[model]
-name = "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT"
-
-[monitors.wandb]
-project = "reverse-text"
-name = "reverse-text"
-
-[orchestrator]
-batch_size = 128
-group_size = 16
-max_off_policy_steps = 1
-
-[orchestrator.train.sampling]
-max_completion_tokens = 128
-
-[[orchestrator.train.source]]
-name = "reverse-text"
-
-[orchestrator.train.source.env.taskset]
-id = "reverse-text"
-
-[trainer.optim]
-lr = 3e-6
-
-[ckpt]
-
-[inference]
-"""
-AREAL = """\
-experiment_name: gsm8k-grpo
-seed: 1
-total_train_steps: 30
-rollout: {backend: "sglang:d2p1t1", max_head_offpolicyness: 2, consumer_batch_size: "${train_dataset.batch_size}"}
-gconfig: {n_samples: 4, max_new_tokens: 1024, greedy: false, temperature: 1.0}
-actor:
-  path: Qwen/Qwen2.5-1.5B-Instruct
-  optimizer: {type: adam, lr: 1.70e-5, weight_decay: 0.017, warmup_steps_proportion: 0.1}
-  eps_clip: 0.4
-  temperature: ${gconfig.temperature}
-  ppo_n_minibatches: 1
-  kl_ctl: 0.0
-  use_decoupled_loss: true
-ref: {path: "${actor.path}"}
-train_dataset: {batch_size: 256, path: openai/gsm8k, shuffle: true}
-"""
-TRL_YAML = "model_name_or_path: Qwen/Qwen3-0.6B\ndataset_name: trl-lib/tldr\nnum_generations: 4\nlearning_rate: 1e-6\n"
-
-
-FILES = {"grpo.py": SCRIPT, "run.sh": VERL, "rl.toml": PRIME_RL, "config.yaml": AREAL, "trl.yaml": TRL_YAML}
+FILES = {path.name.removesuffix(".txt"): path.read_text() for path in (CONFIGS / "dialects").iterdir()}
+"""A file of each system, after their public examples."""
 WANTED = """
 grpo.py TRL model.path=Qwen/Qwen2-0.5B-Instruct rollout.group_size=8 rollout.prompts_per_batch=4 run.steps=200 \
     run.seed=7 training.updates_per_batch=1 training.warmup_steps=20 training.learning_rate=1e-05 \
@@ -355,14 +217,14 @@ def test_what_is_not_read_is_refused(name: str, text: str | None, expected: str,
     ],
 )
 def test_a_command_line_is_read(line: str, dialect: str, settings: str, tmp_path: Path) -> None:
-    (tmp_path / "rl.toml").write_text(PRIME_RL)
+    (tmp_path / "rl.toml").write_text(FILES["rl.toml"])
     made = translate(line.replace("FILE", str(tmp_path / "rl.toml")))
     found = {f"{one.key}={one.value}" for one in made.settings}
     assert made.dialect == dialect and set(settings.split()) <= found
 
 
 def test_without_pyyaml_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.yaml").write_text(TRL_YAML)
+    (tmp_path / "a.yaml").write_text(FILES["trl.yaml"])
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(RecipeError, match="reading YAML needs PyYAML: pip install pyyaml"):
         translate(tmp_path / "a.yaml")
@@ -388,14 +250,14 @@ def test_a_key_for_one_thing_comes_before_one_for_two_and_the_text_is_toml() -> 
 
 
 def test_the_rewards_of_a_script_come_with_what_they_name(tmp_path: Path) -> None:
-    (tmp_path / "grpo.py").write_text(SCRIPT)
+    (tmp_path / "grpo.py").write_text(FILES["grpo.py"])
     made: dict[str, Any] = {}
     exec(translate(tmp_path / "grpo.py").files["reward.py"], made)
     assert made["correct"](["it is 7", "8"], answer=["7", "7"]) == [1.0, 0.0]
 
 
 def test_init_from_a_file_writes_a_folder_or_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "grpo.py").write_text(SCRIPT)
+    (tmp_path / "grpo.py").write_text(FILES["grpo.py"])
     words = ["init", str(tmp_path / "task"), "--from", str(tmp_path / "grpo.py")]
     assert main(words) == 0
     told = capsys.readouterr().out
@@ -408,7 +270,7 @@ def test_init_from_a_file_writes_a_folder_or_nothing(tmp_path: Path, capsys: pyt
     assert main([*words[:3], str(tmp_path / "absent.toml")]) == 2 and "no such file" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["grpo.py", "task"]
     (tmp_path / "my_reward.py").touch()
-    (tmp_path / "run.sh").write_text(VERL)
+    (tmp_path / "run.sh").write_text(FILES["run.sh"])
     assert main(["init", str(tmp_path / "verl"), "--from", str(tmp_path / "run.sh")]) == 0
     assert f'function = "{tmp_path}/my_reward.py:compute_score"' in (tmp_path / "verl" / "recipe.toml").read_text()
     capsys.readouterr()
