@@ -223,6 +223,11 @@ def test_a_command_line_is_read(line: str, dialect: str, settings: str, tmp_path
     assert made.dialect == dialect and set(settings.split()) <= found
 
 
+def test_a_file_may_have_a_space_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "my rl.toml").write_text(FILES["rl.toml"])
+    assert translate(str(tmp_path / "my rl.toml")).dialect == "prime-rl"
+
+
 def test_without_pyyaml_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.yaml").write_text(FILES["trl.yaml"])
     monkeypatch.setitem(sys.modules, "yaml", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -45,8 +46,8 @@ def read_foreign(source: str | Path) -> Foreign:
     """Read a file of another system, or its command line. Raises ``RecipeError`` for what cannot be read, or belongs to
     no system that is known."""
     path = Path(source)
-    if isinstance(source, str) and " " in source.strip():
-        return _read_command(source, Path(), "the command line")
+    if " " in str(source).strip() and not os.path.exists(source):  # of a long line Path.exists raises
+        return _read_command(str(source), Path(), "the command line")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
