@@ -71,7 +71,7 @@ class CheckedTable:
             if name in sections:
                 self._check_section(sections[name], value)
                 continue
-            known = {} if _is_own(name, value) else {path: foreign(path, one) for path, one in _leaves(name, value)}
+            known = {} if _is_own(name, value) else {path: foreign(path, one) for path, one in leaves(name, value)}
             for path, answer in known.items():
                 if answer:
                     self._refuse(path, f"unknown key: {answer}")
@@ -179,11 +179,13 @@ def _is_own(name: str, value: Any) -> bool:
     return all(key in keys_of(keys_of(Recipe)[meant].section) for key in value)
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Values of a table inside of tables, by their dotted paths; what is no table by its own."""
-    for name, item in value.items() if isinstance(value, Mapping) else ():
-        yield from _leaves(f"{path}.{name}", item)
-    if not isinstance(value, Mapping):
+def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Values in tables and in lists of tables by their dotted paths, and what is neither; empty tables, too."""
+    tables = isinstance(value, list) and value and isinstance(value[0], Mapping)
+    items = dict(enumerate(value)) if tables else value if isinstance(value, Mapping) else {}
+    for name, item in items.items():
+        yield from leaves(f"{path}.{name}" if path else str(name), item)
+    if not items:
         yield path, value
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import msgspec
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.dialects.trl_script import read_trl_script
+from streamrl.recipe.check_fields import leaves
 from streamrl.recipe.toml_text import parse_toml, value_or_text
 
 FORMS = "a script with GRPOConfig(...), a .yaml of TRL, verl or AReaL, an rl.toml, or a command line of theirs (.sh)"
@@ -71,7 +72,7 @@ def _read_table(path: Path, text: str) -> dict[str, Any]:
         raise RecipeError(f"{path}: not valid {path.suffix[1:].upper()}: {' '.join(str(error).split())}") from None
     if not isinstance(table, Mapping) or not table:
         raise RecipeError(f"{path}: has no settings: give {FORMS}")
-    flat = {key: _scalar(value) for key, value in _flat(table) if not key.startswith(("defaults", "hydra."))}
+    flat = {key: _scalar(value) for key, value in leaves("", table) if not key.startswith(("defaults", "hydra."))}
     return {key: _referred(one, flat) for key, one in flat.items()}
 
 
@@ -86,15 +87,6 @@ def _yaml(path: Path, text: str) -> Any:
         raise ValueError(error) from error
 
 
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    tables = isinstance(value, list) and value and isinstance(value[0], Mapping)
-    pairs = dict(enumerate(value)) if tables else value if isinstance(value, Mapping) else {}
-    for name, item in pairs.items():
-        yield from _flat(item, f"{key}.{name}" if key else str(name))
-    if not pairs and key:
-        yield key, True if isinstance(value, Mapping) else value
-
-
 def _referred(value: Any, flat: Mapping[str, Any], depth: int = 0) -> Any:
     """``value``, or the setting that it is as ``${a.b}``."""
     found = _REFERENCE.fullmatch(value) if isinstance(value, str) and depth < 8 else None
@@ -104,7 +96,9 @@ def _referred(value: Any, flat: Mapping[str, Any], depth: int = 0) -> Any:
 
 
 def _scalar(value: Any) -> Any:
-    """A number, a list or a truth value that YAML or a shell has as text; ``null`` as None."""
+    """A number, a list or a truth value that YAML or a shell has as text; ``null`` as None, an empty table as true."""
+    if value == {}:
+        return True
     words = {"true": True, "false": False, "null": None}
     if not isinstance(value, str) or value.lower() in words:
         return words[value.lower()] if isinstance(value, str) else value

@@ -18,7 +18,6 @@ from streamrl.recipe.toml_text import toml_value, value_or_text
 TABLE = Path(__file__).with_name("foreign_keys.toml")
 NOT_GIVEN = object()
 _COPIED = re.compile(r"([a-z_]+(?:\.[a-z_0-9*]+)+)(?: \(.*\))?")
-DEFAULTS, TEXTS = "DEFAULTS", "texts"
 SHARED = "vLLM"
 """The dialect whose keys all others pass on."""
 
@@ -37,36 +36,28 @@ class Row(msgspec.Struct, frozen=True):
 
 
 @cache
-def _table() -> Mapping[str, Mapping[str, Any]]:
-    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+def _table() -> tuple[Mapping[str, Mapping[str, Row]], Mapping[str, Mapping[str, Any]]]:
+    """Rows of each system, and its defaults."""
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    texts = {f"@{name}": text for name, text in table.pop("texts").items()}
+    defaults = {name: entries.pop("DEFAULTS", {}) for name, entries in table.items()}
+    rows: dict[str, dict[str, Row]] = {name: {} for name in table}
+    for name, keys, entry in ((name, *pair) for name, entries in table.items() for pair in entries.items()):
+        here, *values = [entry] if isinstance(entry, str) else entry
+        pairs = [text.partition(": ") for text in values]
+        effects = {value: texts.get(effect, effect) for names, _, effect in pairs for value in names.split()}
+        rows[name] |= {key: Row(key, texts.get(here, here), effects) for key in keys.split()}
+    return rows, defaults
 
 
-@cache
 def dialects() -> Mapping[str, Mapping[str, Row]]:
     """Rows of each system by their keys."""
-    return {name: dict(_rows(entries)) for name, entries in _table().items() if name != TEXTS}
+    return _table()[0]
 
 
-@cache
 def defaults_of(dialect: str) -> Mapping[str, Any]:
     """Defaults of a system that differ from those of a recipe, or from which one of its keys is computed."""
-    defaults: dict[str, Any] = _table()[dialect].get(DEFAULTS, {})
-    return defaults
-
-
-def _rows(entries: Mapping[str, Any]) -> Iterator[tuple[str, Row]]:
-    for keys, entry in entries.items():
-        yield from ((key, _row(key, entry)) for key in keys.split() if keys != DEFAULTS)
-
-
-def _row(key: str, entry: str | list[str]) -> Row:
-    here, *values = [entry] if isinstance(entry, str) else entry
-    pairs = (text.partition(": ") for text in values)
-    return Row(key, _whole(here), {value: _whole(effect) for names, _, effect in pairs for value in names.split()})
-
-
-def _whole(effect: str) -> str:
-    return _table()[TEXTS][effect[1:]] if effect.startswith("@") else effect
+    return _table()[1][dialect]
 
 
 def find(dialect: str, key: str) -> Row | None:
