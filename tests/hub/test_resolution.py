@@ -140,6 +140,14 @@ def test_only_what_is_needed_comes_once_and_a_moved_branch_moves_nothing_that_is
     assert all(folder.name in request.path for request in hub.requests)
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(hub: LocalHub) -> None:
+    hub.faults["/api/"] = "hang"
+    with pytest.raises(RecipeError) as error:
+        with_hub_folders(recipe(prompts="hf:org/rows"))
+    assert [problem.partition(":")[0] for problem in error.value.problems] == ["prompts.train", "model.path"]
+    assert len(hub.requests) == 1
+
+
 def test_every_place_of_a_name(hub: LocalHub) -> None:
     drafts = {
         "args": {"speculative_config": {"method": "draft_model", "model": "org/tiny", "num_speculative_tokens": 2}}

@@ -5,15 +5,7 @@ from __future__ import annotations
 import errno
 import re
 
-from huggingface_hub import constants, get_token
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import constants, errors, get_token
 
 from streamrl.recipe.rules.hub_names import HubName
 
@@ -27,20 +19,20 @@ def sentence(error: BaseException, name: HubName) -> str:
     link = f"{hub}/{'datasets/' * name.dataset}{name.repository}"
     login = f"run `hf auth login`{' with another token' if get_token() else ''}"
     causes = [error, *filter(None, (error.__cause__, error.__context__))]
-    status = next((one.response.status_code for one in causes if isinstance(one, HfHubHTTPError)), 0)
+    status = next((one.response.status_code for one in causes if isinstance(one, errors.HfHubHTTPError)), 0)
     absent = f"{name} is {'not' if name.dataset else 'neither a folder nor'} in {constants.HF_HUB_CACHE}"
-    if isinstance(error, GatedRepoError):  # a RepositoryNotFoundError, too
+    if isinstance(error, errors.GatedRepoError):  # a RepositoryNotFoundError, too
         return f"{name.repository} of the Hub is gated: ask for access at {link}, then {login}"
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
         full = "a commit is written with all its 40 digits" if _SHORT_COMMIT.fullmatch(name.revision) else "correct it"
         return f'{name.repository} of the Hub has no revision "{name.revision}": {full} ({link}/commits/main)'
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError):
         token = "the token that is set may not read it" if get_token() else "it is private and no token is set"
         other = "models stand in model.path" if name.dataset else 'data sets are named "hf:owner/name" in prompts.train'
         return f"{absent}, and the Hub has no {name.kind} of that name, or {token}: correct it ({other}), or {login}"
     if any(isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT) for one in causes):
         return no_room(name)
-    if constants.HF_HUB_OFFLINE or isinstance(error, OfflineModeIsEnabled):
+    if constants.HF_HUB_OFFLINE or isinstance(error, errors.OfflineModeIsEnabled):
         return f"HF_HUB_OFFLINE is set and {absent}: unset it to ask the Hub, or copy a cache of {name.command}"
     if status == 401:
         return f"the Hub does not know the token that is set: {login}"
@@ -50,7 +42,7 @@ def sentence(error: BaseException, name: HubName) -> str:
         return f"the Hub at {hub} answers {status} and {absent}: {_LATER}"
     if any("Timeout" in type(one).__name__ for one in causes):
         return f"the Hub at {hub} does not answer and {absent}: {_LATER}, or give it more seconds (HF_HUB_ETAG_TIMEOUT)"
-    if isinstance(error, LocalEntryNotFoundError) or any("Connect" in type(one).__name__ for one in causes):
+    if isinstance(error, errors.LocalEntryNotFoundError) or any("Connect" in type(one).__name__ for one in causes):
         elsewhere = f"run {name.command} where there is a network and copy its cache"
         return f"the Hub at {hub} cannot be reached and {absent}: {elsewhere}, or set HF_ENDPOINT to a mirror"
     first = (str(error).strip().splitlines() or [""])[0][:200]

@@ -24,22 +24,16 @@ from tqdm import tqdm
 from streamrl.base.atomic_files import make_directory, write_durable
 from streamrl.base.errors import RecipeError
 from streamrl.launch.hub import data_files as files
+from streamrl.launch.hub import messages
 from streamrl.launch.hub.failures import no_room, sentence
-from streamrl.launch.hub.messages import (
-    Asking,
-    DownloadProgress,
-    HubAnswer,
-    Resolved,
-    Unresolved,
-    WantedFiles,
-    answer_s,
-)
+from streamrl.launch.hub.messages import HubAnswer, WantedFiles, answer_s
 from streamrl.recipe.rules.hub_names import HubName
 from streamrl.recipe.throwaway_process import answer_parent
 
 _CONVERTED = "refs/convert/parquet"
 """The revision at which the Hub keeps data sets of other formats as parquet files."""
 _NO_ACCESS = (401, 403, 404)
+_unreachable: list[Exception] = []
 Send = Callable[[HubAnswer], None]
 T = TypeVar("T")
 
@@ -73,19 +67,23 @@ def _ref(name: HubName) -> Path:
 
 
 @cache
-def _repository(name: HubName) -> _Files:
+def _repository(name: HubName, send: Send) -> _Files:
     """The files of ``name`` at a commit: by the cache where it knows that commit, else as the Hub says, or by the cache
     where the Hub does not answer. Raises what huggingface_hub does."""
     if REGEX_COMMIT_HASH.fullmatch(name.revision) and (known := _cached(name)):
         return known
     asked: dict[str, Any] = {"repo_type": name.kind, "revision": name.revision or None, "files_metadata": True}
     try:
+        if _unreachable:
+            raise _unreachable[0]  # asking again would take as long
         info: Any = HfApi().repo_info(name.repository, timeout=answer_s(), **asked)
     except Exception as error:
+        _unreachable.extend(() if isinstance(error, HfHubHTTPError) else (error,))
         refused = isinstance(error, HfHubHTTPError) and error.response.status_code in _NO_ACCESS
         if refused or (known := _cached(name)) is None:
             raise
         return structs.replace(known, notice=f"the Hub could not say which is the newest: {type(error).__name__}")
+    send(messages.Asking(answered=True))
     if name.revision != info.sha:
         with suppress(OSError):  # a cache that only others may write
             make_directory(_ref(name).parent)
@@ -109,9 +107,9 @@ def _files_at(name: HubName, commit: str, sizes: Iterable[tuple[str, int | None]
     return _Files(name=structs.replace(name, revision=commit), sizes=inside)
 
 
-def _choose(wanted: WantedFiles) -> _Files:
+def _choose(wanted: WantedFiles, send: Send) -> _Files:
     """The files of a key. Raises ``RecipeError`` where a choice is to be made or there is nothing to choose."""
-    name, found = wanted.name, _repository(wanted.name)
+    name, found = wanted.name, _repository(wanted.name, send)
     if not name.dataset:
         names = files.model_files(found.sizes)
         if not any(one.endswith(files.WEIGHTS) for one in names):
@@ -121,7 +119,7 @@ def _choose(wanted: WantedFiles) -> _Files:
     names = _data_files(wanted, found)
     if not names and not name.revision:
         with suppress(RevisionNotFoundError):
-            found = _repository(structs.replace(name, revision=_CONVERTED))
+            found = _repository(structs.replace(name, revision=_CONVERTED), send)
             names = _data_files(wanted, found)
     if not names:
         raise RecipeError(f"{name} of the Hub has no parquet or JSONL files there: convert it, and name the file")
@@ -143,7 +141,7 @@ def _data_files(wanted: WantedFiles, found: _Files) -> list[str]:
         raise RecipeError(f"{wanted.name} of the Hub {error}") from error
 
 
-def _download(key: str, found: _Files, stand_ins: str, send: Send) -> Resolved:
+def _download(key: str, found: _Files, stand_ins: str, send: Send) -> messages.Resolved:
     """Have the files in the cache, or, for a model whose weights are not there, a stand-in."""
     name, names = found.name, [one for one in found.names if not (stand_ins and one.endswith(files.WEIGHTS))]
     if missing := found.missing(names):
@@ -161,16 +159,9 @@ def _download(key: str, found: _Files, stand_ins: str, send: Send) -> Resolved:
             name.repository, repo_type=name.kind, revision=name.revision, allow_patterns=wanted, tqdm_class=bar
         )
     absent = found.missing(found.names)
-    return Resolved(
-        key=key,
-        name=name,
-        folder=str(_stand_in(found, Path(stand_ins, key, name.revision)) if absent else found.folder),
-        files=found.patterns,
-        total=sum(found.sizes[one] for one in found.names),
-        missing=sum(absent.values()),
-        cache=constants.HF_HUB_CACHE,
-        notice=found.notice,
-    )
+    folder = _stand_in(found, Path(stand_ins, key, name.revision)) if absent else found.folder
+    sizes = sum(found.sizes[one] for one in found.names), sum(absent.values())
+    return messages.Resolved(key, name, str(folder), found.patterns, *sizes, found.notice)
 
 
 def _stand_in(found: _Files, folder: Path) -> Path:
@@ -199,7 +190,7 @@ def _bar(name: str, send: Send) -> type[tqdm]:
 
         def display(self, msg: str | None = None, pos: int | None = None) -> bool:
             if self.unit == "B" and self.total and "Reconstruct" in str(self.desc):  # of several, that of whole files
-                send(DownloadProgress(name, int(self.n), int(self.total)))
+                send(messages.DownloadProgress(name, int(self.n), int(self.total)))
             return True
 
         def close(self) -> None:
@@ -213,9 +204,9 @@ def _tried(wanted: WantedFiles, work: Callable[[], T], send: Send) -> T | None:
     try:
         return work()
     except RecipeError as error:
-        send(Unresolved(wanted.key, str(error)))
+        send(messages.Unresolved(wanted.key, str(error)))
     except Exception as error:  # noqa: BLE001 - whatever the network, the disk or the Hub's answer brings
-        send(Unresolved(wanted.key, sentence(error, wanted.name)))
+        send(messages.Unresolved(wanted.key, sentence(error, wanted.name)))
     return None
 
 
@@ -225,9 +216,9 @@ def _answer(answers: BinaryIO, arguments: Sequence[str]) -> None:
     def send(answer: HubAnswer) -> None:
         answers.write(msgspec.json.encode(answer) + b"\n")
 
-    send(Asking())
+    send(messages.Asking())
     wanted.sort(key=lambda one: not one.name.dataset)  # data is small beside weights
-    chosen = [_tried(one, partial(_choose, one), send) for one in wanted]
+    chosen = [_tried(one, partial(_choose, one, send), send) for one in wanted]
     for one, found in zip(wanted, chosen, strict=True):
         if None in chosen or found is None:
             return  # before anything large is downloaded

@@ -21,7 +21,9 @@ class WantedFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Asking(msgspec.Struct, frozen=True, tag=True):
-    """The process is ready, and asks the Hub from now on."""
+    """The process asks the Hub from now on, or the Hub has ``answered``."""
+
+    answered: bool = False
 
 
 class DownloadProgress(msgspec.Struct, frozen=True, tag=True):
@@ -32,9 +34,9 @@ class DownloadProgress(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
-class Resolved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Resolved(msgspec.Struct, frozen=True, tag=True):
     """``name``: with its commit; ``folder``: where its files are; ``files``: patterns of those of a data set;
-    ``missing``: bytes of ``total`` that are not in ``cache`` yet; ``notice``: why the Hub did not say which commit."""
+    ``missing``: bytes of ``total`` that are not in the cache yet; ``notice``: why the Hub did not say which commit."""
 
     key: str
     name: HubName
@@ -42,7 +44,6 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     files: str
     total: int
     missing: int
-    cache: str
     notice: str
 
 

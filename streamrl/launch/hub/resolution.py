@@ -19,15 +19,8 @@ from urllib.parse import quote
 import msgspec
 
 from streamrl.base.errors import RecipeError
-from streamrl.launch.hub.messages import (
-    Asking,
-    DownloadProgress,
-    HubAnswer,
-    Resolved,
-    Unresolved,
-    WantedFiles,
-    answer_s,
-)
+from streamrl.launch.hub import messages
+from streamrl.launch.hub.messages import HubAnswer, Resolved, WantedFiles, answer_s
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.rules.hub_names import HUB, cached_name, is_bare_name, read_hub_name
 from streamrl.recipe.sections import Model, Prompts, Recipe
@@ -95,12 +88,10 @@ def _resolved(recipe: Recipe, stand_ins: str) -> HubRecipe:
         chosen = "&".join([f"?files={quote(got.files, safe='/*|')}", *options]) if got.files else ""
         names[f"{got.folder}{chosen}"] = f"{HUB}{got.name}{question}{query}"
         _at(table, place[:-1])[place[-1]] = f"{got.folder}{chosen}"
-    lines = (
-        f"{one.key}: {one.name}, {_size(one.total)}"
-        + (f", of which {_size(one.missing)} would be downloaded" if one.missing else "")
-        + f"; cache {one.cache}"
-        for one in found.values()
-    )
+    absent = {
+        one.key: f", of which {_size(one.missing)} would be downloaded" * (one.missing > 0) for one in found.values()
+    }
+    lines = (f"{one.key}: {one.name}, {_size(one.total)}{absent[one.key]}" for one in found.values())
     return HubRecipe(recipe=msgspec.convert(table, Recipe), names=names, lines=tuple(lines))
 
 
@@ -153,7 +144,7 @@ def _ask(wanted: Sequence[WantedFiles], stand_ins: str) -> dict[str, Resolved]:
         try:
             for answer in _answers(wanted, stand_ins, errors):
                 match answer:
-                    case DownloadProgress(name=name, done=done, total=total):
+                    case messages.DownloadProgress(name=name, done=done, total=total):
                         bars.start()
                         tasks[name] = tasks[name] if name in tasks else bars.add_task(name)
                         bars.update(tasks[name], completed=done, total=total)
@@ -161,7 +152,7 @@ def _ask(wanted: Sequence[WantedFiles], stand_ins: str) -> dict[str, Resolved]:
                         found[key] = answer
                         if notice:
                             console.print(f"{key}: {at} of the cache ({notice})", highlight=False)
-                    case Unresolved(key=key, problem=problem):
+                    case messages.Unresolved(key=key, problem=problem):
                         problems.append(f"{key}: {problem}")
         finally:
             if tasks:
@@ -186,14 +177,14 @@ def _answers(wanted: Sequence[WantedFiles], stand_ins: str, errors: IO[bytes]) -
     nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
     child = subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=errors, start_new_session=True)
     assert child.stdout is not None, "it has a pipe"
-    guard_s = 1.5 * answer_s()
+    guard_s = answer_s() + 0.6
     output, waiting, patience_s = child.stdout.fileno(), b"", _LONGEST_S
     try:
         while select.select([output], (), (), patience_s)[0] and (read := os.read(output, 1 << 16)):
             *lines, waiting = (waiting + read).split(b"\n")
             for line in lines:
                 answer = msgspec.json.decode(line, type=HubAnswer)
-                patience_s = guard_s if isinstance(answer, Asking) else _LONGEST_S
+                patience_s = guard_s if answer == messages.Asking() else _LONGEST_S
                 yield answer
     finally:
         child.kill()
