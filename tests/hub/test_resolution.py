@@ -141,7 +141,7 @@ def test_only_what_is_needed_comes_once_and_a_moved_branch_moves_nothing_that_is
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(hub: LocalHub) -> None:
-    hub.faults["/api/"] = "hang"
+    hub.faults |= {"/api/models": "hang", "/api/datasets": "hang"}
     with pytest.raises(RecipeError) as error:
         with_hub_folders(recipe(prompts="hf:org/rows"))
     assert [problem.partition(":")[0] for problem in error.value.problems] == ["prompts.train", "model.path"]
