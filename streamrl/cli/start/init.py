@@ -153,6 +153,7 @@ def _values(name: str, kind: str, of_gym: str, settings: ModelSettings) -> dict[
         "eval_model": shlex.quote(settings.path),
         "train": train,
         "held_out": held_out,
+        "held_out_note": "made of other seeds" if of_gym else "not trained on",
         "hub_train": _HUB.format("train", "train") if kind == "math" else "",
         "hub_held_out": _HUB.format("prompts", "test") if kind == "math" else "",
         "prompts_per_batch": settings.prompts_per_batch,
