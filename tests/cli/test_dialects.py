@@ -267,7 +267,9 @@ def test_init_from_a_file_writes_a_folder_or_nothing(tmp_path: Path, capsys: pyt
     assert main(words) == 0
     told = capsys.readouterr().out
     assert "  num_generations = 8\n      rollout.group_size = 8\n" in told
-    assert told.endswith("next:\n  cd " + str(tmp_path / "task") + "\n  streamrl train recipe.toml --dry-run\n")
+    assert told.endswith(
+        f"next:\n  cd {tmp_path}/task\n  streamrl train recipe.toml --dry-run\n  streamrl try recipe.toml\n"
+    )
     assert sorted(path.name for path in (tmp_path / "task").iterdir()) == ["recipe.toml", "reward.py"]
     assert main(words) == 2 and "is not empty" in capsys.readouterr().err
     words[1] = str(tmp_path / "other")

@@ -78,7 +78,11 @@ class Init(Command, frozen=True, kw_only=True):
         with new_folder(self.folder) as partial:
             for name, text in files.items():
                 (partial / name).write_text(text, encoding="utf-8")
-        commands = [f"cd {shlex.quote(str(self.folder))}", "streamrl train recipe.toml --dry-run"]
+        commands = [
+            f"cd {shlex.quote(str(self.folder))}",
+            "streamrl train recipe.toml --dry-run",
+            "streamrl try recipe.toml",
+        ]
         if self.json:
             settings = [{"key": one.key, "outcome": one.outcome, "here": one.here} for one in made.settings]
             shown = {"folder": str(self.folder.absolute()), "files": sorted(files), "settings": settings}
