@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,11 +15,14 @@ from msgspec import structs
 
 from streamrl.base.errors import RecipeError
 from streamrl.launch.hub.resolution import hub_looked_up, with_hub_folders
+from streamrl.launch.supervise.child_process import start_child
+from streamrl.launch.supervise.clean_up import RunProcesses
 from streamrl.pretrained.weight_files import stored_tensors
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.rules.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import Engines, Evaluation, EvaluationSet, Recipe
+from streamrl.recipe.topology import ProcessPlan, Role
 
 MODEL = Path(__file__).parents[2] / "examples" / "sort" / "model"
 CARD = b"---\nconfigs:\n" + b"".join(
@@ -200,6 +204,17 @@ def test_a_download_that_breaks_off_is_no_model(hub: LocalHub, monkeypatch: pyte
     hub.requests.clear()
     model = Path(with_hub_folders(recipe()).model.path) / "model.safetensors"
     assert model.read_bytes() == (MODEL / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("given", "seen"), [("", "1"), ("0", "0")])
+def test_processes_of_a_run_do_not_ask(given: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``0``: of a user whose own code asks."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", given)
+    (tmp_path / "logs").mkdir()
+    command = [sys.executable, "-c", "import os; print(os.environ['HF_HUB_OFFLINE'])"]
+    plan = ProcessPlan(role=Role.ENGINE, index=0)
+    child = start_child(plan, command, tmp_path, tmp_path, RunProcesses("marker"))
+    assert child.process.wait() == 0 and child.log.read_text() == f"{seen}\n"
 
 
 @pytest.mark.parametrize("says_sizes", [True, False])
