@@ -45,7 +45,6 @@ WINGS = {
         "weights/pull", "weights/vllm",
     ),
     "launch/supervise": ("observe/terminal", "recipe/rules"),
-    "observe/metrics": ("observe/terminal",),
     "observe/report": ("run/evaluate", "run/journal"),
     "run/evaluate": ("run/prompts",),
     "recipe/rules": ("recipe/cells", "recipe/dialects"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio.lowlevel
 
+from lint.metrics_page import find_metric
 from streamrl.base.types import (
     FinishReason,
     Prompt,
@@ -20,7 +21,6 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.observe.metrics.all_metrics import find_metric
 from streamrl.recipe.sections import Model, Prompts, Recipe, Reward
 
 

@@ -88,7 +88,7 @@ def connect(socket: zmq.Socket[bytes], endpoint: str, serves: KeyRole) -> None:
 
 
 class KeyGuard:
-    """The guard of a stream (``comm.zmq_sockets.SocketGuard``) whose other end is a process of the role ``peer``."""
+    """The guard of a tcp stream whose other end is a process of the role ``peer``."""
 
     def __init__(self, peer: KeyRole) -> None:
         self._peer = peer
@@ -109,10 +109,13 @@ class KeyGuard:
         connect(socket, endpoint, self._peer)
 
     def watch(self, socket: zmq.Socket[bytes]) -> int:
+        """A file descriptor of the caller's own that becomes readable when nobody decides any more who may connect to a
+        bound ``socket``; -1 where it is a plain one."""
         gate = self.context.opened_gate
         return -1 if gate is None or socket.getsockopt(zmq.MECHANISM) != zmq.CURVE else os.dup(gate.ended_fd)
 
     def check(self) -> None:
+        """Raise ``StreamRLError`` when nobody decides any more who may connect."""
         if (gate := self.context.opened_gate) is not None:
             gate.check()
 

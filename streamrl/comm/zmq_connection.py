@@ -16,6 +16,7 @@ import zmq
 from streamrl.base.errors import StreamRLError
 from streamrl.base.notifier import Notifier
 from streamrl.comm import zmq_sockets
+from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.stream_protocol import MessageOrigin, StreamEnd
 from streamrl.comm.wire import Buffer, WireLimits
 
@@ -28,9 +29,7 @@ class StreamConnection:
 
     end: StreamEnd
 
-    def __init__(
-        self, endpoint: str, *, bind: bool, window: int, limits: WireLimits, guard: zmq_sockets.SocketGuard | None
-    ) -> None:
+    def __init__(self, endpoint: str, *, bind: bool, window: int, limits: WireLimits, guard: KeyGuard | None) -> None:
         self.endpoint = endpoint
         self._binds = bind
         self._gate_fd = -1
@@ -113,7 +112,7 @@ class StreamConnection:
             await anyio.wait_readable(fd)
             self.service()
 
-    async def _watch_gate(self, guard: zmq_sockets.SocketGuard, fd: int) -> None:
+    async def _watch_gate(self, guard: KeyGuard, fd: int) -> None:
         """Raise ``StreamRLError`` when no peer can be authenticated any more."""
         await anyio.wait_readable(fd)
         guard.check()

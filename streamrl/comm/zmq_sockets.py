@@ -1,5 +1,5 @@
 """The one place where ZeroMQ sockets are bound and connected, and where those of streams are made and watched. Over tcp
-a ``SocketGuard`` decides who may connect."""
+``guarded_sockets`` decides who may connect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket as sockets
 import stat
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -48,33 +48,6 @@ def transport_of(endpoint: str) -> str:
     return transport
 
 
-class SocketGuard(Protocol):
-    """Checks of who may connect to a tcp socket, and whose socket may be connected to. ``comm.guarded_sockets``
-    implements it with keys."""
-
-    @property
-    def context(self) -> zmq.Context[Any]:
-        """The context of sockets that this guard binds and connects."""
-        ...
-
-    def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
-        """Bind and return the endpoint with its real port. Raises ``StreamRLError``."""
-        ...
-
-    def connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
-        """Start connecting. Raises ``StreamRLError``."""
-        ...
-
-    def watch(self, socket: zmq.Socket[bytes]) -> int:
-        """A file descriptor of the caller's own that becomes readable when nobody decides any more who may connect to a
-        bound ``socket``; -1 where it is a plain one."""
-        ...
-
-    def check(self) -> None:
-        """Raise ``StreamRLError`` when nobody decides any more who may connect."""
-        ...
-
-
 class StreamContext(zmq.Context["zmq.Socket[bytes]"]):
     """The context of streams that stay on this host."""
 
@@ -99,7 +72,7 @@ def create_socket(
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    """Bind and return the endpoint with its real port. A ``SocketGuard`` decides who may connect. Raises
+    """Bind and return the endpoint with its real port. ``KeyGuard`` decides who may connect. Raises
     ``StreamRLError`` naming the endpoint and the remedy."""
     if transport_of(endpoint) == "ipc" and has_ipc_listener(endpoint):
         raise StreamRLError(f"cannot bind {endpoint}: {_bind_remedy(errno.EADDRINUSE)}")

@@ -25,11 +25,11 @@ from anyio.abc import TaskGroup
 
 from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded, WireError
 from streamrl.base.notifier import SerialGate
+from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.stream import ReceiveStream
 from streamrl.comm.stream_protocol import Hello, Phase, ReceivingEnd, SendingEnd, StreamRole
 from streamrl.comm.wire import HEADER_BYTES, WireCodec, WireLimits
 from streamrl.comm.zmq_connection import StreamConnection
-from streamrl.comm.zmq_sockets import SocketGuard
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class StreamOptions(TypedDict, total=False):
     name: str
     limits: WireLimits | None
     close_seconds: float
-    guard: SocketGuard | None
+    guard: KeyGuard | None
 
 
 class _ZmqStream(ABC, Generic[T]):

@@ -14,7 +14,6 @@ from streamrl.base.errors import RecipeError, StreamBroken, StreamRLError
 from streamrl.comm.zmq_stream import zmq_sender
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.user_code import spec_of
-from streamrl.rewards.decorated import as_reward
 from streamrl.rewards.reward_messages import (
     AttachReward,
     DetachReward,
@@ -26,6 +25,17 @@ from streamrl.rewards.reward_messages import (
     RewardsChanged,
     RewardsListed,
 )
+
+
+def as_reward(
+    given: Reward | str | Callable[..., Any], named: Callable[[Any], str] = spec_of, **settings: Any
+) -> Reward:
+    """A reward from a function, its name as in a recipe, or a ``Reward``; ``settings`` override what it says. ``named``
+    gives the name of a function. Raises ``RecipeError`` for one that another process could not import, such as a
+    lambda."""
+    if isinstance(given, Reward):
+        return structs.replace(given, **settings)
+    return Reward(function=given if isinstance(given, str) else named(given), **settings)
 
 
 class RewardAttachments:

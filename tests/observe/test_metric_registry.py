@@ -6,8 +6,7 @@ from pathlib import Path
 
 from builders import unregistered
 
-from lint.metrics_page import metrics_page
-from streamrl.observe.metrics.all_metrics import METRICS, find_metric
+from lint.metrics_page import METRICS, find_metric, metrics_page
 from streamrl.observe.terminal.step_line import COLUMNS, FURTHER
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from builders import unregistered
 
-from streamrl.observe.metrics.all_metrics import METRICS, find_metric
+from lint.metrics_page import METRICS, find_metric
 
 PACKAGE = Path(__file__).resolve().parents[2] / "streamrl"
 SECTIONS = sorted({metric.name.partition("/")[0] for metric in METRICS})
@@ -39,7 +39,7 @@ def test_every_name_in_the_code_is_registered() -> None:
     names = written_names()
     assert len(names) > 20, "the search finds nothing any more"
     unknown = [f"{names[name]}: {name}" for name in unregistered(sorted(names.keys() - NOT_EMITTED))]
-    assert not unknown, "add to streamrl/observe/metrics/all_metrics.py:\n" + "\n".join(unknown)
+    assert not unknown, "add to lint/metrics_page.py:\n" + "\n".join(unknown)
 
 
 def test_every_registered_name_is_written_somewhere() -> None:

@@ -21,9 +21,8 @@ from streamrl.launch.attached_rewards import AttachedRewards
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
-from streamrl.rewards.attachments import RewardAttachments
+from streamrl.rewards.attachments import RewardAttachments, as_reward
 from streamrl.rewards.calls.worker import run_reward_worker
-from streamrl.rewards.decorated import as_reward
 from streamrl.rewards.reward_messages import RewardRequest
 from streamrl.rewards.rewards_snapshot import fresh_rewards
 from streamrl.stages.reward import RewardSettings, RewardStage, wait_ready

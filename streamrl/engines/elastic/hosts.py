@@ -22,7 +22,7 @@ from streamrl.base.concurrent_calls import start_unless_ending
 from streamrl.base.errors import EngineError, StreamBroken
 from streamrl.base.messages import EngineEvent, EngineOrder, EngineReady
 from streamrl.base.run_events import EngineBack, EngineLost, KillEngine, StartEngine, StopEngine, SupervisorOrder
-from streamrl.comm.zmq_sockets import SocketGuard
+from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.contracts import Engine
 from streamrl.engines.pool import UNAVAILABLE, EnginePool
@@ -319,7 +319,7 @@ class EngineHosts:
         *,
         order: Callable[[SupervisorOrder], Awaitable[None]],
         emit: Callable[[EngineLost | EngineBack], Awaitable[None]],
-        guard: SocketGuard | None = None,
+        guard: KeyGuard | None = None,
         sleeps: bool = False,
     ) -> None:
         self.settings, self.order, self.emit, self.guard, self.sleeps = settings, order, emit, guard, sleeps

@@ -36,7 +36,7 @@ from streamrl.weights.manifest import (
 )
 from streamrl.weights.publish.chain import Chain
 from streamrl.weights.publish.server import PublisherServer, ServedPart
-from streamrl.weights.publish.tensor_source import HostTensors, TensorSource
+from streamrl.weights.publish.tensor_source import HostTensors
 from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
 
 _Made = TypeVar("_Made")
@@ -77,7 +77,7 @@ class WeightPublisher:
         threads: int | None = None,
         checkpoint: Path | None = None,
         chain_bytes: int | None = None,
-        source: TensorSource | None = None,
+        source: HostTensors | None = None,
     ) -> None:
         for shard in shards:
             shard.check()

@@ -48,13 +48,13 @@ def shard_specs(shards: Sequence[LocalShard]) -> list[ShardSpec]:
 class TorchOnHost(HostTensors):
     """Reads float32 values of published bfloat16 bits in host memory."""
 
-    def checked(self, given: Any, shard: ShardSpec) -> BitArray:
+    def checked(self, given: Any, shard: ShardSpec) -> Any:
         return super().checked(bit_array(given), shard)
 
 
-class DeviceTensors:
-    """Reads float32 values of published bfloat16 bits on their device (a ``TensorSource``). The baseline that they are
-    compared with lies there too, 2 bytes an element, beside the publisher's own in host memory."""
+class DeviceTensors(HostTensors):
+    """Reads float32 values of published bfloat16 bits on their device. The baseline that they are compared with lies
+    there too, 2 bytes an element, beside the publisher's own in host memory."""
 
     def __init__(self) -> None:
         self._baseline: dict[int, Tensor] = {}

@@ -1,1 +1,0 @@
-"""Definitions of all metrics: name, unit, aggregation, meaning. ``docs/metrics.md`` is made from them."""
