@@ -57,7 +57,10 @@ async def test_a_recipe_of_dicts_structs_and_functions() -> None:
 
 
 def test_what_is_wrong_with_them_is_said() -> None:
-    with pytest.raises(RecipeError, match=r"recipe: rollout.num_generations: unknown key: that is rollout.group_size"):
+    with pytest.raises(
+        RecipeError,
+        match=r"recipe: rollout.num_generations: unknown key: that is TRL's num_generations: rollout.group_size",
+    ):
         streamrl.Pipeline(table(rollout={"num_generations": 4}))
     with pytest.raises(RecipeError, match=r"overrides is one text: write load_recipe\(..., \['run.steps=3'\]\)"):
         streamrl.load_recipe(DEMO / "recipe.toml", "run.steps=3")

@@ -111,7 +111,7 @@ def test_vllm_samples(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
         (("--page", "none/x.html"), "there is no directory"),
         (("--set", "rewards.0.function=mine.py:none"), 'has no "none"'),
         (("--set", "prompts.train=q.jsonl"), "q.jsonl"),
-        (("--set", "rollout.num_generations=4"), "that is rollout.group_size"),
+        (("--set", "rollout.num_generations=4"), "rollout.group_size here"),
     ],
 )
 def test_what_is_wrong_is_said_before_an_engine_starts(

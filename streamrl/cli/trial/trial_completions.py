@@ -34,12 +34,6 @@ _MOST_AT_ONCE = 64
 _READ_AHEAD = 256
 _MOST_PROMPTS_LOOKED_AT = 1_000_000
 
-Progress = Callable[[int], None]
-
-
-def _silent(done: int) -> None:
-    """Say nothing of the completions that are done."""
-
 
 class CompletedGroup(msgspec.Struct, frozen=True):
     """The completions of one prompt."""
@@ -189,7 +183,7 @@ def recipe_of_model(model: Path) -> Recipe:
 
 
 async def groups_from_engine(
-    recipe: Recipe, prompts: Sequence[Prompt], samples: int, progress: Progress = _silent
+    recipe: Recipe, prompts: Sequence[Prompt], samples: int, progress: Callable[[int], None] = lambda done: None
 ) -> tuple[list[CompletedGroup], float]:
     """``samples`` completions of each prompt, from an engine of ``recipe`` that lives as long as this takes, and the
     seconds that sampling took, without the start. ``progress`` is called with the number that are done: 0 once the

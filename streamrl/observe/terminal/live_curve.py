@@ -17,22 +17,17 @@ async def live_curve(
     """The steps of a ``Pipeline`` as they come, for a loop of one's own; below the cell a curve of ``metrics`` (the
     mean reward) grows with each. Outside of a notebook nothing is shown."""
     points: dict[str, list[tuple[float, float]]] = {name: [] for name in metrics or ("reward/mean",)}
+    ipython: Any = sys.modules.get("IPython")
+    display = importlib.import_module("IPython.display") if ipython and ipython.get_ipython() else None
     shown: Any = None
     async for step in steps:
         for name, values in points.items():
             if name in step.metrics:
                 values.append((step.step, step.metrics[name]))
-        shown = _show(svg_plot([Curve(name, tuple(values)) for name, values in points.items()], title=title), shown)
+        if display is not None:
+            picture = svg_plot([Curve(name, tuple(values)) for name, values in points.items()], title=title)
+            if shown is None:
+                shown = display.display(display.SVG(picture), display_id=True)
+            else:
+                shown.update(display.SVG(picture))
         yield step
-
-
-def _show(picture: str, shown: Any) -> Any:
-    """Show ``picture`` in place of what is ``shown``. Returns the handle of the output."""
-    ipython: Any = sys.modules.get("IPython")
-    if ipython is None or ipython.get_ipython() is None:
-        return None
-    display = importlib.import_module("IPython.display")
-    if shown is None:
-        return display.display(display.SVG(picture), display_id=True)
-    shown.update(display.SVG(picture))
-    return shown

@@ -39,11 +39,16 @@ def name_of_code(given: Any, directory: Path) -> str:
     _collect(name, given, vars(sys.modules["__main__"]), parts, name)
     path = f"sys.path += [place for place in [{os.getcwd()!r}] if place not in sys.path]"
     text = "\n".join([f'"""Written from a notebook, for {name}."""', "import sys", path, *parts.values(), ""])
-    file = directory.absolute() / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:10]}.py"
+    return f"{written(directory, name, '.py', text.encode())}:{name}"
+
+
+def written(directory: Path, name: str, ending: str, content: bytes) -> Path:
+    """The file of ``content`` in ``directory``, written once; its name ends with the digest."""
+    file = directory.absolute() / f"{name}_{hashlib.sha256(content).hexdigest()[:10]}{ending}"
     if not file.exists():
         make_directory(file.parent)
-        write_durable(file, text.encode())
-    return f"{file}:{name}"
+        write_durable(file, content)
+    return file
 
 
 def _of_a_cell(given: Any) -> bool:
@@ -84,7 +89,8 @@ def _is_plain(value: Any) -> bool:
 
 def _definition(value: Any) -> str:
     """The source of a function or class of a cell, decorators included."""
-    for file in _files_of(value):
+    members = [value, *vars(value).values()] if isinstance(value, type) else [inspect.unwrap(value)]
+    for file in {one.__code__.co_filename for one in members if hasattr(one, "__code__")}:
         lines = linecache.getlines(file)
         try:
             nodes = ast.parse("".join(lines)).body
@@ -94,16 +100,7 @@ def _definition(value: Any) -> str:
             if isinstance(node, _DEFINITIONS) and node.name == value.__name__:
                 first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
                 return "".join(lines[first - 1 : node.end_lineno]).rstrip() + "\n"
-    raise RecipeError(f"the source of {value.__qualname__} is not known: define it in a file, and name that")
-
-
-def _files_of(value: Any) -> Iterator[str]:
-    """Names of the cell that defines ``value``; of a class without methods, of every cell, the last one first."""
-    for one in [value, *vars(value).values()] if isinstance(value, type) else [inspect.unwrap(value)]:
-        if code := getattr(one, "__code__", None):
-            yield code.co_filename
-    if isinstance(value, type):
-        yield from (name for name in reversed(list(linecache.cache)) if not Path(name).exists())
+    raise RecipeError(f"the source of {value.__qualname__} is not known: define it in a file")
 
 
 def _globals_of(source: str) -> set[str]:

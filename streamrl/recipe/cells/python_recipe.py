@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from streamrl.base.atomic_files import make_directory, write_durable
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.cells.cell_code import CELLS, name_of_code
+from streamrl.recipe.cells.cell_code import CELLS, name_of_code, written
 from streamrl.recipe.fields import as_table
 from streamrl.recipe.sections import Run
 
@@ -55,8 +53,4 @@ def _source(value: Any, path: str, cells: Path) -> Any:
             "rows in a list, or the function that makes the iterator"
         )
     rows = b"".join(msgspec.json.encode(row, enc_hook=partial(_plain, cells)) + b"\n" for row in value)
-    file = cells.absolute() / f"rows_{hashlib.sha256(rows).hexdigest()[:10]}.jsonl"
-    if not file.exists():
-        make_directory(file.parent)
-        write_durable(file, rows)
-    return str(file)
+    return str(written(cells, "rows", ".jsonl", rows))
