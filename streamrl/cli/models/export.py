@@ -12,7 +12,6 @@ from streamrl.launch.models.saved_model import saved_model
 from streamrl.launch.models.upload import authenticated, upload
 
 Version = Annotated[str, Argument("a number, latest, or best (default: latest)", metavar="VERSION")]
-ShardSize = Annotated[str, Argument("of one file of weights, such as 2GB (default: as saved)", metavar="SIZE")]
 
 
 class Export(Command, frozen=True):
@@ -22,7 +21,7 @@ class Export(Command, frozen=True):
     run_directory: RunPath
     destination: Annotated[Path, Argument("a directory that is not there, or empty", metavar="DEST", positional=True)]
     version: Version = ""
-    shard_size: ShardSize = ""
+    shard_size: Annotated[str, Argument("of a file of weights, such as 2GB (default: as saved)", metavar="SIZE")] = ""
 
     def run(self) -> int:
         """Write it. Raises ``StreamRLError`` and ``OSError``: then nothing is there."""
@@ -39,16 +38,14 @@ class Push(Command, frozen=True):
     run_directory: RunPath
     name: Annotated[str, Argument("owner/name, or a name of your own", metavar="NAME", positional=True)]
     version: Version = ""
-    shard_size: ShardSize = ""
     public: Annotated[bool, Argument("everybody may see it")] = False
-    message: Annotated[str, Argument("of the commit (default: what is pushed)", metavar="TEXT")] = ""
 
     def run(self) -> int:
         """Upload it. Raises ``StreamRLError`` that names the remedy."""
         saved, name = saved_model(self.run_directory, self.version), authenticated(self.name)
         with tempfile.TemporaryDirectory(prefix="streamrl-push-") as directory:
-            files = export_model(saved, model := Path(directory) / "model", self.shard_size)
-            message = self.message or f"Version {saved.version} of the run {saved.run.resolve().name}"
+            files = export_model(saved, model := Path(directory) / "model")
+            message = f"Version {saved.version} of the run {saved.run.resolve().name}"
             url, commit = upload(model, name, private=not self.public, message=message)
         pushed = {"url": url, "commit": commit, "version": saved.version, "files": files}
         return self.print(pushed, f"{url}: version {saved.version}, commit {commit}")
