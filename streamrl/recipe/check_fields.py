@@ -136,10 +136,15 @@ class CheckedTable:
     def _check_value(self, key: Key, value: Any, written: str, path: str, good: dict[str, Any]) -> None:
         try:
             made = msgspec.convert(value, key.annotation)
-        except (msgspec.ValidationError, UnicodeError):  # of an override: bytes that are no text
+        except (msgspec.ValidationError, UnicodeError) as error:  # of an override: bytes that are no text
             answer = self._foreign(_without_index(path), value)
             hint = did_you_mean(value, choices(key.kind)) if isinstance(value, str) and not answer else ""
-            text = f"{shown(value)} is not allowed: must be {expected(key.kind)}{hint}"
+            inside = (
+                f" ({str(error).replace('`', '')})"
+                if isinstance(value, Mapping) and "table" in expected(key.kind)
+                else ""
+            )
+            text = f"{shown(value)} is not allowed: must be {expected(key.kind)}{hint}{inside}"
             self._refuse(written, f"{text}; {answer}" if answer else text, path)
             return
         if isinstance(made, float) and not math.isfinite(made):

@@ -33,7 +33,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     if _ENDLESS_NUMBER.search(text):
         raise ValueError("a number of 5,000 digits or more")
     table = tomllib.loads(text)
-    if _is_nested_deeper(table, _DEEPEST):
+    if is_nested_deeper(table):
         raise ValueError(f"values inside of values, more than {_DEEPEST} deep")
     return table
 
@@ -47,9 +47,10 @@ def value_or_text(raw: str) -> Any:
     return parsed["value"] if list(parsed) == ["value"] else raw
 
 
-def _is_nested_deeper(value: Any, most: int) -> bool:
+def is_nested_deeper(value: Any, most: int = _DEEPEST) -> bool:
+    """Return whether values are in more than ``most`` others, such as a list in itself."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return any(most == 0 or _is_nested_deeper(item, most - 1) for item in inside)
+    return any(most == 0 or is_nested_deeper(item, most - 1) for item in inside)
 
 
 def _split_key(text: str) -> list[str]:

@@ -61,7 +61,11 @@ def test_every_key_that_the_table_names_is_one_of_a_recipe() -> None:
         for row in table.values():
             for effect in (row.here, *row.values.values()):
                 named = [m[0].replace("N.", "") for m in re.finditer(r"\b[a-z_]+(\.(N|[a-z_0-9]+))+\b", effect)]
-                named = [name for name in named if name.partition(".")[0] in sections and "engines.args." not in name]
+                named = [
+                    name
+                    for name in named
+                    if name.partition(".")[0] in sections and not re.search("args[.]|_options[.]", name)
+                ]
                 assert set(named) <= PATHS | {"metrics.jsonl", "metrics.md"}, (row.key, effect)
                 copies = effect[0] not in "-=~" and row.key not in CONVERSIONS.get(dialect, {})
                 assert not copies or assigned(effect, 1), (row.key, effect)
@@ -196,7 +200,9 @@ def _at(table: object, path: str) -> object:
         ("a.yaml", "- 1\n", "has no settings: give"),
         ("a.sh", "echo 'a\n", "not a command of a shell (No closing quotation)"),
         ("a.sh", "python train.py\n", "no command of TRL, verl, prime-rl or AReaL is in it"),
-        ("a.sh", "trl grpo --config c.yaml\n", "c.yaml: no such file, which the command names"),
+        ("a.sh", "trl grpo --config c.yaml\n", "c.yaml: no such file, which a.sh names"),
+        ("a.sh", "trl grpo --config .\n", "cannot be read ("),
+        ("a.yaml", "a: &a [*a]\n", "not valid YAML: values inside of values"),
     ],
 )
 def test_what_is_not_read_is_refused(name: str, text: str | None, expected: str, tmp_path: Path) -> None:
@@ -210,8 +216,9 @@ def test_what_is_not_read_is_refused(name: str, text: str | None, expected: str,
 @pytest.mark.parametrize(
     ("line", "dialect", "settings"),
     [
-        ("trl grpo --num_generations 4 --log_completions --no_bf16 --learning-rate=1e-6", "TRL", "num_generations=4"),
+        ("trl grpo --num_generations 4 --log_completions --no_bf16 x --learning-rate=1e-6", "TRL", "num_generations=4"),
         ("accelerate launch --num_processes 4 grpo.py --lora_target_modules q_proj, v_proj", "TRL", "num_processes=4"),
+        ("trl grpo --lr_scheduler_kwargs '{\"min_lr_rate\": 0.1}'", "TRL", "lr_scheduler_kwargs.min_lr_rate=0.1"),
         ("uv run rl @ FILE --max-steps 5", "prime-rl", "max_steps=5 orchestrator.group_size=16"),
         ("python -m verl.trainer.main_ppo +a.b=$((2 * 8)) data.train_batch_size=${B:-32}", "verl", "a.b=16"),
     ],
@@ -252,6 +259,26 @@ def test_a_key_for_one_thing_comes_before_one_for_two_and_the_text_is_toml() -> 
     written = {"epsilon_high": 0.28, "epsilon": 0.1, "output_dir": "a\x07\nb", "adam\x07_epsilon\n": 1}
     table = parse_toml(translated(Foreign("TRL", "x", written)).recipe)
     assert table["objective"] == {"clip_low": 0.1, "clip_high": 0.28} and table["run"]["directory"] == "a\x07\nb"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("import m.n as m\nGRPOTrainer(reward_funcs=[m.r])", 'rewards.0.function = "m.n:r"'),
+        ("from m import a as b\nGRPOTrainer(reward_funcs=b)", 'rewards.0.function = "m:a"'),
+        (
+            "GRPOTrainer(reward_funcs=[lambda c: 1, 'r'])",
+            "rewards.N.function: lambda c: 1: write a function with a name",
+        ),
+        ("GRPOConfig(**{1: 2})", "no key of TRL that is known here"),
+        ("GRPOConfig(lr_scheduler_kwargs={'min_lr': 1e-6}, learning_rate=1e-5)", "schedule_options.min_lr_rate = 0.1"),
+        ("GRPOConfig(warmup_ratio=1e999, max_steps=3)", "inf is no value that it takes"),
+    ],
+)
+def test_an_expression_of_a_script_is_read(script: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "with a space.py"
+    path.write_text(script)
+    assert expected in "\n".join(translate(str(path)).lines())
 
 
 def test_the_rewards_of_a_script_come_with_what_they_name(tmp_path: Path) -> None:

@@ -46,8 +46,9 @@ def test_the_reference_is_of_now() -> None:
 def test_what_is_not_there_is_answered_with_what_is() -> None:
     with pytest.raises(RecipeError, match=r'did you mean "max_staleness"\? Keys of \[rollout\]: '):
         explain("rollout.max_stale")
-    with pytest.raises(RecipeError, match=r"nonsense: unknown section\. Sections: "):
-        explain("nonsense")
+    for name in ("nonsense", "0", "advanced"):
+        with pytest.raises(RecipeError, match=rf"{name}: unknown section\. Sections: "):
+            explain(name)
 
 
 def test_explain_answers_them_with_the_key_that_is_here() -> None:

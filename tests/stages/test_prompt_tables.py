@@ -153,6 +153,8 @@ def test_rows_of_a_table_that_are_no_prompts_are_named(tokenizer: Tokenizer, tmp
         ("{root}/absent", "nor a directory that exists"),
         ("{broken}", "cannot be read ("),
         ("{none}", "is empty: add rows"),
+        ("{lines}?files=*.jsonl", "has a.jsonl, b.jsonl: of JSONL name one file with ?files=, or join them"),
+        ("{lines}?files=**a", "has no files **a: correct ?files="),
         ("lines.jsonl?size=3", 'unknown option "size"'),
         ("lines.jsonl?limit=0", "limit = 0 is no integer >= 1: correct it"),
         ("lines.jsonl?prompt=a&template=b", "?prompt= and ?template= both make the prompt: remove one"),
@@ -161,11 +163,15 @@ def test_rows_of_a_table_that_are_no_prompts_are_named(tokenizer: Tokenizer, tmp
     ],
 )
 def test_sources_that_cannot_be_read(spec: str, problem: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "lines"):
+        (tmp_path / name).mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        write_jsonl(tmp_path / "lines" / name, [{"prompt": name}])
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 or not")
     places = {
         "root": tmp_path,
         "hub": write_hub(tmp_path / "hub"),
+        "lines": tmp_path / "lines",
         "saved": write_saved(tmp_path / "saved"),
         "rows": write_parquet(tmp_path / "rows.parquet"),
         "none": write_arrow(tmp_path / "none.arrow", [{"prompt": "a"}][:0] or []),
@@ -272,6 +278,8 @@ def test_a_row_that_a_template_cannot_show_is_named(
     }
     problem, *_ = check_prompts(prompt_sources(load_recipe(table))["prompts.train"], tokenizer, {})
     assert problem.startswith(f"prompts {path}, {said}")
+    (problem,) = check_prompts(f"{path}?prompt=question&answer=[hint]", tokenizer, {})
+    assert "line 17 cannot be put into prompts.answer ('hint' is undefined" in problem
 
 
 async def test_a_system_message_goes_before_a_chat(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from streamrl.recipe.sections import Training
+
 
 class Given(dict[str, Any]):
     """Settings of another system by their whole dotted keys, with its defaults for those that are not set."""
@@ -25,7 +27,7 @@ class Given(dict[str, Any]):
 Effect = str | dict[str, Any]
 Conversion = Callable[[Any, Given], Effect]
 """From a value and all settings to values by their keys here, or to an effect as the table has it (foreign_keys.toml).
-``TypeError``, ``ValueError``, ``ZeroDivisionError``, ``IndexError``: the value is none that the other system takes."""
+``TypeError``, ``ValueError``, ``ArithmeticError``, ``LookupError``: the value is none that the other system takes."""
 
 SWITCHES = {
     **dict.fromkeys(("kl_loss_coef", "kl_loss_type"), "use_kl_loss=true"),
@@ -98,8 +100,15 @@ def _trl_steps(value: Any, given: Given) -> Effect:
     return {"run.steps": -(-value // steps)} if value > 0 else "=num_train_epochs counts"
 
 
+def _least_rate(value: Any, given: Given) -> Effect:
+    share = value / (given.of("learning_rate") or Training().learning_rate)
+    return {"training.schedule_options.min_lr_rate": float(f"{share:.6g}")}
+
+
 def _trl_rewards(value: Any, _: Given) -> Effect:
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
+    if unnamed := [name for name in names if not re.fullmatch(r"[\w./-]+(:\w+)?", name)]:
+        return f"~rewards.N.function: {', '.join(unnamed)}: write a function with a name in reward.py"
     values: dict[str, Any] = {"objective.overlong_buffer": 256} if OVERLONG in names else {}
     for place, name in enumerate(name for name in names if name != OVERLONG):
         reward, options = REWARDS.get(name, (name if ":" in name else ":".join(name.rsplit(".", 1)), {}))
@@ -154,6 +163,7 @@ CONVERSIONS: Mapping[str, Mapping[str, Conversion]] = {
         "reward_weights": lambda value, _: {f"rewards.{at}.weight": float(one) for at, one in enumerate(value)},
         "max_steps": _trl_steps,
         "num_train_epochs": partial(_epochs, "max_steps"),
+        **dict.fromkeys(("lr_scheduler_kwargs.min_lr", "lr_scheduler_kwargs.lr_end"), _least_rate),
         "warmup_ratio": partial(_warmup, "max_steps"),
         "dataset_name": _trl_dataset,
         "use_peft": lambda on, given: {"lora.rank": 16} if on and not given.of("lora_r") else "=lora.rank > 0 is that",

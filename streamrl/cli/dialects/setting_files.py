@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -15,7 +16,7 @@ import msgspec
 from streamrl.base.errors import RecipeError
 from streamrl.cli.dialects.trl_script import read_trl_script
 from streamrl.recipe.check_fields import leaves
-from streamrl.recipe.toml_text import parse_toml, value_or_text
+from streamrl.recipe.toml_text import is_nested_deeper, parse_toml, value_or_text
 
 FORMS = "a script with GRPOConfig(...), a .yaml of TRL, verl or AReaL, an rl.toml, or a command line of theirs (.sh)"
 MARKS = {
@@ -49,18 +50,23 @@ def read_foreign(source: str | Path) -> Foreign:
     path = Path(source)
     if " " in str(source).strip() and not os.path.exists(source):  # of a long line Path.exists raises
         return _read_command(str(source), Path(), "the command line")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        raise RecipeError(f"{path}: {why}: give {FORMS}") from None
+    text = _read(path)
     if path.suffix == ".py":
         script = read_trl_script(text, path)
-        return Foreign("TRL", path.name, script.settings, script.unread, script.files, path.parent)
+        settings = dict(leaves("", script.settings))
+        return Foreign("TRL", path.name, settings, script.unread, script.files, path.parent)
     if path.suffix in (".toml", ".yaml", ".yml"):
         settings = _read_table(path, text)
         return Foreign(_dialect_of(settings, path), path.name, settings, directory=path.parent)
     return _read_command(text, path.parent, path.name)
+
+
+def _read(path: Path, named: str = "") -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise RecipeError(f"{path}: {why}{named}: give {FORMS}") from None
 
 
 def _read_table(path: Path, text: str) -> dict[str, Any]:
@@ -72,7 +78,8 @@ def _read_table(path: Path, text: str) -> dict[str, Any]:
         raise RecipeError(f"{path}: not valid {path.suffix[1:].upper()}: {' '.join(str(error).split())}") from None
     if not isinstance(table, Mapping) or not table:
         raise RecipeError(f"{path}: has no settings: give {FORMS}")
-    flat = {key: _scalar(value) for key, value in leaves("", table) if not key.startswith(("defaults", "hydra."))}
+    pairs = [pair for key, value in leaves("", table) for pair in leaves(key, _scalar(value))]
+    flat = {key: value for key, value in pairs if not key.startswith(("defaults", "hydra."))}
     return {key: _referred(one, flat) for key, one in flat.items()}
 
 
@@ -82,9 +89,12 @@ def _yaml(path: Path, text: str) -> Any:
     except ImportError:
         raise RecipeError(f"{path}: reading YAML needs PyYAML: pip install pyyaml") from None
     try:
-        return yaml.safe_load(text)
+        table = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(error) from error
+    if is_nested_deeper(table):
+        raise ValueError("values inside of values, more than 64 deep")
+    return table
 
 
 def _referred(value: Any, flat: Mapping[str, Any], depth: int = 0) -> Any:
@@ -96,7 +106,8 @@ def _referred(value: Any, flat: Mapping[str, Any], depth: int = 0) -> Any:
 
 
 def _scalar(value: Any) -> Any:
-    """A number, a list or a truth value that YAML or a shell has as text; ``null`` as None, an empty table as true."""
+    """A number, a list, a truth value or JSON's object that YAML or a shell has as text; ``null`` as None, an empty
+    table as true."""
     if value == {}:
         return True
     words = {"true": True, "false": False, "null": None}
@@ -104,6 +115,9 @@ def _scalar(value: Any) -> Any:
         return words[value.lower()] if isinstance(value, str) else value
     if _NUMBER.fullmatch(value):
         return float(value) if set(value) & set(".eE") else int(value)
+    if value[:1] == "{":
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.json.decode(value)
     return value_or_text(value.replace("'", '"')) if value[:1] == "[" else value
 
 
@@ -143,7 +157,7 @@ def _read_command(text: str, directory: Path, name: str) -> Foreign:
                 settings[flag.removeprefix("no_")] = _scalar(value) if value else not flag.startswith("no_")
             elif value:
                 files.append(value)
-            flag = "" if value else flag
+            flag = "" if value or flag.startswith("no_") else flag
         elif pair and not flag:
             (settings if inside else variables)[pair[1]] = _scalar(pair[2]) if inside else pair[2]
         elif flag and word[:1] not in "$|&>":
@@ -151,14 +165,12 @@ def _read_command(text: str, directory: Path, name: str) -> Foreign:
             settings[flag] = value if before is True else [*(before if isinstance(before, list) else [before]), value]
     for file in files:
         path = directory / file
-        if not path.is_file():
-            raise RecipeError(f"{name}: {path}: no such file, which the command names: give the file itself")
-        table = _read_table(path, path.read_text(encoding="utf-8-sig"))
+        table = _read_table(path, _read(path, f", which {name} names"))
         dialect = dialect or _dialect_of(table, path)
         settings = table | settings
     if not settings:
         raise RecipeError(f"{name}: no command of TRL, verl, prime-rl or AReaL is in it: give {FORMS}")
-    return Foreign(dialect or "TRL", name, settings, directory=directory)
+    return Foreign(dialect or "TRL", name, dict(leaves("", settings)), directory=directory)
 
 
 def _expanded(word: str, variables: Mapping[str, str]) -> str:

@@ -120,7 +120,7 @@ def _setting(dialect: str, key: str, value: Any, given: Given, *, default: bool)
         effect = convert(value, given) if convert is not None else row.effect(value, key)
         if reason := given.why_not(row.key):
             effect = f"={reason}"
-    except (TypeError, ValueError, ZeroDivisionError, IndexError):
+    except (TypeError, ValueError, ArithmeticError, LookupError):
         effect = f"~{shown(value)} is no value that it takes; {row.here.lstrip('~=-')}"
     sets = assigned(effect, value) if isinstance(effect, str) else effect
     if problems := [problem for path, one in sets.items() for problem in _problems(path, one)]:

@@ -43,23 +43,31 @@ def read_trl_script(text: str, path: Path) -> Script:
         raise RecipeError(f"{path}: not Python ({error}): give a script with GRPOConfig(...)") from None
     made = {name: node for node in tree.body for name in _names(node)}
     constants = {name: node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) for name in _names(node)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+    modules = {alias.asname or alias.name: alias.name for node in imports for alias in node.names}
     settings, unread, copied = dict[str, Any](), dict[str, tuple[str, int]](), list[str]()
 
     def take(key: str, node: ast.expr) -> None:
         try:
             value = ast.literal_eval(constants.get(getattr(node, "id", ""), node))
-            settings.update(value if key == "**" else {key: value})
+            settings.update({str(name): one for name, one in dict(value).items()} if key == "**" else {key: value})
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             unread[key] = (ast.unparse(node), node.lineno)
 
     def reward(node: ast.expr) -> str:
         """The name of a reward function: of this script in ``reward.py``, of a module, or of TRL itself."""
+        if isinstance(node, ast.Attribute):
+            module = ast.unparse(node.value)
+            return f"{modules.get(module, module)}:{node.attr}"
         name = node.id if isinstance(node, ast.Name) else _called(node)
         found = made.get(name)
         if isinstance(found, ast.ImportFrom):
-            return name if (found.module or "").startswith("trl") else f"{found.module}:{name}"
-        copied.extend([name] if found is not None else [])
-        return f"{REWARDS}:{name}" if found is not None else str(getattr(node, "value", ast.unparse(node)))
+            own = next(alias.name for alias in found.names if name in (alias.asname, alias.name))
+            return own if (found.module or "").startswith("trl") else f"{found.module}:{own}"
+        if found is None:
+            return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
+        copied.append(name)
+        return f"{REWARDS}:{name}"
 
     for call in sorted((node for node in ast.walk(tree) if isinstance(node, ast.Call)), key=lambda call: call.lineno):
         keys = CALLS.get(_called(call), {})

@@ -72,8 +72,8 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
         ``RecipeError`` where there are none of these names."""
         patterns = str(self.options.get("files", ""))
         try:
-            found = sorted(file for pattern in patterns.split("|") if pattern for file in self.path.glob(pattern))
-        except NotImplementedError:  # of an absolute path
+            found = sorted({file for pattern in patterns.split("|") if pattern for file in self.path.glob(pattern)})
+        except (NotImplementedError, ValueError):  # of an absolute path, and of "**name"
             found = []
         if patterns and not found:
             raise RecipeError(f"prompts {self.source} has no files {patterns}: correct ?files=")

@@ -74,8 +74,11 @@ def _open_rows(spec: PromptSpec) -> RowStore:
         spec.take("limit")
         return LineRows(spec.path)
     options, files = spec.take("split", "limit", "files"), spec.files
-    if files and files[0].name.endswith(LINE_ENDINGS):
-        return LineRows(files[0])
+    if lines := [file for file in files if file.name.endswith(LINE_ENDINGS)]:
+        if len(files) > 1:
+            named = ", ".join(file.name for file in files)
+            raise RecipeError(f"prompts {spec.path} has {named}: of JSONL name one file with ?files=, or join them")
+        return LineRows(lines[0])
     try:
         from streamrl.run.prompts.prompt_tables import TableRows
     except ModuleNotFoundError as error:

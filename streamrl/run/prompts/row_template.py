@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+import msgspec
+
 from streamrl.base.errors import StreamRLError
 
 _MARKS = ("{{", "{%", "{#")
@@ -41,11 +43,5 @@ def _compiled(source: str) -> Callable[[Mapping[str, Any]], Any]:
     if any(mark in source for mark in _MARKS):
         return environment.from_string(source).render
     expression = environment.compile_expression(source, undefined_to_none=False)
-
-    def value(columns: Mapping[str, Any]) -> Any:
-        found = expression(columns)
-        if isinstance(found, jinja2.Undefined):
-            str(found)  # raises, and says which column there is not
-        return found
-
-    return value
+    # A column that is not there raises, and says its name, when it is to be made a list.
+    return lambda columns: msgspec.to_builtins(expression(columns), enc_hook=list)
