@@ -2,8 +2,7 @@
 
     python benchmarks/speculation.py
 
-Chi-square over 50 bins (above 85.4 once in a thousand) of numbers that are uniform where each token was drawn given
-those before it: the probability of likelier tokens, plus a random part of its own."""
+Chi-square over 50 bins (above 85.4 once in a thousand): likelier tokens' probability plus a part of the own one."""
 
 from __future__ import annotations
 
@@ -17,18 +16,18 @@ from typing import Any
 import anyio
 from msgspec import structs
 
+from streamrl.base.concurrent_calls import all_of
 from streamrl.base.messages import Generate
 from streamrl.engines.vllm.engine import VllmEngine
 from streamrl.engines.vllm.options import engine_options
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.rules.load import load_recipe
-from streamrl.recipe.sections import Recipe
 
 NGRAM = 'engines.args.speculative_config={method = "ngram", num_speculative_tokens = 4, prompt_lookup_max = 4}'
 TOKENS, BINS, AT_ONCE = 20_000, 50, 128
 
 
-def sampled(recipe: Recipe) -> list[Any]:
+def sampled(recipe: Any) -> list[Any]:
     """Prompts and completions of one engine, ``AT_ONCE`` at a time until there are ``TOKENS``; prints its speed."""
     tokenizer, pairs = load_tokenizer(recipe.model.path), list[Any]()
     rows = Path(recipe.prompts.train).read_text().splitlines()
@@ -46,9 +45,7 @@ def sampled(recipe: Recipe) -> list[Any]:
         engine = VllmEngine(options)
         await engine.start()
         began_s = time.monotonic()
-        async with anyio.create_task_group() as group:
-            for _ in range(AT_ONCE):
-                group.start_soon(ask, engine)
+        await all_of([lambda: ask(engine)] * AT_ONCE)
         load, rate = engine.load(), engine.load().generated_tokens / (time.monotonic() - began_s)
         await engine.aclose()
         drafted, accepted = load.drafted_tokens / load.decode_tokens, load.accepted_tokens / load.decode_tokens
@@ -59,7 +56,7 @@ def sampled(recipe: Recipe) -> list[Any]:
     return pairs
 
 
-def bins_of(recipe: Recipe, pairs: list[Any]) -> Any:
+def bins_of(recipe: Any, pairs: list[Any]) -> Any:
     """How many of the uniform numbers are in each bin, a tensor; prints what it finds."""
     import torch  # its threads must not be there when an engine forks
     from transformers import AutoModelForCausalLM
@@ -80,9 +77,8 @@ def bins_of(recipe: Recipe, pairs: list[Any]) -> Any:
 
 if __name__ == "__main__":
     examples = [Path(__file__).parents[1] / "examples" / name / "recipe.toml" for name in ("sort", "heavy")]
-    found = [
-        (recipe, sampled(recipe)) for recipe in (load_recipe(path, own) for path in examples for own in ([], [NGRAM]))
-    ]
+    recipes = [load_recipe(path, own) for path in examples for own in ([], [NGRAM])]
+    found = [(recipe, sampled(recipe)) for recipe in recipes]
     all_bins = [bins_of(recipe, pairs) for recipe, pairs in found]
     for (recipe, _), a, b in zip(found[::2], all_bins[::2], all_bins[1::2], strict=True):
         share = (b.sum() / a.sum()) ** 0.5

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.recipe.rules.engine_arguments import ROUNDING
-from streamrl.recipe.sections import ComputeDtype, Engines, Training
+from streamrl.recipe.sections import ROUNDING, ComputeDtype, Engines, Training
 
 PROBE_TOKENS = 33
 """One is given, 32 are scored: one short prefill of the engine, one short row of the trainer."""

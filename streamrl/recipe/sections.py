@@ -40,6 +40,8 @@ from streamrl.recipe.scheduling import (
 
 HELD_OUT = "held_out"
 ENGINE_RESTARTS = 3
+ROUNDING = ("quantization", "quantization_config", "kv_cache_dtype")
+"""Arguments of vLLM with which an engine computes in fewer bits than the trainer."""
 RECOVERY_INTERVAL = 100
 """Steps between checkpoints where ``checkpoint.every`` is 0."""
 

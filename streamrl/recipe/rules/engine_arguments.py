@@ -8,7 +8,7 @@ from typing import Any
 
 from streamrl.recipe.problems import shown
 from streamrl.recipe.rules.rule import Broken, Problem, rule
-from streamrl.recipe.sections import Recipe
+from streamrl.recipe.sections import ROUNDING, Recipe
 
 SPECULATION = "speculative_config"
 SET_BY = {
@@ -50,9 +50,6 @@ REFUSED = {
     **dict.fromkeys(("kv_transfer_config", "ec_transfer_config"), "keys and values of older weights would be read"),
 }
 """Arguments that no run can have, and why."""
-
-ROUNDING = ("quantization", "quantization_config", "kv_cache_dtype")
-"""Arguments with which an engine computes in fewer bits than the trainer."""
 
 LOSSLESS = ("ngram", "ngram_gpu", "suffix", "draft_model")
 """Methods of speculation that read nothing of the policy's hidden states, which a head of old weights would."""
