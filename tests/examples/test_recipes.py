@@ -1,11 +1,13 @@
-"""examples/recipes: each fits the GPUs of its name with the shapes of its real model, and its prompts and rewards work
-on rows of the data set's form."""
+"""examples/recipes: each fits the GPUs of its name with the shapes of its real model, its prompts and rewards work on
+rows of the data set's form, and a small model of each architecture trains three steps."""
 
 from __future__ import annotations
 
 import json
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,10 @@ ROWS: dict[str, dict[str, Any]] = {
         "task_id": 1, "text": "Write a function to add one.", "code": "", "test_setup_code": "",
         "test_list": ["assert one_more(3) == 4", "assert one_more(-1) == 0"], "challenge_test_list": [],
     },
+}  # fmt: skip
+STAND_IN = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "vocab_size": 104, "bos_token_id": 1, "eos_token_id": 1,
 }  # fmt: skip
 TEMPLATE = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<assistant>"
 
@@ -152,3 +158,31 @@ async def test_its_prompts_and_rewards_work(path: Path, models: dict[str, Path],
     group = trial_completions.CompletedGroup(prompt, trajectories)
     ((good, bad),), _ = await score_groups(recipe.rewards, recipe.reward_limits, [group], tokenizer)
     assert (good.reward, bad.reward < 0.1) == (1.0, True), (good, bad)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stem", ["qwen3-0.6b-gsm8k-1x24gb", "llama-3.2-1b-gsm8k-1x24gb", "qwen3-4b-math-1x80gb"])
+def test_a_small_model_of_its_architecture_trains_three_steps(stem: str, tmp_path: Path) -> None:
+    (path,) = (one for one in RECIPES if one.stem == stem)
+    real = json.loads((CONFIGS / f"{load_recipe(path).model.path.rpartition('/')[2]}.json").read_text())
+    config = transformers.AutoConfig.for_model(**(real | STAND_IN))
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    write_tokens(tmp_path / "model")
+    (tmp_path / "reward.py").write_text("async def reward(completion):\n    return len(completion) % 7 / 6\n")
+    settings = local(path, tmp_path, tmp_path / "model") | {
+        "run.steps": 3,
+        "engines.kind": "simulated",
+        "rewards.0.function": f"{tmp_path / 'reward.py'}:reward",
+        "rewards.0.options": {},
+        "rollout.prompts_per_batch": 4,
+        "rollout.group_size": 4,
+        "sampling.max_tokens": 48,
+        "training.advanced.threads": 1,
+    }
+    flags = [part for key, value in settings.items() for part in ("--set", f"{key}={toml_value(value)}")]
+    command = [sys.executable, "-m", "streamrl", "train", str(path), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = map(json.loads, (tmp_path / "runs" / "latest" / "metrics.jsonl").read_text().splitlines())
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["optim/grad_norm"] > 0 and step["weights/payload_bytes"] > 0 for step in steps)
