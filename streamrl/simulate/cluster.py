@@ -74,75 +74,19 @@ class ClusterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 
-# The demo model on two CPU cores, fitted to three measured points.
-DEMO = ClusterModel(
-    engine=EngineModel(
-        base_s=1.7e-3,
-        per_running_s=0.027e-3,
-        arrival_s=1e-3,
-        admission_s=0.8e-3,
-        admission_per_running_s=0.010e-3,
-        presubmitted_s=0.2e-3,
-        max_num_seqs=1024,
-    ),
-    engines=ClusterEngines(count=1, prompt_tokens=8, switch_s=30.0),
-    lengths=LengthModel(
-        cap=448, weights=(1.0,), mus=(math.log(45),), sigmas=(1.183,), cap_share=0.041, correlation=0.65
-    ),
-    trainer=TrainerModel(token_s=0.9e-3 / 80, optimizer_s=0.02, streaming_speed=1.0),
-    push=PushModel(seconds=0.03, pause_s=0.01, abort_barrier_s=0.021),
-)
 
-# A-heavy of the same section: the body of A-demo, and a power-law tail to the cap.
-HEAVY = msgspec.structs.replace(
-    DEMO, lengths=msgspec.structs.replace(DEMO.lengths, cap=2048, cap_share=0.02, tail_from=315)
-)
+def _read(path: Path) -> ClusterModel:
+    try:
+        return msgspec.convert(parse_toml(path.read_text(encoding="utf-8")), ClusterModel)
+    except UNDECODABLE as error:
+        raise StreamRLError(f"{path}: not a cluster model: {error}") from error
 
-# RollPacker's math task (arXiv 2509.21009): its lengths and times of a step.
-ROLLPACKER_14B = ClusterModel(
-    engine=EngineModel(
-        base_s=11e-3,
-        per_running_s=0.03e-3,
-        per_context_token_s=0.0367e-6,
-        max_num_seqs=256,
-        kv_tokens=490_000,
-        prefill_tokens_s=30_000.0,
-    ),
-    engines=ClusterEngines(
-        count=16,
-        prompt_tokens=128,
-        migration_s=1.5,
-        tensor_parallel_size=2,
-        weight_tokens=28e9 / 196_608,  # 14B at two bytes; 48 layers x 8 heads x 128 x 2 x 2 bytes a token
-        switch_s=5.0,
-    ),
-    lengths=LengthModel(
-        cap=16_384,
-        weights=(0.435, 0.565),
-        mus=(6.408, 6.683),
-        sigmas=(0.416, 1.244),
-        cap_share=0.0099,
-        tail_from=4096,
-        correlation=0.35,
-    ),
-    # Training has the engines' own devices: those that are freed late in a round, and all of them at the close.
-    trainer=TrainerModel(token_s=75 / 1024 / 1286, optimizer_s=13.0),
-    push=PushModel(seconds=15.0, pause_s=15.0, round_s=50.0),
-)
-ROLLPACKER_14B_CODE = msgspec.structs.replace(
-    ROLLPACKER_14B,
-    lengths=msgspec.structs.replace(
-        ROLLPACKER_14B.lengths, weights=(0.727, 0.273), mus=(6.428, 6.979), sigmas=(0.394, 1.062), cap_share=0.0091
-    ),
-    trainer=msgspec.structs.replace(ROLLPACKER_14B.trainer, token_s=57 / 1024 / 1085),
-)
 
-PRESETS: dict[str, ClusterModel] = {
-    "demo": DEMO,
-    "heavy": HEAVY,
-    "rollpacker-14b-16k": ROLLPACKER_14B,
-    "rollpacker-14b-16k-code": ROLLPACKER_14B_CODE,
-}
+_FILES = {path.stem: path for path in Path(__file__).with_name("clusters").glob("*.toml")}
+PRESETS = {name: _read(_FILES[name]) for name in sorted(_FILES)}
+"""Models by the names of their files in ``clusters``, each with a line of where its numbers are from."""
+
+DEMO, HEAVY = PRESETS["demo"], PRESETS["heavy"]
 
 
 def differences(recipe: Recipe, model: ClusterModel, cap: int) -> list[str]:
@@ -174,8 +118,4 @@ def load_cluster(name_or_path: str) -> ClusterModel:
             f"cluster {name_or_path!r} is neither a file nor one of {', '.join(PRESETS)}; "
             "streamrl calibrate RUN writes such a file"
         )
-    try:
-        table = parse_toml(path.read_text(encoding="utf-8"))
-        return msgspec.convert(table, ClusterModel)
-    except UNDECODABLE as error:
-        raise StreamRLError(f"{path}: not a cluster model: {error}") from error
+    return _read(path)

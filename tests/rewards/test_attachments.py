@@ -59,7 +59,7 @@ def test_paths_of_a_command_are_relative_to_where_it_is_given(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("streamrl.cli.control._change", lambda run, operation: asked.append(operation) or 0)
+    monkeypatch.setattr("streamrl.cli.control._change", lambda command, run, operation: asked.append(operation) or 0)
     assert main(["reward", *action, function, "--option", option]) == 0
     made = asked[0].reward
     here = tmp_path.resolve()

@@ -10,7 +10,7 @@ import pytest
 from streamrl.recipe.scheduling import RoundKind, TailBatching
 from streamrl.recipe.sections import ReleaseKind
 from streamrl.recipe.topology import PreparedSet
-from streamrl.simulate.cluster import ROLLPACKER_14B, ClusterModel
+from streamrl.simulate.cluster import PRESETS, ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan, scaled_engine
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.report import SimulationReport
@@ -74,7 +74,9 @@ def test_the_reference_gain_of_freeing_half_of_the_engines_is_met() -> None:
     """On RollPacker's math task, by a model in closed form, a synchronous round with streaming is 1.17 times as
     fast."""
     chosen = control_settings(batch_groups=128, group_size=8)
-    never, drain = (simulate(chosen, ROLLPACKER_14B, 5, warm_up=1, engines=plan) for plan in (EnginePlan(), DRAIN))
+    never, drain = (
+        simulate(chosen, PRESETS["rollpacker-14b-16k"], 5, warm_up=1, engines=plan) for plan in (EnginePlan(), DRAIN)
+    )
     assert drain.reasons["engines_freed"] == 5
     assert 1.10 < never.step_s_mean / drain.step_s_mean < 1.25
     assert drain.kinds[0].rollout_s < 1.08 * never.kinds[0].rollout_s, "the others are slowed down a little"

@@ -12,14 +12,14 @@ from oracle.trace_header import trace_header
 
 from streamrl.observe.report.trajectory_trace import RecordedRun, TrajectoryLine
 from streamrl.simulate.calibrate import fit_lengths
-from streamrl.simulate.cluster import DEMO, HEAVY, ROLLPACKER_14B
+from streamrl.simulate.cluster import DEMO, HEAVY, PRESETS
 from streamrl.simulate.lengths import LengthModel, ModelledLengths, RecordedLengths, recorded_rows
 
 # Measured on the demo, and of RollPacker (arXiv 2509.21009): quantiles, and the share at the cap.
 EXPECTED = [
     (DEMO.lengths, {0.5: 45, 0.9: 214}, 0.041),
     (HEAVY.lengths, {0.5: 45, 0.95: 315}, 0.02),
-    (ROLLPACKER_14B.lengths, {0.25: 414, 0.5: 660, 0.75: 1128, 0.9: 2553, 0.95: 4089}, 0.0099),
+    (PRESETS["rollpacker-14b-16k"].lengths, {0.25: 414, 0.5: 660, 0.75: 1128, 0.9: 2553, 0.95: 4089}, 0.0099),
 ]
 
 
@@ -45,8 +45,8 @@ def test_siblings_are_as_correlated_as_asked() -> None:
 
 
 def test_a_replayed_draw_is_equal_and_a_regenerated_one_keeps_only_the_prompt() -> None:
-    source = ModelledLengths(ROLLPACKER_14B.lengths, seed=5)
-    again = ModelledLengths(ROLLPACKER_14B.lengths, seed=5)
+    source = ModelledLengths(PRESETS["rollpacker-14b-16k"].lengths, seed=5)
+    again = ModelledLengths(PRESETS["rollpacker-14b-16k"].lengths, seed=5)
     assert source.draw(7, 11, 8, 0) == again.draw(7, 11, 8, 3)
     assert source.draw(7, 11, 8, 0)[:4] == source.draw(7, 11, 4, 0)
     assert source.draw(7, 11, 8, 0) != source.draw(7, 12, 8, 0)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from streamrl.recipe.scheduling import DeferredPrompts, GroupSizing, LengthSorted, RoundKind, SizingKind, TailBatching
-from streamrl.simulate.cluster import DEMO, ROLLPACKER_14B, ROLLPACKER_14B_CODE, ClusterEngines
+from streamrl.simulate.cluster import DEMO, PRESETS, ClusterEngines
 from streamrl.simulate.lengths import LengthModel
 from streamrl.simulate.report import SimulationReport
 from streamrl.simulate.simulation import simulate
@@ -20,7 +20,7 @@ def raced(
     prompt_oversampling: float, response_oversampling: float, steps: int, correlation: float = 0.3
 ) -> SimulationReport:
     """RollPacker, 14B, 16k, math, with a decode step of 14 ms + and no fixed cost."""
-    model = with_part(ROLLPACKER_14B, "lengths", correlation=correlation)
+    model = with_part(PRESETS["rollpacker-14b-16k"], "lengths", correlation=correlation)
     model = with_part(with_part(model, "push", round_s=0.0), "engine", base_s=14e-3)
     racing = TailBatching(
         prompt_oversampling=prompt_oversampling,
@@ -38,7 +38,7 @@ def test_four_short_rounds_to_a_long_one_and_their_longest_completions() -> None
         prompt_oversampling=1.25, response_oversampling=1.25, deferred_prompts=DeferredPrompts.REGENERATE
     )
     chosen = control_settings(batch_groups=128, group_size=8, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
-    report = simulate(chosen, ROLLPACKER_14B, 10)
+    report = simulate(chosen, PRESETS["rollpacker-14b-16k"], 10)
     assert "".join(row.round_kind[0] for row in report.recent) == "ssssl" * 2
     short = [row.longest for row in report.recent if row.round_kind == "short"]
     assert 1400 < min(short) <= max(short) < 2700
@@ -69,7 +69,7 @@ def test_two_entries_of_the_eta_table_predict_the_others() -> None:
 
 def test_sorted_rounds_fill_the_bubble_of_the_tail() -> None:
     """SortedRL (arXiv 2603.23414): 74 %, 5.81 %, 3.37 %; here a batch of 64 and a cohort of 16: the direction."""
-    model = with_part(ROLLPACKER_14B, "lengths", cap=8192, cap_share=0.0229)
+    model = with_part(PRESETS["rollpacker-14b-16k"], "lengths", cap=8192, cap_share=0.0229)
     model = with_part(with_part(model, "push", round_s=0.0), "engine", max_num_seqs=32, kv_tokens=0)
     model = msgspec.structs.replace(model, engines=ClusterEngines(count=1, prompt_tokens=128, capacity=32))
     cohort = 16
@@ -113,7 +113,7 @@ def test_straggler_rate_stays_at_its_budget_while_lengths_drift() -> None:
 
 def test_the_second_domain_has_its_own_lengths() -> None:
     """RollPacker: the median of code is that of math, its upper quarter is shorter."""
-    math, code = ROLLPACKER_14B.lengths, ROLLPACKER_14B_CODE.lengths
+    math, code = PRESETS["rollpacker-14b-16k"].lengths, PRESETS["rollpacker-14b-16k-code"].lengths
     grid, of_math = math.quantile_table()
     _, of_code = code.quantile_table()
     middle, upper = (abs(grid - z).argmin() for z in (0.0, 1.2816))
