@@ -1,14 +1,5 @@
-"""Messages on the streams between processes. Tagged unions: the tag names the kind on the wire.
-
-==================  =======================  ==================  =====================
-stream              from -> to               item                bounded by
-==================  =======================  ==================  =====================
-``orders``          controller -> engine     ``EngineOrder``     slots
-``completions``     engine -> controller     ``EngineEvent``     slots
-``batches``         controller -> rank       ``TrainingOrder``   one batch in flight
-``reports``         rank -> controller       ``TrainingEvent``   one per order
-``steps``           controller -> parent     ``RunEvent``        steps
-==================  =======================  ==================  ====================="""
+"""Messages on the streams between processes, which ``launch.run_controller`` lists. Tagged unions: the tag names the
+kind on the wire."""
 
 from __future__ import annotations
 

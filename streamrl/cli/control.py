@@ -80,7 +80,6 @@ class Attach(AttachedOptions, frozen=True, kw_only=True):
     function: FunctionName
 
     def run(self) -> int:
-        """Print the new version of the rewards."""
         return _change(self, self.run_directory, AttachReward(reward=self.attached(self.function)))
 
 
@@ -92,7 +91,6 @@ class Replace(AttachedOptions, frozen=True, kw_only=True):
     function: FunctionName
 
     def run(self) -> int:
-        """Print the new version of the rewards."""
         order = ReplaceReward(name=self.replaced, reward=self.attached(self.function))
         return _change(self, self.run_directory, order)
 
@@ -104,7 +102,6 @@ class Detach(Command, frozen=True):
     name: AttachedName
 
     def run(self) -> int:
-        """Print the new version of the rewards."""
         return _change(self, self.run_directory, DetachReward(name=self.name))
 
 
@@ -125,7 +122,6 @@ class ListAttached(Command, frozen=True):
     run_directory: RunPath
 
     def run(self) -> int:
-        """Print it."""
         answer = _ask(self.run_directory, ListRewards(), changes=False)
         assert isinstance(answer, RewardsListed), answer
         lines = [f"version {answer.reward_version}"]

@@ -24,7 +24,6 @@ class Samples(Command, frozen=True):
     worst: Annotated[bool, Argument("the worst one only")] = False
 
     def run(self) -> int:
-        """Print them."""
         asked = tuple(kind for kind in ("best", "worst") if getattr(self, kind))
         found = _samples(self.run_directory, self.step, asked or ("best", "worst", "random"))
         blocks = ["\n".join(sample_block(f"{what}, step {one.step}, {one.chosen}", one)) for what, one in found]

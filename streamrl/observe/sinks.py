@@ -71,14 +71,12 @@ class JsonlSink:
         self._clock = clock
 
     def record(self, event: Message) -> None:
-        """Append one line."""
         if isinstance(event, StepFinished | EvaluationFinished):
             kind = "step" if isinstance(event, StepFinished) else "evaluation"
             head = {"kind": kind, "time": self._clock(), "step": event.step, "policy_version": event.policy_version}
             self._lines.append(head | finite_or_none(event.metrics))
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
         self._lines.close()
 
 
@@ -90,7 +88,6 @@ class PublishSink:
         self.endpoint = self._publisher.endpoint
 
     def record(self, event: Message) -> None:
-        """Publish on the topic of its kind."""
         topic, fields = topic_and_fields(event)
         if topic == "step":  # a lower bound of the messages that some subscriber did not get
             fields["metrics"]["health/telemetry_dropped_total"] = self._publisher.dropped

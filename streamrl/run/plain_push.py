@@ -20,7 +20,6 @@ class PlainPush:
         self.on_version_left: Callable[[], object] = lambda: None
 
     async def push(self, announced: WeightAnnouncement) -> PushReport:
-        """Make ``announced`` live. Raises ``WeightError`` or ``EngineError``: then the run ends."""
         await self._each(lambda engine: engine.stage(announced))
         await self.pause()
         await self._each(lambda engine: engine.commit(announced.policy_version))
@@ -28,11 +27,9 @@ class PlainPush:
         return PushReport(policy_version=announced.policy_version)
 
     async def pause(self) -> None:
-        """Pause every engine."""
         await self._each(lambda engine: engine.pause(self._mode, clear_cache=True))
 
     async def resume(self) -> None:
-        """Let every engine sample again."""
         await self._each(lambda engine: engine.resume())
 
     async def _each(self, order: Callable[[Engine], Awaitable[object]]) -> None:

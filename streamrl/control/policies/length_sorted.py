@@ -105,7 +105,6 @@ class LengthSortedRounds(StatelessRounds):
             self._predictor.observe(seen.prompt_id, seen.prompt_tokens, longest, cut=seen.cut)
 
     def snapshot(self) -> dict[str, object]:
-        """State of the predictor of lengths."""
         return msgspec.structs.asdict(self._predictor)
 
     def restore(self, state: dict[str, object]) -> None:

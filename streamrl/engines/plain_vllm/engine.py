@@ -96,7 +96,6 @@ class PlainVllmEngine:
             await anyio.sleep(WATCH_SECONDS)
 
     async def generate(self, request: Generate) -> Completion:
-        """Sample one completion. Raises ``RequestRefused`` (this request only) or ``EngineError``."""
         if remaining_tokens(request) == 0:
             return empty_completion(FinishReason.LENGTH)
         self._open_requests += 1
@@ -108,7 +107,6 @@ class PlainVllmEngine:
         return completion
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ask for requests to stop; each returns what it has."""
         await self._unless_dead(lambda: self._llm.abort(list(request_ids)))
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
@@ -119,16 +117,13 @@ class PlainVllmEngine:
         self._paused = True
 
     async def resume(self) -> None:
-        """Resume sampling."""
         await self._unless_dead(self._llm.resume_generation)
         self._paused = False
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
-        """Fetch and check a version while the engine generates."""
         return await self._unless_dead(lambda: self._weights.stage(self._llm, announcement))
 
     async def commit(self, policy_version: int) -> OrderDone:
-        """Apply the staged version to the live weights of the paused engine."""
         if not self._paused:
             raise WeightError(f"{self._name}: commit of version {policy_version} while sampling; pause first")
         done = await self._unless_dead(lambda: self._weights.commit(self._llm, policy_version))
@@ -154,7 +149,6 @@ class PlainVllmEngine:
         )
 
     async def aclose(self) -> None:
-        """Stop vLLM."""
         llm, self._llm = self._llm, None
         with anyio.CancelScope(shield=True):
             if llm is not None:

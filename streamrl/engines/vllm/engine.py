@@ -59,14 +59,12 @@ class VllmEngine(PlainVllmEngine):
         return self._llm
 
     async def start(self) -> EngineReady:
-        """Load the model (15 to 45 s on CPU). Raises ``EngineError`` when vLLM does not start."""
         os.environ.update(engine_environment())
         ready = await super().start()
         digest = await anyio.to_thread.run_sync(tokenizer_digest, self._options.model_path)
         return msgspec.structs.replace(ready, tokenizer_digest=digest, kv_tokens=kv_tokens(self._llm))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ask for requests to stop; each returns what it has."""
         self._aborted.update(self._verifying.intersection(request_ids))
         if not self._holds:
             await super().abort(request_ids)

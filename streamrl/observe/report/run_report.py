@@ -134,7 +134,6 @@ class RunReport(Observer):
                     notify(measured)
 
     def end(self) -> None:
-        """End ``run``."""
         self._measuring.cancel()
 
     async def on_began(self, anchor: WeightAnnouncement) -> None:

@@ -80,11 +80,9 @@ class LineRows(RowStore):
             raise RecipeError(f"prompts {path} is empty: add rows")
 
     def number(self, index: int) -> int:
-        """Number of the line, from 1, blank ones counted."""
         return self._numbers[index]
 
     def place(self, index: int) -> str:
-        """``line 12``."""
         return f"line {self._numbers[index]}"
 
     def row(self, index: int) -> dict[str, Any]:

@@ -147,7 +147,6 @@ class WeightPublisher:
         return self._served(part, base.policy_version, sum(patch.values.size for patch in patches.values()))
 
     def publish_anchor(self, policy_version: int) -> Published:
-        """Publish the newest version again, complete in itself. Raises ``WeightError`` for another one."""
         self._server.check()
         if policy_version != self._version:
             raise WeightError(f"version {policy_version} cannot be anchored: the newest is {self._version}")
