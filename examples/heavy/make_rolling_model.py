@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from rolling_task import DIGITS, LETTERS, held_out_prompts, lettered, random_prompts
+from transformers import Qwen2Config
 
 from streamrl.learning.small_model.characters import BOS, EOS, PAD, Characters
 from streamrl.learning.small_model.imitation import Demonstration, completion_losses, imitate
@@ -91,7 +92,7 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
     torch.set_num_threads(1)  # more threads sum in another order, and the weights would differ
-    policy = CHARACTERS.policy(options.seed)
+    policy = CHARACTERS.policy(options.seed, architecture=Qwen2Config)
     source = batches(options.seed, options.carelessness, options.steps)
     for step, loss in enumerate(imitate(policy, source, partial(imitation_loss, policy), options.steps), 1):
         if step % 50 == 0:

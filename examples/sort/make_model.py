@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from task import held_out_lists, random_lists, sorting_trace
+from transformers import Qwen2Config
 
 from streamrl.learning.small_model.characters import BOS, EOS, PAD, Characters
 from streamrl.learning.small_model.imitation import Demonstration, completion_losses, imitate
@@ -62,7 +63,7 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
     torch.set_num_threads(1)  # more threads sum in another order, and the weights would differ
-    policy = CHARACTERS.policy(options.seed)
+    policy = CHARACTERS.policy(options.seed, architecture=Qwen2Config)
 
     def loss_of(batch: Sequence[Demonstration]) -> torch.Tensor:
         return completion_losses(policy, batch, CHARACTERS.ids[PAD])[0].mean()

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 
@@ -33,10 +40,15 @@ class Characters:
             tokenizer_object=tokenizer, padding_side="left", model_max_length=self.context, **names
         )
 
-    def policy(self, seed: int, *, layers: int = 3) -> Qwen2ForCausalLM:
-        """A randomly initialised float32 policy of about 0.1 million parameters a layer."""
+    def policy(
+        self, seed: int, *, layers: int = 3, architecture: type[LlamaConfig | Qwen2Config] = LlamaConfig
+    ) -> PreTrainedModel:
+        """A randomly initialised float32 policy of about 0.1 million parameters a layer.
+
+        transformers makes a tokenizer of Qwen2's own beside a Qwen2 model, which drops spaces; beside Llama it reads
+        what is there."""
         torch.manual_seed(seed)
-        config = Qwen2Config(
+        config = architecture(
             vocab_size=len(self.ids),
             hidden_size=96,
             intermediate_size=256,
@@ -47,9 +59,10 @@ class Characters:
             tie_word_embeddings=True,
             **self.special_ids,
         )
-        return Qwen2ForCausalLM(config).float()
+        policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        return policy.float()
 
-    def save(self, policy: Qwen2ForCausalLM, folder: Path) -> int:
+    def save(self, policy: PreTrainedModel, folder: Path) -> int:
         """Write ``policy`` in bfloat16, which is what trainers publish and engines hold, and its tokenizer. Returns the
         number of parameters."""
         policy.generation_config = GenerationConfig(**self.special_ids)

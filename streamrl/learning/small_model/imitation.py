@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 Demonstration = tuple[list[int], int]
 PEAK, WARMUP_STEPS, DECAY_SHARE, LEAST = 3e-3, 50, 0.4, 0.02
 
 
 def completion_losses(
-    policy: Qwen2ForCausalLM, batch: Sequence[Demonstration], padding: int
+    policy: PreTrainedModel, batch: Sequence[Demonstration], padding: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cross-entropy of each completion token of ``batch``, float32 ``(tokens,)``; all ids, int64 ``(samples, width)``;
     which of these are followed by a completion token, bool ``(samples, width - 1)``."""
@@ -30,7 +30,7 @@ def completion_losses(
 
 
 def imitate(
-    policy: Qwen2ForCausalLM,
+    policy: PreTrainedModel,
     batches: Iterable[Sequence[Demonstration]],
     loss_of: Callable[[Sequence[Demonstration]], torch.Tensor],
     steps: int,

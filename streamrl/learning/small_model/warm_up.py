@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from streamrl.learning.small_model.characters import BOS, EOS, PAD, Characters
@@ -49,7 +49,7 @@ def batches(examples: Sequence[Demonstration], rng: random.Random) -> Iterator[l
 
 
 @torch.no_grad()
-def share_right(policy: Qwen2ForCausalLM, held_out: Sequence[Demonstration], characters: Characters) -> float:
+def share_right(policy: PreTrainedModel, held_out: Sequence[Demonstration], characters: Characters) -> float:
     """Share of ``held_out`` whose completion, sampled at temperature 1, is the one shown."""
     torch.manual_seed(0)
     padding = characters.ids[PAD]
