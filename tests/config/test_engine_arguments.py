@@ -8,8 +8,8 @@ import pytest
 
 from streamrl.base.errors import RecipeError
 from streamrl.engines.vllm.options import engine_options
+from streamrl.recipe.dialects.foreign_keys import owned_arguments
 from streamrl.recipe.fields import paths_in_view
-from streamrl.recipe.rules.engine_arguments import REFUSED, SET_BY
 from streamrl.recipe.rules.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import Recipe
 
@@ -18,13 +18,13 @@ SMALL = {"model": {"path": "m"}, "prompts": {"train": "t.jsonl"}, "rewards": [{"
 
 def test_every_argument_that_streamrl_owns_is_refused_by_name() -> None:
     keys = {*paths_in_view(Recipe, with_advanced=True), "engines.args.speculative_config"}
-    names = {**SET_BY, **REFUSED}
+    names = owned_arguments()
     with pytest.raises(RecipeError) as caught:
         load_recipe(SMALL, [f"engines.args.{name}=1" for name in names])
     found = {problem.split(": ")[1].rpartition(".")[2]: problem for problem in caught.value.problems}
     assert found.keys() == names.keys()
-    assert all(set_by.format(name) in keys for name, set_by in SET_BY.items())
-    assert all(reason in found[name] for name, reason in REFUSED.items())
+    assert all(set_by in keys or set_by[0] == "-" for set_by in names.values())
+    assert all(reason.removeprefix("-") in found[name].replace("advanced.", "") for name, reason in names.items())
 
 
 def test_arguments_go_to_each_set_and_into_the_recorded_recipe(tmp_path: Path) -> None:

@@ -36,10 +36,11 @@ class Row(msgspec.Struct, frozen=True):
 
 
 @cache
-def _table() -> tuple[Mapping[str, Mapping[str, Row]], Mapping[str, Mapping[str, Any]]]:
-    """Rows of each system, and its defaults."""
+def _table() -> tuple[Mapping[str, Mapping[str, Row]], Mapping[str, Mapping[str, Any]], Mapping[str, str]]:
+    """Rows of each system, its defaults, and the arguments of vLLM that a recipe cannot give."""
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     texts = {f"@{name}": text for name, text in table.pop("texts").items()}
+    owned = {key: by.replace(".*", f".{key}") for keys, by in table.pop("owned").items() for key in keys.split()}
     defaults = {name: entries.pop("DEFAULTS", {}) for name, entries in table.items()}
     rows: dict[str, dict[str, Row]] = {name: {} for name in table}
     for name, keys, entry in ((name, *pair) for name, entries in table.items() for pair in entries.items()):
@@ -47,12 +48,17 @@ def _table() -> tuple[Mapping[str, Mapping[str, Row]], Mapping[str, Mapping[str,
         pairs = [text.partition(": ") for text in values]
         effects = {value: texts.get(effect, effect) for names, _, effect in pairs for value in names.split()}
         rows[name] |= {key: Row(key, texts.get(here, here), effects) for key in keys.split()}
-    return rows, defaults
+    return rows, defaults, owned
 
 
 def dialects() -> Mapping[str, Mapping[str, Row]]:
     """Rows of each system by their keys."""
     return _table()[0]
+
+
+def owned_arguments() -> Mapping[str, str]:
+    """Arguments of vLLM that ``engines.args`` cannot have: the key that sets each, or ``-`` and why none does."""
+    return _table()[2]
 
 
 def defaults_of(dialect: str) -> Mapping[str, Any]:

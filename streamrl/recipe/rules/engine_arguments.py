@@ -6,50 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from streamrl.recipe.dialects.foreign_keys import owned_arguments
 from streamrl.recipe.problems import shown
 from streamrl.recipe.rules.rule import Broken, Problem, rule
 from streamrl.recipe.sections import ROUNDING, Recipe
 
 SPECULATION = "speculative_config"
-SET_BY = {
-    **dict.fromkeys(
-        ("model", "tokenizer", "tokenizer_mode", "model_weights", "revision", "download_dir"), "model.path"
-    ),
-    **dict.fromkeys(("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens"), "engines.{}"),
-    **dict.fromkeys(("tensor_parallel_size", "gpu_memory_utilization"), "engines.{}"),
-    **dict.fromkeys(("num_gpu_blocks_override", "kv_cache_memory_bytes", "block_size"), "engines.kv_tokens"),
-    "data_parallel_size": "engines.count",
-    "enable_sleep_mode": "engines.sleep_level",
-    "enable_lora": "lora.rank",
-    "seed": "run.seed",
-    **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), f"engines.args.{SPECULATION}"),
-}
-"""Arguments of vLLM by the key of the recipe that sets them (``{}``: of the same name)."""
-
-_PROCESSES = "streamrl starts the processes of an engine and watches them"
-_DISTRIBUTION = "the trainer computes the logprobs of another distribution"
-_FILES = "trainer and engines read the model's files as they are"
-_PUSHED = "pushed weights would not reach what the engine computes with"
-REFUSED = {
-    "logprobs_mode": "training needs the logprobs of the distribution that was sampled",
-    "weight_transfer_config": "weights come from the trainer",
-    "enable_prefix_caching": "it is always on, because the siblings of a group share their prompt",
-    "disable_log_stats": "streamrl counts what an engine does",
-    "skip_tokenizer_init": "sampling.stop and the judge need the tokenizer",
-    "trust_remote_code": "no code of a model is run",
-    "hf_token": "nothing is downloaded by an engine",
-    **dict.fromkeys(
-        ("distributed_executor_backend", "worker_cls", "worker_extension_cls", "scheduler_cls"), _PROCESSES
-    ),
-    **dict.fromkeys(("pipeline_parallel_size", "nnodes", "node_rank", "master_addr", "master_port"), _PROCESSES),
-    **dict.fromkeys(("logits_processors", "watermark_config", "diffusion_config"), _DISTRIBUTION),
-    **dict.fromkeys(("generation_config", "override_generation_config"), "[sampling] says what is sampled"),
-    **dict.fromkeys(("load_format", "hf_overrides", "hf_config_path", "disable_sliding_window"), _FILES),
-    **dict.fromkeys(("enable_eplb", "cpu_offload_gb", "offload_backend", "offload_group_size"), _PUSHED),
-    "kv_sharing_fast_prefill": "the logprobs of given tokens would be wrong",
-    **dict.fromkeys(("kv_transfer_config", "ec_transfer_config"), "keys and values of older weights would be read"),
-}
-"""Arguments that no run can have, and why."""
 
 LOSSLESS = ("ngram", "ngram_gpu", "suffix", "draft_model")
 """Methods of speculation that read nothing of the policy's hidden states, which a head of old weights would."""
@@ -63,15 +25,14 @@ def _given(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 @rule("engines")
-def owned_arguments(recipe: Recipe) -> Broken:
+def refused_arguments(recipe: Recipe) -> Broken:
     """Arguments that other keys set, and those that no run can have."""
     for path, arguments in _given(recipe):
         for name in arguments:
             plain = name.replace("-", "_")
-            if key := SET_BY.get(plain, "").format(plain):
-                yield Problem(f"{path}.{name}", f"is set by {key}: write it there")
-            elif why := REFUSED.get(plain):
-                yield Problem(f"{path}.{name}", f"cannot be set, because {why}: remove it")
+            if key := owned_arguments().get(plain, ""):
+                refused = f"cannot be set, because {key[1:]}: remove it"
+                yield Problem(f"{path}.{name}", refused if key[0] == "-" else f"is set by {key}: write it there")
 
 
 @rule("engines", "off_policy")

@@ -30,31 +30,6 @@ def _wave(cycles: float, progress: float, least: float = 0.0) -> float:
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * progress)) * (1.0 - least) + least)
 
 
-def _cosine(place: Place, *, num_cycles: float = 0.5) -> float:
-    return _wave(num_cycles, place.progress())
-
-
-def _cosine_to(place: Place, *, min_lr_rate: float = 0.1, num_cycles: float = 0.5) -> float:
-    return _wave(num_cycles, place.progress(), min_lr_rate)
-
-
-def _cosine_one_ahead(place: Place, *, min_lr_rate: float = 0.1, num_cycles: float = 0.5) -> float:
-    return _wave(num_cycles, place.progress(ahead=1), min_lr_rate)
-
-
-def _restarts(place: Place, *, num_cycles: float = 1.0) -> float:
-    return _wave(0.5, num_cycles * place.progress() % 1.0) if place.progress() < 1 else 0.0
-
-
-def _polynomial(place: Place, *, power: float = 1.0, min_lr_rate: float = 0.0) -> float:
-    return float((1.0 - min_lr_rate) * (1.0 - place.progress()) ** power + min_lr_rate)
-
-
-def _inverse_sqrt(place: Place, *, timescale: float = 0.0) -> float:
-    scale = timescale or place.warmup or 10_000
-    return 1.0 / math.sqrt((place.step - place.warmup + scale) / scale)
-
-
 def _stable(
     place: Place, *, num_decay_steps: float = 0.0, min_lr_ratio: float = 0.0, decay_type: str = "cosine"
 ) -> float:
@@ -66,17 +41,26 @@ def _stable(
 
 
 SCHEDULES: Mapping[str, Callable[..., float]] = {
-    "constant": lambda place: 1.0,
-    "constant_with_warmup": lambda place: 1.0,
-    "linear": lambda place: 1.0 - place.progress(),
-    "cosine": _cosine,
-    "cosine_with_restarts": _restarts,
-    "cosine_with_min_lr": _cosine_to,
-    "cosine_warmup_with_min_lr": _cosine_one_ahead,
-    "polynomial": _polynomial,
-    "inverse_sqrt": _inverse_sqrt,
+    "constant": lambda at: 1.0,
+    "constant_with_warmup": lambda at: 1.0,
+    "linear": lambda at: 1.0 - at.progress(),
+    "cosine": lambda at, *, num_cycles=0.5: _wave(num_cycles, at.progress()),
+    "cosine_with_restarts": lambda at, *, num_cycles=1.0: (
+        _wave(0.5, num_cycles * at.progress() % 1.0) if at.progress() < 1 else 0.0
+    ),
+    "cosine_with_min_lr": lambda at, *, min_lr_rate=0.1, num_cycles=0.5: _wave(num_cycles, at.progress(), min_lr_rate),
+    "cosine_warmup_with_min_lr": lambda at, *, min_lr_rate=0.1, num_cycles=0.5: _wave(
+        num_cycles, at.progress(ahead=1), min_lr_rate
+    ),
+    "polynomial": lambda at, *, power=1.0, min_lr_rate=0.0: float(
+        (1.0 - min_lr_rate) * (1.0 - at.progress()) ** power + min_lr_rate
+    ),
+    "inverse_sqrt": lambda at, *, timescale=0.0: (
+        1.0 / math.sqrt(1.0 + (at.step - at.warmup) / (timescale or at.warmup or 10_000))
+    ),
     "warmup_stable_decay": _stable,
 }
+"""Shares of the learning rate at a ``Place``; options of a schedule are its keyword arguments."""
 WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
 """Schedules that do not depend on the number of steps."""
 
