@@ -37,6 +37,8 @@ from streamrl.simulate.lengths import LengthModel
 from streamrl.simulate.report import SimulationReport, StepRow
 from streamrl.simulate.simulation import simulate
 
+ROLLPACKER_14B, ROLLPACKER_14B_CODE = PRESETS["rollpacker-14b-16k"], PRESETS["rollpacker-14b-16k-code"]
+
 # RollPacker (arXiv 2509.21009) figure 11, cap 16k: rollout seconds by (eta_P, eta_R).
 ETA_TABLE: dict[tuple[float, float], float] = {
     (1.0, 1.0): 277.0,
@@ -91,7 +93,7 @@ def race(prompt_oversampling: float, response_oversampling: float) -> ControlSet
 
 def rhythm(say: Callable[[str], None], steps: int = 40) -> None:
     """The order of rounds at eta = 1.25 on both axes, and the longest completion of each."""
-    for name, model in (("math", PRESETS["rollpacker-14b-16k"]), ("code", PRESETS["rollpacker-14b-16k-code"])):
+    for name, model in (("math", ROLLPACKER_14B), ("code", ROLLPACKER_14B_CODE)):
         report = simulate(race(1.25, 1.25), model, steps)
         kinds = "".join(row.round_kind[0] for row in report.recent)
         short = [row.longest for row in report.recent if row.round_kind == "short"]
@@ -105,8 +107,8 @@ def rhythm(say: Callable[[str], None], steps: int = 40) -> None:
 
 def late_rewards(say: Callable[[str], None], steps: int = 40) -> None:
     """Code, 14B, with its rewards after the rollout and as long as in the split that the paper gives of its 1.48."""
-    after = part(PRESETS["rollpacker-14b-16k-code"], "push", kind_s={"synchronous": 45.0, "short": 51.0, "long": 51.0})
-    for name, model in (("within the rollout", PRESETS["rollpacker-14b-16k-code"]), ("45 and 51 s after it", after)):
+    after = part(ROLLPACKER_14B_CODE, "push", kind_s={"synchronous": 45.0, "short": 51.0, "long": 51.0})
+    for name, model in (("within the rollout", ROLLPACKER_14B_CODE), ("45 and 51 s after it", after)):
         before, raced = (simulate(race(eta, eta), model, steps).step_s_mean for eta in (1.0, 1.25))
         say(f"rewards {name}, code: a step {before:.0f} to {raced:.0f} s, {before / raced:.2f} (the paper: 1.48)")
 
@@ -151,10 +153,10 @@ def in_order(predicted: dict[tuple[float, float], float]) -> bool:
 def eta(say: Callable[[str], None], steps: int = 36) -> None:
     """Fit two entries of figure 11, predict six; then the same for every other pair, and other correlations."""
     for name, model, correlation in (
-        ("math", PRESETS["rollpacker-14b-16k"], 0.3),
-        ("math", PRESETS["rollpacker-14b-16k"], 0.35),
-        ("math", PRESETS["rollpacker-14b-16k"], 0.4),
-        ("code", PRESETS["rollpacker-14b-16k-code"], 0.3),
+        ("math", ROLLPACKER_14B, 0.3),
+        ("math", ROLLPACKER_14B, 0.35),
+        ("math", ROLLPACKER_14B, 0.4),
+        ("code", ROLLPACKER_14B_CODE, 0.3),
     ):
         found = eta_predictions(part(model, "lengths", correlation=correlation), steps)
         scale, fixed, predicted = fit_pair(found, FITTED)
@@ -182,7 +184,7 @@ def eta(say: Callable[[str], None], steps: int = 36) -> None:
 
 def sorted_reports(capacity: int, cohort: int, cohorts: int = 2) -> dict[str, SimulationReport]:
     """Baseline, on-policy and partial mode at one capacity and cohort size; whole cohorts."""
-    model = part(PRESETS["rollpacker-14b-16k"], "lengths", cap=SORTED_CAP, cap_share=0.0229)
+    model = part(ROLLPACKER_14B, "lengths", cap=SORTED_CAP, cap_share=0.0229)
     model = part(model, "engine", max_num_seqs=capacity, kv_tokens=0)
     model = part(model, "push", round_s=0.0)
     model = msgspec.structs.replace(model, engines=ClusterEngines(count=1, prompt_tokens=128, capacity=capacity))
@@ -294,12 +296,12 @@ def engine_changes(say: Callable[[str], None], steps: int = 40) -> None:
         "race 1.25 / 1.25": race(1.25, 1.25),
     }
     freeing = EnginePlan(release=ReleaseKind.DRAIN)
-    for lengths, model in (("math", PRESETS["rollpacker-14b-16k"]), ("code", PRESETS["rollpacker-14b-16k-code"])):
+    for lengths, model in (("math", ROLLPACKER_14B), ("code", ROLLPACKER_14B_CODE)):
         for name, chosen in schedules.items():
             never, drain = (simulate(chosen, model, steps, engines=plan) for plan in (EnginePlan(), freeing))
             say(f"engines freed, {lengths}, {name}: {_compared(never, drain)}")
     for kv_tokens in (490_000, 80_000, 40_000):
-        model = part(PRESETS["rollpacker-14b-16k"], "engine", kv_tokens=kv_tokens)
+        model = part(ROLLPACKER_14B, "engine", kv_tokens=kv_tokens)
         room = expected_kv_tokens(kv_tokens, 4, of=2, weight_tokens=model.engines.weight_tokens)
         own = PreparedSet(count=16, tensor_parallel_size=2, kv_tokens=kv_tokens)
         other = PreparedSet(count=8, tensor_parallel_size=4, kv_tokens=room, max_num_seqs=512)
@@ -325,9 +327,7 @@ def _compared(before: SimulationReport, after: SimulationReport) -> str:
 
 def speed(say: Callable[[str], None], engines: int = 1000, steps: int = 15) -> None:
     """CPU seconds of 1,000 engines with 64 requests each over 15 steps, and the largest resident size."""
-    model = msgspec.structs.replace(
-        PRESETS["rollpacker-14b-16k"], engines=ClusterEngines(count=engines, prompt_tokens=128)
-    )
+    model = msgspec.structs.replace(ROLLPACKER_14B, engines=ClusterEngines(count=engines, prompt_tokens=128))
     begun = time.process_time()
     report = simulate(settings(batch_groups=engines * 8), model, steps)
     seconds = time.process_time() - begun

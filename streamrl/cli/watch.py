@@ -13,9 +13,8 @@ from streamrl.base.errors import StreamRLError
 from streamrl.cli.command import Argument, Command
 from streamrl.comm.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole
 from streamrl.comm.zmq_sockets import has_ipc_listener
-from streamrl.observe.telemetry import TelemetrySubscriber
+from streamrl.observe.telemetry import TelemetrySubscriber, to_run_event
 from streamrl.observe.terminal.stdout import StdoutReporter
-from streamrl.observe.topics import to_run_event
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.topology import metrics_endpoint, read_topology
 

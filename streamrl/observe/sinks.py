@@ -14,8 +14,7 @@ from streamrl.base.line_file import LineFile
 from streamrl.base.messages import Message
 from streamrl.base.run_events import EvaluationFinished, StepFinished
 from streamrl.contracts import Sink
-from streamrl.observe.telemetry import TelemetryPublisher
-from streamrl.observe.topics import finite_or_none, topic_and_fields
+from streamrl.observe.telemetry import TelemetryPublisher, finite_or_none, topic_and_fields
 
 E = TypeVar("E", bound=Message)
 

@@ -6,17 +6,21 @@ also while the run publishes nothing. ``publish`` only puts the message into a b
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
+from streamrl.base import run_events
 from streamrl.base.errors import UNDECODABLE, UNENCODABLE, StreamRLError, WireError
+from streamrl.base.messages import Message
 from streamrl.comm.guarded_sockets import GuardedContext, bind, connect
 from streamrl.comm.socket_options import make_socket
 from streamrl.comm.transport_keys import KeyRole
@@ -222,3 +226,55 @@ def decode_telemetry(frames: list[bytes]) -> Telemetry:
         return msgspec.convert(head | {"topic": frames[0].decode(), "fields": body}, Telemetry)
     except (KeyError, *UNDECODABLE) as error:
         raise WireError(f"a telemetry message that does not decode: {error}") from error
+
+
+# ---- events of a run as messages, and back ------------------------------------------------------------
+
+_TOPICS: dict[type[Message], str] = {
+    run_events.StepFinished: "step",
+    run_events.EvaluationFinished: "evaluation",
+    run_events.RunProgress: "progress",
+    run_events.CompletionSampled: "sample",
+    run_events.RunWarning: "warning",
+    run_events.RunDecided: "decision",
+    run_events.StallSeen: "stall",
+}
+_STATES: dict[type[Message], str] = {run_events.RunStarted: "started", run_events.RunFinished: "finished"}
+_KINDS: dict[str, Any] = {name: kind for kind, name in (*_TOPICS.items(), *_STATES.items())}
+
+
+def topic_and_fields(event: Message) -> tuple[str, dict[str, Any]]:
+    """Return the topic of an event and its fields: ``run`` for start and end, else that of its kind, or ``event``."""
+    fields = msgspec.structs.asdict(event)
+    if state := _STATES.get(type(event)):
+        return "run", {"state": state} | fields
+    if (topic := _TOPICS.get(type(event))) is None:
+        return "event", {"event": type(event).__name__, "fields": fields}
+    return topic, fields | ({"metrics": finite_or_none(fields["metrics"])} if "metrics" in fields else {})
+
+
+def finite_or_none(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no nan and no infinity: None stands for both."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in metrics.items()
+    }
+
+
+def to_run_event(message: Telemetry) -> run_events.RunEvent | None:
+    """The message as the run's own event, or None where there is no such event (free-form ones, unknown topics)."""
+    fields = dict(message.fields)
+    if "metrics" in fields:  # null stands for what JSON cannot say: not finite, so nothing to show
+        fields["metrics"] = {name: value for name, value in fields["metrics"].items() if value is not None}
+    kind = _KINDS.get(fields.pop("state", "") if message.topic == "run" else message.topic)
+    if kind is None:
+        return None
+    if kind is run_events.RunStarted:
+        # The directory is another host's or another user's: a watcher must not write there.
+        fields |= {"run_id": message.run_id, "directory": ""}
+    known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
+    try:
+        event: run_events.RunEvent = msgspec.convert(known | {"type": kind.__struct_config__.tag}, kind)
+    except msgspec.ValidationError:
+        return None
+    return event
