@@ -42,6 +42,7 @@ def add_continuation() -> None:
     """Patch this process. Called by the plugin, before a model runner is made."""
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -49,6 +50,12 @@ def add_continuation() -> None:
     if hasattr(GPUModelRunner._get_prompt_logprobs_dict, "streamrl_original"):
         return
     initialised, scored = CachedRequestState.__post_init__, GPUModelRunner._get_prompt_logprobs_dict
+    least = MinTokensLogitsProcessor.add_request
+
+    def end_tokens_in_vocabulary(params: Any, *others: Any) -> Any:
+        """The tokenizer's own end token may be none that the model has an embedding for: the engine would die."""
+        found = least(params, *others)
+        return found and (*found[:2], set(params.stop_token_ids), *found[3:])
 
     def initialise(state: Any) -> None:
         initialised(state)
@@ -73,6 +80,7 @@ def add_continuation() -> None:
 
     score.streamrl_original = scored  # type: ignore[attr-defined]
     CachedRequestState.__post_init__ = initialise
+    MinTokensLogitsProcessor.add_request = staticmethod(end_tokens_in_vocabulary)
     GPUModelRunner._get_prompt_logprobs_dict = score
     if os.environ.get(NUMBERS_VARIABLE) != "stock":
         TopKTopPSampler.forward_cpu = drawn_ahead(TopKTopPSampler.forward_cpu)
@@ -138,7 +146,7 @@ def _choices(runner: Any, request: Any, hidden_states: Any) -> tuple[Any, Any]:
     first = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request.req_id]].item()
     last = first + len(tokens) - 1
     logits = runner.model.compute_logits(hidden_states[last - kept : last]).to(torch.float32)
-    logits[: max(_argument(params, FEWEST), 0), list(params.all_stop_token_ids)] = -torch.inf
+    logits[: max(_argument(params, FEWEST), 0), list(params.stop_token_ids)] = -torch.inf
     greedy = params.temperature < _GREEDY
     if not greedy:
         logits = logits / params.temperature
