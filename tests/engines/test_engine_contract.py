@@ -24,7 +24,7 @@ from streamrl.weights.publish.publisher import ShardSpec, WeightPublisher
 from tests.engines.conftest import owned
 
 CONTEXT = 512
-CUTS = {"top_p": 0.97, "top_k": 12, "min_p": 0.02, "min_tokens": 30, "stop": ("w7 w9", "w11 w2")}
+CUTS = {"top_p": 0.97, "top_k": 12, "min_p": 0.02, "min_tokens": 30, "stop": ("w7w9", "w11w2")}
 MakeRequest = Callable[..., Generate]
 
 
@@ -65,8 +65,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def words_of(token_ids: Iterable[int]) -> str:
-    """As vLLM decodes them: special tokens are left out."""
-    return "".join(f" w{token - 2}" for token in token_ids if token > 1)
+    """As vLLM decodes them: special tokens are left out, and so is the space between words."""
+    return "".join(f"w{token - 2}" for token in token_ids if token > 1)
 
 
 def assert_well_formed(completion: Completion) -> None:
@@ -342,7 +342,7 @@ async def test_joined_logprobs_are_those_of_one_forward_pass(
 
 @pytest.mark.parametrize("engine", [REAL], indirect=True)
 async def test_a_stop_string_is_found_across_a_cut(engine: Engine, make_request: MakeRequest) -> None:
-    cut = make_request(token_ids=token_array([2, 3, 9]), prefix_length=1, max_tokens=400, stop=("w7 w",), min_tokens=1)
+    cut = make_request(token_ids=token_array([2, 3, 9]), prefix_length=1, max_tokens=400, stop=("w7w",), min_tokens=1)
     completion = await engine.generate(cut)
     assert (len(completion.token_ids), completion.finish_reason) == (1, FinishReason.STOP)
 

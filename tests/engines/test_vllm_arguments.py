@@ -80,7 +80,7 @@ def test_ten_arguments_reach_vllm_and_wrong_ones_are_named(tiny_options: Callabl
 
 
 COMPLETIONS, BINS, FARTHEST = 60, 20, 55.0  # chi-square of 19 degrees: above 55 once in 40,000
-STOP = "w7 w9"
+STOP = "w7w9"
 
 
 @pytest.mark.asyncio
@@ -145,7 +145,7 @@ def assert_exact(path: Path, pairs: list[tuple[Generate, Completion]]) -> None:
             # Uniform, where the token was drawn from these shares given all before it.
             above = share[share > share[target]].sum() + chance.random() * share[target]
             counts[min(int(above * BINS), BINS - 1)] += 1
-        words = " ".join(f"w{token - 2}" for token in completion.token_ids if token > 1)
+        words = "".join(f"w{token - 2}" for token in completion.token_ids if token > 1)
         stopped = completion.finish_reason is FinishReason.STOP and completion.token_ids[-1] != 1
         assert not request.stop or (stopped is (STOP in words) and STOP not in words[: -len("w9")])
     assert sum(ratios) / len(ratios) == pytest.approx(1, abs=1e-3)
