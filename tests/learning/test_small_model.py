@@ -40,5 +40,5 @@ def test_a_small_model_learns_until_enough_is_right(
     ids = tokenizer.encode("7é3?")
     assert len(ids) == 5 and tokenizer.decode(ids) == "7é3?"
     policy = AutoModelForCausalLM.from_pretrained(folder)
-    written = policy.generate(torch.tensor(ids[None]), max_new_tokens=8, do_sample=False)[0, len(ids) :]
+    written = policy.generate(torch.tensor([list(ids)]), max_new_tokens=8, do_sample=False)[0, len(ids) :]
     assert written[-1] in tokenizer.eos_token_ids and policy.config.max_position_embeddings >= 2 * len(rows[0])
