@@ -24,6 +24,8 @@ class Origin(msgspec.Struct, frozen=True):
 
     def locate(self, path: str) -> str:
         """``demo.toml:12`` or ``--set``; the nearest enclosing table where the key itself has no line."""
+        if path not in self.lines and any(one.startswith(f"{path}.") for one in self.overridden):
+            return "--set"
         while path:
             if path in self.implied:
                 return self.implied[path]
