@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 SORT = Path(__file__).resolve().parents[2] / "examples" / "sort"
-REWARD = "def reward(completion, *, prompt):\n    return len(completion) % 7 / 6\n"
+REWARD = "def reward(completion, *, prompt):\n    return float(sum(map(ord, completion)) % 2)\n"
 BASE_CARD = "---\nlicense: other\nlicense_name: sorting\nlanguage: en\ntags: [mine]\n---\n# the base\n"
 SETTINGS: dict[str, Any] = {
     "engines.kind": "simulated",
