@@ -27,11 +27,11 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 57_950,
-    "lines of tests": 46_500,
+    "lines of streamrl": 58_900,
+    "lines of tests": 46_560,
     "lines of campaigns": 7_840,
-    "lines of benchmarks": 6_960,
-    "files of streamrl": 430,
+    "lines of benchmarks": 7_045,
+    "files of streamrl": 433,
     "words of README": 800,
     "keys of a recipe in view": 122,
     "rooms": 16,
