@@ -65,6 +65,15 @@ def own_import_path() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """A test that has an engine in its own process leaves vLLM's variables: the directory of its sockets among them."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def nothing_left_running() -> Iterator[None]:
     """Fail the test that leaves a child process or a non-daemon thread behind."""
     processes = set(_children())

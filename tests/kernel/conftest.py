@@ -19,7 +19,8 @@ ROOMS = (
 # Parts of a room (lint/house.py), and the wings that the example asks for.
 WITH = (
     *(f"learning/{part}" for part in ("batches", "model", "objective", "state")), "weights/codec",
-    "recipe/objectives", "recipe/rules", "engines/simulated", "engines/plain_vllm", "rewards/calls", "rewards/builtin",
+    "recipe/cells", "recipe/dialects", "recipe/objectives", "recipe/rules", "recipe/schedules",
+    "engines/simulated", "engines/plain_vllm", "rewards/calls", "rewards/builtin",
 )  # fmt: skip
 # The checkout is installed editable: a package that is not in the folder would be imported from there.
 NO_CHECKOUT = """
@@ -35,7 +36,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     without = shutil.ignore_patterns("__pycache__")
     for name in (*ROOMS, *WITH):
         (folder / "streamrl" / name).mkdir(parents=True)
-        for path in (ROOT / "streamrl" / name).glob("*.py"):
+        for path in (ROOT / "streamrl" / name).glob("*.[pt][yo]*"):  # Python and TOML
             shutil.copy(path, folder / "streamrl" / name)
     for name in ("__init__.py", "contracts.py"):
         shutil.copy(ROOT / "streamrl" / name, folder / "streamrl")

@@ -173,7 +173,8 @@ async def test_rewards_are_changed_from_the_command_line(
 
         assert await run.streamrl("replace", "length", f"{KILLERS}:match", "--shadow") == 0
         assert await run.streamrl("list", "--json") == 0
-        listed = json.loads(capsys.readouterr().out.splitlines()[-1])
+        said = capsys.readouterr().out
+        listed = json.loads(said[said.index("\n{") :])
         version = listed["reward_version"]
         assert [(r["name"], r["weight"], r["shadow"], r["since"]) for r in listed["rewards"]] == [
             ("match", 1.0, True, version),
