@@ -89,8 +89,10 @@ if sys.argv[1] == "psutil":
 parent = psutil.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
 parent.stdout.readline()
 (child,) = parent.children()
+other = psutil.Popen(["sleep", "1000"])
 files = len(os.listdir("/proc/self/fd"))
-watch = ProcessWatch()
+watch = ProcessWatch({other.pid})
+other.kill()
 
 def look():
     died = str(watch.first_death()).replace(f"pid {parent.pid}", "parent").replace(f"pid {child.pid}", "child")

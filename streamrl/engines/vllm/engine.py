@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import msgspec
+import psutil
 
 from streamrl.base.errors import ModelRefused
 from streamrl.base.messages import EngineLoad, EngineReady, Generate
@@ -103,6 +104,7 @@ class VllmEngine(PlainVllmEngine):
     def _build(self) -> Any:
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        others = {child.pid for child in psutil.Process().children()}
         config = engine_config(self._options)
         fork_engine_core(spawn_workers=self._options.on_cpu)
         holds = hold_outputs(self._counters)
@@ -112,7 +114,7 @@ class VllmEngine(PlainVllmEngine):
             log.warning(
                 "outputs leave vLLM's core token by token: vLLM spawned it, and what is patched here is not there"
             )
-        self._processes = ProcessWatch()
+        self._processes = ProcessWatch(others)
         return llm
 
     def _cause_of_death(self) -> str | None:

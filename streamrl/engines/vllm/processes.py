@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+from collections.abc import Collection
 from contextlib import suppress
 from multiprocessing.util import register_after_fork
 from pathlib import Path
@@ -56,11 +57,12 @@ def _begin_core(spawn_workers: bool) -> None:
 
 
 class ProcessWatch:
-    """The processes below this one at the time of construction, parents first."""
+    """The processes below this one at the time of construction, parents first. ``others``: pids of children that belong
+    to someone else, such as those of rewards in the process of ``streamrl eval``; they and theirs are left out."""
 
-    def __init__(self) -> None:
-        own = psutil.Process(os.getpid())
-        found = [process for process in own.children(recursive=True) if "resource_tracker" not in _line(process)]
+    def __init__(self, others: Collection[int] = ()) -> None:
+        children = [child for child in psutil.Process(os.getpid()).children() if child.pid not in others]
+        found = [one for child in children for one in _family(child) if "resource_tracker" not in _line(one)]
         self._processes = [(_title(process), process, _death_descriptor(process)) for process in found]
         self._shared = {path for process in found for path in _shared_memory(process)}
 
@@ -114,6 +116,12 @@ def _shared_memory(process: psutil.Process) -> set[Path]:
         return set()
     # A mapping whose file was unlinked has " (deleted)" behind its name.
     return {Path(one.path) for one in maps if SHARED_BY_WORKERS in Path(one.path).name and Path(one.path).exists()}
+
+
+def _family(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return [process, *process.children(recursive=True)]
+    return []
 
 
 def _line(process: psutil.Process) -> str:
