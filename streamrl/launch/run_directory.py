@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 from msgspec import structs
@@ -13,6 +13,7 @@ from msgspec import structs
 from streamrl.base.atomic_files import hold_lock, write_durable
 from streamrl.base.errors import UNDECODABLE, RecipeError, StreamRLError
 from streamrl.launch.supervise.crash_bundle import package_versions
+from streamrl.recipe.check_fields import leaves
 from streamrl.recipe.rules.hub_names import cached_name
 from streamrl.recipe.rules.load import dump_recipe
 from streamrl.recipe.sections import Recipe
@@ -82,7 +83,7 @@ def changed_inputs(run_directory: Path, recipe: Recipe, chosen: Set[str] = froze
     then, now = _noted(run_directory), run_inputs(recipe)
     allowed = chosen & MAY_CHANGE
     before, after = (
-        {path: toml_value(value) for path, value in settings_of(tomllib.loads(one.recipe)) if path not in allowed}
+        {path: toml_value(value) for path, value in leaves("", tomllib.loads(one.recipe)) if path not in allowed}
         for one in (then, now)
     )
     sizes = [{path: f"{size} bytes" for path, size in one.files.items()} for one in (then, now)]
@@ -101,18 +102,6 @@ def _differences(before: Mapping[str, str], after: Mapping[str, str], absent: st
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."
-
-
-def settings_of(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a recipe by its path, such as ``rewards.0.weight``."""
-    for key, value in table.items():
-        path = f"{above}{key}"
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            value = {str(number): item for number, item in enumerate(value)}
-        if isinstance(value, dict) and value:
-            yield from settings_of(value, f"{path}.")
-        else:
-            yield path, value
 
 
 def _noted(run_directory: Path) -> RunInputs:

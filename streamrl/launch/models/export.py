@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -17,6 +16,7 @@ from streamrl.launch.models.model_card import model_card
 from streamrl.launch.models.saved_model import SavedModel
 from streamrl.learning.state.durable_files import faults, files_below, flush_and_digest, read_digests
 from streamrl.pretrained.chat_template import TEMPLATE_FOLDER
+from streamrl.pretrained.special_tokens import read_json
 from streamrl.pretrained.weight_files import INDEX_FILE
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Sampling
@@ -85,7 +85,7 @@ def _write_shards(files: Sequence[Path], directory: Path, shard_size: str) -> No
 def _generation_config(folder: Path, sampling: Sampling) -> bytes:
     """The base's settings, with the end tokens of its configuration where it has no others, and the run's sampling in
     place of its own. No limit of tokens: vLLM's server would take it for one of every request."""
-    config, settings = (_table(folder / name) for name in ("config.json", GENERATION))
+    config, settings = (read_json(folder / name) for name in ("config.json", GENERATION))
     tokens = {
         name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(name) is not None
     }
@@ -93,7 +93,3 @@ def _generation_config(folder: Path, sampling: Sampling) -> bytes:
     chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
     chosen |= {"top_k": sampling.top_k, "min_p": sampling.min_p}
     return msgspec.json.format(msgspec.json.encode(tokens | kept | chosen), indent=2) + b"\n"
-
-
-def _table(path: Path) -> dict[str, Any]:
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
