@@ -31,7 +31,7 @@ WINGS = {
         "cli/trial", "launch/hub", "launch/models", "launch/plan", "observe/terminal", "recipe/rules", "run/evaluate",
         "run/journal",
     ),
-    "cli/start": ("cli/dialects", "run/prompts"),
+    "cli/start": ("cli/dialects", "recipe/rules", "run/prompts"),
     "cli/trial": (
         "launch/hub", "launch/models", "launch/plan", "observe/terminal", "recipe/rules", "rewards/calls",
         "run/evaluate", "run/prompts",

@@ -3,10 +3,6 @@ It runs as in a training run: in the same processes, with the same limits and th
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -15,13 +11,12 @@ from msgspec import structs
 from rich.console import Console
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.printable import log_to
 from streamrl.base.types import Prompt
 from streamrl.cli.command import Argument, print_json, recipe_file
 from streamrl.cli.control import FunctionName, RewardOptions
 from streamrl.cli.trial.trial_completions import PlainText, groups_from_engine, groups_from_file, recipe_of_model
 from streamrl.cli.trial.trial_report import RewardReport, rich_report, summarize
-from streamrl.cli.trial.trial_scoring import cancel_on_sigterm, only_the_report_on_stdout, say, score_groups
+from streamrl.cli.trial.trial_scoring import run_for_report, say, score_groups
 from streamrl.launch.hub.resolution import with_hub_folders, with_hub_prompts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.recipe.rewards import Reward, RewardLimits
@@ -53,11 +48,8 @@ class Test(RewardOptions, frozen=True, kw_only=True):
 
     def run(self) -> int:
         """1 when no completion got a value."""
-        log_to(sys.stderr, logging.WARNING, "%(levelname)s %(name)s: %(message)s")
         reward = _reward(self)
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        with only_the_report_on_stdout():
-            report = asyncio.run(_run(self, reward))
+        report = run_for_report(lambda: _run(self, reward))
         if self.json:
             print_json(report)
         else:
@@ -75,7 +67,6 @@ def _reward(request: Test) -> Reward:
 
 
 async def _run(request: Test, reward: Reward) -> RewardReport:
-    cancel_on_sigterm()
     signature = _signature(reward)
     columns = needed_columns([signature])
     recipe = None if request.completions is not None else _sampling_recipe(request)

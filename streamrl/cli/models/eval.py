@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.printable import log_to
 from streamrl.cli.command import Argument, Command, Overrides, print_json, recipe_file
-from streamrl.cli.trial.trial_scoring import cancel_on_sigterm, only_the_report_on_stdout
+from streamrl.cli.trial.trial_scoring import run_for_report
 from streamrl.launch.hub.resolution import with_hub_folders
 from streamrl.launch.models.model_evaluation import EvaluatedPass, EvaluationPass, evaluate_model
 from streamrl.launch.models.saved_model import find_model
@@ -56,10 +52,7 @@ class Eval(Command, frozen=True, kw_only=True):
         recipe, version = self._recipe()
         if self.out is not None:
             self.out.touch()
-        log_to(sys.stderr, logging.WARNING, "%(levelname)s %(name)s: %(message)s")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        with only_the_report_on_stdout():
-            done = asyncio.run(self._evaluate(recipe, version or 0))
+        done = run_for_report(lambda: self._evaluate(recipe, version or 0))
         if self.out is not None:
             decode = load_tokenizer(recipe.model.path).decode
             lines = (sample_line(outcome, decode) for _, outcomes in done for outcome in outcomes)
@@ -95,7 +88,6 @@ class Eval(Command, frozen=True, kw_only=True):
         return recipe, saved.version if saved else None
 
     async def _evaluate(self, recipe: Recipe, version: int) -> list[EvaluatedPass]:
-        cancel_on_sigterm()
         tokenizer = load_tokenizer(recipe.model.path)
         greedy = not self.no_greedy and recipe.evaluation.temperature != 0
         with StdoutReporter(sys.stderr) as screen:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,13 +12,12 @@ from rich.console import Console
 
 from streamrl.base.atomic_files import write_durable
 from streamrl.base.errors import RecipeError
-from streamrl.base.printable import log_to
 from streamrl.base.types import FinishReason, Prompt
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print_json, recipe_file
 from streamrl.cli.trial.recipe_report import RecipeTrial, advice_of, proposed_rate, report_page, rich_trial
 from streamrl.cli.trial.trial_completions import groups_from_engine
 from streamrl.cli.trial.trial_report import histogram, spread, summarize
-from streamrl.cli.trial.trial_scoring import cancel_on_sigterm, only_the_report_on_stdout, say, score_groups
+from streamrl.cli.trial.trial_scoring import run_for_report, say, score_groups
 from streamrl.launch.hub.resolution import with_hub_folders
 from streamrl.launch.plan.first_prompt import first_prompt_lines
 from streamrl.launch.plan.gpu_demand import gpu_placement
@@ -50,12 +46,9 @@ class Try(Command, frozen=True):
 
     def run(self) -> int:
         """1 when no completion got a value."""
-        log_to(sys.stderr, logging.WARNING, "%(levelname)s %(name)s: %(message)s")
         if self.page is not None and not self.page.absolute().parent.is_dir():
             raise RecipeError(f"--page {self.page}: there is no directory {self.page.absolute().parent}: make it")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        with only_the_report_on_stdout():
-            trial = asyncio.run(self._tried())
+        trial = run_for_report(self._tried)
         if self.page is not None:
             write_durable(self.page, report_page(trial).encode())
         if self.json:
@@ -65,7 +58,6 @@ class Try(Command, frozen=True):
         return 0 if trial.reward.scored else 1
 
     async def _tried(self) -> RecipeTrial:
-        cancel_on_sigterm()
         recipe = load_recipe(recipe_file(self.recipe), self.overrides)
         return await try_recipe(recipe, self.completions, measure_training=not self.sampling_only)
 

@@ -4,22 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
-from streamrl.base.printable import printable
+from streamrl.base.printable import log_to, printable
 from streamrl.cli.trial.trial_completions import CompletedGroup
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.rewards import Reward, RewardLimits
-from streamrl.rewards.calls.reward_set import RewardSet
+from streamrl.rewards.calls.reward_set import opened_rewards
 from streamrl.rewards.scoring import Outcome
+
+Result = TypeVar("Result")
+
+
+def run_for_report(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    """Run ``work()`` to its end and return its result. Warnings and what engines print go to stderr: stdout is the
+    report. SIGTERM cancels it, as Ctrl-C does: what was started is ended in order."""
+    log_to(sys.stderr, logging.WARNING, "%(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+    async def cancellable() -> Result:
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await work()
+
+    with _only_the_report_on_stdout():
+        return asyncio.run(cancellable())
 
 
 @contextlib.contextmanager
-def only_the_report_on_stdout() -> Iterator[None]:
+def _only_the_report_on_stdout() -> Iterator[None]:
     """vLLM logs to stdout, in several processes; the reader of the report must not get that."""
     sys.stdout.flush()
     kept = os.dup(1)
@@ -37,27 +57,15 @@ def say(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-def cancel_on_sigterm() -> None:
-    """Let SIGTERM cancel the task that calls this, as Ctrl-C does: what was started is ended in order."""
-    task = asyncio.current_task()
-    assert task is not None, "a coroutine runs in a task"
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-
-
 async def score_groups(
     scoring: Sequence[Reward], limits: RewardLimits, groups: Sequence[CompletedGroup], tokenizer: Tokenizer
 ) -> tuple[list[tuple[Outcome, ...]], float]:
     """Outcomes of each group, and the seconds that all took."""
-    async with asyncio.TaskGroup() as user_calls:
-        rewards = RewardSet(scoring, limits, tokenizer, user_calls)
-        try:
-            await rewards.open()
-            started = time.perf_counter()
-            async with asyncio.TaskGroup() as calls:
-                tasks = [calls.create_task(rewards.score(group.trajectories)) for group in groups]
-            seconds = time.perf_counter() - started
-            if notice := rewards.take_notice():
-                say(f"warning: {notice}")
-            return [task.result() for task in tasks], seconds
-        finally:
-            await asyncio.shield(rewards.aclose())
+    async with opened_rewards(scoring, limits, tokenizer) as rewards:
+        started = time.perf_counter()
+        async with asyncio.TaskGroup() as calls:
+            tasks = [calls.create_task(rewards.score(group.trajectories)) for group in groups]
+        seconds = time.perf_counter() - started
+        if notice := rewards.take_notice():
+            say(f"warning: {notice}")
+        return [task.result() for task in tasks], seconds

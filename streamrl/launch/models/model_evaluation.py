@@ -25,7 +25,7 @@ from streamrl.launch.roles import engine_of
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.sections import Evaluation, Recipe
 from streamrl.recipe.topology import ProcessPlan, Role
-from streamrl.rewards.calls.reward_set import RewardSet
+from streamrl.rewards.calls.reward_set import RewardSet, opened_rewards
 from streamrl.rewards.signature import needed_columns
 from streamrl.run.evaluate.evaluation import (
     ROUNDING,
@@ -77,23 +77,18 @@ async def evaluate_model(
     passes = [recipe.evaluation]
     passes += [structs.replace(recipe.evaluation, samples=1, temperature=0.0)] if greedy else []
     longest = max_model_len(recipe, model_config(recipe.model.path)) - recipe.sampling.max_tokens
-    async with asyncio.TaskGroup() as user_calls:
-        rewards = RewardSet(recipe.rewards, recipe.reward_limits, tokenizer, user_calls)
-        try:
-            await rewards.open()
-            columns = needed_columns(rewards.signatures)
-            _, *sources = prompt_sources(recipe).values()
-            if problems := [line for one in sources for line in check_prompts(one, tokenizer, columns, longest)]:
-                raise RecipeError(*problems)
-            held_out = await read_held_out(recipe, tokenizer, in_flight=recipe.engines.max_num_seqs)
-            limited = {"every": 1, "limit": recipe.evaluation.limit}  # the limits of sets are those of a run's steps
-            sets = {name: (structs.replace(one, **limited), size) for name, (one, size) in held_out.sets.items()}
-            held_out = structs.replace(held_out, sets=sets)
-            async with started_engine(recipe) as engine:
-                chosen = [structs.replace(held_out, settings=settings) for settings in passes]
-                return [await _pass(recipe, one, version, engine, rewards, ended) for one in chosen]
-        finally:
-            await asyncio.shield(rewards.aclose())
+    async with opened_rewards(recipe.rewards, recipe.reward_limits, tokenizer) as rewards:
+        columns = needed_columns(rewards.signatures)
+        _, *sources = prompt_sources(recipe).values()
+        if problems := [line for one in sources for line in check_prompts(one, tokenizer, columns, longest)]:
+            raise RecipeError(*problems)
+        held_out = await read_held_out(recipe, tokenizer, in_flight=recipe.engines.max_num_seqs)
+        limited = {"every": 1, "limit": recipe.evaluation.limit}  # the limits of sets are those of a run's steps
+        sets = {name: (structs.replace(one, **limited), size) for name, (one, size) in held_out.sets.items()}
+        held_out = structs.replace(held_out, sets=sets)
+        async with started_engine(recipe) as engine:
+            chosen = [structs.replace(held_out, settings=settings) for settings in passes]
+            return [await _pass(recipe, one, version, engine, rewards, ended) for one in chosen]
 
 
 async def _pass(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -269,3 +270,17 @@ class Scoring:
         self.scored = tuple(
             [combine(values, own=own, separate=separate) for values, own in zip(samples, self._combined, strict=True)]
         )
+
+
+@asynccontextmanager
+async def opened_rewards(
+    rewards: Sequence[Reward], limits: RewardLimits, tokenizer: Detokenizer
+) -> AsyncIterator[RewardSet]:
+    """A ``RewardSet`` that is open until this is left, in the process of a command. Raises as ``RewardSet.open``."""
+    async with asyncio.TaskGroup() as tasks:
+        opened = RewardSet(rewards, limits, tokenizer, tasks)
+        try:
+            await opened.open()
+            yield opened
+        finally:
+            await asyncio.shield(opened.aclose())
