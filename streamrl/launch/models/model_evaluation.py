@@ -27,16 +27,7 @@ from streamrl.recipe.sections import Evaluation, Recipe
 from streamrl.recipe.topology import ProcessPlan, Role
 from streamrl.rewards.calls.reward_set import RewardSet, opened_rewards
 from streamrl.rewards.signature import needed_columns
-from streamrl.run.evaluate.evaluation import (
-    ROUNDING,
-    EvaluationRun,
-    HeldOut,
-    identity,
-    pass_at_k,
-    pass_sizes,
-    read_held_out,
-    scores_by_prompt,
-)
+from streamrl.run.evaluate.evaluation import EvaluationRun, HeldOut, read_held_out, scores_by_prompt, values_by_prompt
 from streamrl.run.prompts.prompt_spec import prompt_sources
 from streamrl.run.prompts.prompts import check_prompts
 from streamrl.stages.rollout import RolloutStage
@@ -124,7 +115,7 @@ async def _pass(
         await orders[0].aclose()
     scores: dict[str, dict[str, ScoreOfPrompts]] = {}
     for name, numbers in evaluation.sets.items():
-        own = [one for one in evaluation.outcomes if -1 - identity(one).group_id in numbers]
+        own = evaluation.outcomes_of(numbers)
         ends = [one.outcome for one in own if isinstance(one, Scored) and isinstance(one.outcome, ScoredTrajectory)]
         scores[name] = scores_of(scores_by_prompt(ends, held_out.reward), settings)
     temperature = sampling.temperature if settings.temperature is None else settings.temperature
@@ -133,13 +124,9 @@ async def _pass(
 
 
 def scores_of(by_prompt: Sequence[Sequence[float]], settings: Evaluation) -> dict[str, ScoreOfPrompts]:
-    """``avg@k`` and ``pass@1``, ``pass@2`` ... ``pass@k`` of the scores of each prompt; a prompt with fewer than j
-    scores is not in ``pass@j``."""
-    least, k = settings.success_reward - ROUNDING, settings.samples
-    solved = [(len(values), sum(value >= least for value in values)) for values in by_prompt]
-    values = {f"avg@{k}": [fmean(values) for values in by_prompt]}
-    values |= {f"pass@{j}": [pass_at_k(n, c, j) for n, c in solved if n >= j] for j in pass_sizes(k)}
-    return {name: _score_of(found) for name, found in values.items() if found}
+    """``avg@k`` and ``pass@1``, ``pass@2`` ... ``pass@k`` of the scores of each prompt, with their intervals."""
+    found = values_by_prompt(by_prompt, settings.samples, settings.success_reward)
+    return {name: _score_of(values) for name, values in found.items()}
 
 
 def _score_of(values: Sequence[float]) -> ScoreOfPrompts:

@@ -115,10 +115,14 @@ class EvaluationRun:
         settings, reward = self._held_out.settings, self._held_out.reward
         figures = {"time/eval_s": anyio.current_time() - started}
         for name, numbers in self.sets.items():
-            own = [outcome for outcome in self.outcomes if -1 - identity(outcome).group_id in numbers]
             solved = settings.success_reward
+            own = self.outcomes_of(numbers)
             figures |= evaluation_metrics(own, settings.samples, solved, reward=reward, collection=name)
         return figures
+
+    def outcomes_of(self, numbers: range) -> list[EndedOutcome]:
+        """The outcomes of the prompts of a set."""
+        return [outcome for outcome in self.outcomes if -1 - identity(outcome).group_id in numbers]
 
     def take(self, outcome: EndedOutcome) -> None:
         """One outcome of this evaluation."""
@@ -257,20 +261,28 @@ def evaluation_metrics(
         return metrics
     for name, values in part_values(rewarded).items():
         metrics[f"eval/{collection}/func/{name}/mean"] = fmean(values)
-    if scores:
-        means = [fmean(values) for values in scores]
-        metrics[f"eval/{collection}/avg@{samples}"] = fmean(means)
-        metrics[f"eval/{collection}/standard_error"] = stdev(means) / sqrt(len(means)) if len(means) > 1 else 0.0
-    least = success_reward - ROUNDING
-    for k in pass_sizes(samples):
-        solved = [(len(values), sum(v >= least for v in values)) for values in scores if len(values) >= k]
-        if solved:
-            metrics[f"eval/{collection}/pass@{k}"] = fmean(pass_at_k(n, c, k) for n, c in solved)
+    for name, of_prompts in values_by_prompt(scores, samples, success_reward).items():
+        metrics[f"eval/{collection}/{name}"] = fmean(of_prompts)
+        if name.startswith("avg@"):
+            error = stdev(of_prompts) / sqrt(len(of_prompts)) if len(of_prompts) > 1 else 0.0
+            metrics[f"eval/{collection}/standard_error"] = error
     return metrics | {
         f"eval/{collection}/{name.removeprefix('completion/')}": value
         for name, value in completion_metrics(rewarded).items()
         if name.startswith("completion/")
     }
+
+
+def values_by_prompt(
+    scores: Sequence[Sequence[float]], samples: int, success_reward: float
+) -> dict[str, Sequence[float]]:
+    """``avg@samples`` and ``pass@1``, ``pass@2`` ... of the scores of each prompt; a prompt with fewer than j scores is
+    not in ``pass@j``, and what no prompt has is left out."""
+    least = success_reward - ROUNDING
+    solved = [(len(values), sum(value >= least for value in values)) for values in scores]
+    found = {f"avg@{samples}": [fmean(values) for values in scores]}
+    found |= {f"pass@{k}": [pass_at_k(n, c, k) for n, c in solved if n >= k] for k in pass_sizes(samples)}
+    return {name: values for name, values in found.items() if values}
 
 
 def scores_by_prompt(rewarded: Sequence[ScoredTrajectory], reward: str) -> list[list[float]]:
