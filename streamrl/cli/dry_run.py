@@ -46,7 +46,7 @@ def _dry_run(hub: HubRecipe, system: Sequence[str], arguments: str) -> int:
     print("# the resolved recipe\n")
     print(dump_recipe(hub.pinned(recipe)))
     if hub.lines:
-        print("# what is of the Hub\n", *hub.lines, "", sep="\n")
+        print("# models and data of the Hub\n", *hub.lines, "", sep="\n")
     if system:
         print("# what rollout.system sets\n", *system, "", sep="\n")
     print("# what it adds up to\n")

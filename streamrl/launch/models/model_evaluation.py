@@ -145,7 +145,7 @@ def _score_of(values: Sequence[float]) -> ScoreOfPrompts:
 
 @contextlib.asynccontextmanager
 async def started_engine(recipe: Recipe) -> AsyncIterator[WatchedEngine]:
-    """An engine of ``recipe``, vLLM's or a simulated one, with the weights of the model's folder, until this is left.
+    """An engine of ``recipe``, vLLM's or a simulated one, with the weights of the model's folder, open for the block.
     Raises ``RecipeError`` for a model that cannot be used, ``EngineError`` when it does not start or dies."""
 
     one = structs.replace(recipe, engines=structs.replace(recipe.engines, count=1, sets=()))

@@ -276,7 +276,7 @@ class Scoring:
 async def opened_rewards(
     rewards: Sequence[Reward], limits: RewardLimits, tokenizer: Detokenizer
 ) -> AsyncIterator[RewardSet]:
-    """A ``RewardSet`` that is open until this is left, in the process of a command. Raises as ``RewardSet.open``."""
+    """A ``RewardSet`` that is open for the block, in the process of a command. Raises as ``RewardSet.open``."""
     async with asyncio.TaskGroup() as tasks:
         opened = RewardSet(rewards, limits, tokenizer, tasks)
         try:
