@@ -27,13 +27,13 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 58_905,
-    "lines of tests": 46_575,
+    "lines of streamrl": 62_700,
+    "lines of tests": 49_400,
     "lines of campaigns": 7_840,
-    "lines of benchmarks": 7_045,
-    "files of streamrl": 433,
+    "lines of benchmarks": 7_300,
+    "files of streamrl": 490,
     "words of README": 800,
-    "keys of a recipe in view": 122,
+    "keys of a recipe in view": 124,
     "rooms": 16,
     "arrows between rooms": 80,
     "imports against the order": 0,
