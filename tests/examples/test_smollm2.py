@@ -1,0 +1,25 @@
+"""examples/smollm2: what is measured was not trained on."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from streamrl.recipe.rules.load import load_recipe
+from streamrl.run.prompts.prompt_spec import prompt_sources, read_spec
+from streamrl.run.prompts.prompts import open_rows
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2"
+
+
+@pytest.mark.parametrize(("recipe", "trained", "held_out"), [("recipe.toml", 131, 40), ("gym.toml", 320, 64)])
+def test_no_held_out_prompt_is_trained_on(recipe: str, trained: int, held_out: int) -> None:
+    pytest.importorskip("reasoning_gym")
+    read: list[list[str]] = []
+    for spec in prompt_sources(load_recipe(EXAMPLE / recipe)).values():
+        with closing(open_rows(read_spec(spec))) as rows:
+            read.append([rows.row(index)["prompt"] for index in range(rows.size)])
+    assert not set(read[0]) & set(read[1])
+    assert list(map(len, read)) == [trained, held_out]
