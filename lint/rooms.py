@@ -28,8 +28,8 @@ OPEN = ("simulate", "launch", "cli")
 WINGS = {
     "cli/dialects": ("recipe/dialects",),
     "cli/models": (
-        "cli/trial", "launch/hub", "launch/models", "launch/plan", "observe/terminal", "recipe/rules", "run/evaluate",
-        "run/journal",
+        "cli/trial", "launch/hub", "launch/models", "launch/plan", "observe/follow", "observe/terminal", "recipe/rules",
+        "run/evaluate",
     ),
     "cli/start": ("cli/dialects", "recipe/rules", "run/prompts"),
     "cli/trial": (
@@ -39,12 +39,15 @@ WINGS = {
     "engines/elastic": ("engines/push",),
     "engines/vllm": ("engines/plain_vllm", "weights/pull", "weights/vllm"),
     "launch/hub": ("recipe/rules",),
-    "launch/models": ("engines/vllm", "recipe/rules", "rewards/calls", "run/evaluate", "run/prompts"),
+    "launch/models": (
+        "engines/vllm", "observe/follow", "recipe/rules", "rewards/calls", "run/evaluate", "run/prompts",
+    ),
     "launch/plan": (
         "engines/vllm", "recipe/rules", "rewards/calls", "rewards/judge", "run/prompts", "weights/publish",
         "weights/pull", "weights/vllm",
     ),
     "launch/supervise": ("observe/terminal", "recipe/rules"),
+    "observe/follow": ("run/journal",),
     "observe/report": ("run/evaluate", "run/journal"),
     "run/evaluate": ("run/prompts",),
     "recipe/rules": ("recipe/cells", "recipe/dialects"),

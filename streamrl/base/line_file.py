@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,7 +34,7 @@ class LineFile:
         """Write them, all into the same file."""
         if 0 < self._most_bytes < self._file.tell():
             self._file.close()
-            self._path.replace(self._path.with_name(f"older-{self._path.name}"))
+            self._path.replace(older(self._path))
             self._open("wb")
         append_whole(self._file, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
@@ -62,16 +63,35 @@ def _cut_torn_line(path: Path) -> None:
         file.truncate(end)
 
 
+def older(path: Path) -> Path:
+    """The place where the part of ``path`` before the present one lies, once it was put aside."""
+    return path.with_name(f"older-{path.name}")
+
+
+def open_rotated(path: Path) -> list[IO[bytes]]:
+    """The older part of ``path`` and ``path``, opened, those that are there; none twice, and none left out between
+    them where the file is put aside meanwhile."""
+    files: list[IO[bytes]] = []
+    for place in (path, older(path)):
+        with suppress(OSError):
+            files.append(place.open("rb"))
+    if len(files) == 2 and os.path.sameopenfile(files[0].fileno(), files[1].fileno()):
+        files.pop().close()
+    return files[::-1]
+
+
 def read_lines(path: Path, kind: Any = Any) -> Iterator[Any]:
-    """Lines of ``path`` as ``kind``; none where there is no file, and without those that cannot be read (half a line of
-    a run that was killed)."""
+    """Lines of the older part of ``path`` and of ``path`` as ``kind``; none where there is no file, and without those
+    that cannot be read (half a line of a run that was killed)."""
+    with ExitStack() as stack:
+        for file in [stack.enter_context(file) for file in open_rotated(path)]:
+            with suppress(OSError):
+                yield from decoded_lines(file, kind)
+
+
+def decoded_lines(lines: Iterable[bytes], kind: Any = Any) -> Iterator[Any]:
+    """``lines`` as ``kind``, without those that cannot be read."""
     decode = msgspec.json.Decoder(kind).decode
-    try:
-        with path.open("rb") as lines:
-            for line in lines:
-                try:
-                    yield decode(line)
-                except UNDECODABLE:
-                    continue
-    except OSError:
-        return
+    for line in lines:
+        with suppress(*UNDECODABLE):
+            yield decode(line)

@@ -12,6 +12,7 @@ from streamrl.base.line_file import read_lines
 from streamrl.base.printable import printable
 from streamrl.base.run_events import CompletionSampled
 from streamrl.cli.command import Argument, Command, RunPath
+from streamrl.observe.follow.run_files import RunFiles
 from streamrl.observe.terminal.step_line import sample_block
 
 
@@ -37,12 +38,12 @@ def _samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) ->
     if not (run_directory / "recipe.toml").is_file():
         raise StreamRLError(f"{run_directory} is not the directory of a run: give one, such as runs/latest")
     trained: dict[int, dict[str, CompletionSampled]] = {}
-    for name in ("older-samples.jsonl", "samples.jsonl"):
-        for sample in read_lines(run_directory / name, CompletionSampled):
-            if sample.step < max(trained, default=0):  # the run went back: later steps were trained again, or are gone
-                trained = {step: samples for step, samples in trained.items() if step < sample.step}
-            trained.setdefault(sample.step, {})[sample.chosen] = sample
-    files = {int(path.stem[5:]): path for path in sorted((run_directory / "evaluations").glob("step-*.jsonl"))}
+    run = RunFiles(run_directory)
+    for sample in read_lines(run.samples, CompletionSampled):
+        if sample.step < max(trained, default=0):  # the run went back: later steps were trained again, or are gone
+            trained = {step: samples for step, samples in trained.items() if step < sample.step}
+        trained.setdefault(sample.step, {})[sample.chosen] = sample
+    files = run.evaluations()
     chosen = set(steps) if steps else {*list(trained)[-1:], *list(files)[-1:]}
     samples: list[tuple[str, CompletionSampled]] = []
     for step in sorted(chosen):

@@ -61,7 +61,7 @@ def test_a_list_has_every_run_once_the_oldest_first(runs: Path, capsys: pytest.C
     listed = json.loads(capsys.readouterr().out)
     assert [(one["run"][0], one["state"], one["step"]) for one in listed] == [
         ("d", "running", 0),
-        ("a", "ended", 10),
+        ("a", "finished", 10),
         ("b", "failed", 3),
         ("c", "stopped", 2),
     ]
@@ -69,7 +69,16 @@ def test_a_list_has_every_run_once_the_oldest_first(runs: Path, capsys: pytest.C
     assert {one["model"] for one in listed} == {"Qwen/Qwen3-0.6B"} and listed[0]["started"] == "2026-10-31 10:15:00"
     assert main(["runs", str(runs)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[2] == ["a-20261101-101500", "2026-11-01", "10:15:00", "ended", "10/10", "1", "0.5", "Qwen/Qwen3-0.6B"]
+    assert rows[2] == [
+        "a-20261101-101500",
+        "2026-11-01",
+        "10:15:00",
+        "finished",
+        "10/10",
+        "1",
+        "0.5",
+        "Qwen/Qwen3-0.6B",
+    ]
 
 
 def test_runs_are_compared_by_what_differs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
-import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.line_file import read_lines
 from streamrl.cli.command import Argument, Command, print_json
 from streamrl.launch.models.model_card import SCORE, hub_name
-from streamrl.launch.run_record import METRICS
-from streamrl.recipe.check_fields import leaves
+from streamrl.observe.follow.run_files import RunFiles, RunStatus, runs_in
 from streamrl.recipe.toml_text import toml_value
-from streamrl.run.journal.log import writer_of
 
 RUNS = Path("runs")
-_STARTED = re.compile(r"-(\d{8}-\d{6})(-\d+)?$")
 _COMPARED = ("reward/mean", "reward/zero_std_ratio", "completion/length_mean", "time/step_s", "perf/train_tok_s")
 
 
 class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """``state``: running, ended, failed (its newest crash bundle is newer than its last step), or stopped: drained or
-    killed, ``streamrl show`` says which; ``started``: in local time; ``metrics``: of the last step; ``scores``: of the
-    last evaluation; ``recipe``: its values as TOML, by path."""
+    """``state``: of one that was stopped ``streamrl show`` says whether it was drained or killed; ``started``: in local
+    time; ``metrics``: of the last step; ``scores``: of the last evaluation; ``recipe``: its values as TOML, by path."""
 
     run: str
     directory: str
     started: str
-    state: str
+    state: RunStatus
     step: int
     steps: int
     model: str
@@ -58,8 +51,7 @@ class Runs(Command, frozen=True):
         """Print it. Raises ``StreamRLError`` for what is no run."""
         places = [path if (path := RUNS / name).is_dir() else Path(name) for name in self.places] or [RUNS]
         if len(places) == 1 and not (places[0] / "recipe.toml").is_file():
-            inside = [path.parent for path in places[0].glob("*/recipe.toml") if not path.parent.is_symlink()]
-            found = sorted(map(listed_run, inside), key=lambda one: one.started)
+            found = [listed_run(run.directory) for run in runs_in(places[0])]
         else:
             found = list(map(listed_run, places))
         if not found:
@@ -79,24 +71,19 @@ class Runs(Command, frozen=True):
 
 def listed_run(directory: Path) -> ListedRun:
     """The run in ``directory``. Raises ``StreamRLError`` where it is none, or where its recipe cannot be read."""
-    last: dict[str, dict[str, Any]] = {}
-    for line in read_lines(directory / METRICS, dict[str, Any]):
-        last[line.get("kind", "")] = line
-    step, directory = last.get("step", {}), directory.resolve()
-    try:
-        recipe = dict(leaves("", tomllib.loads((directory / "recipe.toml").read_text())))
-        number, steps, model = step.get("step", 0), recipe["run.steps"], recipe["model.path"]
-    except (OSError, ValueError, KeyError) as error:
+    run = RunFiles(directory)
+    last, recipe = run.last_lines(), run.recipe()
+    if not {"run.steps", "model.path"} <= recipe.keys():
         raise StreamRLError(
-            f"{directory} is not the directory of a run ({error}): name one, such as runs/latest"
-        ) from error
-    started = time.strptime(found[1], "%Y%m%d-%H%M%S") if (found := _STARTED.search(directory.name)) else None
+            f"{directory} is not the directory of a run (its recipe.toml cannot be read): name one, such as runs/latest"
+        )
+    step, steps, model, started = last.get("step", {}), recipe["run.steps"], recipe["model.path"], run.started()
     return ListedRun(
-        run=directory.name,
-        directory=str(directory),
-        started=time.strftime("%Y-%m-%d %H:%M:%S", started) if started else "",
-        state=_state(directory, done=number >= steps, last=step.get("time", 0.0)),
-        step=number,
+        run=run.run_id,
+        directory=str(directory.resolve()),
+        started=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)) if started else "",
+        state=run.state(step),
+        step=step.get("step", 0),
         steps=steps,
         model=hub_name(model) or Path(model).name,
         tags=tuple(recipe.get("run.tags", ())),
@@ -104,13 +91,6 @@ def listed_run(directory: Path) -> ListedRun:
         scores={name: value for name, value in last.get("evaluation", {}).items() if SCORE.fullmatch(name)},
         recipe={name: toml_value(value) for name, value in recipe.items()},
     )
-
-
-def _state(directory: Path, *, done: bool, last: float) -> str:
-    if writer_of(directory) is not None:  # the lock of the run, which its supervisor holds
-        return "running"
-    failed = any(bundle.stat().st_mtime > last for bundle in directory.glob("crash/*.zip"))
-    return "ended" if done else "failed" if failed else "stopped"
 
 
 def _differences(runs: Sequence[ListedRun]) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ import msgspec
 from streamrl.base.line_file import read_lines
 from streamrl.launch.models.saved_model import SavedModel
 from streamrl.launch.run_directory import INPUTS_FILE, RunInputs
-from streamrl.launch.run_record import METRICS
+from streamrl.observe.follow.run_files import RunFiles
 from streamrl.recipe.rules.hub_names import cached_name
 from streamrl.recipe.sections import Recipe
 
@@ -77,7 +77,7 @@ def _facts(saved: SavedModel, recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _scores(saved: SavedModel) -> Iterator[tuple[re.Match[str], float]]:
     """Scores of the last evaluation of this version."""
     last: dict[str, Any] = {}
-    for line in read_lines(saved.run / METRICS, dict[str, Any]):
+    for line in read_lines(RunFiles(saved.run).metrics, dict[str, Any]):
         if line.get("kind") == "evaluation" and line.get("policy_version") == saved.version:
             last = line
     yield from ((found, float(value)) for name, value in last.items() if (found := SCORE.fullmatch(name)))

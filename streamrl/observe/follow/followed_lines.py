@@ -1,0 +1,82 @@
+"""Lines of a file that a run appends to and rotates (``LineFile``), from a cursor on."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+from zlib import crc32
+
+import msgspec
+
+from streamrl.base.line_file import open_rotated
+
+_CHECKED_BYTES = 1024
+_BLOCK_BYTES = 1 << 20
+
+
+class Cursor(msgspec.Struct, frozen=True):
+    """A place in a file: its ``inode``, the bytes of whole lines that were read, and the CRC-32 of the first 1,024 of
+    them (an inode is given to another file once its own is removed). ``Cursor()`` is the beginning."""
+
+    inode: int = 0
+    offset: int = 0
+    check: int = 0
+
+
+class FollowedLines:
+    """Whole lines of ``path`` after ``cursor``, then those that are appended; where the file was put aside as
+    ``older-NAME`` meanwhile, the rest of that one comes first. The file need not be there yet.
+
+    ``gaps``: how often the file of the cursor was gone, because two rotations lay between two reads: what it had after
+    the cursor is lost, and reading goes on with the oldest line that is left."""
+
+    def __init__(self, path: Path, cursor: Cursor = Cursor()) -> None:  # noqa: B008 - frozen
+        self._path = path
+        self.cursor = cursor
+        self.gaps = 0
+
+    def read(self, most_bytes: int = _BLOCK_BYTES) -> list[bytes]:
+        """Up to ``most_bytes`` of whole lines, at least one where there is one, without their newlines; ``cursor`` is
+        behind them. Empty: all that is there was read. Lines of two files never come together. Raises ``OSError``
+        where the disk cannot be read."""
+        with ExitStack() as stack:
+            files = [stack.enter_context(file) for file in open_rotated(self._path)]
+            first = next((n for n, file in enumerate(files) if self._is_of(file)), None)
+            if first is None and files and self.cursor.offset:
+                self.gaps += 1
+                self.cursor = Cursor()
+            for file in files[first or 0 :]:
+                if lines := self._read(file, most_bytes):
+                    return lines
+        return []
+
+    def _is_of(self, file: IO[bytes]) -> bool:
+        """Return whether the cursor is a place in this file, or in one that this one is a copy of."""
+        file.seek(0)
+        head = file.read(min(self.cursor.offset, _CHECKED_BYTES))
+        same = self.cursor.inode == _inode(file) or len(head) == _CHECKED_BYTES
+        return same and self.cursor.check == crc32(head) and _size(file) >= self.cursor.offset > 0
+
+    def _read(self, file: IO[bytes], most_bytes: int) -> list[bytes]:
+        begin = self.cursor.offset if self._is_of(file) else 0
+        file.seek(begin)
+        block = file.read(most_bytes)
+        if b"\n" not in block and len(block) == most_bytes:
+            block += file.readline()
+        end = block.rfind(b"\n") + 1
+        if not end:
+            return []
+        file.seek(0)
+        head = file.read(min(begin + end, _CHECKED_BYTES))
+        self.cursor = Cursor(_inode(file), begin + end, crc32(head))
+        return block[: end - 1].split(b"\n")
+
+
+def _inode(file: IO[bytes]) -> int:
+    return os.fstat(file.fileno()).st_ino
+
+
+def _size(file: IO[bytes]) -> int:
+    return os.fstat(file.fileno()).st_size

@@ -1,0 +1,135 @@
+"""The directory of a run, for readers: of a run that goes on, has ended, was killed, was half deleted, or was written
+by another version of streamrl. Nothing here changes it."""
+
+from __future__ import annotations
+
+import re
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.base.errors import StreamRLError
+from streamrl.base.line_file import read_lines
+from streamrl.recipe.check_fields import leaves
+from streamrl.run.journal.log import writer_of
+
+METRICS = "metrics.jsonl"
+_STARTED = re.compile(r"-(\d{8}-\d{6})(-\d+)?$")
+
+
+class RunStatus(StrEnum):
+    """``running``: a process of this machine holds its lock; ``finished``: all steps of its recipe are done;
+    ``failed``: its newest crash bundle is newer than its last step; ``stopped``: it was drained or killed."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class RunFiles(msgspec.Struct, frozen=True):
+    """Files of the run in ``directory``; any of them may be missing. Those of lines may have an older part
+    (``read_lines`` and ``FollowedLines`` read both)."""
+
+    directory: Path
+
+    @property
+    def run_id(self) -> str:
+        """The name of the directory, behind links."""
+        return self.directory.resolve().name
+
+    @property
+    def metrics(self) -> Path:
+        """Lines of steps and evaluations (``kind``)."""
+        return self.directory / METRICS
+
+    @property
+    def trace(self) -> Path:
+        """Lines of ``observe/report/trajectory_trace.py``."""
+        return self.directory / "trace.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """``CompletionSampled`` lines: three completions of each batch."""
+        return self.directory / "samples.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        """The directory of the journal."""
+        return self.directory / "journal"
+
+    def evaluations(self) -> dict[int, Path]:
+        """Files with the completions of evaluations, by step, ascending."""
+        found = {path.stem.removeprefix("step-"): path for path in self.directory.glob("evaluations/step-*.jsonl")}
+        return {int(step): found[step] for step in sorted(found) if step.isdecimal()}
+
+    def logs(self) -> dict[str, Path]:
+        """Log files of its processes, by the name of the process."""
+        return {path.stem: path for path in sorted(self.directory.glob("logs/*.log"))}
+
+    def recipe_text(self) -> str:
+        """Its recipe as TOML; empty where it is missing."""
+        try:
+            return (self.directory / "recipe.toml").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    def recipe(self) -> dict[str, Any]:
+        """Values of its recipe by path, such as ``run.steps``, as they were written: of another version keys may be
+        missing or unknown here. Empty where it is missing or cannot be read."""
+        try:
+            return dict(leaves("", tomllib.loads(self.recipe_text())))
+        except ValueError:
+            return {}
+
+    def started(self) -> float | None:
+        """When it was begun, in seconds since 1970, as the name of the directory says it in local time."""
+        found = _STARTED.search(self.run_id)
+        return time.mktime(time.strptime(found[1], "%Y%m%d-%H%M%S")) if found else None
+
+    def last_lines(self) -> dict[str, dict[str, Any]]:
+        """The last line of each kind (``step``, ``evaluation``) of its metrics."""
+        return {line.get("kind", ""): line for line in read_lines(self.metrics, dict[str, Any])}
+
+    def state(self, last_step: Mapping[str, Any]) -> RunStatus:
+        """Its state now. ``last_step``: the last line of a step of its metrics, or none of its fields."""
+        if writer_of(self.directory) is not None:  # the lock of the run, which its supervisor holds
+            return RunStatus.RUNNING
+        steps, last_s = self.recipe().get("run.steps"), last_step.get("time", 0.0)
+        if steps is not None and last_step.get("step", 0) >= steps:
+            return RunStatus.FINISHED
+        failed = any(_changed_s(bundle) > last_s for bundle in self.directory.glob("crash/*.zip"))
+        return RunStatus.FAILED if failed else RunStatus.STOPPED
+
+
+def run_files(directory: Path) -> RunFiles:
+    """The run in ``directory``. Raises ``StreamRLError`` where nothing of a run is there to be read."""
+    run = RunFiles(directory)
+    if not run.recipe() and not any(path.is_file() for path in (run.metrics, run.trace)):
+        raise StreamRLError(
+            f"{directory} is not the directory of a run (it has no recipe.toml that can be read, and no metrics): name "
+            "one, such as runs/latest"
+        )
+    return run
+
+
+def runs_in(directory: Path) -> list[RunFiles]:
+    """The runs in the folders of ``directory``, the first started first; links such as ``latest`` name none twice."""
+    found = [RunFiles(path) for path in _folders(directory) if (path / "recipe.toml").is_file()]
+    return sorted(found, key=lambda run: (run.started() or 0.0, run.run_id))
+
+
+def _folders(directory: Path) -> Iterator[Path]:
+    return (path for path in directory.glob("*/") if not path.is_symlink())
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed meanwhile
+        return 0.0
