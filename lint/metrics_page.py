@@ -309,9 +309,12 @@ A ZeroMQ PUB socket (XPUB) at `metrics.endpoint` of the recipe, or at an ipc end
 | `decision` | `step`, `subject`, `reason`, `figures`: control changed how it works from `step` on |
 | `stall` | `waits`, `seconds`, `file`: nothing moves any more, and the run is about to end |
 | `event` | `event` (its kind), `fields` |
+| `live` | twice a second: `waits_for` and `waits_s`, `pending` orders, `batch`, `engines`, and `groups` with the \
+tokens of each member so far, the racing ones first, at most 64 of `groups_in_all` (`observe/top/live_figures.py`) |
 
 - **Late joiners.** When a subscription arrives, the last message of every topic is sent again, with `replay` true.
-  Ignore a message whose `sequence` you have already seen for its topic.
+  Ignore a replay whose `sequence` you have already seen for its topic. Any other message whose `sequence` falls is the
+  first of a controller that was started again.
 - **Slow subscribers.** Publishing never waits. A subscriber that falls more than 1,000 messages behind loses messages:
   it sees how many by the gap in `sequence`. `health/telemetry_dropped_total` counts how often that happened.
 - Within a schema version fields are only added.

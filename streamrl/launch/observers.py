@@ -23,6 +23,7 @@ from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.missing_samples import MissingSamples
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace
+from streamrl.observe.top.live_figures import LiveFigures, Publish
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.run.evaluate.evaluation import HeldOutEvaluations
@@ -41,6 +42,7 @@ def run_observers(
     users: Sequence[UserObserver],
     watch: Watchdog,
     emit: Emit,
+    publish: Publish,
 ) -> tuple[RunReport, list[Observer]]:
     """Return the report, and all observers: elastic engines, the audit of weights, the report, missing samples, the
     resumption where the run goes on, and those of ``users``."""
@@ -71,11 +73,13 @@ def run_observers(
         length_limit=0 if races else recipe.sampling.max_tokens,
     )
     record.journal.elapsed = report.elapsed
+    pool, scoring, budget = processes.pool, processes.reward.in_flight, recipe.sampling.max_tokens
     return report, [
         elastic,
         WeightAudit(processes.pool.serving_engines, audits, interval),
         report,
         MissingSamples(record.control, emit, train_truncated=recipe.objective_settings.train_truncated),
+        LiveFigures(publish, lambda: record.control.state, report.waits, pool, scoring, budget=budget),
         *([resumption] if resumption else []),
         *users,
     ]

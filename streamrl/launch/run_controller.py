@@ -56,10 +56,11 @@ from streamrl.launch.supervise.child import ChildContext
 from streamrl.launch.supervise.watchdog import Watchdog
 from streamrl.launch.user_calls import UserObserver, close_all
 from streamrl.observe.sinks import JsonlSink, PublishSink, Reporter
+from streamrl.observe.top.live_figures import Publish
 from streamrl.recipe.rules.transport_rules import transport_metrics
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe
-from streamrl.recipe.topology import Topology, metrics_endpoint
+from streamrl.recipe.topology import metrics_endpoint
 from streamrl.rewards.judge.link import JudgeLink
 from streamrl.rewards.reward_messages import RewardReply, RewardsListed
 from streamrl.run.checkpoints import CheckpointKeeper
@@ -118,15 +119,14 @@ async def run_controller(context: ChildContext) -> None:
                     trained_parameters=processes.rank.trained_parameters,
                 )
             )
-            await _train(recipe, topology, run_directory, processes, watch, emit)
+            await _train(context, processes, watch, emit, socket.publish)
             await processes.aclose()
             watch.end()
 
 
-async def _train(
-    recipe: Recipe, topology: Topology, run_directory: Path, processes: Processes, watch: Watchdog, emit: Emit
-) -> None:
+async def _train(context: ChildContext, processes: Processes, watch: Watchdog, emit: Emit, publish: Publish) -> None:
     """Control, rollout and reward, from the version that the trainer holds to the end of the run."""
+    recipe, topology, run_directory = context.recipe, context.topology, context.run_directory
     # The record: what control knows, here or from an earlier life of the run, and the journal that it is written into.
     version, trainer = processes.rank.policy_version, processes.trainer
     held_out = await read_held_out(recipe, processes.tokenizer, in_flight=processes.ready.max_num_seqs)
@@ -143,7 +143,7 @@ async def _train(
     # Who is called with what happens.
     users = [await anyio.to_thread.run_sync(UserObserver, spec) for spec in recipe.run.observers]
     report, observers = run_observers(
-        recipe, run_directory, processes, record, rollout, evaluations, users, watch, emit
+        recipe, run_directory, processes, record, rollout, evaluations, users, watch, emit, publish
     )
     controller = Controller(
         record,

@@ -84,13 +84,13 @@ class PublishSink:
 
     def __init__(self, endpoint: str, *, run_id: str = "") -> None:
         self._publisher = TelemetryPublisher(endpoint, run_id=run_id)
-        self.endpoint = self._publisher.endpoint
+        self.endpoint, self.publish = self._publisher.endpoint, self._publisher.publish
 
     def record(self, event: Message) -> None:
         topic, fields = topic_and_fields(event)
         if topic == "step":  # a lower bound of the messages that some subscriber did not get
             fields["metrics"]["health/telemetry_dropped_total"] = self._publisher.dropped
-        self._publisher.publish(topic, fields)
+        self.publish(topic, fields)
 
     def close(self) -> None:
         """Send what is queued and unbind. Idempotent."""

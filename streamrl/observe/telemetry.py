@@ -202,10 +202,10 @@ class TelemetrySubscriber:
     def _is_new(self, message: Telemetry) -> bool:
         key = (message.run_id, message.topic)
         last = self._seen.get(key, 0)
-        if message.sequence <= last:
+        if message.sequence <= last and message.replay:
             return False
-        if last and not message.replay:
-            self.lost += message.sequence - last - 1
+        if last and not message.replay:  # a publisher that begins anew is a controller that was started again
+            self.lost += max(message.sequence - last - 1, 0)
         self._seen[key] = message.sequence
         return True
 

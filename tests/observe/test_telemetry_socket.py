@@ -182,3 +182,21 @@ def test_an_endpoint_in_use_or_wrong_says_so(tmp_path: Path) -> None:
 def test_frames_that_are_no_message_are_refused(frames: list[bytes]) -> None:
     with pytest.raises(WireError):
         decode_telemetry(frames)
+
+
+def test_a_controller_that_was_started_again_is_read_on(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/m"
+    first = TelemetryPublisher(endpoint, run_id="r")
+    with TelemetrySubscriber(endpoint) as subscriber:
+        for step in range(500):
+            first.publish("step", {"step": step})
+        while (message := subscriber.receive(300)) is None or message.sequence < 500:
+            pass
+        first.close()
+        second = TelemetryPublisher(endpoint, run_id="r")
+        for _ in range(400):  # those that are sent before it is connected again pass it by
+            second.publish("step", {"step": 700})
+            if (message := subscriber.receive(0.1)) is not None:
+                break
+        second.close()
+        assert message is not None and message.fields["step"] == 700 and subscriber.lost == 0

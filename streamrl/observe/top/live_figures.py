@@ -1,0 +1,196 @@
+"""The topic ``live`` of the metrics socket: engines, groups as they race, and the wait of now, twice a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import anyio
+import msgspec
+
+from streamrl.base.messages import EngineLoad
+from streamrl.buffers.rollout_buffer import Group
+from streamrl.contracts import Engine, Observer
+from streamrl.control.events import ControlEvent
+from streamrl.control.model import RunState
+from streamrl.run.wait_reason import RunWaits
+
+Publish = Callable[[str, dict[str, Any]], None]
+
+INTERVAL_S = 0.5
+LARGEST_SHARE = 0.01
+"""Of the event loop's time: figures of a run with very many requests come less often."""
+MOST_GROUPS = 64
+MOST_MEMBERS = 64
+
+
+class EnginesNow(Protocol):
+    """The pool of engines, as far as these figures need it. ``served``: parts of completions that are under way."""
+
+    @property
+    def attached(self) -> Mapping[str, Engine]: ...
+    @property
+    def serving(self) -> tuple[str, ...]: ...
+    def served(self) -> Mapping[str, Sequence[Any]]: ...
+
+
+class GroupRow(msgspec.Struct, omit_defaults=True):
+    """One group. ``tokens`` and ``marks``: one a member that is left, by sample number; a mark is ``s`` sampling, ``w``
+    waiting for an engine, ``r`` for its reward, ``p`` paused, ``d`` done, ``c`` done and cut at the limit. ``state``:
+    racing, paused, ready, batch, deferred (sampled again later) or dropped. ``size``: members that were launched."""
+
+    id: int
+    prompt: str
+    kind: str
+    state: str
+    size: int
+    keep: int
+    tokens: list[int]
+    marks: str
+
+
+class LiveFigures(Observer):
+    """Gives ``publish`` the fields of ``live``. ``budget``: tokens of the longest completion; ``scoring``:
+    trajectories without a reward.
+
+    Engines do not report the tokens of a request that is under way: those of an engine since the last look are shared
+    out evenly among what it runs, which is how it samples; they are exact from the end of the request on."""
+
+    def __init__(
+        self,
+        publish: Publish,
+        state: Callable[[], RunState],
+        waits: RunWaits,
+        engines: EnginesNow,
+        scoring: Callable[[], int],
+        *,
+        budget: int,
+    ) -> None:
+        self._publish, self._state, self._waits = publish, state, waits
+        self._engines, self._scoring, self._budget = engines, scoring, budget
+        self._scope = anyio.CancelScope()
+        self._loads: dict[str, EngineLoad] = {}
+        self._parts: dict[str, float] = {}
+        self._sampled: dict[str, float] = {}
+        self._racing: dict[int, GroupRow] = {}
+        self._gone: dict[int, GroupRow] = {}
+        self._version, self._looked_s = -1, time.monotonic()
+
+    async def run(self, notify: Callable[[ControlEvent], None]) -> None:
+        """Publish until ``end``."""
+        with self._scope:
+            while True:
+                began = time.monotonic()
+                self._publish("live", self.fields(began))
+                await anyio.sleep(pause_after(time.monotonic() - began))
+
+    def end(self) -> None:
+        self._scope.cancel()
+
+    def fields(self, now_s: float) -> dict[str, Any]:
+        """The figures at ``now_s`` of a monotonic clock; rates are since the last call."""
+        state, (reason, waited_s) = self._state(), self._waits.waits_for()
+        engines, running = self._engine_rows(max(now_s - self._looked_s, 1e-3))
+        groups = self._group_rows(state, running)
+        self._looked_s = now_s
+        batch, pending = state.batch, state.pending
+        return {
+            "step": min(state.trainer_version + 1, state.steps),
+            "steps": state.steps,
+            "versions": [state.live_version, state.trainer_version],
+            "waits_for": str(reason),
+            "waits_s": round(waited_s, 2),
+            "pending": [
+                name for name in ("step", "push", "evaluation", "checkpoint") if getattr(pending, name) is not None
+            ],
+            "stopping": state.stop_reason,
+            "batch": {"filled": batch.filled, "target": batch.target, "samples": batch.samples, "tokens": batch.tokens},
+            "round": {"kind": state.round_kind, "group_size": batch.group_size},
+            "budget": self._budget,
+            "scoring": self._scoring(),
+            "deferred": len(state.prompts.queue),
+            "dropped": {str(why): count for why, count in state.buffer.dropped.items()},
+            "engines": engines,
+            "groups_in_all": len(groups),
+            "groups": groups[:MOST_GROUPS],
+        }
+
+    def _engine_rows(self, seconds: float) -> tuple[list[dict[str, Any]], dict[str, tuple[float, bool]]]:
+        """One row an engine; and by trajectory, of those that engines have, the tokens so far and whether it has a
+        slot."""
+        rows, running, parts, loads = [], {}, {}, {}
+        served, serving = self._engines.served(), set(self._engines.serving)
+        for name, engine in self._engines.attached.items():
+            load = loads[name] = engine.load()
+            ready = getattr(engine, "readiness", None)  # of an engine in a process of its own
+            sampled = max(load.generated_tokens - self._loads.get(name, load).generated_tokens, 0)
+            open_parts = served.get(name, ())
+            runs = min(len(open_parts), load.running)
+            for place, part in enumerate(open_parts):  # the oldest first
+                tokens = self._parts.get(part.request_id, part.sampled) + (sampled / runs if place < runs else 0)
+                parts[part.request_id] = tokens = min(tokens, self._budget)
+                running[part.request_id.rpartition("/")[0]] = tokens, place < runs
+            rows.append(
+                {
+                    "name": name,
+                    "serves": name in serving,
+                    "slots": ready.max_num_seqs if ready else 0,
+                    "running": load.running,
+                    "waiting": load.waiting,
+                    "kv": round(load.kv_cache_usage, 4),
+                    "tokens_s": round(sampled / seconds, 1),
+                }
+            )
+        self._loads, self._parts = loads, parts
+        return rows, running
+
+    def _group_rows(self, state: RunState, running: Mapping[str, tuple[float, bool]]) -> list[GroupRow]:
+        """Rows of the groups that have not ended, and of those that were dropped since the last step: racing ones
+        first, then by number."""
+        if state.trainer_version != self._version:
+            self._version, self._gone = state.trainer_version, {}
+            self._racing = {}  # what is not there any more may have been trained
+        sampled: dict[str, float] = {}
+        buffer = state.buffer
+        racing = {number: self._row(group, running, sampled) for number, group in buffer.untrained.items()}
+        batched = [self._row(group, running, sampled, "batch") for group in buffer.batched.values()]
+        if gone := self._racing.keys() - racing.keys() - buffer.batched.keys():
+            queued = {ref.prompt_id for ref in (*state.prompts.queue, *state.prompts.waiting)}
+            for number in gone:
+                row = self._racing[number]
+                row.state = "deferred" if row.prompt in queued else "dropped"
+                self._gone[number] = row
+        self._racing, self._sampled = racing, sampled
+        rows = [*racing.values(), *batched, *self._gone.values()]
+        return sorted(rows, key=lambda row: (row.state != "racing", row.id))
+
+    def _row(
+        self, group: Group, running: Mapping[str, tuple[float, bool]], sampled: dict[str, float], state: str = ""
+    ) -> GroupRow:
+        tokens, marks = [], []
+        for trajectory, member in zip(group.ids, group.members.values(), strict=True):
+            if member.scored:
+                tokens.append(member.tokens)
+                marks.append("c" if member.finish_reason == "length" else "d")
+                continue
+            whole = str(trajectory)
+            there, runs = running.get(whole, (0.0, False))
+            sampled[whole] = so_far = max(self._sampled.get(whole, 0.0), there)
+            tokens.append(int(so_far))
+            marks.append("p" if group.paused else "s" if runs else "w" if whole in running or not so_far else "r")
+        return GroupRow(
+            id=group.group_id,
+            prompt=group.prompt.prompt_id[:64],
+            kind=group.round_kind,
+            state=state or ("paused" if group.paused else "ready" if group.ready else "racing"),
+            size=group.size,
+            keep=group.keep,
+            tokens=tokens[:MOST_MEMBERS],
+            marks="".join(marks[:MOST_MEMBERS]),
+        )
+
+
+def pause_after(seconds: float) -> float:
+    """Seconds until the next figures, where those before took so many."""
+    return max(INTERVAL_S, seconds / LARGEST_SHARE)
