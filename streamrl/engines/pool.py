@@ -9,7 +9,7 @@ their seeds: the completion is the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -49,6 +49,8 @@ class EnginePool:
         """Names of all engines, also of those that are drained or detached."""
         self.lost_requests = 0
         """Requests that came back with nothing because their engine died."""
+        self.on_routed: Callable[[str, str], object] = lambda whole, engine: None
+        """Called with the common id of a completion's parts and the engine that gets one of them."""
         self._engines = dict(engines)
         self._drained = {name: {UNAVAILABLE} for name in unavailable}
         self._emptied = {name: anyio.Event() for name in self.names}
@@ -100,6 +102,7 @@ class EnginePool:
         name = self.route(request)
         engine = self._engines[name]
         self._router.opened(_served(request, name))
+        self.on_routed(whole_of(request.request_id), name)
         try:
             completion = await engine.generate(request)
             if completion.finish_reason is not FinishReason.ABORT:

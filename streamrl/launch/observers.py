@@ -22,6 +22,7 @@ from streamrl.learning.canary import canary_bounds
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.missing_samples import MissingSamples
 from streamrl.observe.report.run_report import RunReport
+from streamrl.observe.report.trace_events import TraceEvents
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace
 from streamrl.observe.top.live_figures import LiveFigures, Publish
 from streamrl.recipe.scheduling import RoundKind
@@ -41,6 +42,7 @@ def run_observers(
     evaluations: HeldOutEvaluations,
     users: Sequence[UserObserver],
     watch: Watchdog,
+    events: TraceEvents,
     emit: Emit,
     publish: Publish,
 ) -> tuple[RunReport, list[Observer]]:
@@ -54,6 +56,7 @@ def run_observers(
     mismatch = recipe.off_policy.alarm if recipe.compares_logprobs else 0.0  # simulated engines need not agree
     canary = canary_bounds(recipe.training, recipe.engines, installed_device()).alarm
     header, drafts = _trace_header(recipe, run_directory.name, processes), DraftFigures(processes.pool.load)
+    trace = TrajectoryTrace(run_directory / "trace.jsonl", header, goes_on=resumption is not None)
     report = RunReport(
         emit,
         record.control,
@@ -68,16 +71,19 @@ def run_observers(
         alarms=Alarms(alarm_rules(mismatch, canary)),
         evaluations=evaluations,
         resumption=resumption,
-        trace=TrajectoryTrace(run_directory / "trace.jsonl", header, goes_on=resumption is not None),
+        trace=trace,
         samples=TrainingSamples(run_directory / "samples.jsonl", processes.tokenizer.decode),
         length_limit=0 if races else recipe.sampling.max_tokens,
     )
     record.journal.elapsed = report.elapsed
     pool, scoring, budget = processes.pool, processes.reward.in_flight, recipe.sampling.max_tokens
+    events.open(trace, report, record.control.state.live_version)
+    pool.on_routed = events.routed
     return report, [
         elastic,
         WeightAudit(processes.pool.serving_engines, audits, interval),
         report,
+        events,
         MissingSamples(record.control, emit, train_truncated=recipe.objective_settings.train_truncated),
         LiveFigures(publish, lambda: record.control.state, report.waits, pool, scoring, budget=budget),
         *([resumption] if resumption else []),

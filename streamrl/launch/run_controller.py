@@ -55,6 +55,7 @@ from streamrl.launch.sampling import open_rollout, open_weight_sync, training_pr
 from streamrl.launch.supervise.child import ChildContext
 from streamrl.launch.supervise.watchdog import Watchdog
 from streamrl.launch.user_calls import UserObserver, close_all
+from streamrl.observe.report.trace_events import TraceEvents
 from streamrl.observe.sinks import JsonlSink, PublishSink, Reporter
 from streamrl.observe.top.live_figures import Publish
 from streamrl.recipe.rules.transport_rules import transport_metrics
@@ -83,9 +84,8 @@ async def run_controller(context: ChildContext) -> None:
         )
         trainer = await connect_ranks(recipe, topology, streams)
         socket = PublishSink(metrics_endpoint(recipe, topology), run_id=run_directory.name)
-        reporter = Reporter(
-            [JsonlSink(run_directory / "metrics.jsonl"), socket], constant_metrics=transport_metrics(recipe)
-        )
+        metrics, events = JsonlSink(run_directory / "metrics.jsonl"), TraceEvents()
+        reporter = Reporter([metrics, socket, events], constant_metrics=transport_metrics(recipe))
         streams.callback(reporter.close)
         judge = JudgeLink(recipe.judge, topology)
 
@@ -119,12 +119,14 @@ async def run_controller(context: ChildContext) -> None:
                     trained_parameters=processes.rank.trained_parameters,
                 )
             )
-            await _train(context, processes, watch, emit, socket.publish)
+            await _train(context, processes, watch, events, emit, socket.publish)
             await processes.aclose()
             watch.end()
 
 
-async def _train(context: ChildContext, processes: Processes, watch: Watchdog, emit: Emit, publish: Publish) -> None:
+async def _train(
+    context: ChildContext, processes: Processes, watch: Watchdog, events: TraceEvents, emit: Emit, publish: Publish
+) -> None:
     """Control, rollout and reward, from the version that the trainer holds to the end of the run."""
     recipe, topology, run_directory = context.recipe, context.topology, context.run_directory
     # The record: what control knows, here or from an earlier life of the run, and the journal that it is written into.
@@ -143,7 +145,7 @@ async def _train(context: ChildContext, processes: Processes, watch: Watchdog, e
     # Who is called with what happens.
     users = [await anyio.to_thread.run_sync(UserObserver, spec) for spec in recipe.run.observers]
     report, observers = run_observers(
-        recipe, run_directory, processes, record, rollout, evaluations, users, watch, emit, publish
+        recipe, run_directory, processes, record, rollout, evaluations, users, watch, events, emit, publish
     )
     controller = Controller(
         record,

@@ -106,7 +106,7 @@ class RunReport(Observer):
         self._rewards = RewardCalls()
         self._rounds: Counter[str] = Counter()
         self._round_kind, self._recovered = "", -1
-        self._trajectories = TrajectoryStats(trace, length_limit)
+        self.trajectories = TrajectoryStats(trace, length_limit)
         self._last_load = EngineLoad()
         self._notify: Callable[[ControlEvent], None] = lambda event: None
         self._measuring = anyio.CancelScope()
@@ -171,9 +171,9 @@ class RunReport(Observer):
         match action:
             case do.LaunchGroup():
                 prompt = self._store.prompts[action.ids[0].prompt_id]
-                self._trajectories.launched(action, len(prompt.token_ids), self.elapsed())
+                self.trajectories.launched(action, len(prompt.token_ids), self.elapsed())
             case do.Drop():
-                self._trajectories.dropped(action.ids, action.reason, self.elapsed())
+                self.trajectories.dropped(action.ids, action.reason, self.elapsed())
             case do.Decision():
                 await self.decided(action, self._next_step)
             case do.StepOptimizer():
@@ -186,12 +186,12 @@ class RunReport(Observer):
         """Count an outcome and the calls of rewards in it."""
         if isinstance(outcome, Scored):
             self._rewards.on_outcome(outcome)
-        self._trajectories.on_outcome(outcome, self.elapsed())
+        self.trajectories.on_outcome(outcome, self.elapsed())
 
     def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: dict[str, float]) -> None:
         """Keep the figures of the batch until its version is live."""
         times = self._timer.batch_trained()
-        reward_cost = self._trajectories.trained(batch, self.elapsed())
+        reward_cost = self.trajectories.trained(batch, self.elapsed())
         groups = len({s.trajectory.id.group_id for s in batch})
         kind = self._round_kind
         if kind:
@@ -278,7 +278,7 @@ class RunReport(Observer):
 
     def close(self) -> None:
         """Write what is left of the trace. Idempotent."""
-        self._trajectories.close(self.elapsed())
+        self.trajectories.close(self.elapsed())
         for file in (self._trace, self._samples):
             if file is not None:
                 file.close()
@@ -298,7 +298,7 @@ class RunReport(Observer):
             "perf/samples_s": trained.samples / times.seconds,
             "perf/groups_s": trained.groups / times.seconds,
         }
-        metrics |= work_metrics(self._trajectories, self._rounds, trained.tokens)
+        metrics |= work_metrics(self.trajectories, self._rounds, trained.tokens)
         metrics |= control_metrics(self._control.state) | self._rewards.take() | self._figures()
         metrics["reward/in_flight"] = float(self._rewards_in_flight())
         return metrics | self.waits.take(times.ended_at)

@@ -32,6 +32,11 @@ class _Open(msgspec.Struct):
     dropped: DropReason | None = None
     outcome: EndedOutcome | None = None
     returned_s: float = 0.0
+    engine: str = ""
+    routed_s: float = 0.0
+    pausing: bool = False
+    left_s: float | None = None
+    paused_s: float = 0.0
 
 
 class TrajectoryStats:
@@ -41,6 +46,8 @@ class TrajectoryStats:
     def __init__(self, trace: TrajectoryTrace | None = None, limit: int = 0) -> None:
         self._trace = trace
         self._open: dict[TrajectoryId, _Open] = {}
+        self._by_request: dict[str, _Open] = {}
+        self._live: dict[int, float] = {}
         self._window = StepWindow()
         self.lengths = FirstLengths(limit)
         self.wasted_tokens: Counter[str] = Counter()
@@ -49,11 +56,32 @@ class TrajectoryStats:
     def launched(self, action: LaunchGroup, prompt_tokens: int, now: float) -> None:
         """A group was ordered."""
         for trajectory in action.ids:
-            self._open[trajectory] = _Open(now, action.round_kind, prompt_tokens, action.policy_version)
+            one = _Open(now, action.round_kind, prompt_tokens, action.policy_version)
+            self._open[trajectory] = self._by_request[str(trajectory)] = one
+
+    def routed(self, whole: str, engine: str, now: float) -> None:
+        """A part of the completion ``whole`` went to ``engine``: the first, or what was left of it."""
+        if (one := self._by_request.get(whole)) is not None:
+            one.engine, one.routed_s = engine, one.routed_s or now
+
+    def paused(self, ids: Iterable[TrajectoryId], now: float, *, paused: bool) -> None:
+        """Control pauses trajectories, or lets them go on. They leave the engine a moment later, where they do."""
+        for one in filter(None, map(self._open.get, ids)):
+            one.pausing = paused
+            if one.left_s is not None and not paused:
+                one.paused_s, one.left_s = one.paused_s + now - one.left_s, None
+
+    def went_live(self, policy_version: int, now: float) -> None:
+        """Engines sample ``policy_version`` from now on: requests may have waited for it in paused engines."""
+        self._live[policy_version] = now
+        oldest = min((one.policy_version for one in self._open.values()), default=policy_version)
+        self._live = {version: at for version, at in self._live.items() if version >= oldest}
 
     def on_outcome(self, item: RewardOutcome, now: float) -> None:
         """Note an outcome."""
         if isinstance(item, TrajectoryPaused):
+            if (one := self._open.get(item.id)) is not None and one.pausing:
+                one.left_s = now
             return  # it comes back once more
         trajectory = item.id if isinstance(item, TrajectoryLost) else item.outcome.trajectory.id
         if (one := self._open.get(trajectory)) is None:
@@ -114,6 +142,7 @@ class TrajectoryStats:
         for trajectory, one in self._open.items():
             self._write(trajectory, one, str(one.dropped or UNFINISHED), now)
         self._open.clear()
+        self._by_request.clear()
 
     def _end_failed(self) -> None:
         """End trajectories without a reward with their own reason, unless control dropped them before it knew."""
@@ -135,8 +164,9 @@ class TrajectoryStats:
         self._write(trajectory, one, str(reason), now)
 
     def _write(self, trajectory: TrajectoryId, one: _Open, outcome: str, now: float) -> None:
+        self._by_request.pop(str(trajectory), None)
         if self._trace is not None:
-            self._trace.append(_line(trajectory, one, outcome, now))
+            self._trace.append(_line(trajectory, one, outcome, now, self._live))
 
 
 def _length(outcome: EndedOutcome, round_kind: str) -> SampledLength:
@@ -148,9 +178,13 @@ def _length(outcome: EndedOutcome, round_kind: str) -> SampledLength:
     return SampledLength(trajectory.generated_tokens, whole, truncated, round_kind)
 
 
-def _line(trajectory: TrajectoryId, one: _Open, outcome: str, now: float) -> TrajectoryLine:
+def _line(trajectory: TrajectoryId, one: _Open, outcome: str, now: float, live: Mapping[int, float]) -> TrajectoryLine:
+    """``live``: when versions went live."""
     scored = one.outcome.outcome if isinstance(one.outcome, Scored) else None
     sampled = scored.trajectory if scored is not None else None
+    oldest = one.policy_version if sampled is None else sampled.oldest_version
+    began_s = max(one.routed_s, live.get(oldest, 0.0)) or (one.returned_s or now)  # no engine ever had it
+    paused_s = one.paused_s + (max((one.returned_s or now) - one.left_s, 0.0) if one.left_s is not None else 0.0)
     return TrajectoryLine(
         prompt_id=trajectory.prompt_id,
         group=trajectory.group_id,
@@ -166,8 +200,12 @@ def _line(trajectory: TrajectoryId, one: _Open, outcome: str, now: float) -> Tra
         rollout_s=round((one.returned_s or now) - one.launched_s if sampled is None else sampled.rollout_seconds, 4),
         reward_s=0.0 if scored is None else round(scored.reward_seconds, 5),
         reward=scored.reward if isinstance(scored, ScoredTrajectory) else None,
-        oldest_version=one.policy_version if sampled is None else sampled.oldest_version,
+        oldest_version=oldest,
         newest_version=one.policy_version if sampled is None else sampled.newest_version,
+        engine=one.engine,
+        queued_s=round(min(max(began_s - one.launched_s, 0.0), (one.returned_s or now) - one.launched_s), 4),
+        paused_s=round(paused_s, 4),
+        returned_s=round(one.returned_s, 4),
     )
 
 

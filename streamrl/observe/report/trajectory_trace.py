@@ -1,9 +1,9 @@
 """Trace of a run for the simulator and the calibration: ``trace.jsonl``, one JSON object a line.
 
-The first line is a ``TraceHeader``; every other is a ``TrajectoryLine``, a ``StepLine`` or an ``EnginesLine``, told
-apart by ``type``. Times (``..._s`` that name a moment) are seconds since the run began, those of lines ascend
-nearly. Of a run of days the last part is there, and the one before as ``older-trace.jsonl``. Nothing is decided from
-this file."""
+The first line is a ``TraceHeader``; every other is a ``TrajectoryLine``, a ``StepLine``, an ``EnginesLine`` or an
+``EventLine``, told apart by ``type``. Times (``..._s`` that name a moment) are seconds since the run began, those of
+lines ascend nearly. Of a run of days the last part is there, and the one before as ``older-trace.jsonl``. Nothing is
+decided from this file."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class TrajectoryLine(Line, frozen=True, tag="trajectory"):
     ``outcome``: ``trained``, a ``DropReason``, or ``unfinished``. ``tokens``: sampled, also by one that was stopped;
     ``finish_reason`` is empty for such a one. ``rollout_s``: launch to last token; ``reward_s``: in the reward
     functions; ``ended_s``: when it was trained or its end was known. ``oldest_version`` to ``newest_version``: those
-    that sampled it (the launch version where that is not known)."""
+    that sampled it (the launch version where that is not known). ``engine``: that had it last ("": none had it);
+    ``queued_s``: launch to when an engine could sample it; ``paused_s``: outside of the engines, not in ``rollout_s``;
+    ``returned_s``: when its outcome was known (0: never, or by an older streamrl)."""
 
     prompt_id: str
     group: int
@@ -78,6 +80,10 @@ class TrajectoryLine(Line, frozen=True, tag="trajectory"):
     reward: float | None = None
     oldest_version: int = 0
     newest_version: int = 0
+    engine: str = ""
+    queued_s: float = 0.0
+    paused_s: float = 0.0
+    returned_s: float = 0.0
 
 
 class StepLine(Line, frozen=True, tag="step"):
@@ -117,7 +123,19 @@ class EnginesLine(Line, frozen=True, tag="engines"):
     preemptions: int = 0
 
 
-TraceLine = TrajectoryLine | StepLine | EnginesLine
+class EventLine(Line, frozen=True, tag="event"):
+    """Something that happened, in ``step`` (the version that was live or was made). ``time_s``: its beginning;
+    ``seconds``: that it lasted, of ``evaluation``, ``push``, ``pause`` (of all engines) and ``checkpoint``. Other kinds
+    are ``alarm``, ``decision``, ``engine lost``, ``engine back``, ``stall``, ``resumed`` and ``setting``."""
+
+    time_s: float
+    kind: str
+    text: str = ""
+    step: int = 0
+    seconds: float = 0.0
+
+
+TraceLine = TrajectoryLine | StepLine | EnginesLine | EventLine
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +145,7 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: tuple[TrajectoryLine, ...]
     steps: tuple[StepLine, ...]
     engines: tuple[EnginesLine, ...]
+    events: tuple[EventLine, ...] = ()
 
 
 class TrajectoryTrace(LineFile):
@@ -134,6 +153,11 @@ class TrajectoryTrace(LineFile):
 
     def __init__(self, path: Path, header: TraceHeader, *, goes_on: bool = False, most_bytes: int = MOST_BYTES) -> None:
         super().__init__(path, goes_on=goes_on, head=header, most_bytes=most_bytes)
+
+    @property
+    def closed(self) -> bool:
+        """Return whether the run has ended, so that nothing can be appended."""
+        return self._file.closed
 
 
 def read_trace(path: Path, tail_bytes: int = 0) -> RecordedRun:
@@ -151,6 +175,7 @@ def read_trace(path: Path, tail_bytes: int = 0) -> RecordedRun:
         trajectories=tuple(line for line in lines if isinstance(line, TrajectoryLine)),
         steps=tuple(line for line in lines if isinstance(line, StepLine)),
         engines=tuple(line for line in lines if isinstance(line, EnginesLine)),
+        events=tuple(line for line in lines if isinstance(line, EventLine)),
     )
 
 

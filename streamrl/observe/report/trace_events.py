@@ -1,0 +1,120 @@
+"""Events of a run in its trace: evaluations, pushes, pauses and checkpoints from begin to end; alarms, decisions, and
+engines that were lost or came back, when they happen."""
+
+from __future__ import annotations
+
+from streamrl.base.messages import Message
+from streamrl.base.run_events import EngineBack, EngineLost, RunDecided, RunResumed, RunWarning, StallSeen
+from streamrl.contracts import Observer, PushReport
+from streamrl.control import actions as do
+from streamrl.control import events as on
+from streamrl.observe.report.run_report import RunReport
+from streamrl.observe.report.trajectory_trace import EventLine, TrajectoryTrace
+
+EVALUATION, PUSH, PAUSE, CHECKPOINT = "evaluation", "push", "pause", "checkpoint"
+MOST_TEXT = 500
+"""Characters."""
+
+
+class TraceEvents(Observer):
+    """A sink and an observer that appends ``EventLine`` objects to a trace, from ``open`` on. What it was given before
+    (engines that died while the run started) is appended then."""
+
+    def __init__(self) -> None:
+        self._trace: TrajectoryTrace | None = None
+        self._report: RunReport | None = None
+        self._step = 0
+        self._before: list[EventLine] = []
+        self._begun: dict[tuple[str, int], float] = {}
+        self._pushed = ""
+
+    def open(self, trace: TrajectoryTrace, report: RunReport, step: int) -> None:
+        """Append to ``trace`` of ``report`` from now on, and tell it what only its trajectories say. ``step``: the live
+        version."""
+        self._trace, self._report, self._step = trace, report, step
+        if self._before:
+            trace.append(*self._before)
+
+    def routed(self, whole: str, engine: str) -> None:
+        """Note which engine has a completion, by the common id of its parts."""
+        if self._report is not None:
+            self._report.trajectories.routed(whole, engine, self._now())
+
+    def record(self, event: Message) -> None:
+        """Append an event of the run that has a place in the trace."""
+        match event:
+            case RunWarning():
+                self._append("alarm", event.message, event.step)
+            case RunDecided():
+                self._append("decision", f"{event.subject}: {event.reason}", event.step)
+            case EngineLost():
+                self._append("engine lost", f"{event.engine} with {event.requests} requests: {event.reason}")
+            case EngineBack():
+                self._append("engine back", f"{event.engine}, {event.seconds:.1f} s after it was missed")
+            case StallSeen():
+                self._append("stall", f"no progress for {event.seconds:.0f} s: {'; '.join(event.waits)}")
+            case RunResumed():
+                self._append("resumed", f"at version {event.policy_version}", event.policy_version)
+
+    def close(self) -> None:
+        """Do nothing: the report closes the trace, which other events may follow."""
+
+    async def on_action(self, action: do.ControlAction) -> None:
+        """Note what begins."""
+        match action:
+            case do.Evaluate():
+                self._begin(EVALUATION, action.policy_version)
+            case do.CancelEvaluation():
+                self._end(EVALUATION, action.policy_version, "cancelled")
+            case do.PauseEngines():
+                self._begin(PAUSE, action.policy_version)
+            case do.PublishWeights():
+                self._begin(PUSH, action.policy_version)
+            case do.WriteCheckpoint():
+                self._begin(CHECKPOINT, action.policy_version)
+            case do.PauseTrajectories() | do.ResumeTrajectories() if self._report is not None:
+                paused = isinstance(action, do.PauseTrajectories)
+                self._report.trajectories.paused(action.ids, self._now(), paused=paused)
+
+    async def on_event(self, event: on.ControlEvent) -> None:
+        """Append what has ended."""
+        match event:
+            case on.EvaluationDone():
+                self._end(EVALUATION, event.policy_version)
+            case on.CheckpointDone():
+                self._end(CHECKPOINT, event.policy_version)
+            case on.WeightsLive():
+                self._step = event.policy_version
+                self._end(PUSH, event.policy_version, self._pushed)
+                self._end(PAUSE, event.policy_version)
+
+    async def on_weights_live(self, push: PushReport, *, last: bool) -> None:
+        """Note the figures of the push, which ends at once."""
+        again = f", {push.reanchored} engines needed it complete" if push.reanchored else ""
+        if self._report is not None:
+            self._report.trajectories.went_live(push.policy_version, self._now())
+        self._pushed = f"{push.payload_bytes} bytes, engines paused {push.paused_s:.3f} s{again}"
+
+    def _now(self) -> float:
+        return self._report.elapsed() if self._report is not None else 0.0
+
+    def _begin(self, kind: str, version: int) -> None:
+        self._begun[kind, version] = self._now()
+
+    def _end(self, kind: str, version: int, text: str = "") -> None:
+        if (began := self._begun.pop((kind, version), None)) is not None:
+            self._append(kind, text, version, began)
+
+    def _append(self, kind: str, text: str, step: int | None = None, began: float | None = None) -> None:
+        now = self._now()
+        line = EventLine(
+            time_s=round(now if began is None else began, 4),
+            kind=kind,
+            text=text[:MOST_TEXT],
+            step=self._step if step is None else step,
+            seconds=0.0 if began is None else round(now - began, 4),
+        )
+        if self._trace is None:
+            self._before.append(line)
+        elif not self._trace.closed:
+            self._trace.append(line)
