@@ -32,6 +32,7 @@ WINGS = {
         "run/evaluate",
     ),
     "cli/start": ("cli/dialects", "recipe/rules", "run/prompts"),
+    "cli/windows": ("observe/dashboard",),
     "cli/trial": (
         "launch/hub", "launch/models", "launch/plan", "observe/terminal", "recipe/rules", "rewards/calls",
         "run/evaluate", "run/prompts",
@@ -48,6 +49,7 @@ WINGS = {
     ),
     "launch/supervise": ("observe/terminal", "recipe/rules"),
     "observe/follow": ("run/journal",),
+    "observe/dashboard": ("observe/follow", "observe/report"),
     "observe/report": ("run/evaluate", "run/journal"),
     "run/evaluate": ("run/prompts",),
     "recipe/rules": ("recipe/cells", "recipe/dialects"),

@@ -30,6 +30,7 @@ COMMANDS = {
     "try": ("trial.recipe_trial:Try", "sample, score and measure a recipe before any training, and say what to change"),
     "train": ("train:Train", "run a recipe"),
     "watch": ("watch:Watch", "follow a running run through its metrics socket"),
+    "dashboard": ("windows.dashboard:Dashboard", "a page about runs in the browser: curves, timeline, waits, samples"),
     "samples": ("samples:Samples", "completions of a run, with their rewards"),
     "show": ("show:Show", "what happened in a run, while it goes on and after its end"),
     "runs": ("models.runs:Runs", "the runs of a directory, or several side by side"),

@@ -1,0 +1,36 @@
+"""``streamrl dashboard``: the page of runs, in a browser."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+from streamrl.base.errors import StreamRLError
+from streamrl.cli.command import Argument, Command
+
+RUNS, PORT = "runs", 7788
+
+
+class Dashboard(Command, frozen=True, kw_only=True):
+    """Serve a page about runs to browsers of this machine: their curves, every trajectory on its engine, what was
+    waited for, samples. It only reads files of runs, which may go on meanwhile, have ended, or begin later."""
+
+    runs: Annotated[
+        tuple[str, ...], Argument("runs, or directories of runs (default: runs)", metavar="RUN", positional=True)
+    ] = ()
+    port: Annotated[int, Argument(f"on 127.0.0.1 (default {PORT}; 0: any free one)", metavar="N")] = PORT
+
+    def run(self) -> int:
+        """Serve until Ctrl-C. Raises ``StreamRLError`` for what is no run, or a port in use."""
+        if lacking := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+            raise StreamRLError(f"{' and '.join(lacking)} are not installed: pip install 'streamrl[dashboard]'")
+        from streamrl.observe.dashboard.server import serve  # only here: the packages may be absent
+
+        serve([Path(name) for name in self.runs or (RUNS,)], self.port, self._ready)
+        return 0
+
+    def _ready(self, address: str) -> None:
+        self.print({"address": address}, f"the page is at {address} until Ctrl-C")
+        sys.stdout.flush()

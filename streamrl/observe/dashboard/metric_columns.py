@@ -1,0 +1,108 @@
+"""The metrics of a run as columns over its steps, its evaluations, and what they say of waits."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from threading import RLock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamrl.base.line_file import decoded_lines
+from streamrl.observe.follow.followed_lines import FollowedLines
+from streamrl.observe.follow.run_files import RunFiles
+
+WAITS = "util/wait_reason/"
+_HEAD = frozenset({"kind", "time", "step", "policy_version"})
+NAN = float("nan")
+
+
+class MetricColumns:
+    """Values by name, one a step, ascending; of steps that a run made twice the later ones. ``began``: seconds since
+    1970 from which times count."""
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.step: list[int] = []
+        self.time_s: list[float] = []
+        self.values: dict[str, list[float]] = {}
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Append a line of ``metrics.jsonl``."""
+        step, time = line.get("step"), line.get("time")
+        if not isinstance(step, int) or not isinstance(time, int | float):
+            return
+        if self.step and step <= self.step[-1]:
+            self._keep(bisect_right(self.step, step - 1))
+        self.began = self.began or time
+        count = len(self.step)
+        self.step.append(step)
+        self.time_s.append(time - self.began)
+        for name, value in line.items():
+            if name not in _HEAD and isinstance(value, int | float | None):
+                column = self.values.setdefault(name, [])
+                column += [NAN] * (count - len(column)) + [NAN if value is None else value]
+        for column in self.values.values():
+            if len(column) == count:
+                column.append(NAN)
+
+    def _keep(self, count: int) -> None:
+        del self.step[count:]
+        for column in (self.time_s, *self.values.values()):
+            del column[count:]
+
+    def after(self, step: int) -> dict[str, Any]:
+        """Columns of the steps after ``step``; nan, which JSON shows as null, where there is no value."""
+        first = bisect_right(self.step, step)
+        values = {name: column[first:] for name, column in self.values.items()}
+        return {"step": self.step[first:], "time_s": self.time_s[first:], "values": values}
+
+
+class RunMetrics:
+    """Steps and evaluations of ``files``, up to the last ``refresh``. May be used from several threads."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._lines = FollowedLines(files.metrics)
+        began = files.started() or 0.0
+        self.steps, self.evaluations = MetricColumns(began), MetricColumns(began)
+        self.lock = RLock()
+
+    def refresh(self) -> None:
+        """Read what the run has appended."""
+        with self.lock:
+            while lines := self._lines.read():
+                for line in decoded_lines(lines, dict[str, Any]):
+                    (self.steps if line.get("kind") == "step" else self.evaluations).take(line)
+
+    def answer(self, after: int) -> dict[str, Any]:
+        """Steps after step ``after``; evaluations of ``after``, which may end later, are among it."""
+        with self.lock:
+            found = self.steps.after(after)
+            tokens = np.nan_to_num(self._values("perf/train_tok_s") * self._values("time/step_s"))
+            trained = np.cumsum(tokens)[len(tokens) - len(found["step"]) :].tolist()
+            return found | {"trained_tokens": trained, "evaluations": self.evaluations.after(after - 1)}
+
+    def waits(self) -> dict[str, Any]:
+        """Seconds of each step by what the run waited for, and the idle shares of engines."""
+        with self.lock:
+            seconds = self._values("time/step_s")
+            names = [name for name in self.steps.values if name.startswith(WAITS)]
+            reasons = {name.removeprefix(WAITS): np.nan_to_num(self._values(name) * seconds).tolist() for name in names}
+            return {
+                "time_s": self.steps.time_s[:],
+                "step": self.steps.step[:],
+                "reasons": reasons,
+                "bubble_rollout": self._values("util/rollout_bubble_ratio").tolist(),
+                "bubble_step": self._values("util/free_slot_ratio").tolist(),
+            }
+
+    def _values(self, name: str) -> NDArray[np.float64]:
+        return np.array(self.steps.values.get(name, [NAN] * len(self.steps.step)), dtype=float)
+
+    def last_step(self) -> dict[str, Any]:
+        """Number and time of the last step, as ``RunFiles.state`` takes it; empty before the first."""
+        with self.lock:
+            if not self.steps.step:
+                return {}
+            return {"step": self.steps.step[-1], "time": self.steps.time_s[-1] + self.steps.began}

@@ -1,0 +1,181 @@
+"""The server of the page: a process of its own that reads files of runs, listens on 127.0.0.1 only and answers GET."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from streamrl.base.errors import StreamRLError
+from streamrl.observe.dashboard.live_events import LiveEvents, place_of, read_place
+from streamrl.observe.dashboard.run_view import RunView, recipe_differences
+from streamrl.observe.follow.run_files import RunFiles, run_files, runs_in
+
+ADDRESS = "127.0.0.1"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+INDEX = "index.html"
+
+
+def page_files() -> dict[str, bytes]:
+    """Files of the page by name."""
+    folder = files(__package__).joinpath("page")
+    found = [file for file in folder.iterdir() if Path(file.name).suffix in TYPES] if folder.is_dir() else []
+    return {file.name: file.read_bytes() for file in found}
+
+
+class DashboardServer:
+    """Runs by number, in ``places``: directories of runs, or runs. Runs that begin later get the numbers behind."""
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self._places = places
+        self._views: dict[Path, RunView] = {}
+        self._lock = Lock()
+        self._page = page_files()
+
+    def views(self) -> list[RunView]:
+        """The runs that are there now. Raises ``StreamRLError`` for a place without one."""
+        with self._lock:
+            for place in self._places:
+                for run in _runs_of(place):
+                    directory = run.directory.resolve()
+                    if directory not in self._views:
+                        self._views[directory] = RunView(len(self._views), RunFiles(directory))
+            return list(self._views.values())
+
+    def app(self) -> Starlette:
+        """The application."""
+        answers: dict[str, Callable[[Request, RunView], Any]] = {
+            "metrics": lambda request, view: view.metrics.answer(_number(request, "after", -1)),
+            "waits": lambda request, view: view.metrics.waits(),
+            "lengths": lambda request, view: view.lengths(),
+            "details": lambda request, view: view.details(),
+        }
+        runs = [
+            Route(f"/api/runs/{{number:int}}/{name}", partial(self._answer, answer)) for name, answer in answers.items()
+        ]
+        return Starlette(
+            routes=[
+                Route("/", lambda request: self._file(INDEX)),
+                Route("/assets/{name}", lambda request: self._file(request.path_params["name"])),
+                Route("/api/runs", self._runs),
+                Route("/api/compare", self._compare),
+                Route("/api/runs/{number:int}/timeline", self._timeline),
+                Route("/api/runs/{number:int}/live", self._live),
+                *runs,
+            ],
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[ADDRESS, "localhost"], www_redirect=False)],
+            exception_handlers={HTTPException: _refused, StreamRLError: _refused},
+        )
+
+    def _file(self, name: str) -> Response:
+        if (content := self._page.get(name)) is None:
+            raise HTTPException(404, "the page has no such file")
+        return Response(content, media_type=TYPES[Path(name).suffix], headers=HEADERS)
+
+    async def _runs(self, request: Request) -> Response:
+        def summaries() -> list[dict[str, Any]]:
+            views = self.views()
+            for view in views:
+                view.refresh(timeline=False)
+            return [view.summary() for view in views]
+
+        return _json(await anyio.to_thread.run_sync(summaries))
+
+    async def _compare(self, request: Request) -> Response:
+        try:
+            numbers = [int(number) for number in request.query_params.get("runs", "").split(",")]
+        except ValueError:
+            raise HTTPException(400, "runs must be numbers with commas, such as 0,1") from None
+        views = [await self._view(number) for number in numbers]
+        return _json({"recipe_differences": recipe_differences(views)})
+
+    async def _view(self, number: int) -> RunView:
+        views = list(self._views.values()) or await anyio.to_thread.run_sync(self.views)
+        if not 0 <= number < len(views):
+            raise HTTPException(404, f"there is no run {number}: /api/runs lists {len(views)}")
+        return views[number]
+
+    async def _opened(self, request: Request) -> RunView:
+        view = await self._view(request.path_params["number"])
+        await anyio.to_thread.run_sync(view.refresh)
+        return view
+
+    async def _answer(self, answer: Callable[[Request, RunView], Any], request: Request) -> Response:
+        view = await self._opened(request)
+        return _json(await anyio.to_thread.run_sync(answer, request, view))
+
+    async def _timeline(self, request: Request) -> Response:
+        view = await self._opened(request)
+        length, parts = await anyio.to_thread.run_sync(view.timeline.block)
+        headers = HEADERS | {"Content-Length": str(length)}
+        return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
+
+    async def _live(self, request: Request) -> Response:
+        view = await self._opened(request)
+        text = request.headers.get("last-event-id") or request.query_params.get("after", "")
+        return LiveEvents(view, (read_place(text) if text else None) or place_of(view), HEADERS)
+
+
+def _runs_of(place: Path) -> list[RunFiles]:
+    if (place / "recipe.toml").is_file() or not place.is_dir() or not (found := runs_in(place)):
+        return [run_files(place)]
+    return found
+
+
+def _json(answer: Any) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json", headers=HEADERS)
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    try:
+        return int(request.query_params.get(name, default))
+    except ValueError:
+        raise HTTPException(400, f"{name} must be a whole number") from None
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    text = error.detail if isinstance(error, HTTPException) else str(error)
+    return Response(f"{text}\n", status, HEADERS, "text/plain")
+
+
+def serve(places: Sequence[Path], port: int, ready: Callable[[str], object]) -> None:
+    """Serve until SIGINT or SIGTERM. ``ready`` is called with the address of the page. Raises ``StreamRLError`` where
+    there is no run, or the port is in use (0: any free one)."""
+    dashboard = DashboardServer(places)
+    dashboard.views()
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((ADDRESS, port))
+        except OSError as error:
+            raise StreamRLError(
+                f"port {port} of {ADDRESS} cannot be listened on ({error.strerror}): give another one with --port, or "
+                "--port 0 for any that is free"
+            ) from error
+        config = uvicorn.Config(dashboard.app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+        ready(f"http://{ADDRESS}:{listening.getsockname()[1]}/")
+        uvicorn.Server(config).run(sockets=[listening])

@@ -1,0 +1,303 @@
+"""The trace of a run as columns: 53 bytes a trajectory, on slots of engines, and its steps, loads and events."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right, insort
+from collections.abc import Iterator
+from threading import RLock
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from streamrl.base.errors import UNDECODABLE
+from streamrl.observe.follow.followed_lines import FollowedLines
+from streamrl.observe.follow.run_files import RunFiles
+from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, EventLine, StepLine
+
+COLUMNS = {
+    "launched": "f4", "first_token_or_queued_end": "f4", "rollout_end": "f4", "reward_end": "f4", "ended": "f4",
+    "paused": "f4",
+    "slot": "u2", "outcome": "u1", "group": "u4", "prompt": "u4", "sample": "u2", "tokens": "u4", "reward": "f4",
+    "oldest": "u4", "newest": "u4",
+}  # fmt: skip
+"""Names and types of the columns of a trajectory; times in seconds since the run began, no reward as nan."""
+
+MOST_PROMPTS, MOST_SLOTS, MOST_OUTCOMES = 200_000, 0xFFFF, 0xFF
+MOST_POINTS = 20_000
+"""Of the load of engines, and of events, in one answer."""
+_CODES = {"f4": "f", "u4": "I", "u2": "H", "u1": "B"}
+_CHUNK = 100_000
+
+
+class _Header(msgspec.Struct, tag="header", gc=False):
+    schema: int = 0
+    capacity: int = 0
+    engines: int = 1
+    prompts_per_batch: int = 0
+    group_size: int = 0
+    max_tokens: int = 0
+    engine_kind: str = ""
+
+
+class _Trajectory(msgspec.Struct, tag="trajectory", gc=False):
+    """The part of a ``TrajectoryLine`` that is shown, of this version or another."""
+
+    launched_s: float
+    ended_s: float
+    prompt_id: str = ""
+    group: int = 0
+    sample: int = 0
+    tokens: int = 0
+    outcome: str = ""
+    rollout_s: float = 0.0
+    reward_s: float = 0.0
+    reward: float | None = None
+    oldest_version: int = 0
+    newest_version: int = 0
+    engine: str = ""
+    queued_s: float = 0.0
+    paused_s: float = 0.0
+    returned_s: float = 0.0
+
+
+class _Engines(msgspec.Struct, tag="engines", gc=False):
+    time_s: float
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+
+
+class EngineSlots:
+    """Slots of engines, on which trajectories lie one after the other. ``blocks``: numbers of slots in a row, each of
+    one engine; a slot that is added later is a block behind all others, so that no number changes its meaning."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[str, int]] = []
+        self._count = 0
+        self._free: dict[str, list[tuple[float, int]]] = {}
+
+    def add(self, engine: str, count: int) -> None:
+        """Add free slots to ``engine``, at least as many as it needs at once."""
+        count = min(count, MOST_SLOTS - self._count)
+        if count > 0:
+            before = self.blocks.pop()[1] if self.blocks and self.blocks[-1][0] == engine else 0
+            self.blocks.append((engine, before + count))
+            slots = range(self._count, self._count + count)
+            self._free[engine] = sorted([*self._free.get(engine, ()), *((-1.0, slot) for slot in slots)])
+            self._count += count
+
+    def __contains__(self, engine: str) -> bool:
+        return engine in self._free
+
+    def place(self, engine: str, launched: float, left: float) -> int:
+        """Return the slot that was free for the shortest time when a trajectory was launched, and take it until the
+        trajectory ``left`` the engine."""
+        free = self._free.setdefault(engine, [])
+        if not (at := bisect_right(free, (launched, MOST_SLOTS))):
+            self.add(engine, 1)
+            free = self._free[engine]
+            if not free:
+                return MOST_SLOTS - 1
+        slot = free.pop(max(at - 1, 0))[1]
+        insort(free, (left, slot))
+        return slot
+
+
+class TimelineColumns:
+    """The trace of ``files``, up to the last ``refresh``. May be used from several threads."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._lines = FollowedLines(files.trace)
+        self._decode = msgspec.json.Decoder(_Header | _Trajectory | StepLine | _Engines | EventLine).decode
+        self._columns: dict[str, array[Any]] = {name: array(_CODES[kind]) for name, kind in COLUMNS.items()}
+        self._engine = array("H")
+        self._names: dict[str, dict[str, int]] = {"outcome": {}, "prompt": {}, "engine": {}}
+        self._placed = 0
+        self._slots = EngineSlots()
+        self.lock = RLock()
+        self.header = _Header()
+        self.steps: list[StepLine] = []
+        self.load: dict[str, array[Any]] = {
+            name: array(code) for name, code in zip(("time_s", "running", "waiting", "kv_usage"), "fIIf", strict=True)
+        }
+        self.events: list[EventLine] = []
+        self.unread = 0
+        """Lines that are none of a trace that this version reads."""
+
+    @property
+    def count(self) -> int:
+        """The number of trajectories that have a slot."""
+        return self._placed
+
+    def refresh(self) -> None:
+        """Read what the run has appended."""
+        with self.lock:
+            while lines := self._lines.read():
+                for line in lines:
+                    self._take(line)
+            self._place()
+
+    def head(self) -> dict[str, Any]:
+        """All but the columns, with ``count``."""
+        every = max(len(self.load["time_s"]) // MOST_POINTS, 1)
+        return {
+            "count": self._placed,
+            "columns": [{"name": name, "type": kind} for name, kind in COLUMNS.items()],
+            "max_tokens": self.header.max_tokens,
+            "steps": list(map(step_row, self.steps)),
+            "engines": {name: values[::every].tolist() for name, values in self.load.items()},
+            "events": list(map(event_row, self.events[-MOST_POINTS:])),
+            **self.names(),
+        }
+
+    def names(self, first_prompt: int = 0) -> dict[str, Any]:
+        """The meaning of numbers in columns; prompts from ``first_prompt`` on."""
+        return {
+            "outcomes": list(self._names["outcome"]),
+            "prompts": list(self._names["prompt"])[first_prompt:],
+            "slots": [{"engine": engine, "lanes": count} for engine, count in self._slots.blocks],
+        }
+
+    def column(self, name: str, first: int = 0) -> NDArray[Any]:
+        """A copy of one column of the trajectories from ``first`` on, in the order of their ends."""
+        with self.lock:
+            return np.frombuffer(self._columns[name], dtype=COLUMNS[name])[first : self._placed].copy()
+
+    def number_of_outcome(self, outcome: str) -> int:
+        """The number that stands for it in the column; one that none has where no trajectory has ended so."""
+        return self._names["outcome"].get(outcome, MOST_OUTCOMES)
+
+    def block(self) -> tuple[int, Iterator[bytes]]:
+        """The binary block of the contract: its length in bytes, and its parts. Columns are sorted by launch, and made
+        one by one, so that no second copy of all of them is ever there."""
+        with self.lock:
+            count, head = self._placed, msgspec.json.encode(self.head())
+            order = np.argsort(self.column("launched"), kind="stable")
+        head += b" " * (-(len(head) + 4) % 8)
+        start = len(head).to_bytes(4, "little") + head
+        length = len(start) + sum(_padded(count * int(kind[1])) for kind in COLUMNS.values())
+
+        def parts() -> Iterator[bytes]:
+            yield start
+            for name in COLUMNS:
+                part = self.column(name)[:count][order].tobytes()
+                yield part + bytes(_padded(len(part)) - len(part))
+
+        return length, parts()
+
+    def rows(self, first: int, last: int) -> list[list[float | int | None]]:
+        """Trajectories from ``first`` to before ``last``, each with the values of ``COLUMNS``; no reward is None."""
+        with self.lock:
+            columns = [self._columns[name][first:last].tolist() for name in COLUMNS]
+        return [[None if value != value else value for value in row] for row in zip(*columns, strict=True)]
+
+    # ---- lines ---------------------------------------------------------------------------------------
+
+    def _take(self, line: bytes) -> None:
+        try:
+            found = self._decode(line)
+        except UNDECODABLE:
+            self.unread += 1
+            return
+        if isinstance(found, _Trajectory):
+            self._append(found)
+        elif isinstance(found, StepLine):
+            while self.steps and self.steps[-1].policy_version >= found.policy_version:
+                self.steps.pop()  # the run went back, and made these steps again
+            self.steps.append(found)
+        elif isinstance(found, _Engines):
+            for name, values in self.load.items():
+                values.append(getattr(found, name))
+        elif isinstance(found, EventLine):
+            self.events.append(found)
+        else:
+            self.header = found
+            self.unread += found.schema != TRACE_SCHEMA
+
+    def _append(self, line: _Trajectory) -> None:
+        launched, ended = line.launched_s, line.ended_s
+        rollout_end = launched + line.rollout_s + line.paused_s
+        returned = line.returned_s or min(rollout_end + line.reward_s, ended)
+        rollout_end = min(rollout_end, returned)
+        values = (
+            launched,
+            min(launched + line.queued_s, rollout_end),
+            rollout_end,
+            returned,
+            ended,
+            line.paused_s,
+            0,
+            self._number("outcome", line.outcome, MOST_OUTCOMES),
+            line.group & 0xFFFFFFFF,
+            self._number("prompt", line.prompt_id, MOST_PROMPTS),
+            line.sample & 0xFFFF,
+            line.tokens & 0xFFFFFFFF,
+            float("nan") if line.reward is None else line.reward,
+            line.oldest_version & 0xFFFFFFFF,
+            line.newest_version & 0xFFFFFFFF,
+        )
+        for column, value in zip(self._columns.values(), values, strict=True):
+            column.append(value)
+        self._engine.append(self._number("engine", line.engine, MOST_SLOTS))
+
+    def _number(self, kind: str, name: str, most: int) -> int:
+        """The number of a name; ``most`` for those that do not fit, which have none."""
+        numbers = self._names[kind]
+        if (number := numbers.get(name)) is None:
+            if len(numbers) >= most:
+                return most
+            number = numbers[name] = len(numbers)
+        return number
+
+    # ---- slots ---------------------------------------------------------------------------------------
+
+    def _place(self) -> None:
+        """Put trajectories that were read since the last time on slots of their engines, in the order of launches."""
+        first, self._placed = self._placed, len(self._engine)
+        launched, left = self.column("launched", first), self.column("rollout_end", first)
+        engine = np.frombuffer(self._engine, dtype="u2")[first:].copy()
+        names = list(self._names["engine"])
+        header = self.header
+        at_once = min(header.capacity, header.prompts_per_batch * header.group_size * 3 // 2)
+        for number in sorted(set(engine.tolist()), key=lambda number: natural(names[number])):
+            if names[number] not in self._slots:
+                needed = most_at_once(launched[engine == number], left[engine == number])
+                self._slots.add(names[number], max(needed, at_once // max(header.engines, 1)))
+        order = np.argsort(launched, kind="stable")
+        slots = self._columns["slot"]
+        for begin in range(0, len(order), _CHUNK):
+            chunk = order[begin : begin + _CHUNK]
+            parts = (chunk.tolist(), engine[chunk].tolist(), launched[chunk].tolist(), left[chunk].tolist())
+            for row, number, since, until in zip(*parts, strict=True):
+                slots[first + row] = self._slots.place(names[number], since, until)
+
+
+def most_at_once(begins: NDArray[Any], ends: NDArray[Any]) -> int:
+    """The largest number of spans that overlap; one that ends when another begins does not."""
+    changes = np.concatenate([np.ones(len(begins), int), np.full(len(ends), -1)])
+    order = np.lexsort((changes, np.concatenate([begins, ends])))
+    return int(np.cumsum(changes[order]).max(initial=0))
+
+
+def natural(name: str) -> tuple[str, int]:
+    """A key that sorts ``engine-10`` behind ``engine-9``."""
+    word, _, number = name.rpartition("-")
+    return (word, int(number)) if number.isdecimal() else (name, 0)
+
+
+def step_row(step: StepLine) -> dict[str, Any]:
+    """A step as the page gets it."""
+    return {"step": step.policy_version} | msgspec.structs.asdict(step)
+
+
+def event_row(event: EventLine) -> dict[str, Any]:
+    """An event as the page gets it; ``end_s`` where it lasted."""
+    row: dict[str, Any] = {"time_s": event.time_s, "kind": event.kind, "text": event.text, "step": event.step}
+    return row | ({"end_s": event.time_s + event.seconds} if event.seconds else {})
+
+
+def _padded(length: int) -> int:
+    return -(-length // 8) * 8
