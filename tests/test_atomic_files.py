@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,17 @@ def test_a_new_run_is_on_the_disk_before_anything_is_journalled(tmp_path: Path, 
     expected = [run.parent.parent, run.parent, run, run / "inputs.json", run / "recipe.toml", run.parent / "latest"]
     assert [path for path in expected if not disk.holds(path)] == []
     assert sorted(path.name for path in run.iterdir()) == ["inputs.json", "recipe.toml"]
+
+
+@pytest.mark.parametrize(("last", "code", "left"), [("pass", 0, ["new"]), ("os.kill(os.getpid(), 15)", 143, [])])
+def test_a_new_directory_is_whole_or_absent(tmp_path: Path, last: str, code: int, left: list[str]) -> None:
+    script = f"""
+import os
+from pathlib import Path
+from streamrl.base.atomic_files import new_directory
+with new_directory(Path("new")) as partial:
+    (partial / "file").write_text("")
+    {last}
+"""
+    assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=False).returncode == code
+    assert os.listdir(tmp_path) == left

@@ -1,5 +1,5 @@
-"""Small files that are whole or absent for every reader, whenever their writer is killed; those that
-must outlive a power cut are flushed. All of it blocks, and raises ``OSError``."""
+"""Small files, and new directories, that are whole or absent for every reader, whenever their writer is killed; those
+that must outlive a power cut are flushed. All of it blocks, and raises ``OSError``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from streamrl.base.errors import StreamRLError
+from streamrl.base.errors import RecipeError, StreamRLError
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -60,6 +64,30 @@ def make_directory(directory: Path) -> None:
     make_directory(directory.parent)
     directory.mkdir(exist_ok=True)
     flush_directory(directory.parent)
+
+
+@contextmanager
+def new_directory(directory: Path) -> Iterator[Path]:
+    """Yield an empty directory beside ``directory`` that takes its name at the end; where the block raises it is
+    removed, and so where SIGTERM ends the process in the block. For the main thread. Raises ``RecipeError`` where
+    ``directory`` is there and not empty."""
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        what = "is not empty" if directory.is_dir() else "is a file"
+        raise RecipeError(f"{directory} {what}: name a directory that is not there yet", outcome="nothing was written")
+    target = directory.absolute()
+    make_directory(target.parent)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        partial.replace(target)
+        flush_directory(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def flush_directory(directory: Path) -> None:

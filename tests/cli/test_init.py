@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import subprocess
 import sys
 import tomllib
@@ -148,7 +149,7 @@ def test_a_folder_that_is_not_empty_is_refused_and_left_as_it_is(init: Init, tmp
     before = {path: path.read_bytes() for path in (tmp_path / "empty").iterdir()}
     for name in ("empty", "empty/recipe.toml"):
         code, error = init(name, "--task", "own", "--model", MODEL)
-        assert code == 2 and f"{name} is " in error and "name a folder that is not there yet" in error
+        assert code == 2 and f"{name} is " in error and "name a directory that is not there yet" in error
     assert {path: path.read_bytes() for path in (tmp_path / "empty").iterdir()} == before
 
 
@@ -175,11 +176,12 @@ def test_questions_on_a_terminal(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=end, stdout=end, stderr=subprocess.PIPE, cwd=ROOT) as process:
         os.close(end)
         os.write(terminal, f"7\n3\n{MODEL}\n".encode())
-        shown = b""
-        while b"next:" not in shown and process.poll() is None:
+        shown, last = b"", b"streamrl train recipe.toml\r"
+        while last not in shown and select.select([terminal], (), (), 120)[0]:
             shown += os.read(terminal, 4096)
-        os.write(terminal, b"\n")
-        assert process.wait(60) == 0, process.communicate()
+        if last not in shown:
+            process.kill()
+        assert process.wait() == 0, process.communicate()
     os.close(terminal)
     assert b"there is no 7: type 1 to 6" in shown and b"3  choice" in shown
     assert "the largest?" in (tmp_path / "new" / "train.jsonl").read_text()

@@ -224,7 +224,7 @@ def fill(run: Path) -> None:
     [
         (None, ("--version", "7"), "has no checkpoint of version '7' (a number, latest, best): it has versions 1, 2"),
         (None, ("--shard-size", "much"), "--shard-size much: "),
-        (fill, (), "m is there and not empty: name a new directory"),
+        (fill, (), "m is not empty: name a directory that is not there yet"),
         (damage, (), "hf is damaged: model.safetensors differs; take another version of the run"),
         (damage, ("--shard-size", "1MB"), "hf is damaged: model.safetensors differs"),
         (lambda run: (run / "recipe.toml").unlink(), (), "is not the directory of a run"),
@@ -243,7 +243,7 @@ def test_nothing_is_left_of_an_export_that_fails(
     if prepare is not None:
         prepare(copy)
     before = sorted(tmp_path.rglob("*"))
-    assert main(["export", str(copy), str(tmp_path / "m"), *options]) == 1
+    assert main(["export", str(copy), str(tmp_path / "m"), *options]) == (2 if prepare is fill else 1)
     assert problem in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 

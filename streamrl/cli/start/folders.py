@@ -1,40 +1,16 @@
-"""A new folder that is whole or absent, and its files out of templates."""
+"""Files of a new folder, out of templates."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import string
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-from streamrl.base.errors import RecipeError
 
 TEMPLATES = Path(__file__).parent / "templates"
 _ENDING = ".txt"
 """Of a template: it is Python or TOML only once its ``$names`` are replaced, and then it is the user's."""
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty directory beside ``folder`` that takes its name at the end; where the block raises it is removed.
-    Raises ``RecipeError`` where ``folder`` is there and not empty."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        what = "is not empty" if folder.is_dir() else "is a file"
-        raise RecipeError(f"{folder} {what}: name a folder that is not there yet", outcome="nothing was written")
-    target = folder.absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)
-        partial.replace(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def template(name: str, values: Mapping[str, object]) -> str:

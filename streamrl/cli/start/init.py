@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+from streamrl.base.atomic_files import new_directory
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.cli.command import Argument, Command, print_json
 from streamrl.cli.dialects.translation import translate
-from streamrl.cli.start.folders import new_folder, template, write_templates
+from streamrl.cli.start.folders import template, write_templates
 from streamrl.cli.start.models import MADE, MODELS, SMOLLM2, TINY, ModelSettings, find_model, make_model
 from streamrl.cli.start.questions import ask, choose, has_terminal
 from streamrl.cli.start.tasks import GYM, HELD_OUT, QUESTION, TASKS, TRAIN, WARM_UP, find_task, write_corpus
@@ -52,7 +53,7 @@ class Init(Command, frozen=True, kw_only=True):
         if kind == "judge" and corpus and model == TINY:
             raise RecipeError("--corpus: a tiny model has not learnt to judge these rows: name a --model that can")
         values = _values(self.folder.absolute().name, kind, of_gym, settings)
-        with new_folder(self.folder) as partial:
+        with new_directory(self.folder) as partial:
             if corpus:
                 write_corpus(corpus, partial, TASKS[kind], imitated=model == TINY)
             else:
@@ -75,7 +76,7 @@ class Init(Command, frozen=True, kw_only=True):
             raise RecipeError(text, outcome="nothing was written")
         made = translate(self.source)
         files = {"recipe.toml": made.recipe, **made.files}
-        with new_folder(self.folder) as partial:
+        with new_directory(self.folder) as partial:
             for name, text in files.items():
                 (partial / name).write_text(text, encoding="utf-8")
         commands = [

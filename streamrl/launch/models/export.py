@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.base.atomic_files import flush_directory, make_directory
+from streamrl.base.atomic_files import flush_directory, make_directory, new_directory
 from streamrl.base.errors import DiskFull, StreamRLError
 from streamrl.launch.models.model_card import model_card
 from streamrl.launch.models.saved_model import SavedModel
@@ -37,8 +36,6 @@ def export_model(saved: SavedModel, destination: Path, shard_size: str = "") -> 
     sampling of the run, and a card. Returns the bytes of each file. Raises ``StreamRLError`` and ``OSError``: then
     nothing is there."""
     recipe, folder = load_recipe(saved.run / "recipe.toml"), saved.folder
-    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
-        raise StreamRLError(f"{destination} is there and not empty: name a new directory")
     digests = {name[3:]: digest for name, digest in read_digests(saved.checkpoint).items() if name.startswith("hf/")}
     weights = [name for name in digests if name.endswith((".safetensors", INDEX_FILE))]
     taken = [name for name in digests if _TAKEN.fullmatch(name)]
@@ -48,9 +45,7 @@ def export_model(saved: SavedModel, destination: Path, shard_size: str = "") -> 
     if size + _SPARE_BYTES > free:
         full = f"the model takes {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {parent}"
         raise DiskFull(f"{full}: make room, or name a directory on another disk")
-    partial = parent / f".{destination.name}.{os.getpid()}.partial"
-    partial.mkdir()
-    try:
+    with new_directory(destination) as partial:
         copied = taken if shard_size else [*taken, *weights]
         for name in copied:
             (partial / name).parent.mkdir(exist_ok=True)
@@ -65,11 +60,6 @@ def export_model(saved: SavedModel, destination: Path, shard_size: str = "") -> 
         flush_and_digest(partial, files_below(partial))
         for below in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
             flush_directory(below)
-        partial.rename(destination)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    flush_directory(parent)
     return {name: (destination / name).stat().st_size for name in files_below(destination)}
 
 
