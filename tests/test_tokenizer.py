@@ -24,6 +24,7 @@ from streamrl.launch.plan.first_prompt import difference_from_transformers, firs
 from streamrl.pretrained.chat_template import ChatError
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.rewards import Reward, RewardLimits
+from streamrl.recipe.sections import Sampling
 from streamrl.rewards.calls.loading import load_reward
 from streamrl.rewards.calls.reward_set import RewardSet
 from streamrl.run.prompts.prompt_rows import BadRow, read_prompt
@@ -366,7 +367,7 @@ async def test_ids_that_text_cannot_carry_reach_the_trainer(tmp_path: Path) -> N
     engine = RecordingEngine(options, clock=clock.now, sleep=clock.sleep)
     engine.sampled = []
     await engine.start()
-    stage = RolloutStage(engine, max_tokens=300, temperature=1.0, top_p=1.0)
+    stage = RolloutStage(engine, Sampling(max_tokens=300))
     give, orders = memory_stream(2)
     outcomes, take = memory_stream(2)
     async with anyio.create_task_group() as group:

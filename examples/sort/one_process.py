@@ -139,7 +139,7 @@ async def train(recipe: Recipe, directory: Path, engines: Sequence[Engine]) -> s
     pool = EnginePool({f"engine-{index}": engine for index, engine in enumerate(engines)})
     tokenizer = SortTokenizer()
     trainer = TorchTrainer(trainer_options(recipe, 0, recipe.run.name, ""), FilePublisher.into(directory))
-    rollout = RolloutStage(pool, max_tokens=recipe.sampling.max_tokens, temperature=1.0, top_p=1.0)
+    rollout = RolloutStage(pool, recipe.sampling)
     scoring = RewardSettings(functions="sort", per_group=False, timeout_s=30.0, concurrency=64)
     rewards = RewardStage(scoring, [partial(reward_worker, recipe, tokenizer)])
     # For all that is in flight: control waits for no stage.

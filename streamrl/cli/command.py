@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 
 import msgspec
 
-from streamrl.cli.dialects.command_line import own_form, unknown_words
+from streamrl.cli.dialects.command_line import normalized_arguments, unknown_words
 from streamrl.cli.usage.examples import EXAMPLES
 
 Made = TypeVar("Made", bound="Command")
@@ -75,7 +75,7 @@ def parse_command(kind: type[Made], name: str, arguments: Sequence[str]) -> Made
     hints = get_type_hints(kind, include_extras=True)
     flags = [_add(parser, field, hints[field.name]) for field in msgspec.structs.fields(kind)]
     takes_overrides = SET in flags
-    words = own_form(arguments, SET, parser.error) if takes_overrides else list(arguments)
+    words = normalized_arguments(arguments, SET, parser.error) if takes_overrides else list(arguments)
     known, unknown = parser.parse_known_args(words)
     if unknown:
         parser.error(unknown_words(unknown) if takes_overrides else f"unrecognized arguments: {' '.join(unknown)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import anyio.to_thread
-from msgspec import structs
 
 from streamrl.base.run_events import RunWarning
 from streamrl.base.types import token_array
@@ -44,10 +43,10 @@ async def open_rollout(recipe: Recipe, processes: Processes, held_out: HeldOut, 
         await emit(RunWarning(step=0, message=message))
     return RolloutStage(
         processes.pool,
+        recipe.sampling,
         verifies_deferred=recipe.tail_batching.verifies(deterministic=recipe.run.deterministic),
         one_at_a_time=alone,
         capacity=capacity(recipe, processes),
-        **structs.asdict(recipe.sampling),
     )
 
 

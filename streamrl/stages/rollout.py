@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
+from msgspec import structs
 
 from streamrl.base.errors import RequestRefused
 from streamrl.base.messages import Generate
@@ -41,6 +41,7 @@ from streamrl.engines.resumption import (
     resumed_request,
     with_kept,
 )
+from streamrl.recipe.sections import Sampling
 
 
 class _Attempt:
@@ -112,23 +113,22 @@ class _Attempt:
 
 class RolloutStage:
     """Samples trajectories on ``engine`` (one or a pool). ``run`` once, as a child of the nursery. ``one_at_a_time``:
-    the engine never has two requests of this stage; ``capacity``: requests that count as a full engine; ``sampling``:
-    fields of every request (``Generate``), from ``max_tokens`` and ``temperature`` on."""
+    the engine never has two requests of this stage; ``capacity``: requests that count as a full engine."""
 
     def __init__(
         self,
         engine: Sampler,
+        sampling: Sampling,
         *,
         verifies_deferred: bool = False,
         one_at_a_time: bool = False,
         capacity: float = math.inf,
-        **sampling: Any,
     ) -> None:
         self._engine = engine
         self._capacity = capacity
         self._turn = anyio.Semaphore(1) if one_at_a_time else nullcontext()
         self._kept = CancelledCompletions() if verifies_deferred else None
-        self._sampling = sampling
+        self._sampling = structs.asdict(sampling)
         self._open: dict[TrajectoryId, _Attempt] = {}
         self._waiting = 0
         self._engines_paused = False

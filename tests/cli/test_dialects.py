@@ -25,6 +25,7 @@ from streamrl.cli.main import main
 from streamrl.cli.train import Train
 from streamrl.recipe.dialects.foreign_keys import assigned, dialects, foreign_answer
 from streamrl.recipe.fields import paths_in_view
+from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import parse_toml
 
@@ -43,15 +44,22 @@ def rows(name: str) -> list[str]:
 
 @pytest.mark.parametrize("row", rows("foreign.txt"))
 def test_a_foreign_setting_is_translated_or_answered(row: str) -> None:
-    """What is set passes the check of a recipe; what is answered names the system whose key it is."""
+    """What is set passes the check of a recipe; what is answered names the system whose key it is. What the rules say
+    of the recipe is in the report."""
     written, _, expected = row.partition(" -> ")
     dialect, _, assignment = written.partition(" ")
     key, _, value = assignment.partition(" = ")
     settings = {key: parse_toml(f"value = {value}")["value"]}
-    found = translated(Foreign("TRL" if dialect == "vLLM" else dialect, "settings", settings)).settings
-    (one,) = [one for one in found if one.key == key and not one.default]
+    made = translated(Foreign("TRL" if dialect == "vLLM" else dialect, "settings", settings))
+    (one,) = [one for one in made.settings if one.key == key and not one.default]
     assert f"{one.outcome}: {one.here}" == expected
     assert {f"{dialect}'s", "vLLM's"} & set(foreign_answer(key).split()) or key in PATHS
+    said = [""]
+    try:
+        load_recipe(parse_toml(made.recipe))
+    except RecipeError as error:
+        said = error.problems
+    assert {problem.removeprefix("recipe: ") for problem in said} <= {"", *(one.here for one in made.settings)}
 
 
 def test_every_key_that_the_table_names_is_one_of_a_recipe() -> None:

@@ -24,6 +24,7 @@ from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.recipe.scheduling import InFlight
+from streamrl.recipe.sections import Sampling
 from streamrl.recipe.topology import PreparedSet
 from streamrl.stages.rollout import RolloutStage
 
@@ -104,7 +105,7 @@ class Rounds:
         give, orders = memory_stream(64)
         outcomes, take = memory_stream(64)
         await self.next_version()
-        stage = RolloutStage(self.pool, max_tokens=300, temperature=1.0, top_p=1.0)
+        stage = RolloutStage(self.pool, Sampling(max_tokens=300))
         self.finished, self.looks = [], []
         ids = [TrajectoryId(prompt_id="p", group_id=n // 4, sample=n % 4, attempt=self.version) for n in range(32)]
         async with anyio.create_task_group() as group:

@@ -26,7 +26,7 @@ from streamrl.engines.simulated.text import UniformText
 from streamrl.launch.supervise.engine_orders import EngineOrders
 from streamrl.launch.supervise.supervisor import Supervisor
 from streamrl.recipe.scheduling import InFlight
-from streamrl.recipe.sections import Engines
+from streamrl.recipe.sections import Engines, Sampling
 from streamrl.recipe.topology import ProcessPlan, Role, Topology
 from streamrl.stages.rollout import RolloutStage
 
@@ -94,7 +94,7 @@ class Controller:
         self.hosts.set_weight_sync(self.sync)
         self.live = 0
         await self.sync.push(announced(0, None))
-        stage = RolloutStage(self.pool, max_tokens=MAX_TOKENS, temperature=1.0, top_p=1.0)
+        stage = RolloutStage(self.pool, Sampling(max_tokens=MAX_TOKENS))
         self.orders, orders = memory_stream(4096)
         outcomes, self.come = memory_stream(4096)
         group.start_soon(stage.run, orders, outcomes)

@@ -23,6 +23,7 @@ from streamrl.engines.resumption import part_id
 from streamrl.engines.routing import REMEMBERED_PROMPTS, SIBLING_SLACK
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.recipe.scheduling import InFlight
+from streamrl.recipe.sections import Sampling
 from streamrl.stages.rollout import RolloutStage
 
 MakeRequest = Callable[..., Generate]
@@ -150,7 +151,7 @@ class Roll:
         give, orders = memory_stream(64)
         outcomes, take = memory_stream(64)
         await self.pool.start()
-        stage = RolloutStage(self.pool, max_tokens=300, temperature=1.0, top_p=1.0)
+        stage = RolloutStage(self.pool, Sampling(max_tokens=300))
         async with anyio.create_task_group() as group:
             group.start_soon(stage.run, orders, outcomes)
             for sample in range(self.launched):

@@ -28,6 +28,7 @@ from streamrl.contracts import Engine, Sampler
 from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.recipe.scheduling import InFlight
+from streamrl.recipe.sections import Sampling
 from streamrl.stages.rollout import RolloutStage
 from streamrl.weights.publish.publisher import Published, ShardSpec
 from streamrl.weights.publish.publisher import WeightPublisher as RankPublisher
@@ -152,7 +153,7 @@ class Roll:
     """A stage with one trajectory for each prompt."""
 
     def __init__(self, engine: Sampler, prompts: list[TokenArray]) -> None:
-        self.stage = RolloutStage(engine, max_tokens=LONGEST, temperature=0.0, top_p=1.0)
+        self.stage = RolloutStage(engine, Sampling(max_tokens=LONGEST, temperature=0.0))
         self.prompts = [Prompt(prompt_id=f"p{i}", token_ids=tokens) for i, tokens in enumerate(prompts)]
         self.ids = [TrajectoryId(prompt_id=p.prompt_id, group_id=i, sample=0) for i, p in enumerate(self.prompts)]
         self.give, self.orders = memory_stream(64)

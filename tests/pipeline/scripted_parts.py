@@ -54,7 +54,7 @@ from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
 from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.sections import Evaluation as EvaluationSettings
-from streamrl.recipe.sections import ReleaseKind
+from streamrl.recipe.sections import ReleaseKind, Sampling
 from streamrl.recipe.topology import PreparedSet
 from streamrl.rewards.reward_messages import (
     CompletionToScore,
@@ -328,7 +328,7 @@ class SimulatedRun:
             {f"engine-{index}": engine for index, engine in enumerate(self.engines)}, unavailable=unavailable
         )
         await pool.start()
-        rollout = RolloutStage(pool, max_tokens=64, temperature=1.0, top_p=1.0)
+        rollout = RolloutStage(pool, Sampling(max_tokens=64))
         async with anyio.create_task_group() as parts:
             streams: list[RankStreams] = []
             for rank in self.ranks:

@@ -28,6 +28,7 @@ from streamrl.base.stage_messages import (
 from streamrl.base.types import Completion, FinishReason, Prompt, TrajectoryId, VersionSpan, token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.recipe.sections import Sampling
 from streamrl.stages.rollout import RolloutStage
 
 LONG = LengthMixture(median=200, sigma=0.01, long_share=0.0)
@@ -83,7 +84,7 @@ class Bench:
 
     def __init__(self, engine: RecordingEngine, capacity: float = math.inf) -> None:
         self.engine = engine
-        self.stage = RolloutStage(engine, max_tokens=300, temperature=1.0, top_p=1.0, capacity=capacity)
+        self.stage = RolloutStage(engine, Sampling(max_tokens=300), capacity=capacity)
         self.give, self.orders = memory_stream(64)
         self.outcomes, self.take = memory_stream(64)
         self.seen: list[Any] = []

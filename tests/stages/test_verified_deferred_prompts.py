@@ -14,6 +14,7 @@ from streamrl.base.stage_messages import CancelTrajectories, FinishedTrajectory,
 from streamrl.base.types import Prompt, Trajectory, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.recipe.sections import Sampling
 from streamrl.stages.rollout import RolloutStage
 
 PROMPT = Prompt(prompt_id="p", token_ids=token_array([2, 3]))
@@ -34,7 +35,7 @@ class Rollout:
         self.engine = SimulatedEngine(
             SimulationOptions(lengths=LONG, policy_version=3), clock=self.clock.now, sleep=self.clock.sleep
         )
-        self.stage = RolloutStage(self.engine, max_tokens=300, temperature=1.0, top_p=1.0, verifies_deferred=verifies)
+        self.stage = RolloutStage(self.engine, Sampling(max_tokens=300), verifies_deferred=verifies)
         self.give, self.orders = memory_stream(8)
         self.outcomes, self.take = memory_stream(8)
 

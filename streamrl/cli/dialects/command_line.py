@@ -15,7 +15,7 @@ _DASHED = re.compile(rf"--(no-)?{_PATH}(=.*)?", re.DOTALL)
 _FLAG = re.compile(r"--?[A-Za-z]")
 
 
-def own_form(words: Iterable[str], flag: str, refuse: Callable[[str], NoReturn]) -> list[str]:
+def normalized_arguments(words: Iterable[str], flag: str, refuse: Callable[[str], NoReturn]) -> list[str]:
     """Return the words of a command line with every override behind ``flag``: ``a.b=c``, ``+a.b=c``, ``--a.b c``,
     ``--a-b.c=d``, ``--a.b`` (true), ``--no-a.b`` (false); ``@ RECIPE``, ``@RECIPE`` and ``--config RECIPE`` by its
     place. ``refuse`` is called for what is none of them."""

@@ -17,8 +17,8 @@ class Given(dict[str, Any]):
         """Return the value of the first key that is ``name`` or ends with it; None where there is none."""
         return next((value for key, value in self.items() if f".{key}".endswith(f".{name}")), None)
 
-    def why_not(self, key: str) -> str:
-        """Return why the key of a row does not count beside the others; empty where it does."""
+    def reason_without_effect(self, key: str) -> str:
+        """Return why the key of a row has no effect beside the others; empty where it has one."""
         switch, _, wanted = SWITCHES.get(key, "").partition("=")
         found = self.of(switch) if switch else None
         return f"{switch} is not {wanted}" if switch and str(found).lower() != wanted else ""

@@ -9,14 +9,16 @@ from typing import Any
 
 import msgspec
 
+from streamrl.base.errors import RecipeError
 from streamrl.cli.dialects.conversions import CONVERSIONS, Given
 from streamrl.cli.dialects.setting_files import Foreign, read_foreign
 from streamrl.recipe.check_fields import CheckedTable
 from streamrl.recipe.dialects.foreign_keys import assigned, defaults_of, dialects, find
 from streamrl.recipe.fields import as_written, keys_of, written_path
 from streamrl.recipe.problems import Origin, did_you_mean, shown
+from streamrl.recipe.rules.load import read_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.recipe.toml_text import toml_value
+from streamrl.recipe.toml_text import parse_toml, toml_value
 
 TRANSLATED, BY_HAND, WITHOUT = "translated", "by hand", "no counterpart"
 NEEDLESS, UNKNOWN = "need not be set", "not known"
@@ -93,6 +95,10 @@ def translated(foreign: Foreign) -> Translation:
             values[path], origins[path] = value, [f"not in the settings: {what}"]
             every.append(ForeignSetting("", value, BY_HAND, f"{path} is not in the settings: {what}"))
     settings = [one for one in every if one.outcome == TRANSLATED or not one.default]
+    try:
+        read_recipe(parse_toml(_recipe_text(foreign, values, origins, settings)))
+    except RecipeError as error:  # values that are allowed alone, and not together
+        settings += [ForeignSetting("", None, BY_HAND, problem.removeprefix("recipe: ")) for problem in error.problems]
     text = _recipe_text(foreign, values, origins, settings)
     return Translation(foreign.dialect, text, foreign.files, tuple(settings))
 
@@ -118,7 +124,7 @@ def _setting(dialect: str, key: str, value: Any, given: Given, *, default: bool)
     convert = CONVERSIONS.get(dialect, {}).get(row.key)
     try:
         effect = convert(value, given) if convert is not None else row.effect(value, key)
-        if reason := given.why_not(row.key):
+        if reason := given.reason_without_effect(row.key):
             effect = f"={reason}"
     except (TypeError, ValueError, ArithmeticError, LookupError):
         effect = f"~{shown(value)} is no value that it takes; {row.here.lstrip('~=-')}"

@@ -88,7 +88,7 @@ async def _pass(
     """The stages of a run, without control between them."""
     settings, sampling = held_out.settings, recipe.sampling
     evaluation = EvaluationRun(held_out, version, limit=settings.limit, seed=recipe.run.seed)
-    rollout = RolloutStage(engine, **structs.asdict(sampling))
+    rollout = RolloutStage(engine, sampling)
     orders: tuple[Any, Any] = memory_stream(held_out.in_flight)
     finished: tuple[Any, Any] = memory_stream(held_out.in_flight)
 

@@ -134,9 +134,9 @@ def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
     """``row`` with its prompt where ``read_prompt`` looks for it. Raises ``BadRow``."""
     if form == RowForm():
         return row
-    answer = {"answer": _made(row, "answer", form.answer)} if form.answer else {}
+    answer = {"answer": _column_value(row, "answer", form.answer)} if form.answer else {}
     if form.template:  # which decides where there are others
-        text = _made(row, "template", form.template)
+        text = _column_value(row, "template", form.template)
         if not isinstance(text, str):
             raise BadRow(f"has a {type(text).__name__} as what prompts.template names: it must be text")
         row = {name: row[name] for name in row if name not in ("messages", _TOKEN_COLUMN)} | {"prompt": text}
@@ -163,7 +163,7 @@ def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
     return row
 
 
-def _made(row: Mapping[str, Any], key: str, source: str) -> Any:
+def _column_value(row: Mapping[str, Any], key: str, source: str) -> Any:
     try:
         return value_of(source, row)
     except TemplateFailed as error:
