@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
+
 from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import read_lines
 from streamrl.base.printable import printable
@@ -66,16 +68,11 @@ def _of_evaluation(path: Path, step: int) -> dict[str, CompletionSampled]:
     ordered = sorted(scored, key=lambda line: line["reward"])
     some = {"best": ordered[-1], "worst": ordered[0], "random": random.Random(step).choice(ordered)}
     return {
-        kind: CompletionSampled(
-            step=step,
-            chosen=kind,
-            prompt_id=line["prompt_id"],
-            prompt=line["prompt_text"],
-            text=line["text"],
-            reward=line["reward"],
-            rewards=line["reward_parts"],
-            tokens=len(line["token_ids"]),
-            finish_reason=line["finish_reason"],
+        kind: msgspec.convert(
+            line
+            | {"step": step, "chosen": kind, "tokens": len(line["token_ids"])}
+            | {"prompt": line["prompt_text"], "rewards": line["reward_parts"]},
+            CompletionSampled,
         )
         for kind, line in some.items()
     }

@@ -251,8 +251,13 @@ def port_problem(host: str, port: int) -> str | None:
     return None
 
 
+def nearest_existing(path: Path) -> Path:
+    """``path``, or the nearest directory above it that is there."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists() or one.is_symlink())
+
+
 def _disk(directory: Path) -> Iterable[Finding]:
-    existing = next(path for path in [directory.absolute(), *directory.absolute().parents] if path.exists())
+    existing = nearest_existing(directory)
     free = shutil.disk_usage(existing).free
     writable = os.access(existing, os.W_OK | os.X_OK)
     there = f"{existing} has {free / GIB:.1f} GiB free" + ("" if writable else " and cannot be written")

@@ -27,6 +27,7 @@ from streamrl.launch.plan.machine_check import (
     available_memory,
     engine_package,
     installed_version,
+    nearest_existing,
     port_problem,
     shared_memory,
 )
@@ -281,7 +282,7 @@ def _free_space(recipe: Recipe) -> Iterator[str]:
     checkpoint = recipe.checkpoint
     if not (checkpoint.every or checkpoint.at_end) or recipe.transport.training is not LaunchedBy.LOCAL:
         return
-    directory = _existing(Path(recipe.run.directory))
+    directory = nearest_existing(Path(recipe.run.directory))
     free_gib = shutil.disk_usage(directory).free / (1 << 30)
     if free_gib < checkpoint.min_free_gib:
         yield (
@@ -289,11 +290,6 @@ def _free_space(recipe: Recipe) -> Iterator[str]:
             f"checkpoint, and "
             f"{directory} has {free_gib:.2f}: make room, set another run.directory, or allow less"
         )
-
-
-def _existing(directory: Path) -> Path:
-    places = [directory.absolute(), *directory.absolute().parents]
-    return next(path for path in places if path.exists() or path.is_symlink())
 
 
 def _unusable(name: str, path: str) -> list[str]:
@@ -306,7 +302,7 @@ def _unusable(name: str, path: str) -> list[str]:
 
 
 def _run_directory(directory: Path) -> Iterator[str]:
-    existing = _existing(directory)
+    existing = nearest_existing(directory)
     try:
         with tempfile.TemporaryDirectory(dir=existing, prefix=".streamrl-preflight-"):
             pass
