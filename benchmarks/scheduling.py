@@ -35,7 +35,6 @@ from scheduling_cells import (
     COOL_DOWN_STEPS,
     ROUND_ARMS,
     SORTED_RL_ARMS,
-    WARM_UP_STEPS,
     CellPlan,
     Regime,
     parse_regime,
@@ -50,6 +49,7 @@ from scheduling_report import checkouts_table, report
 from training_run import ROOT, RunFailed
 
 from streamrl.base.errors import RecipeError
+from streamrl.launch.comparison.run_figures import WARM_UP_STEPS
 
 DEFAULT_REGIMES = ("demo:8x8", "heavy:16x8", "heavy:8x8", "demo:32x8")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from statistics import fmean
@@ -13,12 +13,12 @@ from statistics import fmean
 import msgspec
 from training_run import DEMO_RECIPE, ROOT, toml_value, training_run
 
+from streamrl.launch.comparison.run_figures import WARM_UP_STEPS, RunFigures, samples_of
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.simulate.recording import TRACE_FILE
 
 HEAVY_RECIPE = DEMO_RECIPE.parents[1] / "heavy" / "recipe.toml"
 RECIPES = {"demo": DEMO_RECIPE, "heavy": HEAVY_RECIPE}
-WARM_UP_STEPS = 2
 COOL_DOWN_STEPS = 1
 """After the measured ones, of every arm: the last step of a race trains those who would wait in vain."""
 SYNCHRONOUS, AUTO, DAPO_SYNCHRONOUS = "synchronous", "auto", "dapo_synchronous"
@@ -189,11 +189,11 @@ SIZED_ARMS = tuple(prefix + arm for prefix in PREFIXES for arm in SIZING_ARMS)
 ARMS = (*ROUND_ARMS, *SORTED_RL_ARMS, *SIZED_ARMS, DAPO_SYNCHRONOUS)
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished run. ``steps``: for each optimizer step, its values of ``KEPT_METRICS``; ``samples``: trained in one.
+class Cell(RunFigures, frozen=True, kw_only=True):
+    """A finished run. ``steps``: for each optimizer step, its values of ``KEPT_METRICS``.
 
-    ``accuracy``: held out, over ``held_out`` prompts, after the last step. ``overrides``: of the task's recipe.
-    ``cool_down``: steps at the end that are not measured. ``accuracies``: of every evaluation, by the steps before it.
+    ``accuracy``: held out, over ``held_out`` prompts. ``overrides``: of the task's recipe. ``accuracies``: of every
+    evaluation, by the steps before it.
     ``warnings``: what the run warned of, alarms included. ``cpu``: CPU seconds by process in the measured steps,
     evaluations beside them too (empty: not measured)."""
 
@@ -201,13 +201,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     arm: str
     seed: int
     overrides: dict[str, object]
-    steps: list[dict[str, float]]
-    accuracy: float
     held_out: int
     on_policy: bool
     machine: str
     finished_at: float
-    cool_down: int = 0
     accuracies: dict[int, float] = {}
     warnings: list[str] = []
     cpu: dict[str, float] = {}
@@ -217,31 +214,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         """Whether its steps are of as many prompts at every group size."""
         return self.arm.startswith(KEEPS_PROMPTS)
 
-    @property
-    def measured(self) -> list[dict[str, float]]:
-        """The steps after the warm-up and before the cool-down."""
-        return self.steps[WARM_UP_STEPS : len(self.steps) - self.cool_down]
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of the measured steps, without waits for an evaluation."""
-        return sum(step["time/step_s"] - step.get("time/wait_eval_s", 0.0) for step in self.measured)
-
     def seconds_to(self, accuracy: float) -> float:
         """Wall time of the steps until an evaluation found this accuracy; infinite where none did."""
         first = min((step for step, found in self.accuracies.items() if found >= accuracy), default=None)
         waited = [step["time/step_s"] - step.get("time/wait_eval_s", 0.0) for step in self.steps]
         return math.inf if first is None else sum(waited[:first])
-
-    @property
-    def samples(self) -> float:
-        """Trained in the measured steps."""
-        return sum(step["perf/samples_s"] * step["time/step_s"] for step in self.measured)
-
-    @property
-    def sample_ms(self) -> float:
-        """Milliseconds of wall time a trained sample."""
-        return 1e3 * self.seconds / self.samples
 
     @property
     def sample_cpu_ms(self) -> float:
@@ -254,36 +231,17 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return sum(step["perf/groups_s"] * step["time/step_s"] for step in self.measured)
 
     @property
-    def trained_tokens(self) -> float:
-        """Trained in the measured steps."""
-        return sum(step["perf/train_tok_s"] * step["time/step_s"] for step in self.measured)
-
-    @property
-    def length(self) -> float:
-        """Mean tokens of a trained sample."""
-        return self.trained_tokens / self.samples
-
-    @property
     def generated_per_trained(self) -> float:
         """Tokens whose sampling ended in the measured steps, over trained ones. NaN where no step says it."""
-        return self._mean_by(
+        return self.mean_by(
             "perf/generated_per_trained_tok", lambda step: step["perf/train_tok_s"] * step["time/step_s"]
         )
-
-    def weighted(self, name: str) -> float:
-        """Mean of a metric over the time of the measured steps. NaN where no step has it."""
-        return self._mean_by(name, lambda step: step["time/step_s"])
 
     def per_batch(self, name: str) -> float:
         """Mean of a metric over the batches of the measured steps that have it: long rounds may train several. NaN
         where no step has it."""
         of_batch = "perf/groups_s" if self.keeps_prompts else "perf/samples_s"
-        return self._mean_by(name, lambda step: step[of_batch] * step["time/step_s"])
-
-    def _mean_by(self, name: str, weight: Callable[[Mapping[str, float]], float]) -> float:
-        rows = [(step[name], weight(step)) for step in self.measured if name in step]
-        whole = sum(w for _, w in rows)
-        return sum(value * w for value, w in rows) / whole if whole else math.nan
+        return self.mean_by(name, lambda step: step[of_batch] * step["time/step_s"])
 
     def last(self, name: str, among: Sequence[Mapping[str, float]] | None = None) -> float:
         """Its last value, of the steps ``among`` (None: all). NaN where none has it."""
@@ -293,7 +251,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     def after_whole_cycles(self, name: str) -> float:
         """Its value at the end of the last round that trained several batches at once, else the last one: what short
         rounds after it left behind would be missing. NaN where no step has it."""
-        samples = [step["perf/samples_s"] * step["time/step_s"] for step in self.steps]
+        samples = list(map(samples_of, self.steps))
         of_long = [at for at, count in enumerate(samples) if count > 1.5 * min(samples)]
         return self.last(name, self.steps[: of_long[-1] + 1] if of_long else self.steps)
 

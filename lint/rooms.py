@@ -32,13 +32,18 @@ WINGS = {
         "run/evaluate",
     ),
     "cli/start": ("cli/dialects", "recipe/rules", "run/prompts"),
-    "cli/windows": ("observe/dashboard",),
     "cli/trial": (
         "launch/hub", "launch/models", "launch/plan", "observe/terminal", "recipe/rules", "rewards/calls",
         "run/evaluate", "run/prompts",
     ),
+    "cli/windows": (
+        "launch/comparison", "launch/hub", "launch/plan", "observe/dashboard", "observe/terminal", "recipe/rules",
+    ),
     "engines/elastic": ("engines/push",),
     "engines/vllm": ("engines/plain_vllm", "weights/pull", "weights/vllm"),
+    "launch/comparison": (
+        "control/policies", "observe/dashboard", "observe/follow", "observe/report", "observe/terminal", "recipe/rules",
+    ),
     "launch/hub": ("recipe/rules",),
     "launch/models": (
         "engines/vllm", "observe/follow", "recipe/rules", "rewards/calls", "run/evaluate", "run/prompts",

@@ -47,6 +47,7 @@ COMMANDS = {
     "simulate": ("simulate:Simulate", "what a recipe would do on a cluster: the real control core in virtual time"),
     "calibrate": ("simulate:Calibrate", "fit a cluster model to a recorded run"),
     "what-if": ("what_if:WhatIf", "which rounds would bring most, under a budget of staleness and length bias"),
+    "compare": ("windows.compare:Compare", "a recipe under several systems, in turns, as one report"),
     "serve": ("serve:Serve", "start one external process of a run by hand (transport.kind = tcp)"),
     "keys": ("serve:Keys", "make the keys by which processes on other hosts are let in (transport.keys)"),
 }

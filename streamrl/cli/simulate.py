@@ -15,9 +15,9 @@ from rich.table import Table
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print_json, recipe_file
+from streamrl.launch.comparison.candidates import compared_recipes
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.recipe.rules.load import load_recipe
-from streamrl.recipe.scheduling import System
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_document
 from streamrl.simulate.calibrate import calibrate
@@ -159,18 +159,7 @@ def candidates(request: Simulate) -> list[tuple[str, Recipe]]:
     if not request.compare:
         recipe = load_recipe(recipe_file(request.recipe), request.overrides)
         return [(str(recipe.rollout.rounds), recipe)]
-    chosen: list[tuple[str, Recipe]] = []
-    for text in filter(None, (part.strip() for part in request.compare.split(","))):
-        rounds, *settings = text.split(":")
-        # A system of the recipe would contradict the rounds.
-        one = [f'rollout.system="{rounds}"']
-        if rounds not in set(System) - {System.SYNCHRONOUS}:
-            one = ['rollout.system=""', f'rollout.rounds="{rounds}"']
-        overrides = (*request.overrides, *one, *settings)
-        chosen.append((text, load_recipe(recipe_file(request.recipe), overrides)))
-    if not chosen:
-        raise RecipeError(f"--compare {request.compare!r} names no policy: give some, such as synchronous,continuous")
-    return chosen
+    return compared_recipes(recipe_file(request.recipe), request.overrides, request.compare, "--compare")
 
 
 def _recipe_of(trace: Path) -> Recipe | None:

@@ -118,7 +118,7 @@ def test_a_timeline_has_every_step_and_every_request(tmp_path: Path, capsys: pyt
 
 def test_wrong_input_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(RECIPE), "--compare", "sychronous"]) == EXIT_BAD_INPUT
-    assert "rollout.rounds" in capsys.readouterr().err
+    assert "'sychronous' is no system and no kind of rounds" in capsys.readouterr().err
     assert main(["simulate", str(RECIPE), "--steps", "0"]) == EXIT_BAD_INPUT
     for command in ("simulate", "what-if"):
         assert main([command, str(RECIPE), "--seed", "-1"]) == EXIT_BAD_INPUT

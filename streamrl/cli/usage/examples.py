@@ -26,6 +26,7 @@ EXAMPLES = {
     "simulate": "simulate recipe.toml --compare synchronous,continuous",
     "calibrate": "calibrate runs/latest --out cluster.toml",
     "what-if": "what-if runs/latest --max-staleness 2",
+    "compare": "compare recipe.toml --systems sagc,fastest",
     "serve": "serve engine recipe.toml --index 1",
     "keys": "keys ~/streamrl-keys",
 }

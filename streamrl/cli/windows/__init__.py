@@ -1,1 +1,1 @@
-"""Commands that show runs: the page, the same as a file, and the Chrome trace."""
+"""Commands that show runs: the page, the same as a file, the Chrome trace, several systems side by side."""

@@ -1,0 +1,65 @@
+"""Figures of a finished run that are compared with those of other runs, at equal trained samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+WARM_UP_STEPS = 2
+"""First steps of every run, which are not measured: engines and trainer compile and fill their caches."""
+
+
+class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """``steps``: metrics of each optimizer step (docs/metrics.md). ``accuracy``: held out, after the last measured step
+    (NaN: not measured). ``cool_down``: steps at the end that are not measured."""
+
+    steps: list[dict[str, float]]
+    accuracy: float
+    cool_down: int = 0
+
+    @property
+    def measured(self) -> list[dict[str, float]]:
+        """The steps after the warm-up and before the cool-down."""
+        return self.steps[WARM_UP_STEPS : len(self.steps) - self.cool_down]
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the measured steps, without waits for an evaluation."""
+        return sum(step["time/step_s"] - step.get("time/wait_eval_s", 0.0) for step in self.measured)
+
+    @property
+    def samples(self) -> float:
+        """Number of samples that the measured steps trained."""
+        return sum(map(samples_of, self.measured))
+
+    @property
+    def sample_ms(self) -> float:
+        """Milliseconds of wall time a trained sample."""
+        return 1e3 * self.seconds / self.samples
+
+    @property
+    def trained_tokens(self) -> float:
+        """Number of tokens that the measured steps trained."""
+        return sum(step["perf/train_tok_s"] * step["time/step_s"] for step in self.measured)
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of a trained sample."""
+        return self.trained_tokens / self.samples
+
+    def weighted(self, name: str) -> float:
+        """Mean of a metric over the time of the measured steps. NaN where no step has it."""
+        return self.mean_by(name, lambda step: step["time/step_s"])
+
+    def mean_by(self, name: str, weight: Callable[[Mapping[str, float]], float]) -> float:
+        """Mean of a metric over the measured steps that have it, each with its ``weight``. NaN where no step has it."""
+        rows = [(step[name], weight(step)) for step in self.measured if name in step]
+        whole = sum(w for _, w in rows)
+        return sum(value * w for value, w in rows) / whole if whole else math.nan
+
+
+def samples_of(step: Mapping[str, float]) -> float:
+    """Number of samples that a step trained, from its metrics."""
+    return step["perf/samples_s"] * step["time/step_s"]
