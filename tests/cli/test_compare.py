@@ -136,15 +136,16 @@ def test_two_systems_train_as_many_samples(tmp_path: Path, capsys: Any) -> None:
     flags += ["training.advanced.threads=1", "checkpoint.advanced.min_free_gib=0"]
     command = ["compare", str(RECIPE), *flags, "--samples", "48", "--repeats", "1", "--out", str(tmp_path / "out")]
 
-    assert main([*command, "--systems", "synchronous,rollpacker", "--json"]) == 0
+    assert main([*command, "--systems", "synchronous,sagc", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [run["system"] for run in found["runs"]] == ["synchronous", "rollpacker"]
+    assert [run["system"] for run in found["runs"]] == ["synchronous", "sagc"]
     kept = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert kept == found and not found["failures"] and len(found["notes"]) == 1
     for run in found["runs"]:
         measured = run["steps"][WARM_UP_STEPS : len(run["steps"]) - run["cool_down"]]
-        assert sum(step["perf/samples_s"] * step["time/step_s"] for step in measured) == pytest.approx(48)
+        assert sum(step["perf/samples_s"] * step["time/step_s"] for step in measured) > 47.9
+        assert run["cool_down"] <= 1, "no more than the step that was open"
         assert run["accuracy"] is not None and Path(run["directory"]).parent == tmp_path / "out"
     assert found["systems"]["synchronous"] == {}
-    assert found["systems"]["rollpacker"]["rollout.rounds"] == '"tail_batching"'
+    assert found["systems"]["sagc"]["group_sizing.kind"] == '"sagc"'
     assert (tmp_path / "out" / "comparison.html").read_text().count("<figure>") == 2
