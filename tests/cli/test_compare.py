@@ -15,7 +15,9 @@ from streamrl.launch.comparison.comparison import Comparison, comparison_page
 from streamrl.launch.comparison.measured_run import ComparedRun, measured_recipe
 from streamrl.launch.comparison.run_figures import WARM_UP_STEPS
 from streamrl.launch.comparison.step_timeline import bars_of, typical_step
-from streamrl.observe.report.trajectory_trace import StepLine, TraceHeader, TrajectoryLine, TrajectoryTrace, read_trace
+from streamrl.observe.dashboard.timeline_columns import TimelineColumns
+from streamrl.observe.follow.run_files import RunFiles
+from streamrl.observe.report.trajectory_trace import StepLine, TraceHeader, TrajectoryLine, TrajectoryTrace
 from streamrl.recipe.rules.load import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
