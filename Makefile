@@ -23,12 +23,13 @@ PIP_FLAGS := --disable-pip-version-check --no-input -qq
 PYTHONS := $(if $(filter cuda,$(DEVICE)),3.11 3.12,3.11)
 STAMP := $(VENV)/.installed-$(DEVICE)
 
-.PHONY: help demo compare test check lint types pytest claims venv lock audit clean
+.PHONY: help demo compare docs test check lint types pytest claims venv lock audit clean
 
 help:
 	@echo "make demo    install, then train the sorting policy ($(RECIPE)); MODEL=smollm2: a pretrained model"
 	@echo "make compare  the systems of three papers and ours beside synchronous rounds, on a task with a heavy tail: 25 minutes"
 	@echo "make test    install, then lint, format check, types and tests"
+	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make lint | types | pytest | check (= test) | claims | venv | lock | audit | clean"
 
 demo: venv $(if $(filter smollm2,$(MODEL)),examples/smollm2/model)
@@ -105,6 +106,19 @@ $(STAMP): requirements/$(DEVICE).lock pyproject.toml
 	$(BIN)/python -m compileall -q streamrl
 	touch $(STAMP)
 	echo "venv: ready ($(DEVICE))"
+
+# The site needs the internet for its own packages once, so it is no part of make test.
+docs: build/docs-venv/.installed
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) lint/docs_site.py build/docs
+	build/docs-venv/bin/zensical build --clean -f zensical.toml
+	echo "docs: build/site/index.html"
+
+build/docs-venv/.installed: requirements/docs.txt
+	@echo "docs: zensical, in an environment of its own"
+	python=$$(command -v python3.11 || command -v python3)
+	"$$python" -m venv build/docs-venv
+	build/docs-venv/bin/pip install $(PIP_FLAGS) --no-deps -r requirements/docs.txt
+	touch $@
 
 lock: venv
 	$(BIN)/python requirements/make_lock.py

@@ -1,0 +1,90 @@
+"""Pages of the documentation: links, the navigation of the site, no foreign assets, and names of metrics and keys."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lint.docs_site import ROOT, anchors_of, links_of, mirror, pages
+from lint.metrics_page import find_metric
+
+NAMED = [str(page.relative_to(ROOT)) for page in pages()]
+LOADED = re.compile(r"<(?:script|link|img|iframe|style|source)\b|@import|url\(|!\[[^\]]*\]\([a-z]+:", re.IGNORECASE)
+CODE = re.compile(r"`([^`\n]+)`")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_links_of_a_page_lead_to_files_and_headings_and_load_nothing(name: str) -> None:
+    page = ROOT / name
+    text = page.read_text()
+    wrong = []
+    for target, anchor in links_of(text):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        path = (page.parent / target).resolve() if target else page
+        inside = path.exists() and path.is_relative_to(ROOT)
+        if not inside or (anchor and anchor not in anchors_of(path.read_text())):
+            wrong.append(f"{target}#{anchor}")
+    assert not wrong, f"{name}: no such file or heading"
+    outside_of_code = CODE.sub("", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    assert not LOADED.findall(outside_of_code), "a page of the site loads something, or is HTML"
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)
+def test_pictures_load_nothing_and_run_nothing(picture: Path) -> None:
+    text = picture.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert not re.search(r"https?:|<script|<foreignObject|\bon\w+=|@import|href=", text)
+
+
+def test_every_page_is_in_the_navigation_once_and_in_the_index() -> None:
+    def of(entries: Any) -> Iterator[str]:
+        for entry in entries:
+            (value,) = entry.values()
+            yield from [value] if isinstance(value, str) else of(value)
+
+    found = list(of(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]))
+    assert sorted(found) == sorted(name for name in NAMED if not name.startswith("docs/adr/"))
+    listed = {target for target, _ in links_of((ROOT / "docs" / "index.md").read_text())}
+    assert {name.removeprefix("docs/") for name in found if name.startswith("docs/")} - {"index.md"} <= listed
+
+
+def test_the_mirror_has_all_that_pages_link_to(tmp_path: Path) -> None:
+    (tmp_path / "site" / "old").mkdir(parents=True)
+    mirror(tmp_path / "site")
+    assert not (tmp_path / "site" / "old").exists()
+    for name in NAMED:
+        copy = tmp_path / "site" / name
+        assert copy.read_text() == (ROOT / name).read_text()
+        targets = {target for target, _ in links_of(copy.read_text()) if target and "://" not in target}
+        assert all((copy.parent / target).exists() for target in targets)
+
+
+@cache
+def keys() -> set[str]:
+    """Keys of the recipe by their page, which a test compares with the structs."""
+    found, section = set(), ""
+    for line in (ROOT / "docs" / "recipe.md").read_text().splitlines():
+        if heading := re.match(r"## `\[+(\w+)\]+`", line):
+            section = heading[1]
+        elif row := re.match(r"\| `([\w.]+)` \|", line):
+            found.add(f"{section}.{row[1]}")
+    return found
+
+
+@pytest.mark.parametrize("name", ["docs/symptoms.md", "docs/several_gpus.md", "docs/how_it_works.md"])
+def test_metrics_and_keys_of_the_guides_are_there(name: str) -> None:
+    sections = {key.partition(".")[0] for key in keys()}
+    wrong = []
+    for code in CODE.findall((ROOT / name).read_text()):
+        word = code.partition(" ")[0]
+        if re.fullmatch(r"[a-z]+/[\w/<>@]+", word):
+            wrong += [] if find_metric(re.sub(r"<\w+>", "1", word)) else [word]
+        elif re.fullmatch(r"(?!.*jsonl)[a-z_]+\.[a-z_.]+", word) and word.partition(".")[0] in sections:
+            wrong += [] if word in keys() else [word]
+    assert not wrong
