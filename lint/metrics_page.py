@@ -141,6 +141,7 @@ async/dropped_<reason>_total | trajectories | total | Trajectories not trained, 
 async/dropped_ratio | share | share | Trajectories dropped so far, of those issued so far.
 async/inflight | trajectories | last | Trajectories that hold a slot.
 async/queue_depth | groups | last | Scored groups that wait to be trained.
+steering/changes_total | changes | total | Changes of settings that took effect while the run went on (`streamrl set`).
 round/<kind>/group_size | trajectories | mean | Samples of a trained group; there for the one kind of round that the
     step trained.
 round/<kind>/total | rounds | total | Rounds of this kind that were trained.
@@ -181,8 +182,8 @@ util/free_slot_ratio | share | share | Free share of the capacity c (util/capaci
 util/rollout_bubble_ratio | share | share | The same over the rollout alone, from a live version until the next batch is
     full: SortedRL's bubble ratio (arXiv 2603.23414).
 util/wait_reason/<reason> | share | share | Share of the step in which the run as a whole waited for this: engine_start,
-    sampling, tail (few still run), reward, training, push, evaluation, checkpoint, prompts, recovery, shutdown, control
-    (what happened is on its way to control). One reason at every instant: the shares sum to 1.
+    sampling, tail (few still run), reward, training, push, evaluation, checkpoint, prompts, recovery, shutdown, paused,
+    control (what happened is on its way to control). One reason at every instant: the shares sum to 1.
 util/loop_lag_s | s | max | Longest time since the last step in which the controller's event loop answered nothing.
 util/capacity | requests | last | Slots: requests that run at once in full engines.
 perf/train_tok_s | tokens/s | rate | Trained tokens per second of wall time: goodput.

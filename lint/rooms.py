@@ -32,6 +32,7 @@ WINGS = {
         "run/evaluate",
     ),
     "cli/start": ("cli/dialects", "recipe/rules", "run/prompts"),
+    "cli/steering": ("launch/steering",),
     "cli/trial": (
         "launch/hub", "launch/models", "launch/plan", "observe/terminal", "recipe/rules", "rewards/calls",
         "run/evaluate", "run/prompts",
@@ -39,6 +40,7 @@ WINGS = {
     "cli/windows": (
         "launch/comparison", "launch/hub", "launch/plan", "observe/dashboard", "observe/terminal", "recipe/rules",
     ),
+    "control/policies": ("control/steering",),
     "engines/elastic": ("engines/push",),
     "engines/vllm": ("engines/plain_vllm", "weights/pull", "weights/vllm"),
     "launch/comparison": (
@@ -52,6 +54,7 @@ WINGS = {
         "engines/vllm", "recipe/rules", "rewards/calls", "rewards/judge", "run/prompts", "weights/publish",
         "weights/pull", "weights/vllm",
     ),
+    "launch/steering": ("control/steering", "launch/supervise", "recipe/rules", "run/journal"),
     "launch/supervise": ("observe/terminal", "recipe/rules"),
     "observe/follow": ("run/journal",),
     "observe/dashboard": ("observe/follow", "observe/report"),

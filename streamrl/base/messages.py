@@ -202,7 +202,8 @@ class CloseBatch(Message, frozen=True):
     The totals are over all ranks, so every rank can check what it reduced. ``batches``: that are closed at once; as
     many steps are taken along their mean gradient, so that each sample moves the policy as far as any other (one step
     that is longer would move it along the momentum of earlier batches instead). ``engines_idle``: nothing is sampled
-    until the next version is live, so the trainer may take the engines' cores."""
+    until the next version is live, so the trainer may take the engines' cores. ``steps``: of the run, with which the
+    schedule ends; ``learning_rate``: where it is not the recipe's."""
 
     batch_id: int
     policy_version: int
@@ -211,6 +212,8 @@ class CloseBatch(Message, frozen=True):
     trained_tokens: int
     batches: int = 1
     engines_idle: bool = False
+    steps: int = 0
+    learning_rate: float | None = None
 
 
 class WeightsAcknowledged(Message, frozen=True):

@@ -18,15 +18,16 @@ class SampledSoFar(Record, frozen=True):
 
 
 class LaunchTrajectory(Message, frozen=True):
-    """Sample one trajectory. ``group_size`` siblings share ``prompt``; ``seed`` is derived from its identity. ``done``:
-    what it had in an earlier life of the controller; one that is whole goes on to its reward."""
+    """Sample one trajectory. ``group_size`` siblings share ``prompt``; ``seed`` is derived from its identity.
+    ``sampling``: parameters of its requests that differ from the run's. ``done``: what it had in an earlier life of the
+    controller; one that is whole goes on to its reward."""
 
     id: TrajectoryId
     prompt: Prompt
     group_size: int
     seed: int
     evaluation: bool = False
-    temperature: float | None = None
+    sampling: dict[str, int | float] = {}
     done: SampledSoFar | None = None
 
 

@@ -187,7 +187,8 @@ class TrainingSample(Record, frozen=True):
     ``token_ids``: int32 [T] (prompt first); ``loss_mask``: uint8 [T], 1 where the token is trained;
     ``behavior_logprobs``: float32 [T], 0 where ``loss_mask`` is 0. ``oldest_version`` and ``newest_version`` bound the
     policy versions of its trained tokens; where they differ, ``version_spans`` says which of ``token_ids`` is of which.
-    ``separate_rewards``: weight and value of each reward that is compared alone; empty: ``reward`` is compared."""
+    ``separate_rewards``: weight and value of each reward that is compared alone; empty: ``reward`` is compared.
+    ``temperature``: that sampled it, where it is not the recipe's."""
 
     id: TrajectoryId
     token_ids: TokenArray
@@ -199,6 +200,7 @@ class TrainingSample(Record, frozen=True):
     truncated: bool = False
     separate_rewards: dict[str, tuple[float, float]] = {}
     version_spans: tuple[VersionSpan, ...] = ()
+    temperature: float | None = None
 
     @property
     def trained_tokens(self) -> int:
@@ -214,7 +216,7 @@ class TrainingGroup(Record, frozen=True):
     samples: tuple[TrainingSample, ...]
 
 
-def to_training_sample(scored: ScoredTrajectory) -> TrainingSample:
+def to_training_sample(scored: ScoredTrajectory, temperature: float | None = None) -> TrainingSample:
     """Join prompt and segments of a scored trajectory into one sequence with a loss mask."""
     trajectory = scored.trajectory
     token_ids = token_array(trajectory.prompt.token_ids)
@@ -241,4 +243,5 @@ def to_training_sample(scored: ScoredTrajectory) -> TrainingSample:
         truncated=trajectory.finish_reason is FinishReason.LENGTH,
         separate_rewards=scored.separate_rewards,
         version_spans=tuple(spans) if trajectory.oldest_version < trajectory.newest_version else (),
+        temperature=temperature,
     )

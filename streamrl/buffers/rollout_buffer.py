@@ -61,7 +61,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     ``size``: trajectories launched, which is the slots that it uses until it ends; ``keep``: how many of them a batch
     takes; ``weight``: what it counts in a batch, as ``ControlSettings.weight_of``; ``open``: members without a reward;
     ``oldest_version``: oldest policy version that one of its tokens may have; ``paused``: its open members are stopped
-    and keep their tokens; ``queued``: its prompt waited in the queue, not among the fresh ones."""
+    and keep their tokens; ``queued``: its prompt waited in the queue, not among the fresh ones; ``sampling``:
+    parameters that differ from the recipe's."""
 
     group_id: int
     prompt: PromptRef
@@ -75,6 +76,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     open: int
     paused: bool = False
     queued: bool = False
+    sampling: dict[str, int | float] = {}
 
     @property
     def seed_base(self) -> int:

@@ -83,9 +83,12 @@ class TrajectoryStore:
         found = (self.trajectories.get(trajectory) for trajectory in ids)
         return [content for content in found if isinstance(content, ScoredTrajectory)]
 
-    def training_group(self, group_id: int, batch_id: int, ids: Collection[TrajectoryId]) -> TrainingGroup:
-        """A whole group, as the trainer gets it. Raises ``StreamRLError`` where one of ``ids`` has no reward here."""
-        samples = tuple(to_training_sample(member) for member in self.scored(ids))
+    def training_group(
+        self, group_id: int, batch_id: int, ids: Collection[TrajectoryId], temperature: float | None = None
+    ) -> TrainingGroup:
+        """A whole group, as the trainer gets it. ``temperature``: that sampled it (None: the recipe's). Raises
+        ``StreamRLError`` where one of ``ids`` has no reward here."""
+        samples = tuple(to_training_sample(member, temperature) for member in self.scored(ids))
         if len(samples) < len(ids):
             raise StreamRLError(
                 f"the journal lacks samples of group {group_id} of batch {batch_id}: it cannot be trained again; "

@@ -112,7 +112,7 @@ class Drain(Command, frozen=True):
 
     def run(self) -> int:
         """Ask for it and return: the run takes its time."""
-        _ask(self.run_directory, DrainRun())
+        ask_run(self.run_directory, DrainRun())
         return self.print({"draining": str(self.run_directory)}, "it finishes the open step, saves and ends")
 
 
@@ -122,7 +122,7 @@ class ListAttached(Command, frozen=True):
     run_directory: RunPath
 
     def run(self) -> int:
-        answer = _ask(self.run_directory, ListRewards(), changes=False)
+        answer = ask_run(self.run_directory, ListRewards(), changes=False)
         assert isinstance(answer, RewardsListed), answer
         lines = [f"version {answer.reward_version}"]
         for reward in answer.rewards:
@@ -141,13 +141,14 @@ def reward_option(text: str) -> tuple[str, Any]:
 
 
 def _change(command: Command, run_directory: Path, operation: ControlOperation) -> int:
-    answer = _ask(run_directory, operation)
+    answer = ask_run(run_directory, operation)
     assert isinstance(answer, RewardsChanged), answer
     changed = {"reward_version": answer.reward_version, "rewards": answer.rewards}
     return command.print(changed, f"version {answer.reward_version}: {', '.join(answer.rewards)}")
 
 
-def _ask(run_directory: Path, operation: ControlOperation, *, changes: bool = True) -> ControlAnswer:
+def ask_run(run_directory: Path, operation: ControlOperation, *, changes: bool = True) -> ControlAnswer:
+    """The answer of a running run. Raises ``RecipeError`` for a refusal, ``StreamRLError`` where none listens."""
     path = control_socket(read_topology(run_directory))
     key = read_key(run_directory) if changes else ""
     answer = anyio.run(ask_control, path, operation, key, ANSWER_LIMIT_S)

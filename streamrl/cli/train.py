@@ -23,6 +23,7 @@ from streamrl.cli.models.runs import listed_run
 from streamrl.launch.hub.resolution import with_hub_folders
 from streamrl.launch.pipeline import Pipeline, recipe_of_run
 from streamrl.launch.plan.summary import SIMULATED_SENTENCE, streaming_notice
+from streamrl.launch.run_directory import refuse_running
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.recipe.learning_rate import learning_rate_notice
 from streamrl.recipe.rules.load import read_recipe
@@ -44,6 +45,8 @@ class Train(Command, frozen=True):
 
     def run(self) -> int:
         """0: done or drained; 130: cut short."""
+        if not self.dry_run:  # of a run that goes on: give its recipe.toml to begin another
+            refuse_running(self.recipe)
         recipe, system = read_recipe(recipe_file(self.recipe), self.overrides)
         if self.dry_run:
             with redirect_stdout(sys.stderr) if self.json else nullcontext():

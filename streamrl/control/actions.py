@@ -21,13 +21,15 @@ class LaunchGroup(Action, frozen=True):
     """Sample ``len(ids)`` trajectories of one prompt.
 
     ``policy_version``: the one that will sample them. ``seed_base``: the seeds are derived from it and the sample
-    number, so that a prompt whose launch is replayed draws the same completions again."""
+    number, so that a prompt whose launch is replayed draws the same completions again. ``sampling``: parameters that
+    differ from the recipe's."""
 
     group_id: int
     ids: tuple[TrajectoryId, ...]
     policy_version: int
     seed_base: int
     round_kind: str
+    sampling: dict[str, int | float] = {}
 
 
 class Drop(Action, frozen=True):
@@ -54,17 +56,20 @@ class Decision(Action, frozen=True):
 
 
 class TrainGroupNow(Action, frozen=True):
-    """Hand a ready group to training, as part of batch ``batch_id``. It may be trained on at once."""
+    """Hand a ready group to training, as part of batch ``batch_id``. It may be trained on at once. ``temperature``:
+    that sampled it, where it is not the recipe's."""
 
     batch_id: int
     group_id: int
     ids: tuple[TrajectoryId, ...]
     round_kind: str = ""
+    temperature: float | None = None
 
 
 class StepOptimizer(Action, frozen=True):
     """Close the batch: the trainer steps and holds ``policy_version`` afterwards. ``batches``: that are closed at once,
-    as a long round may; ``engines_idle``: nothing is sampled until then; ``last``: nor after it."""
+    as a long round may; ``engines_idle``: nothing is sampled until then; ``last``: nor after it. ``steps``: of the run,
+    with which the schedule ends; ``learning_rate``: where it is not the recipe's."""
 
     batch_id: int
     policy_version: int
@@ -75,6 +80,8 @@ class StepOptimizer(Action, frozen=True):
     engines_idle: bool = False
     round_kind: str = ""
     last: bool = False
+    steps: int = 0
+    learning_rate: float | None = None
 
 
 class PublishWeights(Action, frozen=True):

@@ -30,7 +30,8 @@ def decide(state: RunState, rules: Rules, out: Actions) -> None:
     fill(state, rules, out)
     close(state, rules, out)
     publish(state, out)
-    launch(state, rules, out)
+    if not state.steering.paused:
+        launch(state, rules, out)
     if _starved(state):
         state.starved = True
         wind_down(state, rules, out)
@@ -106,6 +107,8 @@ def close(state: RunState, rules: Rules, out: Actions) -> None:
         engines_idle=state.pending.evaluation is None and nothing_runs,
         round_kind=state.round_kind,
         last=state.trainer_version + 1 >= state.steps,
+        steps=state.steps,
+        learning_rate=rules.settings.learning_rate,
     )
     out.append(state.pending.step)
     drop_stale(state, rules, out)
@@ -194,7 +197,14 @@ def _deadlock(state: RunState, rules: Rules) -> str:
     """Return why no event can come; empty when one may. Paused groups count as under way: some may be scored now."""
     buffer, pending = state.buffer, state.pending
     under_way = buffer.paused or len(buffer.untrained) > len(buffer.ready)
-    if under_way or state.batch_closed or pending.push is not None or pending.draw or state.busy:
+    if (
+        under_way
+        or state.batch_closed
+        or pending.push is not None
+        or pending.draw
+        or state.busy
+        or state.steering.paused
+    ):
         return ""
     seen = view(state, rules)
     return (

@@ -3,6 +3,8 @@ anywhere."""
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 from streamrl.base.types import DropReason, FinishReason, Record, TrajectoryId
 
 
@@ -124,10 +126,26 @@ class RunContinued(Event, frozen=True):
     steps: int = 0
 
 
+class Steered(Event, frozen=True):
+    """Somebody asked for something: ``pause`` (nothing is launched until ``continue``), or an evaluation or a
+    checkpoint of the live version, as soon as the state allows it."""
+
+    order: Literal["pause", "continue", "evaluate", "checkpoint"]
+
+
+class SettingsChanged(Event, frozen=True):
+    """Somebody changed ``values`` of the recipe, by key (``control.steering``). They hold from the batch of ``step`` on
+    (0: the next one that opens). ``recipe_steps``: ``run.steps`` of the recipe, where that changes."""
+
+    values: dict[str, Any]
+    step: int = 0
+    recipe_steps: int = 0
+
+
 Outcome = TrajectoryScored | TrajectoryFailed
 Answer = PromptsDrawn | CheckpointDone | EvaluationDone | BatchTrained | WeightsLive
 """Answers to an order, each of which control waits for (``Pending.awaits``), in the order in which a deterministic run
 takes them."""
 Measurement = EnginesMeasured | RoundTimed | RoundsAdvised
 
-ControlEvent = RunBegan | RunContinued | Outcome | Answer | Measurement | StopRequested
+ControlEvent = RunBegan | RunContinued | Steered | SettingsChanged | Outcome | Answer | Measurement | StopRequested

@@ -141,6 +141,7 @@ def _launch_group(state: RunState, plan: Launch, ref: PromptRef, rules: Rules, o
         members={sample: Member(oldest_version=version) for sample in range(plan.size)},
         open=plan.size,
         queued=plan.source is Source.QUEUE,
+        sampling=rules.settings.sampling,
     )
     state.buffer.admit(group)
     state.next_group_id += 1

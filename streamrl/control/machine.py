@@ -3,6 +3,8 @@ real pipeline and the simulator, and the journal of a run rebuilds it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from streamrl.control.actions import ControlAction
@@ -14,16 +16,29 @@ from streamrl.control.pending import unanswered_orders
 from streamrl.control.round_policy import GroupSizer, RoundPolicy, Rules
 from streamrl.control.settings import ControlSettings
 
+Steer = Callable[[RunState, Rules, ControlEvent, list[ControlAction]], Rules]
+"""Carries out what people ask for, between an event and the decisions after it; returns the rules from there on."""
+
+
+def unsteered(state: RunState, rules: Rules, event: ControlEvent, out: list[ControlAction]) -> Rules:
+    """The rules as they are."""
+    return rules
+
 
 class Control:
     """Everything that decides: the state of the run and the policies that it asks. One instance a run."""
 
     def __init__(
-        self, settings: ControlSettings, policy: RoundPolicy, sizer: GroupSizer, snapshot: Snapshot | None = None
+        self,
+        settings: ControlSettings,
+        policy: RoundPolicy,
+        sizer: GroupSizer,
+        snapshot: Snapshot | None = None,
+        steer: Steer = unsteered,
     ) -> None:
         """Raises ``StreamRLError`` for a snapshot of another schema, ``ValueError`` where more slots were in use than
         there are by ``settings``."""
-        self.rules = Rules(settings, policy, sizer)
+        self.rules, self._steer = Rules(settings, policy, sizer), steer
         self.state = RunState(steps=settings.steps, batch=Batch(batch_id=0, target=settings.batch_weight))
         if snapshot is not None:
             snapshot.check()
@@ -52,7 +67,8 @@ class Control:
         if state.finished and not isinstance(event, RunContinued):
             return
         if apply(state, event, rules, out) and not state.finished:
-            decide(state, rules, out)
+            self.rules = self._steer(state, rules, event, out)
+            decide(state, self.rules, out)
 
     def unanswered_orders(self) -> list[ControlAction]:
         """List what was ordered and not answered (``pending``), for a shell with nothing in flight."""

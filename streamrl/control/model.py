@@ -104,6 +104,19 @@ class GroupLengths(msgspec.Struct, frozen=True, kw_only=True):
     truncated: tuple[bool, ...]
 
 
+class Steering(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Orders of people to a running run. ``wanted``: an evaluation or a checkpoint that was not ordered yet; ``asked``:
+    changes of settings that wait for their step; ``changed``: values in force, by key, after so many ``changes``;
+    ``recipe_steps``: what the recipe said when ``run.steps`` was changed."""
+
+    paused: bool = False
+    wanted: list[str] = []
+    asked: list[on.SettingsChanged] = []
+    changed: dict[str, Any] = {}
+    changes: int = 0
+    recipe_steps: int = 0
+
+
 class RunState(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Everything control knows, but for what policies learn.
 
@@ -122,6 +135,7 @@ class RunState(msgspec.Struct, kw_only=True, omit_defaults=True):
     slots: Slots = msgspec.field(default_factory=Slots)
     prompts: PromptPool = msgspec.field(default_factory=PromptPool)
     pending: Pending = msgspec.field(default_factory=Pending)
+    steering: Steering = msgspec.field(default_factory=Steering)
     next_group_id: int = 0
     trainer_version: int = 0
     live_version: int = -1

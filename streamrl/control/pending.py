@@ -57,14 +57,25 @@ def groups_in_batch(state: RunState) -> list[do.TrainGroupNow]:
 
 def train_order(batch: Batch, group: Group) -> do.TrainGroupNow:
     """The order that hands ``group`` over as part of ``batch``."""
-    ids, kind = group.ids, group.round_kind
-    return do.TrainGroupNow(batch_id=batch.batch_id, group_id=group.group_id, ids=ids, round_kind=kind)
+    return do.TrainGroupNow(
+        batch_id=batch.batch_id,
+        group_id=group.group_id,
+        ids=group.ids,
+        round_kind=group.round_kind,
+        temperature=group.sampling.get("temperature"),
+    )
 
 
 def launch_order(group: Group, ids: tuple[TrajectoryId, ...], version: int) -> do.LaunchGroup:
     """The order to sample ``ids`` of ``group`` by ``version``."""
-    seed, kind = group.seed_base, group.round_kind
-    return do.LaunchGroup(group_id=group.group_id, ids=ids, policy_version=version, seed_base=seed, round_kind=kind)
+    return do.LaunchGroup(
+        group_id=group.group_id,
+        ids=ids,
+        policy_version=version,
+        seed_base=group.seed_base,
+        round_kind=group.round_kind,
+        sampling=group.sampling,
+    )
 
 
 def _launches(state: RunState, ended: Collection[TrajectoryId]) -> list[ControlAction]:

@@ -12,7 +12,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Fields mean what they mean in the recipe; ``batch_groups`` is ``rollout.prompts_per_batch``. ``policy``: the
     class of rounds = "custom". ``seed``: of the random group sizes. ``deterministic``: what is decided does not depend
     on who answers first (``control.policies.deterministic``). ``compares_siblings``: a sample alone in its group has no
-    advantage."""
+    advantage. ``learning_rate``, ``sampling``: what was changed of them since the start."""
 
     steps: int
     batch_groups: int
@@ -37,6 +37,8 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_at_end: bool = False
     deterministic: bool = False
     compares_siblings: bool = True
+    learning_rate: float | None = None
+    sampling: dict[str, int | float] = {}
 
     @property
     def batches(self) -> tuple[tuple[int, int], ...]:

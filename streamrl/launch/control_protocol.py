@@ -17,6 +17,15 @@ from streamrl.base.messages import Message
 from streamrl.base.run_events import RunEvent, SupervisorOrder
 from streamrl.base.types import Record
 from streamrl.comm.wire import WireCodec, WireLimits
+from streamrl.launch.steering.steering_messages import (
+    ChangeSettings,
+    ReadStatus,
+    RunStatus,
+    SteeringReply,
+    SteeringRequest,
+    SteeringTaken,
+    SteerRun,
+)
 from streamrl.rewards.reward_messages import (
     AttachReward,
     DetachReward,
@@ -41,11 +50,11 @@ class Draining(Message, frozen=True):
     """The answer: it was asked for, and takes as long as a step and a checkpoint."""
 
 
-ParentMessage = RunEvent | SupervisorOrder | RewardReply
+ParentMessage = RunEvent | SupervisorOrder | RewardReply | SteeringReply
 """What the controller sends to its parent on the ``steps`` stream."""
 
-ControlOperation = ListRewards | AttachReward | ReplaceReward | DetachReward | DrainRun
-READ_ONLY = (ListRewards,)
+ControlOperation = ListRewards | AttachReward | ReplaceReward | DetachReward | DrainRun | SteeringRequest
+READ_ONLY = (ListRewards, ReadStatus)
 """Operations for everyone who may open the socket: this user. No other works without the key."""
 
 
@@ -62,7 +71,7 @@ class ControlRefused(Message, frozen=True):
     problems: tuple[str, ...]
 
 
-ControlAnswer = RewardsListed | RewardsChanged | Draining | ControlRefused
+ControlAnswer = RewardsListed | RewardsChanged | Draining | RunStatus | SteeringTaken | ControlRefused
 
 _LENGTH = struct.Struct(">I")
 LENGTH_BYTES = _LENGTH.size
@@ -85,6 +94,10 @@ def described(operation: ControlOperation) -> str:
             names = (operation.name, operation.reward.label)
         case DetachReward():
             names = (operation.name,)
+        case SteerRun():
+            names = (operation.order,)
+        case ChangeSettings():
+            names = operation.changes
     return f"{type(operation).__name__}({', '.join(map(repr, names))})"
 
 

@@ -44,6 +44,8 @@ from streamrl.launch.plan.preflight import preflight, recipe_of_resumed_run, wit
 from streamrl.launch.plan.run_length import with_steps_of_epochs
 from streamrl.launch.run_directory import NOT_RESUMED, lock_run, refuse_changes, write_changed_recipe, write_inputs
 from streamrl.launch.run_record import refuse_lost_journal
+from streamrl.launch.steering.steering_messages import SteeringReply, SteeringRequest
+from streamrl.launch.steering.steering_requests import SteeringRequests, steering_endpoint
 from streamrl.launch.supervise.clean_up import SOCKET_PREFIX, remove_half_written, remove_killed_life
 from streamrl.launch.supervise.crash_bundle import write_crash_bundle
 from streamrl.launch.supervise.engine_orders import EngineOrders
@@ -57,7 +59,7 @@ from streamrl.recipe.schedules.schedule import horizon_notices
 from streamrl.recipe.sections import JournalKind, Recipe
 from streamrl.recipe.topology import control_socket, plan_topology, rewards_endpoint
 from streamrl.rewards.attachments import RewardAttachments
-from streamrl.rewards.reward_messages import ListRewards, RewardReply
+from streamrl.rewards.reward_messages import ListRewards, RewardReply, RewardRequest
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file, rewards_file
 
 log = logging.getLogger(__name__)
@@ -111,6 +113,7 @@ class Pipeline:
         self._failure: ProcessDied | None = None
         self._ended = anyio.Event()
         self._rewards = RewardAttachments(partial(name_of_code, directory=cells))
+        self._steering = SteeringRequests()
         self._open = AsyncExitStack()
         self._conversation = anyio.CancelScope()
         self._bound = anyio.Event()
@@ -177,6 +180,7 @@ class Pipeline:
 
     def _let_go(self) -> None:
         self._rewards.close()
+        self._steering.close()
         if self._lock is not None:
             self._lock.close()
 
@@ -195,14 +199,13 @@ class Pipeline:
                 entered.callback(stream.close)
             await entered.enter_async_context(self._supervisor)
             await entered.enter_async_context(
-                serving_control(
-                    control_socket(topology), self.run_directory, partial(carry_out, self._rewards, self.drain)
-                )
+                serving_control(control_socket(topology), self.run_directory, self._carry_out)
             )
             self._tasks = await entered.enter_async_context(anyio.create_task_group())
             self._tasks.start_soon(self._watch)
             self._tasks.start_soon(self._receive, topology.endpoint("controller", "steps"))
             self._tasks.start_soon(self._rewards.run, rewards_endpoint(topology))
+            self._tasks.start_soon(self._steering.run, steering_endpoint(topology))
             self._open = entered.pop_all()
         return self
 
@@ -254,6 +257,11 @@ class Pipeline:
             if isinstance(event, StepFinished):
                 yield event
 
+    async def _carry_out(self, operation: ControlOperation) -> ControlAnswer:
+        if isinstance(operation, SteeringRequest):
+            return await self._steering.carry_out(operation, self._supervisor)
+        return await carry_out(self._rewards, self.drain, operation)
+
     async def _watch(self) -> None:
         try:
             await self._supervisor.watch()
@@ -262,6 +270,7 @@ class Pipeline:
         finally:
             self._ended.set()
             self._rewards.close()
+            self._steering.close()
             self._sender.close()
 
     async def _note_failure(self, died: ProcessDied) -> None:
@@ -287,6 +296,7 @@ class Pipeline:
         self._bound = anyio.Event()
         self._conversation.cancel()
         self._rewards.controller_replaced()
+        self._steering.controller_replaced()
         await self._bound.wait()
 
     async def _listen(self, steps: ReceiveStream[ParentMessage]) -> None:
@@ -295,8 +305,8 @@ class Pipeline:
                 if isinstance(event, StopEngine | StartEngine | KillEngine):
                     self._tasks.start_soon(self._orders.handle, event)
                     continue
-                if isinstance(event, RewardReply):
-                    self._rewards.answered(event)
+                if isinstance(event, RewardReply | SteeringReply):
+                    (self._rewards if isinstance(event, RewardReply) else self._steering).answered(event)
                     continue
                 if isinstance(event, RunFinished):
                     self._supervisor.run_finished()
@@ -313,7 +323,7 @@ class Pipeline:
 
 
 async def carry_out(
-    rewards: RewardAttachments, drain: Callable[[], None], operation: ControlOperation
+    rewards: RewardAttachments, drain: Callable[[], None], operation: RewardRequest | DrainRun
 ) -> ControlAnswer:
     """Carry out an operation of the control socket. Raises ``StreamRLError`` (``RecipeError`` where what is asked for
     is wrong): then nothing was done."""

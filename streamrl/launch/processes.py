@@ -26,6 +26,7 @@ from streamrl.engines.vllm.options import installed_device
 from streamrl.launch.attached_rewards import AttachedRewards
 from streamrl.launch.control_protocol import ParentMessage
 from streamrl.launch.reward_workers import open_reward_stage
+from streamrl.launch.steering.steering_messages import SteeringReply
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import Topology, prepared_sets
@@ -36,7 +37,7 @@ from streamrl.stages.reward import RewardStage
 
 log = logging.getLogger(__name__)
 
-Emit = Callable[[RunEvent | RewardReply], Awaitable[None]]
+Emit = Callable[[RunEvent | RewardReply | SteeringReply], Awaitable[None]]
 
 
 class Processes(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,6 +52,9 @@ from streamrl.launch.processes import Emit, Processes, connect_processes, connec
 from streamrl.launch.reward_workers import change_rewards
 from streamrl.launch.run_record import JournalledRun, open_record
 from streamrl.launch.sampling import open_rollout, open_weight_sync, training_prompts
+from streamrl.launch.steering.steering import SteeringService
+from streamrl.launch.steering.steering_messages import SteeringReply
+from streamrl.launch.steering.steering_requests import steering_endpoint
 from streamrl.launch.supervise.child import ChildContext
 from streamrl.launch.supervise.watchdog import Watchdog
 from streamrl.launch.user_calls import UserObserver, close_all
@@ -89,9 +92,9 @@ async def run_controller(context: ChildContext) -> None:
         streams.callback(reporter.close)
         judge = JudgeLink(recipe.judge, topology)
 
-        async def emit(event: RunEvent | RewardReply) -> None:
+        async def emit(event: RunEvent | RewardReply | SteeringReply) -> None:
             event = judge.measured(event)
-            if not isinstance(event, RewardsListed):  # it concerns only the process that asked
+            if not isinstance(event, RewardsListed | SteeringReply):  # they concern only the process that asked
                 event = reporter.record(event)
             await steps.send(event)
 
@@ -147,6 +150,7 @@ async def _train(
     report, observers = run_observers(
         recipe, run_directory, processes, record, rollout, evaluations, users, watch, events, emit, publish
     )
+    steering = SteeringService(recipe, record.journal, watch, report.waits, emit)
     controller = Controller(
         record,
         prompts=prompts,
@@ -154,7 +158,7 @@ async def _train(
         sync=sync,
         evaluations=evaluations,
         save=lambda version, files: keeper.save(version, {**files, **processes.attached.file()}),
-        observers=observers,
+        observers=[*observers, steering],
         waits=watch.waits,
     )
     watch.follow(
@@ -169,6 +173,7 @@ async def _train(
         async with anyio.create_task_group() as stages:
             _start_beside(stages, recipe, run_directory, controller)
             stages.start_soon(record.run)
+            stages.start_soon(steering.serve, steering_endpoint(topology), controller.state, controller.notify)
             stages.start_soon(sync.run)
             stages.start_soon(rollout.run, orders[1], JournalledOutcomes(record.journal, trajectories[0]))
             stages.start_soon(reward.run, trajectories[1], scored[0])

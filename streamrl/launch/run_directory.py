@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
@@ -33,11 +34,17 @@ _LONGEST_VALUE = 120
 def lock_run(run_directory: Path) -> IO[bytes]:
     """Lock a run directory until the returned file is closed or this process ends.
     Raises ``RecipeError`` while another process runs this run."""
-    remedy = "drain or end that one first"
+    remedy = "`streamrl status` shows it; drain or end that one first, or begin another with its recipe.toml"
     return hold_lock(
         run_directory / LOCK_FILE,
         lambda holder: RecipeError(f"{run_directory} runs already (process {holder}): {remedy}"),
     )
+
+
+def refuse_running(directory: Path) -> None:
+    """Raise ``RecipeError`` where ``directory`` is that of a run that goes on."""
+    if os.access(directory / LOCK_FILE, os.W_OK):
+        lock_run(directory).close()
 
 
 class RunInputs(msgspec.Struct, frozen=True, kw_only=True):

@@ -165,7 +165,8 @@ class Updates:
                 f"the gradient norm of batch {close.batch_id} is {norm}; samples of rank {options.rank}: {names} "
                 f"({len(batch.sample_ids)} in all); lower training.learning_rate if policy/kl_rollout grew before"
             )
-        rate = options.learning_rate * rate_factor(options, close.policy_version, options.steps)
+        rate = options.learning_rate if close.learning_rate is None else close.learning_rate
+        rate *= rate_factor(options, close.policy_version, close.steps or options.steps)
         if computed > 0:
             clip = min(1.0, options.max_grad_norm / (norm + 1e-6)) / denominator
             gradient_L.mul_(mean_of_ranks * clip)

@@ -136,6 +136,8 @@ class Controller:
     async def _continue(self, version: int) -> list[do.ControlAction]:
         """Return what the last controller ordered and was not answered; answers that are known become events first."""
         state, steps = self.state, self._control.settings.steps  # of the recipe, which may have changed since
+        if steps == state.steering.recipe_steps:
+            steps = state.steps
         if state.draining or state.finished or state.steps != steps:
             await self._handle(on.RunContinued(steps=steps))
         if (evaluated := state.evaluating) is not None and evaluated != version:
@@ -177,7 +179,7 @@ class Controller:
             case do.PauseEngines():  # before anything is submitted: a running engine would sample it by the old weights
                 await self._sync.pause()
             case do.TrainGroupNow():
-                group = self._store.training_group(action.group_id, action.batch_id, action.ids)
+                group = self._store.training_group(action.group_id, action.batch_id, action.ids, action.temperature)
                 await self._trainer.train_group(group)
             case do.StepOptimizer():
                 await self._journal.settled()  # what is trained must never be sampled again
@@ -247,6 +249,7 @@ class Controller:
                     prompt=prompt,
                     group_size=len(action.ids),
                     seed=seed,
+                    sampling=action.sampling,
                     done=self._store.done(trajectory),
                 )
             )

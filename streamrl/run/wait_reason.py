@@ -21,7 +21,8 @@ TAIL_SHARE = 0.25
 
 class WaitReason(StrEnum):
     """``tail``: few trajectories still run, and no other can be launched. ``control``: none of the others; what has
-    happened is on its way to control. ``recovery``: no engine serves, or the run is being restored."""
+    happened is on its way to control. ``paused``: a person paused launches. ``recovery``: no engine serves, or the run
+    is being restored."""
 
     ENGINE_START = "engine_start"
     SAMPLING = "sampling"
@@ -34,6 +35,7 @@ class WaitReason(StrEnum):
     PROMPTS = "prompts"
     RECOVERY = "recovery"
     SHUTDOWN = "shutdown"
+    PAUSED = "paused"
     CONTROL = "control"
 
 
@@ -63,7 +65,7 @@ def wait_reason(state: RunState, shell: ShellView) -> WaitReason:
         return _gate(state) or WaitReason.CONTROL
     if _can_be_sampled(state):
         return _rollout(state, shell)
-    return _gate(state) or (WaitReason.PROMPTS if state.pending.draw else WaitReason.CONTROL)
+    return _gate(state) or (WaitReason.PROMPTS if state.pending.draw else _nothing(state))
 
 
 def _gate(state: RunState) -> WaitReason | None:
@@ -73,6 +75,10 @@ def _gate(state: RunState) -> WaitReason | None:
     if state.pending.evaluation is not None and (state.live_version < state.trainer_version or state.ending):
         return WaitReason.EVALUATION
     return WaitReason.CHECKPOINT if state.pending.checkpoint is not None else None
+
+
+def _nothing(state: RunState) -> WaitReason:
+    return WaitReason.PAUSED if state.steering.paused else WaitReason.CONTROL
 
 
 def _can_be_sampled(state: RunState) -> bool:

@@ -278,12 +278,11 @@ class RolloutStage:
             self._kept.ended(order.id, order.seed, tokens)
 
     def _request(self, order: LaunchTrajectory) -> Generate:
-        own = {} if order.temperature is None else {"temperature": order.temperature}
         return Generate(
             request_id=part_id(str(order.id), 0),
             token_ids=order.prompt.token_ids,
             seed=order.seed,
-            **self._sampling | own,
+            **self._sampling | order.sampling,
         )
 
     def _count(self) -> None:

@@ -220,7 +220,7 @@ async def test_at_most_so_many_requests_are_open_and_every_sample_is_its_own() -
     assert [(o.id.prompt_id, o.id.sample) for o in orders.launched] == [
         (f"p{p}", s) for p in range(3) for s in range(3)
     ]
-    assert all(o.evaluation and o.group_size == 1 and o.temperature == 0.5 for o in orders.launched)
+    assert all(o.evaluation and o.group_size == 1 and o.sampling == {"temperature": 0.5} for o in orders.launched)
     assert figures["eval/held_out/failed"] == 9
 
 

@@ -31,7 +31,7 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
-from streamrl.control.machine import Control
+from streamrl.control.machine import Control, Steer, unsteered
 from streamrl.control.model import Snapshot
 from streamrl.control.pending import unanswered_orders
 from streamrl.control.round_policy import GroupSizer, RoundPolicy
@@ -54,7 +54,12 @@ class DeterministicControl(Control):
     """``Control`` that takes events in an order which does not depend on when they arrive."""
 
     def __init__(
-        self, settings: ControlSettings, policy: RoundPolicy, sizer: GroupSizer, snapshot: Snapshot | None = None
+        self,
+        settings: ControlSettings,
+        policy: RoundPolicy,
+        sizer: GroupSizer,
+        snapshot: Snapshot | None = None,
+        steer: Steer = unsteered,
     ) -> None:
         """Raises ``ValueError`` for rounds that are off-policy; else as ``Control``."""
         if not policy.on_policy:
@@ -62,7 +67,7 @@ class DeterministicControl(Control):
                 f"deterministic rounds train on-policy, and {settings.policy or settings.rounds} at staleness "
                 f"{settings.max_staleness} do not: which weights sample a token would depend on when they change"
             )
-        super().__init__(settings, policy, sizer, snapshot)
+        super().__init__(settings, policy, sizer, snapshot, steer)
         self._now = 0
         self._launched: dict[TrajectoryId, int] = {}
         self._ended: dict[TrajectoryId, tuple[int, on.Outcome]] = {}

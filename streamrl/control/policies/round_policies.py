@@ -14,8 +14,10 @@ from streamrl.control.policies.deterministic import DeterministicControl
 from streamrl.control.policies.group_sizing import make_group_sizer
 from streamrl.control.policies.length_sorted import LengthSortedRounds
 from streamrl.control.policies.tail_batching import TailBatchingRounds
-from streamrl.control.round_policy import RoundPolicy
+from streamrl.control.round_policy import GroupSizer, RoundPolicy
 from streamrl.control.settings import ControlSettings
+from streamrl.control.steering.changes import steering_with
+from streamrl.control.steering.live_keys import with_values
 from streamrl.control.synchronous import SynchronousRounds
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.user_code import load_user_object
@@ -49,9 +51,14 @@ def make_round_policy(settings: ControlSettings) -> RoundPolicy:
 
 
 def make_control(settings: ControlSettings, snapshot: Snapshot | None = None) -> Control:
-    """Control that decides as ``settings`` say, from the beginning or from ``snapshot``. Raises ``ValueError`` or
-    ``StreamRLError`` where the settings, or they and the snapshot, do not fit together."""
-    policy = make_round_policy(settings)
-    sizer = make_group_sizer(settings.group_sizing, settings.group_size, settings.seed, settings.steps)
+    """Control that decides as ``settings`` say, or, from ``snapshot`` on, as they were changed since. Raises
+    ``ValueError`` or ``StreamRLError`` where the settings, or they and the snapshot, do not fit together."""
     made = DeterministicControl if settings.deterministic else Control
-    return made(settings, policy, sizer, snapshot)
+    if snapshot is not None:
+        settings = with_values(settings, snapshot.state.steering.changed)
+    return made(settings, *_policies(settings), snapshot, steering_with(_policies))
+
+
+def _policies(settings: ControlSettings) -> tuple[RoundPolicy, GroupSizer]:
+    sizer = make_group_sizer(settings.group_sizing, settings.group_size, settings.seed, settings.steps)
+    return make_round_policy(settings), sizer

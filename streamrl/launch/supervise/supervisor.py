@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -43,7 +44,8 @@ class Supervisor:
     ``restarts``: how often reward workers may ask (exit code 75) to be replaced, together; for deaths the topology says
     how many are survived. ``others_end_s``: how far apart the ends of the controller and of the others may be when a
     run ends well. ``resumes``: the run goes on where an earlier life of it ended. What is in ``before_resume`` is
-    awaited when all processes have ended and before they are started again: streams to this process are bound anew."""
+    awaited when all processes have ended and before they are started again: streams to this process are bound anew.
+    ``children``: the last process of each name; ``starts``: how often each was started."""
 
     def __init__(
         self,
@@ -66,7 +68,8 @@ class Supervisor:
         self._resumes = resumes
         self._processes = RunProcesses(marker_of(socket_directory))
         self._exits = ExitMonitor(topology, run_directory, replacements=restarts, others_end_s=others_end_s)
-        self._children = self._exits.children
+        self.children = self._children = self._exits.children
+        self.starts: Counter[str] = Counter()
         self._asleep: set[str] = set()
         self._ending = self._adopts = False
         self._one_end = anyio.Lock()
@@ -189,6 +192,7 @@ class Supervisor:
     # ---- inside ----------------------------------------------------------------------------------
 
     def _start(self, plan: ProcessPlan, *, resumes: bool = False) -> None:
+        self.starts[plan.name] += 1
         self._children[plan.name] = start_child(
             plan, self._command, self.run_directory, self.socket_directory, self._processes, resumes=resumes
         )

@@ -112,6 +112,7 @@ class Watchdog:
                 "prompts": state.prompts.drawn,
                 "trainer": trainer(),
                 "versions": (state.trainer_version, state.live_version, state.pending.push),
+                "paused": self._clock() if state.steering.paused else 0,  # nothing has to move
                 "due": (state.evaluating, saving, bytes_below(checkpoints) if saving is not None else 0),
             }
 

@@ -131,6 +131,7 @@ def pack(row: Sequence[PreparedSample], policy_version: int, device: torch.devic
         return torch.from_numpy(np.concatenate(present)).to(device) if present else None
 
     advantages = joined([item.token_advantages for item in row])
+    temperatures = [sample.temperature or 0.0 for sample in samples]
     return MicroBatch(
         tokens_T=torch.from_numpy(laid.tokens_T).to(device),
         positions_T=torch.from_numpy(laid.positions_T).to(device),
@@ -150,6 +151,7 @@ def pack(row: Sequence[PreparedSample], policy_version: int, device: torch.devic
             returns_N=joined([item.returns for item in row]),
         ),
         sample_ids=tuple(str(item.sample.id) for item in row),
+        temperature_N=per_token(temperatures, np.float32) if any(temperatures) else None,
     )
 
 

@@ -27,10 +27,14 @@ def processed_logprobs(
         counts = torch.bincount(sequence_N, minlength=row.inputs.sequences)
         place_N = torch.arange(len(sequence_N), device=counts.device) - (counts.cumsum(0) - counts)[sequence_N]
         excluded = (place_N < options.min_tokens)[part], options.end_tokens
+    temperature: float | Tensor = options.temperature
+    if row.temperature_N is not None:
+        own_N = row.temperature_N[part]
+        temperature = torch.where(own_N > 0, own_N, options.temperature)
     return token_logprobs(
         policy.head(hidden_ND[part]),
         row.targets_N[part],
-        temperature=options.temperature,
+        temperature=temperature,
         top_p=options.top_p,
         top_k=options.top_k,
         min_p=options.min_p,

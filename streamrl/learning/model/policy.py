@@ -34,7 +34,8 @@ class MicroBatch(NamedTuple):
 
     ``tokens_T``, ``positions_T``: int64. ``predictors_N``: index in the row of the token whose output predicts
     the target ``targets_N`` (the one before it; siblings that share a prompt share it). ``sample_ids``: of the row's
-    sequences, in the order of ``inputs.sequence_N``."""
+    sequences, in the order of ``inputs.sequence_N``. ``temperature_N``: float32, 0 for that of the options (None: all
+    have it)."""
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -43,6 +44,7 @@ class MicroBatch(NamedTuple):
     targets_N: Tensor
     inputs: TokenInputs
     sample_ids: tuple[str, ...]
+    temperature_N: Tensor | None = None
 
 
 def empty_micro_batch(device: torch.device) -> MicroBatch:

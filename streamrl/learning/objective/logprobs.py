@@ -78,7 +78,7 @@ def token_logprobs(
     logits_NV: Tensor,
     targets_N: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
@@ -87,12 +87,15 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of the targets under the processed distribution, and its entropy in nats. Float32 [N] and [N].
 
-    Processed as the engine does it: divide by the temperature, cut the nucleus, renormalise. ``excluded``: rows (bool
+    Processed as the engine does it: divide by the temperature (of each row [N], or of all), cut the nucleus,
+    renormalise. ``excluded``: rows (bool
     [N]) and tokens that could not be sampled there. Only with ``entropy_gradient`` can the entropy be differentiated
     (it keeps the logits for it). Logits must be finite."""
     # float64 stays what it is, for the references of the tests
     scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    if temperature != 1.0:
+    if isinstance(temperature, Tensor):
+        scaled_NV = scaled_NV / temperature[:, None]
+    elif temperature != 1.0:
         scaled_NV = scaled_NV / temperature
     lowest = torch.finfo(scaled_NV.dtype).min  # not -inf: 0 * -inf in the entropy is NaN
     if excluded is not None:

@@ -65,6 +65,12 @@ def check_recipe(recipe: Recipe, source: str = "recipe") -> None:
         raise RecipeError(*problems)
 
 
+def overridden_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """``recipe`` with ``overrides``, checked as one that is read. Raises ``RecipeError`` with every problem found."""
+    table = as_table(structs.asdict(recipe))
+    return _check(table, Origin(file="recipe", lines={}), overrides, Path.cwd())[0] if overrides else recipe
+
+
 def dump_recipe(recipe: Recipe) -> str:
     """``recipe`` as TOML that ``load_recipe`` reads back to an equal recipe (where its paths are absolute)."""
     return toml_document(recipe)

@@ -138,6 +138,8 @@ class EvaluationRun:
         await orders.send(CancelTrajectories(ids=tuple(self._open)))
 
     def _launches(self) -> Iterator[LaunchTrajectory]:
+        temperature = self._held_out.settings.temperature
+        sampling = {} if temperature is None else {"temperature": temperature}
         for index in (number for numbers in self.sets.values() for number in numbers):
             prompt = self._held_out.prompts[index]
             for sample in range(self._held_out.settings.samples):
@@ -149,7 +151,7 @@ class EvaluationRun:
                     group_size=1,  # each is scored alone, also by a reward that sees whole groups
                     seed=derive_seed(self._seed, "evaluation", prompt.prompt_id, self.policy_version, sample),
                     evaluation=True,
-                    temperature=self._held_out.settings.temperature,
+                    sampling=sampling,
                 )
 
 

@@ -213,7 +213,8 @@ class Resumption(Observer):
             )
         for batch in batches:
             for group in batch.groups:
-                await trainer.train_group(recovered.store.training_group(group.group_id, group.batch_id, group.ids))
+                found = recovered.store.training_group(group.group_id, group.batch_id, group.ids, group.temperature)
+                await trainer.train_group(found)
             gather = await trainer.close_batch(close_of(batch.step))
             self.reports = await gather()
             await trainer.acknowledge(batch.policy_version)  # engines take the newest at once, when it is announced

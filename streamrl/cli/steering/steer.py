@@ -1,0 +1,113 @@
+"""``streamrl status``, ``pause``, ``continue``, ``checkpoint``, ``evaluate`` and ``set``: to a running run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from streamrl.cli.command import Argument, Command, RunPath
+from streamrl.cli.control import ask_run
+from streamrl.launch.steering.steering_messages import (
+    ChangeSettings,
+    ReadStatus,
+    RunStatus,
+    SteeringRequest,
+    SteeringTaken,
+    SteerRun,
+)
+
+
+class Status(Command, frozen=True):
+    """Say where a running run stands: step, versions, what it waits for, changed settings, processes. Of a run that
+    ended: `streamrl show`."""
+
+    run_directory: RunPath
+
+    def run(self) -> int:
+        answer = ask_run(self.run_directory, ReadStatus(), changes=False)
+        assert isinstance(answer, RunStatus), answer
+        return self.print({"run": str(self.run_directory), **_fields(answer)}, *_lines(answer))
+
+
+class Steer(Command, frozen=True):
+    """A command that changes one thing of a running run."""
+
+    order: ClassVar[Literal["pause", "continue", "evaluate", "checkpoint"]]
+    run_directory: RunPath
+
+    def run(self) -> int:
+        """Ask for it and return once it is in the journal of the run."""
+        return _steer(self, SteerRun(order=self.order))
+
+
+class Pause(Steer, frozen=True):
+    """Launch nothing more until `streamrl continue`: what runs is finished, and a batch that fills is trained. A pause
+    outlasts a kill and `streamrl resume`."""
+
+    order = "pause"
+
+
+class Continue(Steer, frozen=True):
+    """Let a paused run go on."""
+
+    order = "continue"
+
+
+class WriteNow(Steer, frozen=True):
+    """Have a running run write a checkpoint now, or once the step that is made is live."""
+
+    order = "checkpoint"
+
+
+class EvaluateNow(Steer, frozen=True):
+    """Have a running run score all held-out prompts now, or once the step that is made is live."""
+
+    order = "evaluate"
+
+
+class SetKeys(Command, frozen=True):
+    """Change settings of a running run, together, from the next batch on. They outlast a kill and `streamrl resume`.
+    docs/steering.md lists the keys; of any other it is said why not."""
+
+    run_directory: RunPath
+    changes: Annotated[
+        tuple[str, ...], Argument("such as training.learning_rate=1e-6", metavar="KEY=VALUE", positional=True)
+    ]
+    step: Annotated[int, Argument("from the batch of this step on (default: the next one)", metavar="N")] = 0
+
+    def run(self) -> int:
+        """Ask for it and return once it is in the journal of the run."""
+        return _steer(self, ChangeSettings(changes=self.changes, step=self.step))
+
+
+def _steer(command: Steer | SetKeys, request: SteeringRequest) -> int:
+    answer = ask_run(command.run_directory, request)
+    assert isinstance(answer, SteeringTaken), answer
+    return command.print({"run": str(command.run_directory), "taken": answer.text}, answer.text)
+
+
+def _fields(status: RunStatus) -> dict[str, Any]:
+    return {name: getattr(status, name) for name in status.__struct_fields__ if name != "request_id"}
+
+
+def _lines(status: RunStatus) -> list[str]:
+    unit = "full" if status.batch >= status.batch_target else "filled"
+    rows = {
+        "state": status.state,
+        "step": f"{status.step} of {status.steps}" if status.steps else "",
+        "versions": f"trainer {status.trainer_version}, live {status.live_version}" if status.steps else "",
+        "batch": f"{status.batch} of {status.batch_target} {unit}, {status.round_kind or 'no'} round",
+        "under way": f"{status.in_flight} trajectories, {status.ready} groups ready, {status.queue} prompts queue",
+        "waits for": f"{status.waits_for}, for {status.waited_s:.1f} s" if status.waits_for else "",
+        "pending": ", ".join(status.pending),
+        "changed": ", ".join(f"{key} = {value}" for key, value in status.changed.items()),
+    }
+    if not status.steps:
+        del rows["batch"], rows["under way"]
+    lines = [f"{name:<12}{text}" for name, text in rows.items() if text]
+    lines += [f"{'from step':<12}{change.step or 'next'}: {change.values}" for change in status.waiting]
+    lines += [f"{'':<12}{wait}" for wait in status.waits]
+    for one in status.processes:
+        state = "runs" if one.exit_code is None else f"ended with {one.exit_code}"
+        again = f", started again {one.restarts} times" if one.restarts else ""
+        lines.append(f"{'process':<12}{one.name}  {one.pid}  {state}, {one.started_s:.0f} s{again}")
+    return lines

@@ -1,0 +1,124 @@
+"""The controller's side of steering: requests become events of control, which are in the journal before the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import anyio
+
+from streamrl.base.errors import RecipeError, StreamBroken
+from streamrl.comm.zmq_stream import zmq_receiver
+from streamrl.contracts import Observer
+from streamrl.control.events import ControlEvent, Steered
+from streamrl.control.model import RunState
+from streamrl.launch.steering.changed_recipe import settings_change
+from streamrl.launch.steering.steering_messages import (
+    ChangeSettings,
+    ReadStatus,
+    RunStatus,
+    SteeringReply,
+    SteeringRequest,
+    SteeringTaken,
+    SteerRun,
+    WaitingChange,
+)
+from streamrl.launch.supervise.watchdog import Watchdog
+from streamrl.recipe.sections import Recipe
+from streamrl.run.journal.run_journal import RunJournal
+from streamrl.run.wait_reason import RunWaits
+
+_MOST_WAITS = 20
+
+
+class SteeringService(Observer):
+    """Answers requests, one after the other. ``state`` and ``notify``: of the controller, once it is made."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        journal: RunJournal,
+        watch: Watchdog,
+        waits: RunWaits,
+        reply: Callable[[SteeringReply], Awaitable[None]],
+    ) -> None:
+        self._recipe, self._journal, self._watch, self._waits, self._reply = recipe, journal, watch, waits, reply
+        self._sent: ControlEvent | None = None
+        self._taken = anyio.Event()
+
+    async def on_event(self, event: ControlEvent) -> None:
+        """Note that control takes what was sent."""
+        if event is self._sent:
+            self._taken.set()
+
+    async def serve(self, endpoint: str, state: RunState, notify: Callable[[ControlEvent], None]) -> None:
+        """Serve until the parent is gone."""
+        try:
+            async with zmq_receiver(SteeringRequest, endpoint, bind=False, name="controller.steering") as requests:
+                async for request in requests:
+                    await self._reply(await self._answer(request, state, notify))
+        except StreamBroken:
+            return
+
+    async def _answer(
+        self, request: SteeringRequest, state: RunState, notify: Callable[[ControlEvent], None]
+    ) -> SteeringReply:
+        number = request.request_id
+        if isinstance(request, ReadStatus):
+            return self._status(number, state)
+        try:
+            event, text = self._event(request, state)
+        except RecipeError as error:
+            return SteeringTaken(request_id=number, problems=tuple(error.problems))
+        self._sent, self._taken = event, anyio.Event()
+        notify(event)
+        await self._taken.wait()
+        await self._journal.settled()
+        return SteeringTaken(request_id=number, text=text)
+
+    def _event(self, request: SteerRun | ChangeSettings, state: RunState) -> tuple[ControlEvent, str]:
+        """The event that carries ``request``, and what follows from it. Raises ``RecipeError`` where it cannot be."""
+        if state.live_version < 0 or state.ending:
+            raise RecipeError(
+                f"the run {'ends' if state.ending else 'has not begun'}: nothing of it can be changed now"
+            )
+        if not isinstance(request, SteerRun):
+            change = settings_change(self._recipe, state, request.changes, request.step)
+            when = f"step {change.step}" if change.step else "the next batch that opens"
+            return change, f"{', '.join(f'{key} = {value}' for key, value in change.values.items())}: from {when} on"
+        if request.order == "evaluate" and not self._recipe.evaluation.prompts:
+            raise RecipeError("evaluation.prompts: this run has no held-out prompts")
+        soon = "once the version that is made now is live"
+        return Steered(order=request.order), {
+            "pause": f"nothing more is launched; {state.accounting().in_flight} trajectories are finished",
+            "continue": "launches go on",
+            "evaluate": f"all held-out prompts are evaluated, at once or {soon}",
+            "checkpoint": f"a checkpoint is written, at once or {soon}",
+        }[request.order]
+
+    def _status(self, number: int, state: RunState) -> RunStatus:
+        steering, batch, pending = state.steering, state.batch, state.pending
+        reason, seconds = self._waits.waits_for()
+        orders = {"draw prompts": pending.draw or None, "push": pending.push, "checkpoint": pending.checkpoint}
+        orders |= {"evaluation": state.evaluating, "step": pending.step.policy_version if pending.step else None}
+        words = {"ended": state.finished, "draining": state.draining, "paused": steering.paused}
+        return RunStatus(
+            request_id=number,
+            state=next((word for word, holds in words.items() if holds), "running"),
+            step=max(state.live_version, 0),
+            steps=state.steps,
+            trainer_version=state.trainer_version,
+            live_version=state.live_version,
+            round_kind=state.round_kind,
+            group_size=batch.group_size,
+            in_flight=state.accounting().in_flight,
+            ready=len(state.buffer.ready),
+            batch=batch.filled,
+            batch_target=batch.target,
+            queue=len(state.prompts.queue),
+            waits_for=str(reason),
+            waited_s=round(seconds, 1),
+            waits=tuple(self._watch.waits.lines()[:_MOST_WAITS]),
+            pending=(*(f"{name} {n}" for name, n in orders.items() if n is not None), *steering.wanted),
+            changed=steering.changed,
+            waiting=tuple(WaitingChange(step=one.step, values=one.values) for one in steering.asked),
+        )

@@ -1,0 +1,62 @@
+"""The parent's side of steering: requests from the control socket go to the controller; the parent knows processes."""
+
+from __future__ import annotations
+
+import anyio
+from msgspec import structs
+
+from streamrl.base.errors import RecipeError
+from streamrl.comm.conversation import Conversation
+from streamrl.launch.steering.steering_messages import (
+    ProcessStatus,
+    ReadStatus,
+    RunStatus,
+    SteeringReply,
+    SteeringRequest,
+    SteeringTaken,
+)
+from streamrl.launch.supervise.supervisor import Supervisor
+from streamrl.recipe.topology import Role, Topology
+
+STATUS_LIMIT_S = 3.0
+"""How long the controller has to answer a question for the status; while it starts it answers nothing."""
+
+
+def steering_endpoint(topology: Topology) -> str:
+    """Endpoint at which the controller receives requests. Beside its own stream, which never leaves the host."""
+    return f"{topology.endpoint(Role.CONTROLLER.value, 'steps')}.steering"
+
+
+class SteeringRequests(Conversation[SteeringRequest, SteeringReply]):
+    """Requests to steer one run."""
+
+    def __init__(self) -> None:
+        super().__init__(SteeringRequest, "controller.steering")
+
+    async def carry_out(self, request: SteeringRequest, supervisor: Supervisor) -> SteeringReply:
+        """The answer to ``request``. Raises ``RecipeError`` where it cannot be carried out, and ``StreamRLError`` where
+        the controller ends meanwhile."""
+        reply: SteeringReply = RunStatus()
+        if isinstance(request, ReadStatus):
+            with anyio.move_on_after(STATUS_LIMIT_S):
+                reply = await self.ask(request)
+        else:
+            reply = await self.ask(request)
+        if isinstance(reply, SteeringTaken) and reply.problems:
+            raise RecipeError(*reply.problems)
+        if isinstance(reply, RunStatus):
+            return structs.replace(reply, processes=_processes(supervisor))
+        return reply
+
+
+def _processes(supervisor: Supervisor) -> tuple[ProcessStatus, ...]:
+    return tuple(
+        ProcessStatus(
+            name=name,
+            pid=child.process.pid,
+            started_s=round(child.uptime_s, 1),
+            restarts=supervisor.starts[name] - 1,
+            exit_code=child.exit_code,
+        )
+        for name, child in supervisor.children.items()
+    )
