@@ -20,9 +20,9 @@ from streamrl.comm.wire import WireCodec, WireLimits
 from streamrl.launch.steering.steering_messages import (
     ChangeSettings,
     ReadStatus,
-    RunStatus,
     SteeringReply,
     SteeringRequest,
+    SteeringStatus,
     SteeringTaken,
     SteerRun,
 )
@@ -71,7 +71,7 @@ class ControlRefused(Message, frozen=True):
     problems: tuple[str, ...]
 
 
-ControlAnswer = RewardsListed | RewardsChanged | Draining | RunStatus | SteeringTaken | ControlRefused
+ControlAnswer = RewardsListed | RewardsChanged | Draining | SteeringStatus | SteeringTaken | ControlRefused
 
 _LENGTH = struct.Struct(">I")
 LENGTH_BYTES = _LENGTH.size

@@ -9,8 +9,8 @@ from streamrl.cli.control import ask_run
 from streamrl.launch.steering.steering_messages import (
     ChangeSettings,
     ReadStatus,
-    RunStatus,
     SteeringRequest,
+    SteeringStatus,
     SteeringTaken,
     SteerRun,
 )
@@ -24,7 +24,7 @@ class Status(Command, frozen=True):
 
     def run(self) -> int:
         answer = ask_run(self.run_directory, ReadStatus(), changes=False)
-        assert isinstance(answer, RunStatus), answer
+        assert isinstance(answer, SteeringStatus), answer
         return self.print({"run": str(self.run_directory), **_fields(answer)}, *_lines(answer))
 
 
@@ -85,11 +85,11 @@ def _steer(command: Steer | SetKeys, request: SteeringRequest) -> int:
     return command.print({"run": str(command.run_directory), "taken": answer.text}, answer.text)
 
 
-def _fields(status: RunStatus) -> dict[str, Any]:
+def _fields(status: SteeringStatus) -> dict[str, Any]:
     return {name: getattr(status, name) for name in status.__struct_fields__ if name != "request_id"}
 
 
-def _lines(status: RunStatus) -> list[str]:
+def _lines(status: SteeringStatus) -> list[str]:
     unit = "full" if status.batch >= status.batch_target else "filled"
     rows = {
         "state": status.state,

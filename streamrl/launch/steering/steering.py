@@ -15,9 +15,9 @@ from streamrl.launch.steering.changed_recipe import settings_change
 from streamrl.launch.steering.steering_messages import (
     ChangeSettings,
     ReadStatus,
-    RunStatus,
     SteeringReply,
     SteeringRequest,
+    SteeringStatus,
     SteeringTaken,
     SteerRun,
     WaitingChange,
@@ -95,13 +95,13 @@ class SteeringService(Observer):
             "checkpoint": f"a checkpoint is written, at once or {soon}",
         }[request.order]
 
-    def _status(self, number: int, state: RunState) -> RunStatus:
+    def _status(self, number: int, state: RunState) -> SteeringStatus:
         steering, batch, pending = state.steering, state.batch, state.pending
         reason, seconds = self._waits.waits_for()
         orders = {"draw prompts": pending.draw or None, "push": pending.push, "checkpoint": pending.checkpoint}
         orders |= {"evaluation": state.evaluating, "step": pending.step.policy_version if pending.step else None}
         words = {"ended": state.finished, "draining": state.draining, "paused": steering.paused}
-        return RunStatus(
+        return SteeringStatus(
             request_id=number,
             state=next((word for word, holds in words.items() if holds), "running"),
             step=max(state.live_version, 0),

@@ -51,7 +51,7 @@ class WaitingChange(Record, frozen=True):
     values: dict[str, Any]
 
 
-class RunStatus(Message, frozen=True):
+class SteeringStatus(Message, frozen=True):
     """State of a run. ``state``: ``running``, ``paused``, ``draining``, ``ended``, or ``starting`` where the controller
     does not answer (yet), and only ``processes`` are known. ``step``: the last one whose version is live. Counts:
     ``in_flight`` trajectories, ``ready`` groups that wait for a batch, ``batch`` trajectories (or groups, where batches
@@ -90,4 +90,4 @@ class SteeringTaken(Message, frozen=True):
     problems: tuple[str, ...] = ()
 
 
-SteeringReply = RunStatus | SteeringTaken
+SteeringReply = SteeringStatus | SteeringTaken

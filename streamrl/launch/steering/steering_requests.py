@@ -10,9 +10,9 @@ from streamrl.comm.conversation import Conversation
 from streamrl.launch.steering.steering_messages import (
     ProcessStatus,
     ReadStatus,
-    RunStatus,
     SteeringReply,
     SteeringRequest,
+    SteeringStatus,
     SteeringTaken,
 )
 from streamrl.launch.supervise.supervisor import Supervisor
@@ -36,7 +36,7 @@ class SteeringRequests(Conversation[SteeringRequest, SteeringReply]):
     async def carry_out(self, request: SteeringRequest, supervisor: Supervisor) -> SteeringReply:
         """The answer to ``request``. Raises ``RecipeError`` where it cannot be carried out, and ``StreamRLError`` where
         the controller ends meanwhile."""
-        reply: SteeringReply = RunStatus()
+        reply: SteeringReply = SteeringStatus()
         if isinstance(request, ReadStatus):
             with anyio.move_on_after(STATUS_LIMIT_S):
                 reply = await self.ask(request)
@@ -44,7 +44,7 @@ class SteeringRequests(Conversation[SteeringRequest, SteeringReply]):
             reply = await self.ask(request)
         if isinstance(reply, SteeringTaken) and reply.problems:
             raise RecipeError(*reply.problems)
-        if isinstance(reply, RunStatus):
+        if isinstance(reply, SteeringStatus):
             return structs.replace(reply, processes=_processes(supervisor))
         return reply
 
