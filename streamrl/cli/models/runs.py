@@ -15,7 +15,7 @@ from rich.table import Table
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.command import Argument, Command, print_json
 from streamrl.launch.models.model_card import SCORE, hub_name
-from streamrl.observe.follow.run_files import RunFiles, SteeringStatus, runs_in
+from streamrl.observe.follow.run_files import RunFiles, RunStatus, runs_in
 from streamrl.recipe.toml_text import toml_value
 
 RUNS = Path("runs")
@@ -29,7 +29,7 @@ class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     directory: str
     started: str
-    state: SteeringStatus
+    state: RunStatus
     step: int
     steps: int
     model: str

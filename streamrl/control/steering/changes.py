@@ -47,7 +47,7 @@ def steer(make: MakePolicies, state: RunState, rules: Rules, event: on.ControlEv
             steering.changed.pop(STEPS, None)  # the recipe was given another number after that
             steering.recipe_steps = 0
     batch = state.batch
-    opens = isinstance(event, on.BatchTrained) or not batch.round_kind
+    opens = isinstance(event, on.BatchTrained) or not (batch.round_kind or state.draining or state.starved)
     while opens and not batch.groups and not state.batch_closed and steering.asked:
         if steering.asked[0].step > batch.batch_id + 1:
             break
