@@ -1,0 +1,39 @@
+// Puts the page together: the runs, the panels in the order in which a person reads them, and what happens when something changes.
+"use strict";
+
+const seenPanels = new IntersectionObserver(entries => entries.forEach(entry => {
+  const one = panels.find(each => each.section === entry.target);
+  one.visible = entry.isIntersecting;
+  one.refresh();
+}), { rootMargin: "300px" });
+
+function redrawAll() {  // colours are of the theme, heat maps of the width
+  theme.clear();
+  for (const one of timelines) one.coloured = null;
+  repaint();
+  invalidate();
+}
+
+(async () => {
+  for (const one of panels) {
+    byId("panels").append(one.section);
+    byId("contents").append(element("a", { href: "#" + one.id }, one.title));
+    seenPanels.observe(one.section);
+  }
+  try {
+    page.runs = await answer("/api/runs");
+  } catch (error) {
+    byId("state").textContent = error.message;
+    return;
+  }
+  page.focus = page.runs.find(run => run.state === "running") ?? page.runs.at(-1);
+  drawHeader();
+  if (!page.runs.length) return;
+  invalidate();
+  page.data(page.focus, "timeline").catch(() => null);  // its panel says what is wrong
+  page.shown().slice(0, 4).forEach(page.follow);  // a browser holds six connections to one host
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
+  let wide = innerWidth, timer = null;
+  addEventListener("resize", () => { if (innerWidth !== wide) { wide = innerWidth; clearTimeout(timer); timer = setTimeout(() => invalidate("lengths"), 200); } });
+  for (const one of panels) await one.refresh(true);  // those out of sight too, once: then nothing moves under a person who scrolls
+})();

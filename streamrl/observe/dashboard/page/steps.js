@@ -1,0 +1,126 @@
+// Panels over steps: waits, one step, engines, lengths, what races cut, staleness, memory, pushes, prompts.
+"use strict";
+
+let chosenStep = null;
+
+panel("waits", "Why the run waits", "Seconds of each step by what the run as a whole waited for, and the share of slots that stood free (the bubble). Click a step to look at it.",
+  { paths: ["waits"], without: "no step has ended yet." }, (body, [run], [[waits]]) => {
+    const names = Object.keys(waits.reasons).sort((a, b) => Object.keys(REASONS).indexOf(a) - Object.keys(REASONS).indexOf(b)), onpick = index => pickStep(waits.step[index]);
+    body.className = "body pair";
+    const seen = chart(body, "reasons", "Seconds of a step", "by reason", 220).stack(waits.step, names.map(name => ({ label: name, values: waits.reasons[name], colour: reasonColour(name) })), { unit: "s", onpick });
+    chart(body, "bubble", "Bubble", "share of free slots: of the rollout alone, and of the whole step", 220).show(waits.step, [{ label: "rollout", values: waits.bubble_rollout, colour: reasonColour("tail") },
+      { label: "step", values: waits.bubble_step, colour: reasonColour("sampling") }], { unit: "share", least: 0, most: 1, onpick });
+    return seen;
+  });
+
+panel("step", "One step", "What took the time of one step, against the median step, and who finished last. It begins with the slowest step.", { paths: ["waits", "timeline"], without: "no step has ended yet." },
+  (body, [run], [[waits, columns]]) => {
+    const { steps } = columns.head, typical = median(steps.map(step => step.step_s));
+    if (!steps.length) return false;
+    const step = steps.find(one => one.step === chosenStep) ?? steps.reduce((most, one) => one.step_s > most.step_s ? one : most), place = steps.indexOf(step), at = waits.step.indexOf(step.step);
+    const go = by => () => pickStep(steps[Math.max(0, Math.min(steps.length - 1, place + by))].step);
+    const reasons = Object.entries(waits.reasons).map(([name, values]) => ({ name, took: values[at], more: (values[at] ?? 0) - (median(values) ?? 0) })).filter(one => one.took > 0);
+    const most = reasons.reduce((found, one) => one.more > (found?.more ?? 0) ? one : found, null), rows = [];
+    columns.between(step.time_s - step.step_s, step.time_s, i => { if (columns.ended[i] > step.time_s - step.step_s && columns.rollout_end[i] <= step.time_s) rows.push(i); });
+    rows.sort((a, b) => columns.rollout_end[b] - columns.rollout_end[a]);
+    body.replaceChildren(element("div", { class: "controls" }, element("button", { onclick: go(-1), disabled: place === 0 }, "◂ step before"), element("b", {}, `step ${step.step}`), element("button", { onclick: go(1), disabled: place === steps.length - 1 }, "step after ▸"),
+      element("span", {}, `${seconds(step.step_s)}, ${number(step.step_s / typical)} times the median step (${seconds(typical)}). `, most && most.more > 0.02 * typical ? element("span", {}, "Most of the difference: ", element("b", {}, `${most.name} ${seconds(most.more)} more`),
+        ` (${REASONS[most.name]?.[1] ?? ""}). To change it: ${REASONS[most.name]?.[2] ?? ""}.`) : "No reason stands out.")),
+    element("div", { class: "pair" },
+      table([{ head: "waited for", of: one => one.name, text: name => element("span", {}, swatch(reasonColour(name)), name) }, { head: "seconds", of: one => one.took, text: seconds }, { head: "more than the median step", of: one => one.more, text: value => Math.abs(value) < 0.005 ? "–" : (value > 0 ? "+" : "") + seconds(value) },
+        { head: "which is", of: one => REASONS[one.name]?.[1] }], reasons, { sort: 1 }),
+      table([{ head: "finished last", of: i => columns.rollout_end[i] - step.time_s + step.step_s, text: value => seconds(value), help: "seconds after the step began" }, { head: "tokens", of: i => columns.tokens[i] }, { head: "a token", of: i => pace(columns, i), text: seconds },
+        { head: "engine", of: i => columns.engineOf(i) }, { head: "outcome", of: i => columns.head.outcomes[columns.outcome[i]] }, { head: "prompt", of: i => promptName(columns, columns.prompt[i]) }], rows, { sort: 0, most: 8, onrow: i => openSamples({ prompt: promptName(columns, columns.prompt[i]), step: "" }) })));
+  });
+
+const promptName = (columns, place) => columns.head.prompts[place] ?? "#" + place;
+const pace = (columns, i) => columns.tokens[i] > 0 ? (columns.rollout_end[i] - columns.first_token_or_queued_end[i] - (columns.paused[i] || 0)) / columns.tokens[i] : null;
+
+panel("engines", "Engines", "What each engine did and at what pace: an engine whose seconds a token are well above the others' is slow. Below, requests and KV cache of all engines over time.", { paths: ["timeline"], without: "the run keeps no trace (trace.jsonl)." },
+  (body, [run], [[columns]]) => {
+    const { engines: load } = columns.head, found = new Map();
+    for (let i = 0; i < columns.count; i++) {
+      const engine = columns.engineOf(i);
+      if (!found.has(engine)) found.set(engine, { engine, count: 0, tokens: 0, busy: 0, queued: [], paces: [] });
+      const one = found.get(engine), thin = columns.count > 50000 && i % 16;
+      one.count++;
+      one.tokens += columns.tokens[i];
+      one.busy += columns.rollout_end[i] - columns.first_token_or_queued_end[i];
+      if (!thin) { one.paces.push(pace(columns, i)); one.queued.push(columns.first_token_or_queued_end[i] - columns.launched[i]); }
+    }
+    const rows = [...found.values()].map(one => ({ ...one, pace: median(one.paces), wait: median(one.queued), lanes: columns.head.slots.find(slot => slot.engine === one.engine)?.lanes })), typical = median(rows.map(row => row.pace));
+    if (!rows.length) return false;
+    body.list ??= body.appendChild(element("div"));
+    body.list.replaceChildren(table([{ head: "engine", of: row => row.engine }, { head: "trajectories", of: row => row.count, text: number }, { head: "tokens", of: row => row.tokens, text: number }, { head: "seconds a token, median", of: row => row.pace, text: seconds },
+      { head: "against the median engine", of: row => row.pace / typical, text: value => element("span", { class: value > 1.15 ? "bad" : "" }, number(value) + (value > 1.15 ? " slow" : "")) }, { head: "queued, median", of: row => row.wait, text: seconds },
+      { head: "slots taken", of: row => row.lanes ? row.busy / row.lanes / columns.end : null, text: percent, help: "sampling time of its trajectories over time of its slots" }], rows, { sort: 0, down: false }));
+    body.pair ??= body.appendChild(element("div", { class: "pair" }));
+    const every = Math.ceil(load.time_s.length / 1500), pick = values => values?.filter((value, index) => index % every === 0), time = pick(load.time_s);
+    chart(body.pair, "requests", "Requests", "running and waiting").show(time, [{ label: "running", values: pick(load.running), colour: reasonColour("sampling") }, { label: "waiting", values: pick(load.waiting), colour: reasonColour("reward") }], { xUnit: "s", least: 0 });
+    chart(body.pair, "kv", "KV cache", "share that is in use").show(time, [{ label: "in use", values: pick(load.kv_usage), colour: reasonColour("push") }], { xUnit: "s", unit: "share", least: 0 });
+  });
+
+panel("lengths", "Lengths", "Histogram of completion lengths over steps, dark is many: of all that were sampled, and of those that were trained. Where the two differ, races, cuts or filters choose by length.",
+  { paths: ["lengths", "metrics"], without: "no completion was trained yet." }, (body, [run], [[lengths, metrics]]) => {
+    if (!lengths.step.length) return false;
+    body.className = "body pair";
+    body.replaceChildren();
+    body.charts = null;
+    for (const name of ["sampled", "trained"]) heatMap(body, `${name[0].toUpperCase()}${name.slice(1)}, tokens`, lengths.step, lengths.edges, lengths[name], index => pickStep(lengths.step[index]));
+    const of = name => metrics.values[name];
+    chart(body, "means", "Mean length", "trained against sampled").show(metrics.step, [{ label: "sampled", values: of("length/sampled_mean"), colour: RUN_COLOURS[1] }, { label: "trained", values: of("completion/length_mean"), colour: RUN_COLOURS[0] }]);
+    chart(body, "cut", "Truncated", "share of trained completions cut by max_tokens").show(metrics.step, [{ label: "truncated", values: of("completion/truncated_ratio"), colour: RUN_COLOURS[4] }], { unit: "share", least: 0 });
+  });
+
+panel("races", "What was not trained", "Trajectories by what became of them, and what the ones that were cut or lost a race had in common; when their prompt was launched again.", { paths: ["timeline"], without: "the run keeps no trace (trace.jsonl)." },
+  (body, [run], [[columns]]) => {
+    const { steps, outcomes } = columns.head, counts = outcomes.map(() => new Float64Array(steps.length)), totals = outcomes.map(name => ({ name, count: 0, tokens: 0, reward: 0, rewarded: 0, back: [] })), gone = new Map();
+    if (!columns.count || !steps.length) return false;
+    for (let i = 0; i < columns.count; i++) {
+      const one = totals[columns.outcome[i]], before = gone.get(columns.prompt[i]);
+      if (before && columns.launched[i] > before.time && columns.group[i] !== before.group) { before.one.back.push(columns.launched[i] - before.time); gone.delete(columns.prompt[i]); }
+      counts[columns.outcome[i]][columns.stepAt(columns.ended[i])]++;
+      one.count++;
+      one.tokens += columns.tokens[i];
+      if (known(columns.reward[i])) { one.reward += columns.reward[i]; one.rewarded++; }
+      if (one.name === "lost_race" || one.name === "cut") gone.set(columns.prompt[i], { time: columns.ended[i], group: columns.group[i], one });
+    }
+    body.className = "body pair";
+    chart(body, "outcomes", "Not trained", "trajectories a step, by reason", 200).stack(steps.map(step => step.step), outcomes.map((name, place) => ({ label: name, values: [...counts[place]], colour: outcomeColour(name) })).filter(one => one.label !== "trained"),
+      { onpick: index => pickStep(steps[index].step) });
+    body.list ??= body.appendChild(element("div"));
+    body.list.replaceChildren(table([{ head: "outcome", of: one => one.name, text: name => element("span", { title: OUTCOMES[name]?.[1] }, swatch(outcomeColour(name)), name) }, { head: "trajectories", of: one => one.count, text: number }, { head: "share", of: one => one.count / columns.count, text: percent },
+      { head: "mean tokens", of: one => one.tokens / one.count, text: number }, { head: "mean reward", of: one => one.rewarded ? one.reward / one.rewarded : null, text: number },
+      { head: "prompt came back after", of: one => median(one.back), text: (value, one) => known(value) ? `${seconds(value)} (${number(one.back.length)} times)` : "–", help: "median time until its prompt was launched again" }], totals.filter(one => one.count), { sort: 1 }));
+  });
+
+panel("weights", "Staleness and pushes", "How many versions old trained samples were, and what a new version of the weights cost: bytes, seconds, elements that changed.", { paths: ["metrics"], without: "no step has ended yet." }, (body, [run], [[metrics]]) => {
+  body.className = "body pair";
+  const line = (name, label, colour) => ({ label, values: metrics.values[name], colour: RUN_COLOURS[colour] }), steps = metrics.step, onpick = index => pickStep(steps[index]);
+  return [chart(body, "stale", "Staleness", "versions").show(steps, [line("async/staleness_mean", "mean", 0), line("async/staleness_p95", "p95", 1), line("async/staleness_oldest_max", "oldest token", 4)], { least: 0, onpick }),
+    chart(body, "bytes", "Bytes a push", "encoded, over ranks").show(steps, [line("weights/payload_bytes", "bytes", 3)], { unit: "bytes", least: 0, onpick }),
+    chart(body, "push", "Time of a push", "announcement to last commit; engines paused").show(steps, [line("time/weight_sync_s", "push", 3), line("time/engine_paused_s", "paused", 4), line("time/publish_s", "encode", 5)], { unit: "s", least: 0, onpick }),
+    chart(body, "changed", "Elements that changed", "share").show(steps, [line("weights/changed_ratio", "changed", 2)], { unit: "share", least: 0, onpick })].some(shown => shown);
+});
+
+panel("prompts", "Prompts", "Each prompt with its rewards over the run. Those at the top were tried most and never had a reward above their lowest: too hard, or a broken reward. Click one for its samples.", { paths: ["timeline"], without: "the run keeps no trace (trace.jsonl)." },
+  (body, [run], [[columns]]) => {
+    const found = new Map();
+    let [low, high] = [Infinity, -Infinity];
+    for (let i = 0; i < columns.count; i++) {
+      if (!known(columns.reward[i])) continue;
+      const key = columns.prompt[i], reward = columns.reward[i];
+      let one = found.get(key);
+      if (!one) found.set(key, one = { key, tries: 0, total: 0, best: -Infinity, latest: 0, tokens: 0 });
+      one.tries++; one.total += reward; one.tokens += columns.tokens[i]; one.latest = reward;
+      if (reward > one.best) one.best = reward;
+      if (reward < low) low = reward;
+      if (reward > high) high = reward;
+    }
+    const rows = [...found.values()], never = rows.filter(row => row.best <= low && high > low), always = rows.filter(row => row.total / row.tries >= high && high > low);
+    if (!rows.length) return false;
+    body.replaceChildren(element("p", {}, element("b", {}, `${number(never.length)} of ${number(rows.length)} prompts were never solved`), ` (no reward above ${number(low)}), ${number(always.length)} always (each reward is ${number(high)}): both teach nothing.`),
+      table([{ head: "prompt", of: row => promptName(columns, row.key) }, { head: "tries", of: row => row.tries }, { head: "mean reward", of: row => row.total / row.tries, text: number }, { head: "best", of: row => row.best, text: number },
+        { head: "mean tokens", of: row => row.tokens / row.tries, text: number }, { head: "never solved", of: row => row.best <= low && high > low ? row.tries : 0, text: value => value ? `${value} tries` : "" }],
+      rows, { sort: 5, most: 12, onrow: row => openSamples({ prompt: promptName(columns, row.key), step: "" }) }));
+  });
