@@ -4,6 +4,7 @@
 const RUN_COLOURS = ["#3b7dd8", "#e07b39", "#3a9d5d", "#9162c7", "#cf4f5f", "#2a9aa5", "#9a7350", "#d068a5"];
 const runColour = run => RUN_COLOURS[run.run % RUN_COLOURS.length];
 const TICKS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 604800, 2592000];
+const WHOLE = Array.from({ length: 12 }, (unused, power) => [1, 2, 5].map(one => one * 10 ** power)).flat();
 const clock = time => `${Math.floor(time / 3600)}:${String(Math.floor(time / 60) % 60).padStart(2, "0")}`;
 const faint = (colour, alpha = "55") => colour + alpha;
 
@@ -34,10 +35,10 @@ class Chart {
     if (this.plot.hidden) return false;
     const signature = JSON.stringify([series.map(one => [one.label, one.colour, one.width, one.dash]), unit, xUnit, least, most, css("line")]);
     const data = [x, ...series.map(one => one.values)];
-    this.say = at => this.says.replaceChildren(element("span", {}, x[at] == null ? "" : onX(x[at])), ...series.filter(one => one.label).map(one =>
-      element("span", {}, swatch(one.colour), one.label, " ", element("b", {}, inUnit((one.raw ?? one.values)[at], one.unit ?? unit)))));
+    this.say = at => this.says.replaceChildren(element("span", {}, onX(x[at ?? x.length - 1])), ...series.filter(one => one.label).map(one =>
+      element("span", {}, swatch(one.colour), one.label, " ", element("b", {}, inUnit(at == null ? last(one.raw ?? one.values) : (one.raw ?? one.values)[at], one.unit ?? unit)))));
     const onX = value => xUnit === "s" ? seconds(value) : xUnit + " " + number(value);
-    this.say(x.length - 1);
+    this.say(null);
     if (this.uplot && this.signature === signature) { this.uplot.setData(data); return true; }
     this.uplot?.destroy();
     this.signature = signature;
@@ -45,12 +46,12 @@ class Chart {
     this.uplot = new uPlot({
       width: this.plot.clientWidth || 300, height: this.height, padding: [6, 8, 0, 0],
       cursor: { sync: { key: xUnit }, y: false, points: { size: 5 }, drag: { x: true, y: false, dist: 6 } },
-      legend: { show: false }, hooks: { setCursor: [plot => this.say(plot.cursor.idx ?? plot.data[0].length - 1)] }, scales: { x: { time: false }, y: { range: (plot, low, high) => {
+      legend: { show: false }, hooks: { setCursor: [plot => this.say(plot.cursor.idx)] }, scales: { x: { time: false }, y: { range: (plot, low, high) => {
         if (!known(low)) return [0, 1];
         const gap = Math.max((high - low) * 0.08, Math.abs(high) * 1e-3) || 1;
         return [least ?? low - gap, most ?? high + gap];
       } } },
-      axes: [{ ...axis, size: 22, incrs: xUnit === "s" ? TICKS : undefined, values: (plot, ticks, axis, space, step) => ticks.map(tick => xUnit !== "s" ? number(tick) : step < 60 ? number(tick) + " s" : clock(tick)) },
+      axes: [{ ...axis, size: 22, incrs: xUnit === "s" ? TICKS : WHOLE, values: (plot, ticks, axis, space, step) => ticks.map(tick => xUnit !== "s" ? number(tick) : step < 60 ? number(tick) + " s" : clock(tick)) },
         { ...axis, size: 54, values: (plot, ticks) => ticks.map(tick => inUnit(tick, unit)) }],
       series: [{}, ...series.map(one => ({
         label: one.label, stroke: one.colour, width: one.width ?? 1.5, dash: one.dash, fill: one.fill, spanGaps: true,
@@ -119,10 +120,11 @@ function heatMap(host, title, steps, edges, rows, onpick) {
   const width = figure.clientWidth - 16, bins = Math.max(...rows.map(row => row?.length ?? 0)), pen = sheet(canvas, width, height);
   const picture = new OffscreenCanvas(rows.length, bins), brush = picture.getContext("2d"), image = brush.createImageData(rows.length, bins);
   const [ground, ink] = [channels(css("panel")), channels(css("heat"))];
+  const most = Math.max(...rows.map(row => Math.max(...row ?? [0]) / (sum(row ?? []) || 1)));
   rows.forEach((row, x) => {
     const total = sum(row ?? []) || 1;
     for (let bin = 0; bin < bins; bin++) {
-      const share = (row?.[bin] ?? 0) / total, colour = mix(ground, ink, share > 0 ? 0.12 + 0.88 * Math.sqrt(share) : 0);
+      const share = (row?.[bin] ?? 0) / total, colour = mix(ground, ink, share > 0 ? 0.12 + 0.88 * Math.sqrt(share / most) : 0);
       image.data.set([...colour, 255], ((bins - 1 - bin) * rows.length + x) * 4);
     }
   });

@@ -26,7 +26,7 @@ function arrange(columns, sort) {
   if (sort === "slot") {
     const names = [];
     let from = 0;
-    for (const { engine, lanes } of head.slots) { names.push({ from, to: from + lanes, text: String(engine) }); from += lanes; }
+    for (const { engine, lanes } of head.slots) { names.push({ from, to: from + lanes, text: engine || "slots" }); from += lanes; }
     return { lane: columns.slot, lanes: columns.lanes, names };
   }
   const lane = new Uint32Array(count);

@@ -79,8 +79,7 @@ panel("events", "Events", "Evaluations, checkpoints, pauses, restarts, alarms an
 panel("processes", "Processes", "What runs, how often it was restarted, and the end of its log.", { paths: ["details"], without: "the run says nothing of its processes." }, (body, [run], [[details]]) => {
   const rows = details.processes ?? [], logs = Object.entries(details.log_tail ?? {});
   if (!rows.length && !logs.length) return false;
-  body.replaceChildren(table([{ head: "name", of: row => row.name }, { head: "pid", of: row => row.pid }, { head: "started", of: row => row.started, text: value => known(value) ? value > 1e8 ? new Date(value * 1000).toLocaleString() : seconds(value) : "–" },
-    { head: "restarts", of: row => row.restarts, text: value => element("span", { class: value > 0 ? "bad" : "" }, String(value ?? 0)) }, { head: "state", of: row => row.state }], rows),
+  body.replaceChildren(table([{ head: "name", of: row => row.name }, { head: "restarts", of: row => row.restarts, text: value => element("span", { class: value > 0 ? "bad" : "" }, String(value ?? 0)) }, { head: "state", of: row => row.state }], rows),
   ...logs.map(([name, text]) => element("details", {}, element("summary", {}, name), element("pre", { class: "text" }, Array.isArray(text) ? text.join("\n") : String(text)))));
 });
 

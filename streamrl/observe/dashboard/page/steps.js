@@ -51,7 +51,7 @@ panel("engines", "Engines", "What each engine did and at what pace: an engine wh
     const rows = [...found.values()].map(one => ({ ...one, pace: median(one.paces), wait: median(one.queued), lanes: columns.head.slots.find(slot => slot.engine === one.engine)?.lanes })), typical = median(rows.map(row => row.pace));
     if (!rows.length) return false;
     body.list ??= body.appendChild(element("div"));
-    body.list.replaceChildren(table([{ head: "engine", of: row => row.engine }, { head: "trajectories", of: row => row.count, text: number }, { head: "tokens", of: row => row.tokens, text: number }, { head: "seconds a token, median", of: row => row.pace, text: seconds },
+    body.list.replaceChildren(table([{ head: "engine", of: row => row.engine || "unknown" }, { head: "trajectories", of: row => row.count, text: number }, { head: "tokens", of: row => row.tokens, text: number }, { head: "seconds a token, median", of: row => row.pace, text: seconds },
       { head: "against the median engine", of: row => row.pace / typical, text: value => element("span", { class: value > 1.15 ? "bad" : "" }, number(value) + (value > 1.15 ? " slow" : "")) }, { head: "queued, median", of: row => row.wait, text: seconds },
       { head: "slots taken", of: row => row.lanes ? row.busy / row.lanes / columns.end : null, text: percent, help: "sampling time of its trajectories over time of its slots" }], rows, { sort: 0, down: false }));
     body.pair ??= body.appendChild(element("div", { class: "pair" }));
