@@ -17,7 +17,7 @@ async function samplesOf(run, filter) {
   const given = await answer(`/api/runs/${run.run}/samples?${query}`);
   if (!REPORT) return given;
   const { step, least, most, prompt, offset, limit } = filter;  // a report holds them all
-  const rows = given.rows.filter(row => (step === "" || row.step === +step) && (least === "" || row.reward >= +least) && (most === "" || row.reward <= +most) && (prompt === "" || (row.id + " " + row.prompt).includes(prompt)));
+  const rows = given.rows.filter(row => (step === "" || row.step === +step) && (least === "" || row.reward >= +least) && (most === "" || row.reward <= +most) && (prompt === "" || row.prompt_id === prompt || row.prompt.includes(prompt)));
   return { total: rows.length, rows: rows.slice(offset, offset + limit) };
 }
 
@@ -53,12 +53,12 @@ panel("samples", "Samples", "Completions that the run kept, with their rewards. 
   }
   const run = page.focus, { total, rows } = await samplesOf(run, { ...wanted, limit: PAGE_OF_SAMPLES });
   const open = async row => {
-    const others = await Promise.all(runs.filter(other => other !== run).map(async other => [other, (await samplesOf(other, { step: "", least: "", most: "", prompt: row.prompt, offset: 0, limit: 1 }).catch(() => ({ rows: [] }))).rows[0]]));
+    const others = await Promise.all(runs.filter(other => other !== run).map(async other => [other, (await samplesOf(other, { step: "", least: "", most: "", prompt: row.prompt_id || row.prompt, offset: 0, limit: 1 }).catch(() => ({ rows: [] }))).rows[0]]));
     body.open = () => body.one.replaceChildren(sample(row, body.by, others.length ? run.name : ""), ...others.map(([other, found]) => found ? sample(found, body.by, other.name) : element("p", { class: "none" }, `${other.name} kept no sample of this prompt.`)));
     body.open();
   };
   const turn = by => () => { wanted.offset = Math.max(0, wanted.offset + by * PAGE_OF_SAMPLES); body.again(); }, brief = text => (text ?? "").slice(0, 160).replace(/\s+/g, " ");
-  body.list.replaceChildren(table([{ head: "step", of: row => row.step }, { head: "reward", of: row => row.reward, text: number }, { head: "tokens", of: row => row.tokens }, { head: "end", of: row => row.finish_reason },
+  body.list.replaceChildren(table([{ head: "step", of: row => row.step }, { head: "reward", of: row => row.reward, text: number }, { head: "tokens", of: row => row.tokens }, { head: "kept as", of: row => [row.source, row.chosen].filter(Boolean).join(" ") || null }, { head: "end", of: row => row.finish_reason },
     { head: "prompt", of: row => brief(row.prompt), class: "brief" }, { head: "completion", of: row => brief(row.completion), class: "brief" }], rows, { onrow: open, empty: "No sample that was kept fits. A run keeps the best, the worst and a random completion of each batch, and those of evaluations." }),
   element("div", { class: "controls" }, element("button", { onclick: turn(-1), disabled: wanted.offset === 0 }, "◂"), `${total ? wanted.offset + 1 : 0} to ${Math.min(total, wanted.offset + rows.length)} of ${number(total)}`,
     element("button", { onclick: turn(1), disabled: wanted.offset + rows.length >= total }, "▸")));
