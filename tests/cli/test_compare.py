@@ -60,7 +60,7 @@ def test_figures_are_those_of_the_measured_steps_and_speeds_are_taken_repeat_by_
     assert runs[0].measured == runs[0].steps[WARM_UP_STEPS:5]
     assert (runs[0].samples, runs[0].sample_ms, runs[0].length) == pytest.approx((12.0, 500.0, 20.0))
     assert typical_step(runs[0]) == 4, "two seconds: the median of one, three and two"
-    named = {"synchronous": {}, "sagc": {}, "rollpacker": {}}
+    named = ("synchronous", "sagc", "rollpacker")
     found = Comparison(recipe="r", machine="m", samples=12, repeats=2, systems=named, runs=tuple(runs))
     assert found.speeds("sagc") == pytest.approx([2.0, 4.0])
     heads, rows = found.table()
@@ -87,10 +87,9 @@ def test_the_page_asks_no_other_host_and_shows_names_as_text(tmp_path: Path) -> 
     write_trace(tmp_path)
     odd = "<img src=http://x onerror=alert(1)>"
     runs = (compared(tmp_path), compared(tmp_path / "gone", odd))
-    systems = {"synchronous": {}, odd: {"rollout.rounds": f'"{odd}"'}}
     notes = {"failures": (f"{odd} broke",)}
     page = comparison_page(
-        Comparison(recipe=odd, machine=odd, samples=12, repeats=1, systems=systems, runs=runs, **notes)
+        Comparison(recipe=odd, machine=odd, samples=12, repeats=1, systems=("synchronous", odd), runs=runs, **notes)
     )
     assert "<img" not in page and "&lt;img" in page and "&lt;odd&gt;" in page
     assert "default-src 'none'" in page and not any(word in page for word in ("<script", "href=", 'src=http://x"'))
@@ -148,6 +147,5 @@ def test_two_systems_train_as_many_samples(tmp_path: Path, capsys: Any) -> None:
         assert sum(step["perf/samples_s"] * step["time/step_s"] for step in measured) > 47.9
         assert run["cool_down"] <= 1, "no more than the step that was open"
         assert run["accuracy"] is not None and Path(run["directory"]).parent == tmp_path / "out"
-    assert found["systems"]["synchronous"] == {}
-    assert found["systems"]["sagc"]["group_sizing.kind"] == '"sagc"'
-    assert (tmp_path / "out" / "comparison.html").read_text().count("<figure>") == 2
+    page = (tmp_path / "out" / "comparison.html").read_text()
+    assert page.count("<figure>") == 2 and "group_sizing.kind = &quot;sagc&quot;" in page and "run.name = " not in page

@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 import time
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -16,12 +15,12 @@ import anyio
 import msgspec
 from msgspec import structs
 from rich.console import Console
-from rich.table import Table
 
 from streamrl.base.atomic_files import make_directory, write_durable
 from streamrl.base.errors import RecipeError, StreamRLError, leaves
 from streamrl.base.printable import log_to
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print_json, recipe_file
+from streamrl.cli.simulate import results_table
 from streamrl.launch.comparison.candidates import compared_recipes
 from streamrl.launch.comparison.comparison import Comparison, comparison_page
 from streamrl.launch.comparison.measured_run import measure_run, measured_recipe
@@ -31,10 +30,7 @@ from streamrl.launch.plan.run_length import with_steps_of_epochs
 from streamrl.launch.plan.summary import SIMULATED_SENTENCE
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.observe.terminal.step_line import duration
-from streamrl.recipe.check_fields import leaves as settings_of
-from streamrl.recipe.rules.load import dump_recipe
 from streamrl.recipe.sections import EngineKind, Recipe
-from streamrl.recipe.toml_text import toml_value
 
 FIGURES, PAGE = "comparison.json", "comparison.html"
 
@@ -73,15 +69,20 @@ class Compare(Command, frozen=True, kw_only=True):
         check_all([(name, recipe) for name, repeat, recipe in plan if repeat == 1])
         make_directory(out.absolute())
         log_to(sys.stderr, logging.WARNING, "%(levelname)s %(message)s")
-        comparison = anyio.run(compare, plan, described(chosen, samples, self.repeats), out)
+        empty = Comparison(
+            recipe=first.run.name,
+            machine=f"{platform.node()}, {os.cpu_count()} cores, {first.engines.count} engines",
+            samples=samples,
+            repeats=self.repeats,
+            systems=tuple(name for name, _ in chosen),
+            notes=(f"engines are {SIMULATED_SENTENCE}",) if first.engines.kind is EngineKind.SIMULATED else (),
+        )
+        comparison = anyio.run(compare, plan, empty, out)
         if self.json:
             print_json(comparison)
         else:
-            heads, rows = comparison.table()
-            table = Table(*heads)
-            for row in rows:
-                table.add_row(*row)
-            Console(width=None if sys.stdout.isatty() else 150).print(table)
+            rows = (zip(comparison.table()[0], row, strict=True) for row in comparison.table()[1])
+            Console(width=None if sys.stdout.isatty() else 150).print(results_table("", rows))
             print("\n".join([*comparison.notes, f"report: {out / PAGE}"]))
         return 1 if comparison.failures else 0
 
@@ -96,25 +97,6 @@ def check_all(recipes: Sequence[tuple[str, Recipe]]) -> None:
             problems += [f"{name}: {line}" for line in error.problems]
     if problems:
         raise RecipeError(*problems)
-
-
-def described(chosen: Sequence[tuple[str, Recipe]], samples: int, repeats: int) -> Comparison:
-    """The comparison before its first run."""
-    settings = {name: dict(settings_of("", tomllib.loads(dump_recipe(recipe)))) for name, recipe in chosen}
-    name, first = chosen[0]
-    systems = {
-        one: {key: toml_value(value) for key, value in own.items() if settings[name].get(key) != value}
-        for one, own in settings.items()
-    }
-    simulated = first.engines.kind is EngineKind.SIMULATED
-    return Comparison(
-        recipe=first.run.name,
-        machine=f"{platform.node()}, {os.cpu_count()} cores, {first.engines.count} engines",
-        samples=samples,
-        repeats=repeats,
-        systems=systems,
-        notes=(f"engines are {SIMULATED_SENTENCE}",) if simulated else (),
-    )
 
 
 async def compare(plan: Sequence[tuple[str, int, Recipe]], comparison: Comparison, out: Path) -> Comparison:

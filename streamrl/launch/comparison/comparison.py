@@ -14,6 +14,8 @@ import msgspec
 from streamrl.launch.comparison.measured_run import ComparedRun
 from streamrl.launch.comparison.run_figures import WARM_UP_STEPS
 from streamrl.launch.comparison.step_timeline import timeline_svg, typical_step
+from streamrl.observe.follow.run_files import RunFiles
+from streamrl.recipe.toml_text import toml_value
 
 
 class Figure(NamedTuple):
@@ -46,15 +48,14 @@ FIGURES = (
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """``systems``: the settings of each that differ from those of the first, by name, in the order in which they were
-    asked for; ``runs``: those that are finished; ``failures``: one line for each run that broke; ``notes``: for who
-    reads the figures."""
+    """``systems``: names in the order in which they were asked for; ``runs``: those that are finished; ``failures``: a
+    line for each run that broke; ``notes``: for who reads the figures."""
 
     recipe: str
     machine: str
     samples: int
     repeats: int
-    systems: dict[str, dict[str, str]]
+    systems: tuple[str, ...]
     runs: tuple[ComparedRun, ...] = ()
     failures: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -67,8 +68,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     def speeds(self, system: str) -> list[float]:
         """Ratios of the wall time a sample of the first system to that of ``system``, by repeat."""
         times = {(run.system, run.repeat): run.sample_ms for run in self.runs}
-        first = next(iter(self.systems))
-        pairs = ((times.get((first, n)), times.get((system, n))) for n in range(1, self.repeats + 1))
+        pairs = ((times.get((self.systems[0], n)), times.get((system, n))) for n in range(1, self.repeats + 1))
         return [base / own for base, own in pairs if base and own]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -159,9 +159,12 @@ def _timelines(comparison: Comparison) -> Iterator[str]:
 
 
 def _settings(comparison: Comparison) -> Iterator[str]:
-    for system, settings in comparison.systems.items():
-        lines = "\n".join(f"{key} = {value}" for key, value in settings.items())
-        yield f"<h3>{escape(system)}</h3><pre>{escape(lines) or 'as the recipe says'}</pre>"
+    recipes = {run.system: RunFiles(Path(run.directory)).recipe() for run in comparison.runs}
+    base = recipes.get(comparison.systems[0], {})
+    for system, recipe in recipes.items():
+        own = {key: value for key, value in recipe.items() if base.get(key) != value and not key.startswith("run.")}
+        lines = "\n".join(f"{key} = {toml_value(value)}" for key, value in own.items())
+        yield f"<h3>{escape(system)}</h3><pre>{escape(lines) or 'as the first'}</pre>"
     for run in (run for run in comparison.runs if run.warnings):
         warned = escape("\n".join(run.warnings))
         yield f"<h3>{escape(run.system)}, repeat {run.repeat}, warned</h3><pre>{warned}</pre>"

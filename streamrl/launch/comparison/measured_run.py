@@ -18,9 +18,9 @@ from streamrl.base.types import FinishReason
 from streamrl.control.policies.sagc import straggler_rate
 from streamrl.launch.comparison.run_figures import WARM_UP_STEPS, RunFigures, samples_of
 from streamrl.launch.pipeline import Pipeline
+from streamrl.observe.follow.run_files import RunFiles
 from streamrl.observe.report.trajectory_trace import TRAINED, read_trace
 from streamrl.recipe.sections import Recipe
-from streamrl.simulate.recording import TRACE_FILE
 
 METRICS = (
     "time/step_s", "time/wait_eval_s", "perf/samples_s", "perf/train_tok_s", "util/rollout_bubble_ratio",
@@ -95,7 +95,7 @@ async def measure_run(
 
 def _stragglers(run: Path, recipe: Recipe) -> float:
     lengths: dict[int, list[float]] = {}
-    for line in read_trace(run / TRACE_FILE).trajectories:
+    for line in read_trace(RunFiles(run).trace).trajectories:
         if line.outcome == TRAINED:
             truncated = line.finish_reason == FinishReason.LENGTH
             lengths.setdefault(line.group, []).append(math.inf if truncated else line.tokens)
