@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import pytest
 
 from lint.docs_site import ROOT, anchors_of, links_of, mirror, pages
 from lint.metrics_page import find_metric
+from streamrl.cli.command import parse_command
+from streamrl.cli.main import COMMANDS
 
 NAMED = [str(page.relative_to(ROOT)) for page in pages()]
 LOADED = re.compile(r"<(?:script|link|img|iframe|style|source)\b|@import|url\(|!\[[^\]]*\]\([a-z]+:", re.IGNORECASE)
@@ -63,6 +68,20 @@ def test_the_mirror_has_all_that_pages_link_to(tmp_path: Path) -> None:
         assert copy.read_text() == (ROOT / name).read_text()
         targets = {target for target, _ in links_of(copy.read_text()) if target and "://" not in target}
         assert all((copy.parent / target).exists() for target in targets)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_commands_that_pages_show_parse(name: str) -> None:
+    text = (ROOT / name).read_text().replace("\\\n", " ")
+    for block in re.findall(r"^```(?:sh)?\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        for line in (line for line in block.splitlines() if line.startswith("streamrl ")):
+            words = list(takewhile(lambda word: word not in (">", "|", "&", "&&"), shlex.split(line, comments=True)))[
+                1:
+            ]
+            command = next(found for found in (" ".join(words[:2]), words[0]) if found in COMMANDS)
+            module, _, kind = COMMANDS[command][0].partition(":")
+            found = getattr(import_module(f"streamrl.cli.{module}"), kind)
+            parse_command(found, command, words[len(command.split()) :])  # exits where they are wrong
 
 
 @cache
