@@ -22,7 +22,8 @@ const runStart = run => known(run.started) ? run.started : 0;
 const sinceStart = (run, time) => !known(time) ? null : time > 1e8 ? time - runStart(run) : time;  // the files have both
 
 function drawHeader() {
-  byId("runs").replaceChildren(...page.runs.map(run => {
+  const chosen = page.runs.map(run => [run.name, run === page.focus, page.hidden.has(run.run)]).join();
+  if (chosen !== page.chosen) byId("runs").replaceChildren(...page.runs.map(run => {
     const others = page.runs.length > 1;
     return element("span", { class: "run" + (run === page.focus ? " focus" : "") },
       others ? element("input", { type: "checkbox", checked: run === page.focus || !page.hidden.has(run.run), title: "in charts of several runs", "aria-label": `show ${run.name} beside others`,
@@ -30,6 +31,7 @@ function drawHeader() {
       element("button", { title: [run.directory, run.run_id, run.project, ...(run.tags ?? [])].filter(Boolean).join("\n"), "aria-pressed": String(run === page.focus),
         onclick: () => { page.focus = run; page.follow(run); drawHeader(); invalidate(); } }, swatch(runColour(run)), run.name || run.run_id));
   }));
+  page.chosen = chosen;
   const run = page.focus, place = byId("state");
   if (!run) { place.textContent = "no run found"; return; }
   const name = REPORT ? "report" : run.silent ? "the server does not answer; trying again" : run.state;

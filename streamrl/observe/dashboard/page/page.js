@@ -14,6 +14,15 @@ function redrawAll() {  // colours are of the theme, heat maps of the width
   invalidate();
 }
 
+// Runs that began since, and states that changed.
+async function moreRuns() {
+  for (const found of await answer("/api/runs")) {
+    const here = page.runs.find(run => run.run === found.run);
+    if (here) Object.assign(here, found); else page.runs.push(found);
+  }
+  drawHeader();
+}
+
 (async () => {
   for (const one of panels) {
     byId("panels").append(one.section);
@@ -32,6 +41,7 @@ function redrawAll() {  // colours are of the theme, heat maps of the width
   invalidate();
   page.data(page.focus, "timeline").catch(() => null);  // its panel says what is wrong
   page.shown().slice(0, 4).forEach(page.follow);  // a browser holds six connections to one host
+  if (!REPORT) setInterval(() => moreRuns().catch(() => null), 10000);  // that a server is gone is told by its events
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
   let wide = innerWidth, timer = null;
   addEventListener("resize", () => { if (innerWidth !== wide) { wide = innerWidth; clearTimeout(timer); timer = setTimeout(() => invalidate("lengths"), 200); } });
