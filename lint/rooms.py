@@ -38,7 +38,8 @@ WINGS = {
         "run/evaluate", "run/prompts",
     ),
     "cli/windows": (
-        "launch/comparison", "launch/hub", "launch/plan", "observe/dashboard", "observe/terminal", "recipe/rules",
+        "launch/comparison", "launch/hub", "launch/plan", "observe/dashboard", "observe/follow", "observe/terminal",
+        "recipe/rules",
     ),
     "control/policies": ("control/steering",),
     "engines/elastic": ("engines/push",),

@@ -31,6 +31,8 @@ COMMANDS = {
     "train": ("train:Train", "run a recipe"),
     "watch": ("watch:Watch", "follow a running run through its metrics socket"),
     "dashboard": ("windows.dashboard:Dashboard", "a page about runs in the browser: curves, timeline, waits, samples"),
+    "report": ("windows.report:Report", "the same page as one HTML file"),
+    "trace": ("windows.report:Trace", "the timeline of a run for ui.perfetto.dev"),
     "samples": ("samples:Samples", "completions of a run, with their rewards"),
     "show": ("show:Show", "what happened in a run, while it goes on and after its end"),
     "runs": ("models.runs:Runs", "the runs of a directory, or several side by side"),

@@ -16,12 +16,12 @@ from rich.table import Table
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print_json, recipe_file
 from streamrl.launch.comparison.candidates import compared_recipes
+from streamrl.observe.dashboard.chrome_trace import ChromeTrace
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_document
 from streamrl.simulate.calibrate import calibrate
-from streamrl.simulate.chrome_trace import ChromeTrace
 from streamrl.simulate.cluster import ClusterModel, differences, load_cluster
 from streamrl.simulate.lengths import RecordedLengths
 from streamrl.simulate.recording import agreement, load_recording

@@ -12,7 +12,7 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.engines.resumption import FEWEST_KEPT, ROUNDS_KEPT
 from streamrl.engines.routing import Router, ServedRequest
-from streamrl.simulate.chrome_trace import ChromeTrace
+from streamrl.observe.dashboard.chrome_trace import ChromeTrace
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request, RunningTogether
 from streamrl.simulate.stages import EventQueue
@@ -216,7 +216,9 @@ class SimulatedRollout:
 
     def _left(self, request: Request) -> None:
         if self.trace is not None:
-            self.trace.request(request, request.engine, self._queue.now)
+            figures = {"tokens": int(request.sampled), "version": request.first_version, "stopped": request.stopped}
+            now = self._queue.now
+            self.trace.request(request.request_id, request.engine, request.launched_s, now, **figures)
         self._router.closed(request.request_id)
         request.engine = -1
 

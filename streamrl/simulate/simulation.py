@@ -21,9 +21,9 @@ from streamrl.control.machine import Control
 from streamrl.control.policies.auto import candidate_settings
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import ControlSettings, control_settings
+from streamrl.observe.dashboard.chrome_trace import ChromeTrace
 from streamrl.recipe.scheduling import InFlight, RoundKind
 from streamrl.recipe.sections import Recipe, ReleaseKind
-from streamrl.simulate.chrome_trace import ChromeTrace
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan, SimulatedFreeing, SimulatedSets, engine_plan
 from streamrl.simulate.engines import Request
@@ -71,9 +71,10 @@ def simulate(
     if trace is None:
         return simulation.run(warm_up, progress)
     simulation.rollout.trace = trace
-    trace.begin(str(settings.rounds), len(simulation.rollout.engines))
+    trace.begin(str(settings.rounds), [f"engine {index}" for index in range(len(simulation.rollout.engines))])
     report = simulation.run(warm_up, progress)
-    trace.steps(report.recent)
+    for row in report.recent:
+        trace.step(row, row.began_s, groups=row.groups)
     return report
 
 

@@ -8,6 +8,8 @@ EXAMPLES = {
     "train": "train recipe.toml rollout.group_size=16 --dry-run",
     "watch": "watch runs/latest",
     "dashboard": "dashboard runs/latest",
+    "report": "report runs/latest --out report.html",
+    "trace": "trace runs/latest",
     "show": "show runs/latest",
     "samples": "samples runs/latest --step 10,20 --best",
     "runs": "runs runs/sort-20261126-101500 runs/latest",

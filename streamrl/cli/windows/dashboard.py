@@ -13,6 +13,12 @@ from streamrl.cli.command import Argument, Command
 RUNS, PORT = "runs", 7788
 
 
+def require_server() -> None:
+    """Raise ``StreamRLError`` where the packages of the page are not installed."""
+    if lacking := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise StreamRLError(f"the page needs {' and '.join(lacking)}: pip install 'streamrl[dashboard]'")
+
+
 class Dashboard(Command, frozen=True, kw_only=True):
     """Serve a page about runs to browsers of this machine: their curves, every trajectory on its engine, what was
     waited for, samples. It only reads files of runs, which may go on meanwhile, have ended, or begin later."""
@@ -24,8 +30,7 @@ class Dashboard(Command, frozen=True, kw_only=True):
 
     def run(self) -> int:
         """Serve until Ctrl-C. Raises ``StreamRLError`` for what is no run, or a port in use."""
-        if lacking := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-            raise StreamRLError(f"{' and '.join(lacking)} are not installed: pip install 'streamrl[dashboard]'")
+        require_server()
         from streamrl.observe.dashboard.server import serve  # only here: the packages may be absent
 
         serve([Path(name) for name in self.runs or (RUNS,)], self.port, self._ready)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.base.line_file import decoded_lines
+from streamrl.observe.dashboard.metric_help import help_of
 from streamrl.observe.follow.followed_lines import FollowedLines
 from streamrl.observe.follow.run_files import RunFiles
 
@@ -81,7 +82,10 @@ class RunMetrics:
             found = self.steps.after(after)
             tokens = np.nan_to_num(self._values("perf/train_tok_s") * self._values("time/step_s"))
             trained = np.cumsum(tokens)[len(tokens) - len(found["step"]) :].tolist()
-            return found | {"trained_tokens": trained, "evaluations": self.evaluations.after(after - 1)}
+            evaluations = self.evaluations.after(after - 1)
+            names = [*found["values"], *evaluations["values"]]
+            help_texts = {name: text for name in names if (text := help_of(name))}
+            return found | {"trained_tokens": trained, "evaluations": evaluations, "help": help_texts}
 
     def waits(self) -> dict[str, Any]:
         """Seconds of each step by what the run waited for, and the idle shares of engines."""

@@ -24,6 +24,7 @@ from starlette.routing import Route
 from streamrl.base.errors import StreamRLError
 from streamrl.observe.dashboard.live_events import LiveEvents, place_of, read_place
 from streamrl.observe.dashboard.run_view import RunView, recipe_differences
+from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
 from streamrl.observe.follow.run_files import RunFiles, run_files, runs_in
 
 ADDRESS = "127.0.0.1"
@@ -72,6 +73,7 @@ class DashboardServer:
             "waits": lambda request, view: view.metrics.waits(),
             "lengths": lambda request, view: view.lengths(),
             "details": lambda request, view: view.details(),
+            "samples": _samples,
         }
         runs = [
             Route(f"/api/runs/{{number:int}}/{name}", partial(self._answer, answer)) for name, answer in answers.items()
@@ -156,6 +158,15 @@ def _number(request: Request, name: str, default: int) -> int:
         raise HTTPException(400, f"{name} must be a whole number") from None
 
 
+def _samples(request: Request, view: RunView) -> dict[str, Any]:
+    asked = {name: text for name, text in request.query_params.items() if text}
+    try:
+        wanted = msgspec.convert(asked, SampleFilter, strict=False)
+    except msgspec.ValidationError as error:
+        raise HTTPException(400, f"step, least, most: {error}") from None
+    return sample_rows(view.files, wanted, _number(request, "offset", 0), _number(request, "limit", 50))
+
+
 async def _refused(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     text = error.detail if isinstance(error, HTTPException) else str(error)
@@ -176,6 +187,7 @@ def serve(places: Sequence[Path], port: int, ready: Callable[[str], object]) -> 
                 f"port {port} of {ADDRESS} cannot be listened on ({error.strerror}): give another one with --port, or "
                 "--port 0 for any that is free"
             ) from error
+        listening.listen()
         config = uvicorn.Config(dashboard.app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
         ready(f"http://{ADDRESS}:{listening.getsockname()[1]}/")
         uvicorn.Server(config).run(sockets=[listening])
