@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from oracle.trace_header import trace_header
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.stage_messages import TrajectoryLost, TrajectoryPaused
+from streamrl.base.types import TrajectoryId
+from streamrl.control.actions import LaunchGroup
+from streamrl.observe.report.trajectory_stats import TrajectoryStats
 from streamrl.observe.report.trajectory_trace import (
     TRAINED,
     EnginesLine,
@@ -131,3 +135,31 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, message: st
     (tmp_path / "t").write_bytes(content)
     with pytest.raises(StreamRLError, match=message):
         read_trace(tmp_path / "t")
+
+
+def test_a_trajectory_has_its_engine_and_the_time_that_it_was_queued_and_paused(tmp_path: Path) -> None:
+    """Queued until its version is live on the engine that has it; a pause counts from when it left the engine."""
+    trace = TrajectoryTrace(tmp_path / "t", trace_header())
+    stats = TrajectoryStats(trace)
+    ids = tuple(TrajectoryId(prompt_id="p", group_id=1, sample=sample) for sample in range(3))
+    stats.launched(LaunchGroup(group_id=1, ids=ids, policy_version=4, seed_base=0, round_kind="long"), 5, 10.0)
+    stats.routed("1.0.0", "engine-1", 10.5)
+    stats.routed("1.1.0", "engine-0", 10.5)
+    stats.went_live(4, 12.0)
+    stats.paused(ids[:1], 13.0, paused=True)
+    stats.on_outcome(TrajectoryPaused(id=ids[0], tokens=3), 13.5)
+    stats.paused(ids[1:2], 13.0, paused=True)
+    stats.paused(ids[:2], 15.0, paused=False)
+    stats.on_outcome(TrajectoryPaused(id=ids[1], tokens=3), 15.5)  # that pause was taken back before it was answered
+    stats.routed("1.0.0", "engine-2", 15.1)
+    for number, trajectory in enumerate(ids):
+        lost = TrajectoryLost(id=trajectory, group_size=3, cancelled=True, reason="cancelled")
+        stats.on_outcome(lost, 17.0 + number)
+    stats.close(20.0)
+    trace.close()
+    lines = read_trace(tmp_path / "t").trajectories
+    assert [(line.engine, line.queued_s, line.paused_s, line.returned_s) for line in lines] == [
+        ("engine-2", 2.0, 1.5, 17.0),
+        ("engine-0", 2.0, 0.0, 18.0),
+        ("", 9.0, 0.0, 19.0),
+    ]

@@ -7,10 +7,12 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -54,14 +56,17 @@ def test_training_is_real_and_no_vllm_is_needed(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(WITHOUT_VLLM)
     flags = _flags(tmp_path, run__steps=4, engines__count=2, weights__advanced__audit_interval=1)
-    done = subprocess.run(
-        [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags],
+    command = [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags]
+    with subprocess.Popen(
+        command,
         env=os.environ | {"PYTHONPATH": f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=900,
-        check=False,
-    )
+    ) as training:
+        watched = _trajectories_on_the_page(tmp_path / "runs", training)
+        out, errors = training.communicate(timeout=900)
+    done = subprocess.CompletedProcess(command, training.returncode, out, errors)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "engines  simulated" in done.stdout and "warning" not in done.stdout
     files = tmp_path / "runs" / "latest"
@@ -77,7 +82,42 @@ def test_training_is_real_and_no_vllm_is_needed(tmp_path: Path) -> None:
     shown = [sys.executable, "-m", "streamrl", "samples", str(files), "--best"]
     found = subprocess.run(shown, capture_output=True, text=True, timeout=900, check=True).stdout
     assert found.startswith("training, step 4, best: reward ") and "\n  text    " in found
-    assert read_trace(files / "trace.jsonl").header.engine_kind == "simulated"
+    trace = read_trace(files / "trace.jsonl")
+    assert trace.header.engine_kind == "simulated"
+    assert watched == len(trace.trajectories) == 64, "the page got each once while the run went on"
+    assert {line.engine for line in trace.trajectories} == {"engine-0", "engine-1"}
+    assert all(line.launched_s + line.queued_s <= line.returned_s <= line.ended_s for line in trace.trajectories)
+    events = [(event.kind, event.step) for event in trace.events if event.seconds > 0]
+    assert {("push", 1), ("push", 4), ("checkpoint", 4)} <= {*events}
+
+
+def _trajectories_on_the_page(runs: Path, training: subprocess.Popen[str]) -> int:
+    """Watch a run from its start to its end on a dashboard's server; return how many trajectories it has sent."""
+    while not list(runs.glob("sort-*/trace.jsonl")):
+        assert training.poll() is None
+        time.sleep(0.05)
+    command = [sys.executable, "-m", "streamrl", "dashboard", str(runs), "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as dashboard:
+        try:
+            assert dashboard.stdout is not None
+            address = json.loads("".join(dashboard.stdout.readline() for _ in range(3)))["address"]
+            with urllib.request.urlopen(f"{address}api/runs/0/live?after=new", timeout=900) as live:
+                with urllib.request.urlopen(f"{address}api/runs/0/timeline", timeout=900) as block:
+                    content = block.read()
+                have = int(json.loads(content[4 : 4 + int.from_bytes(content[:4], "little")])["count"])
+                kind, ended = "", False
+                while not ended or have < 64:
+                    name, _, text = live.readline().decode().rstrip("\n").partition(": ")
+                    if name == "event":
+                        kind = text
+                    elif name == "data" and kind == "trajectories":
+                        news = json.loads(text)
+                        have = max(have, news["first"] + len(news["rows"]))
+                    elif name == "data" and kind == "state":
+                        ended = json.loads(text)["state"] != "running"
+            return have
+        finally:
+            dashboard.send_signal(signal.SIGINT)
 
 
 def test_a_run_that_was_killed_before_it_began_is_begun_by_resume(tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ class RunFiles(msgspec.Struct, frozen=True):
         """Values of its recipe by path, such as ``run.steps``, as they were written: of another version keys may be
         missing or unknown here. Empty where it is missing or cannot be read."""
         try:
-            return dict(leaves("", tomllib.loads(self.recipe_text())))
+            values = tomllib.loads(self.recipe_text())
+            return dict(leaves("", values)) if values else {}
         except ValueError:
             return {}
 

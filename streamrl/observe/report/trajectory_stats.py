@@ -183,7 +183,7 @@ def _line(trajectory: TrajectoryId, one: _Open, outcome: str, now: float, live: 
     scored = one.outcome.outcome if isinstance(one.outcome, Scored) else None
     sampled = scored.trajectory if scored is not None else None
     oldest = one.policy_version if sampled is None else sampled.oldest_version
-    began_s = max(one.routed_s, live.get(oldest, 0.0)) or (one.returned_s or now)  # no engine ever had it
+    began_s = max(one.routed_s, live.get(oldest, 0.0)) if one.engine else one.returned_s or now
     paused_s = one.paused_s + (max((one.returned_s or now) - one.left_s, 0.0) if one.left_s is not None else 0.0)
     return TrajectoryLine(
         prompt_id=trajectory.prompt_id,
