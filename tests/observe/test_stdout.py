@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from streamrl.base.run_events import (
     StartProgress,
     StepFinished,
 )
-from streamrl.observe.terminal.curve import Curve, round_ticks, smoothed, svg_plot, terminal_plot
+from streamrl.observe.terminal.curve import Curve, round_ticks, terminal_plot
 from streamrl.observe.terminal.run_history import MOST_POINTS, RunHistory
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.observe.terminal.step_line import (
@@ -296,9 +295,8 @@ def test_a_whole_run_on_a_pipe(tmp_path: Path) -> None:
         "  reward/mean  0.150 -> 0.350  (means of the first and the last 2 steps)",
         "  eval/held_out/avg@1  0.100 -> 0.500  (best 0.500 at step 4)",
     ]
-    assert lines[-1] == f"  curve  {tmp_path / 'curve.svg'}"
+    assert lines[-1] == f"  page  streamrl dashboard {tmp_path}"
     assert not any("┤" in line for line in lines), "no plot of four steps, which stand there"
-    ElementTree.fromstring((tmp_path / "curve.svg").read_text())
 
 
 def test_a_whole_run_on_a_terminal(tmp_path: Path) -> None:
@@ -361,9 +359,7 @@ def test_plots_of_anything_are_whole(numbers: list[float]) -> None:
     curve = Curve('a<b & "c"', tuple(enumerate(numbers)))
     lines = terminal_plot([curve, Curve("empty", ())], width=30, height=5)
     assert len(lines) in (0, 7)
-    document = ElementTree.fromstring(svg_plot([curve], title="x < y"))
-    assert document.tag.endswith("svg")
-    assert "nan" not in svg_plot([curve], title="t")
+    assert "nan" not in "".join(lines)
 
 
 def test_the_plot_draws_where_the_points_are() -> None:
@@ -380,13 +376,6 @@ def test_ticks_are_round_numbers() -> None:
     assert round_ticks(0, 100) == [0, 20, 40, 60, 80, 100]
 
 
-def test_the_moving_average_starts_at_the_first_value_and_follows() -> None:
-    curve = smoothed(Curve("c", tuple((i, 0.0 if i < 50 else 1.0) for i in range(100))))
-    assert curve.points[0][1] == 0.0
-    assert curve.points[-1][1] > 0.99
-    assert smoothed(Curve("c", ((0, 5.0), (1, 5.0)))).points[1][1] == pytest.approx(5.0)
-
-
 @pytest.mark.parametrize("steps", [3, MOST_POINTS - 1, 5 * MOST_POINTS + 1])
 def test_a_curve_of_many_steps_has_not_many_points(steps: int) -> None:
     history = RunHistory(Clock())
@@ -400,11 +389,7 @@ def test_a_curve_of_many_steps_has_not_many_points(steps: int) -> None:
 
 def test_two_points_of_an_evaluation_are_not_joined_and_three_are() -> None:
     """A straight line between start and end looks like a measurement."""
-    reward = Curve("reward/mean", tuple((step, 0.0) for step in range(20)))
     two, three = (Curve("eval", tuple((10 * i, float(i)) for i in range(n)), marked=True) for n in (2, 3))
-    drawn = [svg_plot([reward, curve], title="t") for curve in (two, three)]
-    assert [text.count("<circle") for text in drawn] == [2, 3]
-    assert [text.count("<path") for text in drawn] == [2, 3], "the reward has two: as it is, and smoothed"
     dots = [sum(c > "\u2800" for line in terminal_plot([curve]) for c in line) for curve in (two, three)]
     assert dots[0] <= 2 + len(" ┤└─") * 0 + 70 and dots[1] > dots[0]
 
@@ -418,7 +403,6 @@ def test_a_run_without_a_shape_gets_no_plot(tmp_path: Path, rewards: list[float]
             report(StepFinished(step=step, policy_version=step, metrics={"reward/mean": reward}))
         report(RunFinished(reason="drained", step=len(rewards)))
     assert "┤" not in stream.getvalue()
-    assert (tmp_path / "curve.svg").exists() is (len(rewards) == 2)
 
 
 # ---- lives of a run ------------------------------------------------------------------------------
@@ -461,8 +445,6 @@ def test_curve_and_summary_of_a_resumed_run_cover_all_of_its_lives(tmp_path: Pat
     assert "finished: 42 of 42 steps; 2 since it was resumed, in 0.0 s" in text
     assert "reward/mean  0.055 -> 0.375  (means of the first and the last 10 steps)" in text
     assert "eval/held_out/avg@1  0.100 -> 0.100  (best 0.100 at step 0)" in text
-    svg = (tmp_path / "curve.svg").read_text()
-    assert "42 steps" in svg and ">0</text>" in svg, "the axis begins at the first step"
     plot = [line for line in text.splitlines() if line.lstrip().startswith("0 ") and line.endswith("42")]
     assert len(plot) == 1
     assert "reward 0.375  held-out 0.100" in text, "the mean of the last 10 steps goes on, too"

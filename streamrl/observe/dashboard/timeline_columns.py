@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from threading import RLock
 from typing import Any
 
@@ -61,6 +61,9 @@ class _Trajectory(msgspec.Struct, tag="trajectory", gc=False):
     queued_s: float = 0.0
     paused_s: float = 0.0
     returned_s: float = 0.0
+
+
+_SECONDS = ("launched_s", "ended_s", "paused_s", "rollout_s", "returned_s", "reward_s", "queued_s")
 
 
 class _Engines(msgspec.Struct, tag="engines", gc=False):
@@ -136,8 +139,7 @@ class TimelineColumns:
         """Read what the run has appended."""
         with self.lock:
             while lines := self._lines.read():
-                for line in lines:
-                    self._take(line)
+                self._append([found for line in lines if (found := self._take(line)) is not None])
             self._place()
 
     def head(self) -> dict[str, Any]:
@@ -196,15 +198,16 @@ class TimelineColumns:
 
     # ---- lines ---------------------------------------------------------------------------------------
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, line: bytes) -> _Trajectory | None:
+        """Take in a line, but for a trajectory, which is returned."""
         try:
             found = self._decode(line)
         except UNDECODABLE:
             self.unread += 1
-            return
+            return None
         if isinstance(found, _Trajectory):
-            self._append(found)
-        elif isinstance(found, StepLine):
+            return found
+        if isinstance(found, StepLine):
             while self.steps and self.steps[-1].policy_version >= found.policy_version:
                 self.steps.pop()  # the run went back, and made these steps again
             self.steps.append(found)
@@ -216,41 +219,49 @@ class TimelineColumns:
         else:
             self.header = found
             self.unread += found.schema != TRACE_SCHEMA
+        return None
 
-    def _append(self, line: _Trajectory) -> None:
-        launched, ended = line.launched_s, line.ended_s
-        rollout_end = launched + line.rollout_s + line.paused_s
-        returned = line.returned_s or min(rollout_end + line.reward_s, ended)
-        rollout_end = min(rollout_end, returned)
-        values = (
-            launched,
-            min(launched + line.queued_s, rollout_end),
-            rollout_end,
-            returned,
-            ended,
-            line.paused_s,
-            0,
-            self._number("outcome", line.outcome, MOST_OUTCOMES),
-            line.group & 0xFFFFFFFF,
-            self._number("prompt", line.prompt_id, MOST_PROMPTS),
-            line.sample & 0xFFFF,
-            line.tokens & 0xFFFFFFFF,
-            float("nan") if line.reward is None else line.reward,
-            line.oldest_version & 0xFFFFFFFF,
-            line.newest_version & 0xFFFFFFFF,
+    def _append(self, lines: list[_Trajectory]) -> None:
+        """Append a row each, whole columns at once."""
+        if not lines:
+            return
+        given = dict(
+            zip(_Trajectory.__struct_fields__, zip(*map(msgspec.structs.astuple, lines), strict=True), strict=True)
         )
-        for column, value in zip(self._columns.values(), values, strict=True):
-            column.append(value)
-        self._engine.append(self._number("engine", line.engine, MOST_SLOTS))
+        values = {name: np.array(given[name], dtype=float) for name in _SECONDS}
+        launched, ended, paused = values["launched_s"], values["ended_s"], values["paused_s"]
+        rollout_end = launched + values["rollout_s"] + paused
+        returned = values["returned_s"]
+        returned = np.where(returned > 0, returned, np.minimum(rollout_end + values["reward_s"], ended))
+        rollout_end = np.minimum(rollout_end, returned)
+        columns: dict[str, Any] = {
+            "launched": launched,
+            "first_token_or_queued_end": np.minimum(launched + values["queued_s"], rollout_end),
+            "rollout_end": rollout_end,
+            "reward_end": returned,
+            "ended": ended,
+            "paused": paused,
+            "slot": np.zeros(len(lines)),
+            "outcome": self._numbers("outcome", given["outcome"], MOST_OUTCOMES),
+            "group": given["group"],
+            "prompt": self._numbers("prompt", given["prompt_id"], MOST_PROMPTS),
+            "sample": given["sample"],
+            "tokens": given["tokens"],
+            "reward": np.array(given["reward"], dtype=float),
+            "oldest": given["oldest_version"],
+            "newest": given["newest_version"],
+        }
+        for name, column in columns.items():
+            self._columns[name].frombytes(np.asarray(column).astype(COLUMNS[name]).tobytes())
+        self._engine.extend(self._numbers("engine", given["engine"], MOST_SLOTS))
 
-    def _number(self, kind: str, name: str, most: int) -> int:
-        """The number of a name; ``most`` for those that do not fit, which have none."""
+    def _numbers(self, kind: str, names: Sequence[str], most: int) -> list[int]:
+        """The number of each name; ``most`` for those that do not fit, which have none."""
         numbers = self._names[kind]
-        if (number := numbers.get(name)) is None:
-            if len(numbers) >= most:
-                return most
-            number = numbers[name] = len(numbers)
-        return number
+        for name in dict.fromkeys(names):
+            if name not in numbers and len(numbers) < most:
+                numbers[name] = len(numbers)
+        return [numbers.get(name, most) for name in names]
 
     # ---- slots ---------------------------------------------------------------------------------------
 

@@ -1,11 +1,10 @@
-"""Curves of a run: a plot of braille dots for the terminal and an SVG file. Pure, no dependency."""
+"""Curves of a run as a plot of braille dots. Pure, no dependency."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-from html import escape
 
 import msgspec
 
@@ -107,91 +106,3 @@ def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     step = magnitude * next((factor for factor in (1, 2, 5, 10) if factor * magnitude >= rough), 10)
     first = math.ceil(low / step - 1e-9)
     return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def smoothed(curve: Curve, weight: float = 0.85) -> Curve:
-    """Exponential moving average with its start corrected, so that it does not hang at the first value."""
-    total = mass = 0.0
-    points = []
-    for step, value in curve.points:
-        total, mass = total * weight + value * (1 - weight), mass * weight + (1 - weight)
-        points.append((step, total / mass))
-    return Curve(curve.label, tuple(points))
-
-
-_WIDTH, _HEIGHT = 760, 400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 22, 56, 48
-_COLORS = ("#2f6fde", "#d9480f", "#2b8a3e", "#862e9c")
-_STYLE = (
-    "text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#495057}"
-    ".title{font-size:15px;font-weight:600;fill:#212529}.grid{stroke:#e9ecef}.axis{stroke:#adb5bd}"
-    "path{fill:none;stroke-linejoin:round;stroke-linecap:round}"
-)
-
-
-def svg_plot(curves: Sequence[Curve], *, title: str) -> str:
-    """An SVG document: axes with round ticks, a legend, and for each dense curve its moving average."""
-    curves = [finite(curve) for curve in curves]
-    frame = _frame(curves)
-    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
-        f'<style>{_STYLE}</style><rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
-        f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>',
-    ]
-    if frame is None:
-        return "\n".join([*parts, f'<text x="{_LEFT}" y="{_HEIGHT // 2}">no steps</text>', "</svg>", ""])
-    parts += _svg_axes(frame)
-    legend_x = float(_LEFT)
-    for index, curve in enumerate(curves):
-        if not curve.points:
-            continue
-        color = _COLORS[index % len(_COLORS)]
-        parts += _svg_curve(curve, frame, color)
-        parts.append(f'<rect x="{legend_x:.0f}" y="36" width="14" height="4" rx="2" fill="{color}"/>')
-        last = f"{curve.points[-1][1]:.3f}"
-        parts.append(f'<text x="{legend_x + 19:.0f}" y="42">{escape(curve.label)} ({last})</text>')
-        legend_x += 45 + 6.6 * (len(curve.label) + len(last) + 3)
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _x(frame: _Frame, step: float) -> float:
-    return _LEFT + frame.across(step) * (_WIDTH - _LEFT - _RIGHT)
-
-
-def _y(frame: _Frame, value: float) -> float:
-    return _HEIGHT - _BOTTOM - frame.up(value) * (_HEIGHT - _TOP - _BOTTOM)
-
-
-def _svg_axes(frame: _Frame) -> list[str]:
-    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-    parts = []
-    for value in round_ticks(frame.low, frame.high):
-        y = _y(frame, value)
-        parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for step in round_ticks(frame.left, frame.right, 8):
-        if step == int(step):
-            x = _x(frame, step)
-            parts.append(f'<line class="axis" x1="{x:.1f}" y1="{bottom}" x2="{x:.1f}" y2="{bottom + 5}"/>')
-            parts.append(f'<text x="{x:.1f}" y="{bottom + 19}" text-anchor="middle">{step:g}</text>')
-    parts.append(f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
-    middle = (_LEFT + right) // 2
-    parts.append(f'<text x="{middle}" y="{_HEIGHT - 10}" text-anchor="middle">optimizer step</text>')
-    return parts
-
-
-def _svg_curve(curve: Curve, frame: _Frame, color: str) -> list[str]:
-    if curve.marked or len(curve.points) < 8:
-        marks = [
-            f'<circle cx="{_x(frame, step):.1f}" cy="{_y(frame, value):.1f}" r="3.5" fill="{color}"/>'
-            for step, value in curve.points
-        ]
-        line = f'<path d="{_svg_path(curve, frame)}" stroke="{color}" stroke-width="2"/>'
-        return [line, *marks] if curve.joined else marks
-    faint = f'<path d="{_svg_path(curve, frame)}" stroke="{color}" stroke-width="1" opacity="0.3"/>'
-    return [faint, f'<path d="{_svg_path(smoothed(curve), frame)}" stroke="{color}" stroke-width="2.2"/>']
-
-
-def _svg_path(curve: Curve, frame: _Frame) -> str:
-    return "M" + "L".join(f"{_x(frame, step):.1f},{_y(frame, value):.1f}" for step, value in curve.points)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any
 
 from streamrl.base.run_events import StepFinished
-from streamrl.observe.terminal.curve import Curve, svg_plot
+from streamrl.observe.terminal.curve import Curve, terminal_plot
 
 
 async def live_curve(
@@ -25,9 +25,11 @@ async def live_curve(
             if name in step.metrics:
                 values.append((step.step, step.metrics[name]))
         if display is not None:
-            picture = svg_plot([Curve(name, tuple(values)) for name, values in points.items()], title=title)
+            curves = [Curve(name, tuple(values)) for name, values in points.items()]
+            last = ", ".join(f"{name} {values[-1][1]:.3f}" for name, values in points.items() if values)
+            text = {"text/plain": "\n".join([f"{title}, step {step.step}: {last}", *terminal_plot(curves)])}
             if shown is None:
-                shown = display.display(display.SVG(picture), display_id=True)
+                shown = display.display(text, raw=True, display_id=True)
             else:
-                shown.update(display.SVG(picture))
+                shown.update(text, raw=True)
         yield step

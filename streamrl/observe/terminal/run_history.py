@@ -11,7 +11,7 @@ from typing import Any
 
 from streamrl.base.line_file import read_lines
 from streamrl.base.run_events import RunStarted, StepFinished
-from streamrl.observe.terminal.curve import Curve, has_shape, svg_plot, terminal_plot
+from streamrl.observe.terminal.curve import Curve, terminal_plot
 from streamrl.observe.terminal.step_line import HELD_OUT, duration
 from streamrl.recipe.learning_rate import learning_rate_notice
 
@@ -158,7 +158,8 @@ class RunHistory:
             first, *_, last = (*scores.values(),) * 2
             lines.append(f"  {self._score}  {first:.3f} -> {last:.3f}  (best {scores[best]:.3f} at step {best})")
         lines += self._what_next(reason)
-        return lines + (terminal_plot(self.curves()) if self._counted >= FEWEST_PLOTTED else [])
+        lines += terminal_plot(self.curves()) if self._counted >= FEWEST_PLOTTED else []
+        return lines + ([f"  page  streamrl dashboard {self.directory}"] if self.directory is not None else [])
 
     def _what_next(self, reason: str) -> list[str]:
         """Say where the model is, and how to resume."""
@@ -168,15 +169,6 @@ class RunHistory:
         found = [f"  model  {model}"] if model.is_dir() else []
         ended = reason == "finished" or not (self.directory / "journal").is_dir()
         return found if ended else [*found, f"  go on with  streamrl resume {self.directory}"]
-
-    def write_curve(self) -> Path | None:
-        """Write ``curve.svg`` in the run directory; None where there is nothing to draw or nowhere to write."""
-        curves = self.curves()
-        if self.directory is None or not self.directory.is_dir() or not has_shape(curves):
-            return None
-        path = self.directory / "curve.svg"
-        path.write_text(svg_plot(curves, title=f"{self.directory.name}: {self.last_step} steps"), encoding="utf-8")
-        return path
 
 
 def read_records(path: Path, version: int) -> list[dict[str, Any]]:

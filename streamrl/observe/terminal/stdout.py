@@ -246,10 +246,3 @@ class StdoutReporter:
         self._screen.close()
         for text in self._history.summary(event.reason):
             self._screen.line(text)
-        try:
-            curve = self._history.write_curve()
-        except OSError as error:
-            self._screen.line(f"warning: curve.svg could not be written: {error}")
-            return
-        if curve is not None:
-            self._screen.line(f"  curve  {curve}")
