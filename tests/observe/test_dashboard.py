@@ -188,6 +188,11 @@ def test_metrics_waits_lengths_and_details(run: Path) -> None:
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(msgspec.json.encode(metrics(2, **{"reward/mean": 0.75})) + b"\n")
     assert client(run).get("/api/runs/0/metrics").json()["values"]["reward/mean"] == [0.5, 0.75], "it made step 2 again"
+    trace = TrajectoryTrace(run / "trace.jsonl", trace_header(), goes_on=True)
+    trace.append(step(2, 9.0))
+    trace.close()
+    steps = read_block(client(run).get("/api/runs/0/timeline").content)[0]["steps"]
+    assert [(one["step"], one["time_s"]) for one in steps] == [(1, 4.0), (2, 9.0)]
 
 
 @pytest.mark.parametrize(

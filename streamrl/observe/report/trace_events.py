@@ -11,7 +11,7 @@ from streamrl.control import events as on
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_trace import EventLine, TrajectoryTrace
 
-EVALUATION, PUSH, PAUSE, CHECKPOINT = "evaluation", "push", "pause", "checkpoint"
+EVALUATION, PUSH, PAUSE, CHECKPOINT, HELD = "evaluation", "push", "pause", "checkpoint", "paused by hand"
 MOST_TEXT = 500
 """Characters."""
 
@@ -83,6 +83,15 @@ class TraceEvents(Observer):
                 self._end(EVALUATION, event.policy_version)
             case on.CheckpointDone():
                 self._end(CHECKPOINT, event.policy_version)
+            case on.Steered(order="pause"):
+                self._begin(HELD, 0)
+            case on.Steered(order="continue"):
+                self._end(HELD, 0, "nothing was launched")
+            case on.SettingsChanged():
+                changed = ", ".join(f"{key} = {value}" for key, value in event.values.items())
+                self._append("setting", changed, event.step or self._step + 1)
+            case on.StopRequested():
+                self._append("drain", event.reason)
             case on.WeightsLive():
                 self._step = event.policy_version
                 self._end(PUSH, event.policy_version, self._pushed)
@@ -103,7 +112,7 @@ class TraceEvents(Observer):
 
     def _end(self, kind: str, version: int, text: str = "") -> None:
         if (began := self._begun.pop((kind, version), None)) is not None:
-            self._append(kind, text, version, began)
+            self._append(kind, text, version or None, began)
 
     def _append(self, kind: str, text: str, step: int | None = None, began: float | None = None) -> None:
         now = self._now()

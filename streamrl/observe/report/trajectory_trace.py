@@ -125,8 +125,9 @@ class EnginesLine(Line, frozen=True, tag="engines"):
 
 class EventLine(Line, frozen=True, tag="event"):
     """Something that happened, in ``step`` (the version that was live or was made). ``time_s``: its beginning;
-    ``seconds``: that it lasted, of ``evaluation``, ``push``, ``pause`` (of all engines) and ``checkpoint``. Other kinds
-    are ``alarm``, ``decision``, ``engine lost``, ``engine back``, ``stall``, ``resumed`` and ``setting``."""
+    ``seconds``: that it lasted, of ``evaluation``, ``push``, ``pause`` (of all engines), ``paused by hand`` and
+    ``checkpoint``. Other kinds: ``alarm``, ``decision``, ``setting``, ``engine lost``, ``engine back``, ``stall``,
+    ``resumed``, ``drain``."""
 
     time_s: float
     kind: str
