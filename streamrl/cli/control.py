@@ -106,14 +106,17 @@ class Detach(Command, frozen=True):
 
 
 class Drain(Command, frozen=True):
-    """Let a running run finish its open step, write a checkpoint and end. `streamrl resume` continues it."""
+    """Let a running run finish the step that trains, write a checkpoint and end. `streamrl resume` continues it."""
 
     run_directory: RunPath
 
     def run(self) -> int:
         """Ask for it and return: the run takes its time."""
         ask_run(self.run_directory, DrainRun())
-        return self.print({"draining": str(self.run_directory)}, "it finishes the open step, saves and ends")
+        return self.print(
+            {"draining": str(self.run_directory)},
+            "it ends after the step that trains now, and saves; prompts that are sampled come again on resume",
+        )
 
 
 class ListAttached(Command, frozen=True):

@@ -158,7 +158,8 @@ class _Run:
                 self._whole.cancel()
                 return
             draining = True
-            self._report.line(f"{number.name}: finishing the open step, then ending; send it again to end at once")
+            note = "ending after the step that trains now; what is sampled then comes again on resume"
+            self._report.line(f"{number.name}: {note}; send it again to end at once")
             self._whole.deadline = anyio.current_time() + DRAIN_S
             self._pipeline.drain()
 

@@ -448,7 +448,7 @@ def test_one_signal_drains_and_two_end_the_run(
     drained = RunFinished(reason="drained", step=1)
     assert run_script(project, monkeypatch, [started(project), number, STEP, drained]) == 0
     text = capsys.readouterr().out
-    assert f"{number.name}: finishing the open step, then ending; send it again to end at once" in text
+    assert f"{number.name}: ending after the step that trains now" in text
     assert "drained: 1 of 1 steps" in text
     # The second one finds the run draining: it never comes back from there.
     assert run_script(project, monkeypatch, [started(project), number, number, STEP, drained]) == 130

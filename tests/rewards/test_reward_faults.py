@@ -192,6 +192,22 @@ async def test_calls_behind_a_slow_one_go_to_another_process(
     assert (tmp_path / "begun").read_text().split() == ["slow", "a", "bb"]
 
 
+async def test_process_without_cpu_time_begins_its_oldest_call_although_those_behind_it_went_elsewhere(
+    pool: Pool, make_trajectory: MakeTrajectory, noted: Reward, tmp_path: Path
+) -> None:
+    rewards = await pool.open(noted, processes=1)
+    assert len(await rewards.score([make_trajectory("warm")])) == 1
+    processes = [process for process in psutil.Process().children(recursive=True) if not process.children()]
+    for process in processes:
+        process.suspend()
+    scored = asyncio.create_task(rewards.score([make_trajectory(text, sample=i) for i, text in enumerate(["a", "bb"])]))
+    await asyncio.sleep(1.0)  # for those behind it to be taken away; a longer time would do as well
+    for process in processes:
+        process.resume()
+    assert [o.reward for o in await scored if isinstance(o, ScoredTrajectory)] == [1.0, 2.0]
+    assert sorted((tmp_path / "begun").read_text().split()) == ["a", "bb", "warm"]
+
+
 async def test_process_that_is_replaced_loses_no_call_and_begins_none_twice(
     pool: Pool, make_trajectory: MakeTrajectory, noted: Reward, tmp_path: Path
 ) -> None:

@@ -177,11 +177,11 @@ _events: msgspec.msgpack.Decoder[ServerEvent] = msgspec.msgpack.Decoder(ServerEv
 
 class SharedStatus:
     """Memory that a process shares with the worker. One of coroutines shows there the call whose step runs now, if any:
-    which holds the loop, or ended the process. One of plain functions sees there that it is to begin no other call."""
+    which holds the loop, or ended the process. One of plain functions sees there which call is its last."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, mmap.PAGESIZE)
-        self._words = memoryview(self._map).cast("Q")  # sequence number, steps begun, whether it was stopped
+        self._words = memoryview(self._map).cast("Q")  # sequence number, steps begun, last call (0: none)
         self._seen = (0, 0)
         self._seen_at = 0.0
 
@@ -209,14 +209,13 @@ class SharedStatus:
             self._seen, self._seen_at = seen, now
         return seen[0], now - self._seen_at if seen[0] else 0.0
 
-    def stop(self) -> None:
-        """The process begins no other call."""
-        self._words[2] = 1
+    def stop_after(self, sequence: int) -> None:
+        """The process begins no call after this one, which it may not have begun yet."""
+        self._words[2] = sequence
 
-    @property
-    def stopped(self) -> bool:
-        """Return whether the worker has stopped the process."""
-        return bool(self._words[2])
+    def permits(self, sequence: int) -> bool:
+        """Return whether the process is to begin this call."""
+        return not self._words[2] or sequence <= self._words[2]
 
     def close(self) -> None:
         """Give the memory back."""

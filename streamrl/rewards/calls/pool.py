@@ -607,7 +607,7 @@ class _PlainProcess:
         """The call that runs. The process gets no more, and those behind it have to run in another."""
         child = self._child
         child.retired = True
-        child.page.stop()
+        child.page.stop_after(next(iter(child.pending)))
         oldest, *others = child.pending.values()
         child.pending = {}
         self._pool.enqueue_all(others)

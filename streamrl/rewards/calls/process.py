@@ -128,7 +128,7 @@ class SyncServer:
         self._connection.sendall(to_frame(READY))
         while received := self._connection.recv(_RECEIVE_BYTES):
             for order in frames.feed(received):
-                if not self._retired and not self._page.stopped:  # else it runs in another process
+                if not self._retired and self._page.permits(order.sequence):  # else it runs in another process
                     self._answer(order)
 
     def _answer(self, order: CallOrder) -> None:
