@@ -91,12 +91,13 @@ def spread_text(values: Sequence[float], form: str) -> str:
 
 
 _STYLE = """:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:1140px;margin:2rem auto;
-padding:0 1rem}table{border-collapse:collapse}th,td{padding:.25rem .8rem;text-align:right;border-bottom:1px solid
-#8884}th:first-child,td:first-child{text-align:left}td svg{display:block;width:110px;height:12px;margin-left:auto}
-figure{margin:1.2rem 0}figure svg{width:100%}svg text{font-size:12px;fill:currentColor;opacity:.7}
-.trained{fill:#2f6fde}.dropped{fill:#e8915b}.reward{fill:#2b8a3e}.train{fill:#8884}.live{stroke:currentColor;
+padding:0 1rem}table{border-collapse:collapse}th,td{font-size:14px;padding:.25rem .45rem;text-align:right;
+border-bottom:1px solid #8884}th:first-child,td:first-child{text-align:left}td svg{display:block;width:85px;
+height:12px;margin-left:auto}figure{margin:1.2rem 0}figure svg{width:100%}svg text{font-size:12px;fill:currentColor;
+opacity:.7}.trained{fill:#2f6fde}.dropped{fill:#e8915b}.reward{fill:#2b8a3e}.train{fill:#8884}.live{stroke:currentColor;
 fill:currentColor;opacity:.5}.track{fill:#8883}.mean{fill:#2f6fde}.run{fill:currentColor}.key{display:inline-block;
-width:.8em;height:.8em;margin:0 .3em 0 1em}th[title]{text-decoration:underline dotted}pre{overflow:auto}"""
+width:.8em;height:.8em;margin:0 .3em 0 1em}th[title]:not([title='']){text-decoration:underline dotted}
+pre{overflow:auto}"""
 
 _KEY = (
     ("#2f6fde", "sampled and trained"),
@@ -118,7 +119,8 @@ def comparison_page(comparison: Comparison) -> str:
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'"></head><body>
 <h1>{title}</h1><p>{comparison.samples:,} trained samples of each system after {WARM_UP_STEPS} steps of warm-up;
-{comparison.repeats} of each, in turns; {escape(comparison.machine)}. Figures are means over repeats, in brackets the
+repeats of
+each, in turns: {comparison.repeats}; {escape(comparison.machine)}. Figures are means over repeats, in brackets the
 least and the greatest; a dot is a run. Ratios are taken repeat by repeat.</p>{notes}
 <table><tr>{heads}</tr>{"".join(_rows(comparison))}</table>
 <h2>The same seconds of each</h2><p>A row is a slot of the engines; empty places are the bubble. Each picture begins
