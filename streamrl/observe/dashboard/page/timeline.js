@@ -85,7 +85,7 @@ class Timeline {
     const width = this.box.clientWidth, height = Math.max(360, Math.min(620, innerHeight * 0.62)), ratio = devicePixelRatio || 1;
     [this.left, this.width, this.height] = [width < 600 ? 34 : 72, width, height];
     const pen = sheet(this.canvas, width, height);
-    sheet(this.over, width, height);
+    if (this.hovered) { sheet(this.over, width, height); this.hovered = false; }
     const area = { x: Math.round(this.left * ratio), y: Math.round(TOP * ratio), w: Math.round((width - this.left) * ratio), h: Math.round((height - TOP - BOTTOM) * ratio) };
     const [low, high] = [this.low ?? 0, this.high ?? this.lanes], span = view.stop - view.start;
     const inView = (columns.lower(view.stop) - columns.lower(view.start - columns.longest)) * (high - low) / this.lanes;
@@ -303,6 +303,7 @@ class Timeline {
 
   hover(event) {
     const found = this.find(event), pen = sheet(this.over, this.width, this.height), { columns, lane } = this;
+    this.hovered = true;
     pen.fillStyle = css("fg");
     pen.fillRect(Math.max(this.left, event.offsetX), 0, 0.5, this.height);
     showTip(event, found.row != null ? describe(columns, found.row) : found.event ? `${found.event.kind} at ${seconds(found.event.time_s)}\n${found.event.text ?? ""}` : found.step ? describeStep(found.step) : "");

@@ -1,0 +1,279 @@
+"""The page of runs in headless Chromium, on runs whose files are written as a run writes them: what a person reads off
+it, that texts of models stay texts, that nobody else is asked, that it goes on with a run, and that a report opens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.observe.report.trajectory_trace import (
+    EnginesLine,
+    EventLine,
+    StepLine,
+    TraceHeader,
+    TrajectoryLine,
+    TrajectoryTrace,
+)
+
+CHROMIUM = Path("/usr/bin/chromium")
+UPLOT = {
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+}
+"""Of ``npm pack uplot@1.6.32``."""
+HOSTILE = "<img src=x onerror=\"window.taken='yes'\"><script>window.taken='yes'</script>"
+STEPS, PROMPTS, SIZE, SLOW_STEP, UNSOLVED = 12, 8, 4, 7, "prompt-3"
+PANELS = [
+    "overview", "curves", "timeline", "waits", "step", "engines", "lengths", "races", "weights", "prompts", "samples",
+    "events", "processes", "recipe",
+]  # fmt: skip
+
+needs_chromium = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is missing: apt-get install chromium")
+
+
+class WrittenRun:
+    """The directory of a run of ``STEPS`` steps: engine-1 takes twice the time a token, step 7 has a straggler, one
+    prompt has no reward, the last sample of each group loses its race."""
+
+    def __init__(self, directory: Path, rounds: str) -> None:
+        self.directory, self.time, self.step = directory, 0.0, 0
+        (directory / "logs").mkdir(parents=True)
+        (directory / "logs/engine-1.log").write_text(f"a line with {HOSTILE}\n")
+        (directory / "recipe.toml").write_text(
+            f'[run]\nname = "{rounds}"\nsteps = 20\n[rollout]\nrounds = "{rounds}"\n[engines]\nkind = "simulated"\n'
+        )
+        header = TraceHeader(
+            schema=1, run_id=directory.name, seed=0, max_tokens=512, max_model_len=1024, temperature=1.0,
+            prompts_per_batch=PROMPTS, group_size=SIZE, rounds=rounds, max_staleness=0, engines=2, capacity=32,
+        )  # fmt: skip
+        self._rounds, self._trace = rounds, TrajectoryTrace(directory / "trace.jsonl", header)
+        self._trace.append(EventLine(time_s=3.0, kind="alarm", text=f"look at {HOSTILE}", step=1))
+        for _ in range(STEPS):
+            self.add_step()
+
+    def add_step(self) -> None:
+        """Write the next step: its trajectories, its metrics, a sample, an evaluation each fourth."""
+        start, self.step = self.time, self.step + 1
+        full = start + (9.0 if self.step == SLOW_STEP else 3.0)
+        end, lines = full + 1.5, []
+        for prompt in range(PROMPTS):
+            for sample in range(SIZE):
+                engine, lost = (prompt + sample) % 2, sample == SIZE - 1
+                tokens = 20 + 7 * prompt + 11 * sample + self.step
+                took = tokens * 0.01 * (1 + engine)
+                if self.step == SLOW_STEP and (prompt, sample) == (0, 0):
+                    tokens, took = 480, 8.9
+                lines.append(
+                    TrajectoryLine(
+                        prompt_id=f"prompt-{prompt}", group=self.step * PROMPTS + prompt, sample=sample, attempt=0,
+                        prompt_tokens=8, tokens=tokens, finish_reason="" if lost else "stop",
+                        outcome="lost_race" if lost else "trained", round_kind=self._rounds, launched_s=start + 0.01,
+                        ended_s=full if lost else end - 0.2, rollout_s=took, reward_s=0.2, queued_s=0.02,
+                        reward=None if lost else float(f"prompt-{prompt}" != UNSOLVED and (sample + self.step) % 2),
+                        oldest_version=self.step - 1, newest_version=self.step - 1, engine=f"engine-{engine}",
+                    )
+                )  # fmt: skip
+        self._trace.append(*lines)
+        loads = [EnginesLine(time_s=start + at, running=32 >> at, waiting=at, kv_usage=0.5) for at in range(3)]
+        self._trace.append(*loads, EventLine(time_s=full, kind="pause", text="commit", step=self.step, seconds=0.3))
+        self._trace.append(
+            StepLine(
+                time_s=end, policy_version=self.step, round_kind=self._rounds, group_size=SIZE, samples=24,
+                trained_tokens=900, generated_tokens=1200, step_s=end - start, rollout_s=full - start, training_s=1.0,
+                push_s=0.5,
+            )
+        )  # fmt: skip
+        waits = {"sampling": 1.5, "tail": full - start - 1.5, "training": 1.0, "push": 0.5}
+        metrics = {
+            "reward/mean": 0.02 * self.step, "completion/length_mean": 60.0 + self.step, "time/step_s": end - start,
+            "perf/samples_s": 24 / (end - start), "perf/train_tok_s": 900 / (end - start), "async/staleness_mean": 0.0,
+            "weights/payload_bytes": 2e6, "weights/changed_ratio": 0.4, "time/weight_sync_s": 0.5,
+            "util/free_slot_ratio": 0.6, "util/rollout_bubble_ratio": 0.5, "length/sampled_mean": 66.0,
+            "completion/truncated_ratio": 0.0,
+        } | {f"util/wait_reason/{name}": seconds / (end - start) for name, seconds in waits.items()}  # fmt: skip
+        self.append("metrics.jsonl", {"kind": "step", "time": 1.7e9 + end, "step": self.step} | metrics)
+        if self.step % 4 == 0:
+            score = {"eval/held_out/avg@1": 0.2 + 0.01 * self.step}
+            self.append("metrics.jsonl", {"kind": "evaluation", "time": 1.7e9 + end, "step": self.step} | score)
+        texts = ["The answer is ", HOSTILE, " 17."]
+        sample_line = {
+            "step": self.step, "chosen": "best", "prompt_id": "prompt-1", "prompt": f"{HOSTILE} 8 + 9 =",
+            "text": "".join(texts), "reward": 1.0, "rewards": {"exact": 1.0}, "tokens": 3, "finish_reason": "stop",
+            "token_texts": texts, "logprobs": [-0.1, -4.0, -0.5],
+        }  # fmt: skip
+        self.append("samples.jsonl", sample_line)
+        self.time = end
+
+    def append(self, name: str, line: dict[str, Any]) -> None:
+        with (self.directory / name).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        self._trace.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[WrittenRun]]:
+    root = tmp_path_factory.mktemp("runs")
+    made = [WrittenRun(root / f"{rounds}-run", rounds) for rounds in ("synchronous", "tail_batching")]
+    yield made
+    for run in made:
+        run.close()
+
+
+@pytest.fixture(scope="module")
+def address(runs: list[WrittenRun]) -> Iterator[str]:
+    """Of a dashboard on both runs, in its process."""
+    command = "import sys; from streamrl.cli.main import main; sys.exit(main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", command, "dashboard", *(str(run.directory) for run in runs), "--port", "0"],
+        stdout=subprocess.PIPE, text=True,
+    ) as server:  # fmt: skip
+        assert server.stdout is not None
+        yield next(word for word in server.stdout.readline().split() if word.startswith("http"))
+        server.terminate()
+
+
+class Visit:
+    """A page of the browser with what it asked for and complained about."""
+
+    def __init__(self, page: Any) -> None:
+        self.page, self.asked, self.complaints = page, list[str](), list[str]()
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("console", lambda message: self.complaints.append(message.text))
+
+    def text(self, panel: str) -> str:
+        return str(self.page.locator(f"#{panel}").inner_text())
+
+    def until(self, holds: Callable[[], Any], what: str) -> None:
+        """Poll: with a content security policy, Playwright's own waiting for an expression is refused."""
+        deadline = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < deadline, f"{what}; complaints: {self.complaints}"
+            time.sleep(0.05)
+
+    def open(self, address: str) -> None:
+        self.page.goto(address)
+        self.until(lambda: "rounds" in self.text("recipe") and "answer" in self.text("samples"), "panels are drawn")
+
+
+@contextmanager
+def browsing(**options: Any) -> Iterator[Visit]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: pip install playwright")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-gpu"])
+        with closing(browser):
+            yield Visit(browser.new_page(**options))
+
+
+def complete(visit: Visit) -> None:
+    """Every panel shows something, nothing was complained about, and no text of a model became more than text."""
+    shown = visit.page.evaluate("[...document.querySelectorAll('section')].map(one => one.id)")
+    assert shown == PANELS
+    empty = "[...document.querySelectorAll('section .none')].filter(one => one.checkVisibility())"
+    assert visit.page.evaluate(empty + ".map(one => one.closest('section').id)") == []
+    assert visit.page.evaluate("[window.taken ?? '', document.images.length]") == ["", 0]
+    assert HOSTILE in visit.page.locator("#samples article").first.text_content()
+    assert HOSTILE in visit.page.locator("#events").text_content()
+    assert visit.complaints == []
+
+
+def reads_as_written(visit: Visit) -> None:
+    """What was slow, what was never solved, what lost, is said in words."""
+    slow = [row for row in visit.text("engines").splitlines() if "slow" in row and row.startswith("engine-")]
+    assert [row.split()[0] for row in slow] == ["engine-1"]
+    assert f"step {SLOW_STEP}" in visit.text("step") and "tail 6.00 s more" in visit.text("step")
+    assert f"1 of {PROMPTS} prompts were never solved" in visit.text("prompts") and UNSOLVED in visit.text("prompts")
+    assert f"lost_race\t{STEPS * PROMPTS}\t25 %" in visit.text("races")
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_panel_of_two_runs(address: str, scheme: str) -> None:
+    with browsing(color_scheme=scheme, viewport={"width": 1280, "height": 800}) as visit:
+        visit.open(address)
+        complete(visit)
+        reads_as_written(visit)
+        assert "rollout.rounds\tsynchronous\ttail_batching" in visit.text("recipe")
+        assert visit.page.locator("#samples article").count() == 2  # the same prompt of both runs
+        assert {url.startswith((address, "data:")) for url in visit.asked} == {True}
+        visit.page.set_viewport_size({"width": 390, "height": 844})
+        visit.until(lambda: visit.page.evaluate("document.documentElement.scrollWidth") <= 390, "it fits a phone")
+
+
+@needs_chromium
+def test_the_timeline_by_keys_and_pointer(address: str) -> None:
+    with browsing(viewport={"width": 1280, "height": 800}) as visit:
+        visit.open(address)
+        canvas, page = visit.page.locator(".timeline canvas").first, visit.page
+        seen: list[list[float]] = []
+
+        def look() -> list[float]:
+            span: list[float] = page.evaluate("[view.start, view.stop, [...timelines][0].high ?? 0]")
+            seen.append(span)
+            return span
+
+        canvas.scroll_into_view_if_needed()
+        canvas.focus()
+        whole = look()
+        for key in ("+", "ArrowRight", "ArrowLeft", "-", "n", "p", "*", "0"):
+            page.keyboard.press(key)
+            assert look() != seen[-2], key
+        assert look() == whole
+        for key in ("slot", "group", "prompt", "length"):
+            page.locator("#timeline").get_by_role("button", name=key, exact=True).click()
+            box = canvas.bounding_box()
+            for far in range(8, 300, 2):
+                page.mouse.move(box["x"] + 72 + far, box["y"] + 70)
+                if "tokens" in (told := page.locator("#tip").text_content()):
+                    break
+            assert "lost_race" in told or "trained" in told, (key, told)
+        page.mouse.click(box["x"] + 72 + far, box["y"] + 70)
+        filtered = page.locator("#samples input[name=prompt]")
+        visit.until(lambda: filtered.input_value().startswith("prompt-"), "its sample")
+        assert visit.complaints == []
+
+
+@needs_chromium
+def test_it_goes_on_with_a_run(address: str, runs: list[WrittenRun]) -> None:
+    run = runs[0]
+    with (run.directory / "lock").open("w") as lock, browsing() as visit:  # the lock that says that it goes on
+        lock.write(str(os.getpid()))
+        lock.flush()
+        visit.open(address)
+        assert "running" in visit.page.locator("#state").text_content()
+        run.add_step()
+        visit.until(lambda: f"step {run.step} of 20" in visit.page.locator("#state").text_content(), "the next step")
+        bars = "[...timelines][0].columns.count"
+        visit.until(lambda: visit.page.evaluate(bars) == run.step * PROMPTS * SIZE, "the bars of the next step")
+        assert visit.complaints == []
+    (run.directory / "lock").unlink()
+
+
+@needs_chromium
+def test_a_report_is_one_file(tmp_path: Path, runs: list[WrittenRun]) -> None:
+    from streamrl.observe.dashboard.report_page import report_page
+
+    (report := tmp_path / "report.html").write_bytes(report_page([run.directory for run in runs]))
+    with browsing(viewport={"width": 1280, "height": 800}) as visit:
+        visit.open(report.as_uri())
+        complete(visit)
+        assert [url for url in visit.asked if not url.startswith("data:")] == [report.as_uri()]
+
+
+def test_uplot_is_the_published_one() -> None:
+    folder = files("streamrl.observe.dashboard").joinpath("page")
+    assert {name: hashlib.sha256(folder.joinpath(name).read_bytes()).hexdigest() for name in UPLOT} == UPLOT
