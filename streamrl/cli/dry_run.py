@@ -41,7 +41,9 @@ def _dry_run(hub: HubRecipe, system: Sequence[str], arguments: str) -> int:
     recipe, length = with_steps_of_epochs(hub.recipe)
     recipe, kept = with_checkpoint_rewards(recipe)
     topology = plan_topology(recipe, Path(tempfile.gettempdir()) / "streamrl-XXXXXXXX")
-    model = _model(recipe)
+    model: CheckedModel | None = None
+    with suppress(RecipeError):  # ``preflight`` says so at the end, with everything else
+        model = check_model(recipe)
     facts, context = (model.facts, model.context) if model else (None, 0)
     print("# the resolved recipe\n")
     print(dump_recipe(hub.pinned(recipe)))
@@ -95,11 +97,3 @@ def _held_out(recipe: Recipe) -> dict[str, int]:
         with suppress(RecipeError, OSError):
             found[name] = stored_rows(spec) or 0
     return found
-
-
-def _model(recipe: Recipe) -> CheckedModel | None:
-    """Return the checked model; None where it is not there: ``preflight`` says so at the end, with everything else."""
-    try:
-        return check_model(recipe)
-    except RecipeError:
-        return None

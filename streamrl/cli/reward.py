@@ -14,10 +14,10 @@ from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
 from streamrl.cli.command import Argument, print_json, recipe_file
 from streamrl.cli.control import FunctionName, RewardOptions
-from streamrl.cli.trial.trial_completions import PlainText, groups_from_engine, groups_from_file, recipe_of_model
+from streamrl.cli.trial.trial_completions import PlainText, groups_from_engine, groups_from_file
 from streamrl.cli.trial.trial_report import RewardReport, rich_report, summarize
 from streamrl.cli.trial.trial_scoring import run_for_report, say, score_groups
-from streamrl.launch.hub.resolution import with_hub_folders, with_hub_prompts
+from streamrl.launch.hub.resolution import recipe_around, with_hub_folders, with_hub_prompts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.rules.load import load_recipe, resolve_function
@@ -96,7 +96,7 @@ def _sampling_recipe(request: Test) -> Recipe:
     """Return the recipe to sample completions by: a given one, or one made for just a model. Raises ``RecipeError``."""
     here = Path("recipe.toml")
     if request.engine is not None:
-        recipe = recipe_of_model(request.engine)
+        recipe = recipe_around(model=str(request.engine))
     elif request.recipe is not None or here.is_file():
         recipe = load_recipe(recipe_file(request.recipe or here))
     else:

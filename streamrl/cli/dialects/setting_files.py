@@ -52,9 +52,8 @@ def read_foreign(source: str | Path) -> Foreign:
         return _read_command(str(source), Path(), "the command line")
     text = _read(path)
     if path.suffix == ".py":
-        script = read_trl_script(text, path)
-        settings = dict(leaves("", script.settings))
-        return Foreign("TRL", path.name, settings, script.unread, script.files, path.parent)
+        settings, unread, files = read_trl_script(text, path)
+        return Foreign("TRL", path.name, dict(leaves("", settings)), unread, files, path.parent)
     if path.suffix in (".toml", ".yaml", ".yml"):
         settings = _read_table(path, text)
         return Foreign(_dialect_of(settings, path), path.name, settings, directory=path.parent)

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from streamrl.base.errors import RecipeError
 
 CONFIGS = ("GRPOConfig", "RLOOConfig", "LoraConfig", "ModelConfig", "GRPOScriptArguments", "ScriptArguments")
@@ -23,19 +21,14 @@ DATASET = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_t
 CALLS = {"GRPOTrainer": TRAINER, "RLOOTrainer": TRAINER, "load_dataset": DATASET}
 """Arguments that are read, in the order of their places, and their keys."""
 REWARDS = "reward.py"
+Unread = dict[str, tuple[str, int]]
+"""Expressions with their lines, by their keys."""
 
 
-class Script(msgspec.Struct, frozen=True):
-    """``unread``: expressions with their lines, by their keys; ``files``: ``reward.py``, where it has rewards."""
-
-    settings: dict[str, Any]
-    unread: dict[str, tuple[str, int]]
-    files: dict[str, str]
-
-
-def read_trl_script(text: str, path: Path) -> Script:
-    """Read the arguments of ``GRPOConfig``, ``GRPOTrainer``, ``LoraConfig`` and ``load_dataset``. Raises
-    ``RecipeError`` for what is no Python, or has none of them."""
+def read_trl_script(text: str, path: Path) -> tuple[dict[str, Any], Unread, dict[str, str]]:
+    """Read the arguments of ``GRPOConfig``, ``GRPOTrainer``, ``LoraConfig`` and ``load_dataset``: their values, those
+    that only running it would tell, and ``reward.py``, where it has rewards. Raises ``RecipeError`` for what is no
+    Python, or has none of them."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes: the script's own
             tree = ast.parse(text)
@@ -45,7 +38,7 @@ def read_trl_script(text: str, path: Path) -> Script:
     constants = {name: node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) for name in _names(node)}
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
     modules = {alias.asname or alias.name: alias.name for node in imports for alias in node.names}
-    settings, unread, copied = dict[str, Any](), dict[str, tuple[str, int]](), list[str]()
+    settings, unread, copied = dict[str, Any](), Unread(), list[str]()
 
     def take(key: str, node: ast.expr) -> None:
         try:
@@ -83,7 +76,7 @@ def read_trl_script(text: str, path: Path) -> Script:
     if not settings:
         what = "the script that has them, or the command line (.sh) whose arguments the script reads"
         raise RecipeError(f"{path}: no GRPOConfig(...) or GRPOTrainer(...) is in it: give {what}")
-    return Script(settings, unread, {REWARDS: _cut_out(text, tree, made, copied, path)} if copied else {})
+    return settings, unread, {REWARDS: _cut_out(text, tree, made, copied, path)} if copied else {}
 
 
 def _cut_out(text: str, tree: ast.Module, made: Mapping[str, ast.stmt], names: list[str], path: Path) -> str:

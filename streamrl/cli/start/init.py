@@ -17,7 +17,7 @@ from streamrl.cli.command import Argument, Command, print_json
 from streamrl.cli.dialects.translation import translate
 from streamrl.cli.start.folders import template, write_templates
 from streamrl.cli.start.models import MADE, MODELS, SMOLLM2, TINY, ModelSettings, find_model, make_model
-from streamrl.cli.start.questions import ask, choose, has_terminal
+from streamrl.cli.start.questions import ask, choose
 from streamrl.cli.start.tasks import GYM, HELD_OUT, QUESTION, TASKS, TRAIN, WARM_UP, find_task, write_corpus
 
 _CHAT_TOKENS = 64
@@ -97,7 +97,7 @@ class Init(Command, frozen=True, kw_only=True):
     def _answers(self) -> tuple[str, str, Path | None]:
         """Task, model and corpus; what no flag says is asked where there is a terminal. Raises ``RecipeError``."""
         task, model, corpus = self.task, self.model, self.corpus
-        asks = has_terminal() and not self.json
+        asks = sys.stdin.isatty() and sys.stdout.isatty() and not self.json
         if not task and not asks:
             raise RecipeError(f"--task is not given: name one of {', '.join(TASKS)}, {GYM}:NAME")
         if not task:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 
 from streamrl.base.errors import RecipeError
-
-
-def has_terminal() -> bool:
-    """Whether somebody can be asked."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def choose(question: str, choices: Mapping[str, str], free: str) -> str:

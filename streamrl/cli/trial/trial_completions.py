@@ -26,8 +26,7 @@ from streamrl.base.types import (
 )
 from streamrl.launch.models.model_evaluation import started_engine
 from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.recipe.rewards import Reward
-from streamrl.recipe.sections import Model, Prompts, Recipe
+from streamrl.recipe.sections import Recipe
 from streamrl.run.prompts.prompts import OpenPrompts
 
 _MOST_AT_ONCE = 64
@@ -172,13 +171,6 @@ def _trajectory(
         prompt=prompt,
         segments=(Segment(token_ids=token_ids, trained=True, behavior_logprobs=logprobs),),
         finish_reason=finish_reason,
-    )
-
-
-def recipe_of_model(model: Path) -> Recipe:
-    """A recipe of which only the model counts."""
-    return Recipe(
-        model=Model(path=str(model)), prompts=Prompts(train="none.jsonl"), rewards=(Reward(function="none:none"),)
     )
 
 

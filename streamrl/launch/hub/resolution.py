@@ -54,8 +54,12 @@ def with_hub_folders(recipe: Recipe) -> Recipe:
 
 def with_hub_prompts(spec: str) -> str:
     """The same of what ``prompts.train`` may say."""
-    recipe = Recipe(model=Model(path="/"), prompts=Prompts(train=spec), rewards=(Reward(function="none:none"),))
-    return with_hub_folders(recipe).prompts.train
+    return with_hub_folders(recipe_around(prompts=spec)).prompts.train
+
+
+def recipe_around(*, model: str = "/", prompts: str = "none.jsonl") -> Recipe:
+    """A recipe of which only its model or its prompts count."""
+    return Recipe(model=Model(path=model), prompts=Prompts(train=prompts), rewards=(Reward(function="none:none"),))
 
 
 @contextmanager
