@@ -38,8 +38,8 @@ WINGS = {
         "run/evaluate", "run/prompts",
     ),
     "cli/windows": (
-        "launch/comparison", "launch/hub", "launch/plan", "observe/dashboard", "observe/follow", "observe/terminal",
-        "recipe/rules",
+        "launch/comparison", "launch/hub", "launch/plan", "launch/steering", "observe/dashboard", "observe/follow",
+        "observe/terminal", "observe/top", "recipe/rules",
     ),
     "control/policies": ("control/steering",),
     "engines/elastic": ("engines/push",),
@@ -59,6 +59,7 @@ WINGS = {
     "launch/supervise": ("observe/terminal", "recipe/rules"),
     "observe/follow": ("run/journal",),
     "observe/dashboard": ("observe/follow", "observe/report"),
+    "observe/top": ("observe/terminal",),
     "observe/report": ("run/evaluate", "run/journal"),
     "run/evaluate": ("run/prompts",),
     "recipe/rules": ("recipe/cells", "recipe/dialects"),

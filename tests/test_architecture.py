@@ -48,6 +48,7 @@ CONFINED = {
         "streamrl/launch/models/",
         "streamrl/learning/state/",
     ),
+    "textual": ("streamrl/observe/top/application.py",),
     "pyarrow": ("streamrl/run/prompts/prompt_tables.py",),
 }
 FORBIDDEN_FILE_NAME = re.compile(r"(^|_)(utils?|helpers?|managers?|handlers?|misc|common|base|core)(_|$)|^process_")

@@ -31,6 +31,7 @@ COMMANDS = {
     "train": ("train:Train", "run a recipe"),
     "watch": ("watch:Watch", "follow a running run through its metrics socket"),
     "dashboard": ("windows.dashboard:Dashboard", "a page about runs in the browser: curves, timeline, waits, samples"),
+    "top": ("windows.top:Top", "look into a running run from a terminal"),
     "report": ("windows.report:Report", "the same page as one HTML file"),
     "trace": ("windows.report:Trace", "the timeline of a run for ui.perfetto.dev"),
     "samples": ("samples:Samples", "completions of a run, with their rewards"),

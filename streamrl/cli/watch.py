@@ -36,6 +36,10 @@ class Watch(Command, frozen=True):
 
     def run(self) -> int:
         """Watch until the run has ended or Ctrl-C; 1 where it ended without saying so."""
+        return _watch(self.endpoint(), as_json=self.json)
+
+    def endpoint(self) -> str:
+        """The endpoint that is meant; from here on with the keys. Raises ``StreamRLError`` where it is none."""
         where = self.where
         if "://" not in where and not Path(where).is_dir():
             raise StreamRLError(
@@ -44,7 +48,7 @@ class Watch(Command, frozen=True):
             )
         if self.keys is not None:
             os.environ.update({KEYS_DIRECTORY: str(self.keys), KEY_ROLE: KeyRole.OBSERVER.value})
-        return _watch(endpoint_of(Path(where)) if Path(where).is_dir() else where, as_json=self.json)
+        return endpoint_of(Path(where)) if Path(where).is_dir() else where
 
 
 def _watch(endpoint: str, *, as_json: bool) -> int:

@@ -204,7 +204,7 @@ class TelemetrySubscriber:
         last = self._seen.get(key, 0)
         if message.sequence <= last and message.replay:
             return False
-        if last and not message.replay:  # a publisher that begins anew is a controller that was started again
+        if last and not message.replay:  # a lower number: the controller was started again
             self.lost += max(message.sequence - last - 1, 0)
         self._seen[key] = message.sequence
         return True

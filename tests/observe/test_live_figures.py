@@ -44,7 +44,7 @@ async def test_tokens_so_far_are_shared_out_among_what_an_engine_runs_and_exact_
     waits = RunWaits(lambda: 5.0, ShellView)
     waits.update(state)
     live = LiveFigures(lambda *_: None, lambda: state, waits, pool, lambda: 1, budget=40)
-    live.fields(0.0)
+    live.figures(0.0)
     async with anyio.create_task_group() as tasks:
         for sample in range(3):
             name = f"{TrajectoryId(prompt_id='p0', group_id=0, sample=sample)}/0"
@@ -55,30 +55,30 @@ async def test_tokens_so_far_are_shared_out_among_what_an_engine_runs_and_exact_
         await settle()
         gate.release()
         await settle()
-        live.fields(0.5)  # one step of the one that came first
+        live.figures(0.5)  # one step of the one that came first
         for _ in range(8):
             gate.release()
         await settle()
-        fields = live.fields(1.0)
-        (row,), rows = fields["engines"], fields["groups"]
-        assert (row["running"], row["waiting"], row["serves"]) == (2, 1, True)
-        assert row["tokens_s"] == pytest.approx(32.0)  # 8 steps of 2 in half a second
-        assert [(r.id, r.tokens, r.marks) for r in rows] == [(0, [8, 8, 0], "ssw"), (1, [0, 0], "ww")]
-        assert (fields["waits_for"], fields["budget"], fields["scoring"]) == ("sampling", 40, 1)
+        now = live.figures(1.0)
+        (row,), rows = now.engines, now.groups
+        assert (row.running, row.waiting, row.serves) == (2, 1, True)
+        assert row.tokens_s == pytest.approx(32.0)  # 8 steps of 2 in half a second
+        assert [(r.id, r.tokens, r.marks) for r in rows] == [(0, [9, 9, 0], "ssw"), (1, [0, 0], "ww")]
+        assert (now.waits_for, now.budget, now.scoring) == ("sampling", 40, 1)
         first = TrajectoryId(prompt_id="p0", group_id=0, sample=0)
         state.buffer.score(first, reward=1.0, tokens=11, reason=FinishReason.LENGTH, oldest=0)
         state.prompts.queue.append(PromptRef(prompt_id="p1"))
         state.buffer.drop_group(state.buffer.untrained[1], DropReason.LOST_RACE)
-        rows = live.fields(1.5)["groups"]
+        rows = live.figures(1.5).groups
         assert [(r.tokens, r.marks, r.state) for r in rows] == [
-            ([11, 8, 0], "csw", "racing"),
+            ([11, 9, 0], "csw", "racing"),
             ([0, 0], "ww", "deferred"),
         ]
         state.trainer_version = 1
-        assert [r.id for r in live.fields(2.0)["groups"]] == [0], "those of the step before are gone"
+        assert [r.id for r in live.figures(2.0).groups] == [0], "those of the step before are gone"
         for _ in range(200):
             gate.release()
-    assert len(live.fields(2.5)["groups"][0].tokens) == 3 and engine.load().running == 0
+    assert len(live.figures(2.5).groups[0].tokens) == 3 and engine.load().running == 0
 
 
 def test_figures_that_take_long_come_less_often() -> None:

@@ -7,6 +7,7 @@ EXAMPLES = {
     "try": "try recipe.toml",
     "train": "train recipe.toml rollout.group_size=16 --dry-run",
     "watch": "watch runs/latest",
+    "top": "top runs/latest",
     "dashboard": "dashboard runs/latest",
     "report": "report runs/latest --out report.html",
     "trace": "trace runs/latest",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import anyio
 import msgspec
 
 from streamrl.base.messages import EngineLoad
 from streamrl.buffers.rollout_buffer import Group
-from streamrl.contracts import Engine, Observer
+from streamrl.contracts import Observer
 from streamrl.control.events import ControlEvent
 from streamrl.control.model import RunState
 from streamrl.run.wait_reason import RunWaits
@@ -25,24 +25,24 @@ MOST_GROUPS = 64
 MOST_MEMBERS = 64
 
 
-class EnginesNow(Protocol):
-    """The pool of engines, as far as these figures need it. ``served``: parts of completions that are under way."""
+class EngineRow(msgspec.Struct, frozen=True):
+    """One engine now. ``slots``: requests that it runs at once (0: unknown); ``serves``: it is sent requests."""
 
-    @property
-    def attached(self) -> Mapping[str, Engine]: ...
-    @property
-    def serving(self) -> tuple[str, ...]: ...
-    def served(self) -> Mapping[str, Sequence[Any]]: ...
+    name: str
+    serves: bool
+    slots: int
+    running: int
+    waiting: int
+    kv: float
+    tokens_s: float
 
 
-class GroupRow(msgspec.Struct, omit_defaults=True):
+class GroupRow(msgspec.Struct):
     """One group. ``tokens`` and ``marks``: one a member that is left, by sample number; a mark is ``s`` sampling, ``w``
     waiting for an engine, ``r`` for its reward, ``p`` paused, ``d`` done, ``c`` done and cut at the limit. ``state``:
     racing, paused, ready, batch, deferred (sampled again later) or dropped. ``size``: members that were launched."""
 
     id: int
-    prompt: str
-    kind: str
     state: str
     size: int
     keep: int
@@ -50,19 +50,44 @@ class GroupRow(msgspec.Struct, omit_defaults=True):
     marks: str
 
 
-class LiveFigures(Observer):
-    """Gives ``publish`` the fields of ``live``. ``budget``: tokens of the longest completion; ``scoring``:
-    trajectories without a reward.
+class Live(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of the topic. ``pending``: orders that are not answered (step, push, evaluation, checkpoint);
+    ``filled``, ``target``: weight of the open batch; ``deferred``: prompts that wait to be sampled again; ``scoring``:
+    trajectories without a reward; ``stopping``: the reason of a drain."""
 
-    Engines do not report the tokens of a request that is under way: those of an engine since the last look are shared
-    out evenly among what it runs, which is how it samples; they are exact from the end of the request on."""
+    step: int
+    steps: int
+    live_version: int
+    waits_for: str
+    waits_s: float
+    pending: list[str]
+    stopping: str
+    paused: bool = False
+    filled: int
+    target: int
+    round_kind: str
+    group_size: int
+    budget: int
+    scoring: int
+    deferred: int
+    engines: list[EngineRow]
+    groups_in_all: int
+    groups: list[GroupRow]
+
+
+class LiveFigures(Observer):
+    """Gives ``publish`` the fields of ``live``. ``budget``: tokens of the longest completion; ``engines``: the
+    pool of engines; ``scoring``: trajectories without a reward.
+
+    Engines do not report the tokens of a request that is under way: each gets the tokens of its engine since the last
+    look over the requests that ran, which is how an engine samples; they are exact from the end of the request on."""
 
     def __init__(
         self,
         publish: Publish,
         state: Callable[[], RunState],
         waits: RunWaits,
-        engines: EnginesNow,
+        engines: Any,
         scoring: Callable[[], int],
         *,
         budget: int,
@@ -73,7 +98,7 @@ class LiveFigures(Observer):
         self._loads: dict[str, EngineLoad] = {}
         self._parts: dict[str, float] = {}
         self._sampled: dict[str, float] = {}
-        self._racing: dict[int, GroupRow] = {}
+        self._racing: dict[int, tuple[str, GroupRow]] = {}
         self._gone: dict[int, GroupRow] = {}
         self._version, self._looked_s = -1, time.monotonic()
 
@@ -82,41 +107,29 @@ class LiveFigures(Observer):
         with self._scope:
             while True:
                 began = time.monotonic()
-                self._publish("live", self.fields(began))
+                self._publish("live", msgspec.structs.asdict(self.figures(began)))
                 await anyio.sleep(pause_after(time.monotonic() - began))
 
     def end(self) -> None:
         self._scope.cancel()
 
-    def fields(self, now_s: float) -> dict[str, Any]:
+    def figures(self, now_s: float) -> Live:
         """The figures at ``now_s`` of a monotonic clock; rates are since the last call."""
         state, (reason, waited_s) = self._state(), self._waits.waits_for()
         engines, running = self._engine_rows(max(now_s - self._looked_s, 1e-3))
         groups = self._group_rows(state, running)
         self._looked_s = now_s
         batch, pending = state.batch, state.pending
-        return {
-            "step": min(state.trainer_version + 1, state.steps),
-            "steps": state.steps,
-            "versions": [state.live_version, state.trainer_version],
-            "waits_for": str(reason),
-            "waits_s": round(waited_s, 2),
-            "pending": [
-                name for name in ("step", "push", "evaluation", "checkpoint") if getattr(pending, name) is not None
-            ],
-            "stopping": state.stop_reason,
-            "batch": {"filled": batch.filled, "target": batch.target, "samples": batch.samples, "tokens": batch.tokens},
-            "round": {"kind": state.round_kind, "group_size": batch.group_size},
-            "budget": self._budget,
-            "scoring": self._scoring(),
-            "deferred": len(state.prompts.queue),
-            "dropped": {str(why): count for why, count in state.buffer.dropped.items()},
-            "engines": engines,
-            "groups_in_all": len(groups),
-            "groups": groups[:MOST_GROUPS],
-        }
+        orders = [n for n in ("step", "push", "evaluation", "checkpoint") if getattr(pending, n) is not None]
+        return Live(
+            step=min(state.trainer_version + 1, state.steps), steps=state.steps, live_version=state.live_version,
+            waits_for=str(reason), waits_s=round(waited_s, 2), pending=orders, stopping=state.stop_reason or "",
+            paused=state.steering.paused, filled=batch.filled, target=batch.target, round_kind=state.round_kind,
+            group_size=batch.group_size, budget=self._budget, scoring=self._scoring(),
+            deferred=len(state.prompts.queue), engines=engines, groups_in_all=len(groups), groups=groups[:MOST_GROUPS],
+        )  # fmt: skip
 
-    def _engine_rows(self, seconds: float) -> tuple[list[dict[str, Any]], dict[str, tuple[float, bool]]]:
+    def _engine_rows(self, seconds: float) -> tuple[list[EngineRow], dict[str, tuple[float, bool]]]:
         """One row an engine; and by trajectory, of those that engines have, the tokens so far and whether it has a
         slot."""
         rows, running, parts, loads = [], {}, {}, {}
@@ -124,24 +137,19 @@ class LiveFigures(Observer):
         for name, engine in self._engines.attached.items():
             load = loads[name] = engine.load()
             ready = getattr(engine, "readiness", None)  # of an engine in a process of its own
-            sampled = max(load.generated_tokens - self._loads.get(name, load).generated_tokens, 0)
             open_parts = served.get(name, ())
-            runs = min(len(open_parts), load.running)
+            before, runs = self._loads.get(name, load), min(len(open_parts), load.running)
+            sampled = max(load.generated_tokens - before.generated_tokens, 0)
+            steps = load.decode_steps - before.decode_steps
+            shares = (load.decode_tokens - before.decode_tokens) / steps if steps > 0 else runs  # requests in a step
             for place, part in enumerate(open_parts):  # the oldest first
-                tokens = self._parts.get(part.request_id, part.sampled) + (sampled / runs if place < runs else 0)
-                parts[part.request_id] = tokens = min(tokens, self._budget)
+                more = sampled / max(shares, 1) if place < runs else 0
+                tokens = min(self._parts.get(part.request_id, part.sampled) + more, self._budget)
+                parts[part.request_id] = tokens
                 running[part.request_id.rpartition("/")[0]] = tokens, place < runs
-            rows.append(
-                {
-                    "name": name,
-                    "serves": name in serving,
-                    "slots": ready.max_num_seqs if ready else 0,
-                    "running": load.running,
-                    "waiting": load.waiting,
-                    "kv": round(load.kv_cache_usage, 4),
-                    "tokens_s": round(sampled / seconds, 1),
-                }
-            )
+            slots, rate = ready.max_num_seqs if ready else 0, round(sampled / seconds, 1)
+            kv = round(load.kv_cache_usage, 4)
+            rows.append(EngineRow(name, name in serving, slots, load.running, load.waiting, kv, rate))
         self._loads, self._parts = loads, parts
         return rows, running
 
@@ -153,16 +161,19 @@ class LiveFigures(Observer):
             self._racing = {}  # what is not there any more may have been trained
         sampled: dict[str, float] = {}
         buffer = state.buffer
-        racing = {number: self._row(group, running, sampled) for number, group in buffer.untrained.items()}
+        racing = {
+            number: (group.prompt.prompt_id, self._row(group, running, sampled))
+            for number, group in buffer.untrained.items()
+        }
         batched = [self._row(group, running, sampled, "batch") for group in buffer.batched.values()]
         if gone := self._racing.keys() - racing.keys() - buffer.batched.keys():
             queued = {ref.prompt_id for ref in (*state.prompts.queue, *state.prompts.waiting)}
             for number in gone:
-                row = self._racing[number]
-                row.state = "deferred" if row.prompt in queued else "dropped"
+                prompt, row = self._racing[number]
+                row.state = "deferred" if prompt in queued else "dropped"
                 self._gone[number] = row
         self._racing, self._sampled = racing, sampled
-        rows = [*racing.values(), *batched, *self._gone.values()]
+        rows = [*(row for _, row in racing.values()), *batched, *self._gone.values()]
         return sorted(rows, key=lambda row: (row.state != "racing", row.id))
 
     def _row(
@@ -181,8 +192,6 @@ class LiveFigures(Observer):
             marks.append("p" if group.paused else "s" if runs else "w" if whole in running or not so_far else "r")
         return GroupRow(
             id=group.group_id,
-            prompt=group.prompt.prompt_id[:64],
-            kind=group.round_kind,
             state=state or ("paused" if group.paused else "ready" if group.ready else "racing"),
             size=group.size,
             keep=group.keep,

@@ -1,0 +1,198 @@
+"""The terminal application: draws the picture four times a second, and asks before a key changes the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from rich.text import Text
+from textual.app import App, ComposeResult, RenderResult
+from textual.binding import Binding
+from textual.geometry import Region
+from textual.screen import ModalScreen
+from textual.widget import Widget
+from textual.widgets import Input, RichLog, Static
+
+from streamrl.base.errors import StreamRLError
+from streamrl.base.printable import one_line
+from streamrl.observe.telemetry import TelemetrySubscriber
+from streamrl.observe.top.boxes import BOXES, screen
+from streamrl.observe.top.picture import Happened, Picture
+
+LOOK_S = 0.25
+MOST_AT_ONCE = 500
+"""Messages that are taken in between two looks at the keyboard."""
+ORDERS = {
+    "p": ("pause", "launch nothing more until `continue`; what runs is finished"),
+    "P": ("continue", "let a paused run go on"),
+    "d": ("drain", "finish the open step, save and END the run"),
+    "c": ("checkpoint", "write a checkpoint now"),
+    "e": ("evaluate", "score all held-out prompts now"),
+}
+KEYS = """{boxes}
+/  metrics whose name has a text in it (empty: the usual three)
+l  the log of the run, and back
+{orders}
+?  these keys       q  leave; the run goes on
+
+groups: a bar is the longest member, of the budget; small bars are members:
+yellow sampled, dim waits, magenta rewarded, blue paused, green done, red at
+the limit. Tokens of what is sampled: those of its engine, shared out evenly.
+
+any key goes back""".format(
+    boxes="\n".join(f"{key}  hide or show {box.title}" for key, box in BOXES.items()),
+    orders="\n".join(f"{key}  {name}: {text}" for key, (name, text) in ORDERS.items()),
+)
+
+Steer = Callable[[str], Awaitable[str]]
+
+
+class Question(ModalScreen[bool]):
+    """A text over the screen; closes with True for ``y``, with False for any other key."""
+
+    CSS = "Question { align: center middle; } Question Static { width: auto; max-width: 100%; border: round $primary; }"
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def compose(self) -> ComposeResult:
+        yield Static(Text(self._text))
+
+    def on_key(self, event: object) -> None:
+        self.dismiss(getattr(event, "key", "") == "y")
+
+
+class Board(Widget):
+    """The boxes."""
+
+    hidden: set[str] = set()
+    wanted = ""
+
+    def __init__(self, picture: Picture) -> None:
+        super().__init__()
+        self._picture = picture
+        self._lines: list[Text] = []
+
+    def draw(self) -> None:
+        """Draw the lines that have changed: over a slow line the others need not be sent again."""
+        if not self.size:  # before the first layout, or behind the log
+            return
+        before, width = self._lines, self.size.width
+        self._lines = screen(self._picture, width, self.size.height, self.hidden, self.wanted)
+        changed = [y for y, line in enumerate(self._lines) if y >= len(before) or line != before[y]]
+        if changed:
+            self.refresh(*(Region(0, y, width, 1) for y in changed))
+
+    def render(self) -> RenderResult:
+        return Text("\n").join(screen(self._picture, self.size.width, self.size.height, self.hidden, self.wanted))
+
+
+class TopApplication(App[None]):
+    """``steer``: carries out an order and returns what the run answered, or None and ``why_not``. ``logs``: new lines
+    of the run's logs at each call."""
+
+    CSS = "#filter, #log { display: none; } Board { height: 1fr; } #foot { height: 1; background: $panel; }"
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS = [
+        *(Binding(key, f"hide('{key}')") for key in BOXES),
+        *(Binding(key, f"ask('{key}')") for key in ORDERS),
+        Binding("slash", "filter"),
+        Binding("question_mark", "keys"),
+        Binding("l", "log"),
+        Binding("q", "quit"),
+    ]
+
+    def __init__(
+        self,
+        picture: Picture,
+        subscriber: TelemetrySubscriber,
+        *,
+        steer: Steer | None = None,
+        why_not: str = "",
+        logs: Callable[[], list[str]] = list,
+    ) -> None:
+        super().__init__()
+        self.picture, self._subscriber = picture, subscriber
+        self._steer, self._why_not, self._logs = steer, why_not, logs
+
+    def compose(self) -> ComposeResult:
+        yield Board(self.picture)
+        yield RichLog(id="log", max_lines=5000, wrap=True)
+        yield Input(placeholder="part of a metric's name; Enter", id="filter")
+        yield Static(Text(" ? keys  1-7 boxes  / metrics  l log  p P d c e steer  q leave", no_wrap=True), id="foot")
+
+    def on_mount(self) -> None:
+        self.set_interval(LOOK_S, self._look)
+        self._look()
+
+    def _look(self) -> None:
+        """Take in what came, and draw."""
+        for _ in range(MOST_AT_ONCE):
+            try:
+                message = self._subscriber.receive(0)
+            except StreamRLError as error:  # of another version
+                self._said("bold red", str(error))
+                break
+            if message is None:
+                break
+            self.picture.take(message)
+        self.picture.look()
+        if (log := self.query_one("#log", RichLog)).display:
+            for line in self._logs():
+                log.write(Text(one_line(line)))
+        self.query_one(Board).draw()
+
+    def _said(self, style: str, text: str) -> None:
+        self.picture.events.append(Happened(time.time(), style, one_line(text)))
+        self.query_one(Board).draw()
+
+    def action_hide(self, key: str) -> None:
+        board = self.query_one(Board)
+        board.hidden = board.hidden ^ {key}
+        board.draw()
+
+    def action_keys(self) -> None:
+        self.push_screen(Question(KEYS))
+
+    def action_log(self) -> None:
+        log, board = self.query_one("#log", RichLog), self.query_one(Board)
+        log.display, board.display = not log.display, log.display
+        log.focus() if log.display else self.set_focus(None)
+        self._look()
+
+    def action_filter(self) -> None:
+        line = self.query_one("#filter", Input)
+        line.display = True
+        line.focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        board = self.query_one(Board)
+        board.wanted = event.value.strip()
+        board.draw()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.input.display = False
+        self.set_focus(None)
+
+    def action_ask(self, key: str) -> None:
+        """Ask whether the run shall be changed; where it cannot be, say why."""
+        name, text = ORDERS[key]
+        if self._steer is None:
+            self._said("bold yellow", f"{name}: {self._why_not}")
+            return
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self.run_worker(self._order(name))
+            else:
+                self._said("dim", f"{name}: not asked for")
+
+        self.push_screen(Question(f"{name} {self.picture.run_id}: {text}\n\ny: do it   any other key: no"), answered)
+
+    async def _order(self, name: str) -> None:
+        assert self._steer is not None
+        try:
+            self._said("bold green", f"{name}: {await self._steer(name)}")
+        except StreamRLError as error:
+            self._said("bold red", f"{name}: {error}")
