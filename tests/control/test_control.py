@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracle.control_walks import COMBINATIONS, ON_POLICY, CrashWorld, TwinWorld, random_run, random_settings
 from oracle.control_world import World, begun, control_settings
+from oracle.steered_world import SteeredWorld
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.stage_messages import Scored
@@ -62,7 +63,7 @@ class ControlMachine(RuleBasedStateMachine):
         start=st.sampled_from([0, 0, 1, 4]),
     )
     def begin(self, combination: tuple[str, str], choices: Random, prompts: int | None, start: int) -> None:
-        self.world = World(random_settings(*combination, choices), prompts, start)
+        self.world = SteeredWorld(random_settings(*combination, choices), prompts, start)
         self.world.begin()
 
     @precondition(lambda self: self.world.sampled)
@@ -72,6 +73,11 @@ class ControlMachine(RuleBasedStateMachine):
             if self.world.sampled:
                 self.world.score_any(choices, self.world.sampled)
                 self.world.check()
+
+    @precondition(lambda self: not self.world.over_now)
+    @rule(choices=st.randoms(use_true_random=False), changes=st.booleans())
+    def steer(self, choices: Random, changes: bool) -> None:
+        self.world.tell(self.world.change(choices) if changes else self.world.order(choices))
 
     @rule(choices=st.randoms(use_true_random=False), place=st.integers(0, 9))
     def move(self, choices: Random, place: int) -> None:

@@ -455,6 +455,22 @@ def test_losses_and_gradients_are_those_of_the_reference(
     check(start_trainer, tiny_model, groups, CASES[name])
 
 
+def test_samples_carry_the_temperature_that_sampled_them(
+    start_trainer: StartTrainer, tiny_model: str, groups: list[TrainingGroup]
+) -> None:
+    """Gradients are those of a trainer whose options say so."""
+    replace = msgspec.structs.replace
+    carried = [
+        replace(group, samples=tuple(replace(sample, temperature=0.7) for sample in group.samples)) for group in groups
+    ]
+    settings = CASES["temperature"].objective
+    (found,), (wanted,) = (
+        steps_of(started(start_trainer, tiny_model, settings, OffPolicy(), **options), given)[0]
+        for given, options in ((carried, {}), (groups, {"temperature": 0.7}))
+    )
+    assert all(torch.equal(tensor, found.gradient[name]) for name, tensor in wanted.gradient.items())
+
+
 def test_sequences_in_chunks_of_logits_give_the_same(
     start_trainer: StartTrainer, tiny_model: str, groups: list[TrainingGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

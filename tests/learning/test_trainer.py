@@ -69,11 +69,18 @@ def with_behavior(groups: list[TrainingGroup], model: Any, temperature: float) -
     return changed
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_learning_rate_zero_ratio_is_one(start_trainer: StartTrainer, tiny_model: str, temperature: float) -> None:
-    """The trainer's policy is the published one: with unrounded weights the ratio would not be 1."""
+@pytest.mark.parametrize(("temperature", "own"), [(1.0, None), (0.7, None), (1.0, 0.7)])
+def test_learning_rate_zero_ratio_is_one(
+    start_trainer: StartTrainer, tiny_model: str, temperature: float, own: float | None
+) -> None:
+    """The trainer's policy is the published one: with unrounded weights the ratio would not be 1. ``own``: of every
+    other group, whose temperature was changed in between."""
     with torch.no_grad():
-        groups = with_behavior(make_groups(0, SIZES), reference_model(tiny_model), temperature)
+        made, model = make_groups(0, SIZES), reference_model(tiny_model)
+        groups = [*with_behavior(made[::2], model, own or temperature), *with_behavior(made[1::2], model, temperature)]
+    for place, group in enumerate(groups[: len(made[::2])]):
+        samples = tuple(msgspec.structs.replace(sample, temperature=own) for sample in group.samples)
+        groups[place] = msgspec.structs.replace(group, samples=samples)
     trainer = start_trainer(learning_rate=0.0, temperature=temperature)
     for step in range(3):
         version = msgspec.structs.replace(close_of(groups, step + 1), batch_id=step)

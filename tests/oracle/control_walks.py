@@ -191,7 +191,7 @@ class TwinWorld(World):
     def restore_a_twin(self) -> None:
         """Of the original or of a twin, which is what is restored twice."""
         original = self.random.choice([self.core, *self.twins])
-        restored = make_control(self.settings, through_bytes(original.snapshot()))
+        restored = make_control(self.recipe, through_bytes(original.snapshot()))
         assert seen(restored) == seen(self.core)
         self.twins = [*self.twins[-1:], restored]
 
@@ -219,7 +219,7 @@ class CrashWorld(World):
         stepped = self.to_step is not None and not over and random.random() < 0.3
         before = self._in_flight()
         steps = self._other_steps(random)
-        restored = make_control(self.settings, msgspec.msgpack.decode(self.base, type=Snapshot))
+        restored = make_control(self.recipe, msgspec.msgpack.decode(self.base, type=Snapshot))
         for event in self.log[self.since :]:
             restored.handle(event)
         assert seen(restored) == seen(self.core), "the replay is not the run"
@@ -245,7 +245,7 @@ class CrashWorld(World):
         if self.stopped is not None or self.trainer_version < 1 or random.random() < 0.7:
             return 0
         steps = random.randint(max(1, self.trainer_version - 1), self.trainer_version + 3)
-        self.settings = msgspec.structs.replace(self.settings, steps=steps)
+        self.recipe = msgspec.structs.replace(self.recipe, steps=steps)
         return steps
 
     def _check_replay(self) -> None:

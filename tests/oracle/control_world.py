@@ -61,8 +61,11 @@ class World:
     """``prompts``: that the source has from its beginning (None: endless); ``start``: the version that it begins with;
     ``resumed_from``: the checkpoint of a run that was killed.
 
-    ``running``, ``paused``: trajectories that are sampled or stopped, with their launch version; ``returning``: dropped
-    while they ran, so that their result is still on the way. ``log``, ``answers``: events so far, and all actions."""
+    ``recipe``: what it was begun with; ``settings``: what is in force. ``running``, ``paused``: trajectories that are
+    sampled or stopped, with their launch version; ``returning``: dropped while they ran, so that their result is still
+    on the way. ``log``, ``answers``: events so far, and all actions."""
+
+    steered = False
 
     def __init__(
         self,
@@ -71,7 +74,8 @@ class World:
         start: int = 0,
         resumed_from: Checkpoint | None = None,
     ) -> None:
-        self.settings, self.prompts, self.resumed_from = chosen, prompts, resumed_from
+        self.settings = self.recipe = chosen
+        self.prompts, self.resumed_from = prompts, resumed_from
         kept = None if resumed_from is None else fork(resumed_from.control, chosen)
         self.first = None if kept is None else msgspec.msgpack.encode(kept)
         self.core = self.control(chosen, kept)
@@ -160,6 +164,10 @@ class World:
         """Control took ``event``; ``actions`` were not obeyed yet. Prompts that it does not need are forgotten. A
         failure that waited (deterministic rounds) ended with its group, or counts now."""
         self.content &= prompts_needed(self.state)
+        self.settings = msgspec.structs.replace(self.core.settings, steps=self.state.steps)
+        if any(isinstance(action, do.Decision) and action.subject == "settings" for action in actions):
+            pool = self.state.prompts  # rounds that replay draw what others left anew
+            self.drawn_again |= {ref.prompt_id for ref in (*pool.queue, *pool.waiting) if ref.seed_base is None}
         dropped = {i for a in actions if isinstance(a, do.Drop) for i in a.ids}
         for trajectory in [t for t in self.failed if self.state.buffer.member(t) is None]:
             reason = self.failed.pop(trajectory)
@@ -244,7 +252,7 @@ class World:
                 # What was under way when the run was killed is drawn anew.
                 assert same or prompt in self.drawn_again, "a replayed prompt draws from other seeds"
                 self.drawn_again.discard(prompt)
-            elif before:
+            elif before and not self.steered:  # rounds that do not replay take what others deferred
                 assert action.seed_base not in {launch.seed_base for launch in before}, "the same seeds again"
         before.append(action)
         self.launched.append(action)
@@ -468,7 +476,8 @@ class World:
         assert target <= batches * settings.batch_weight, "more than a batch"
         assert target >= settings.batch_weight or settings.length_sorted.cut_tokens, "less than a batch"
         kept = {group.keep for group in self.state.buffer.batched.values()}
-        assert len(kept) < 2 or not on_policy, "a round of several sizes"
+        mixed = self.steered and settings.rounds is SORTED  # a cohort of what rounds of other sizes left
+        assert len(kept) < 2 or not on_policy or mixed, "a round of several sizes"
         for ids in groups:
             # Of a race of responses the kept ones are the first that were rewarded; all others have left.
             assert set(ids) == self.members[ids[0].group_id], "part of a group was trained"
@@ -514,7 +523,7 @@ class World:
     def _check_replay(self) -> None:
         """The log rebuilds the run: the same events give the same actions."""
         first = None if self.first is None else msgspec.msgpack.decode(self.first, type=Snapshot)
-        again = self.control(self.settings, first)
+        again = self.control(self.recipe, first)
         answers = [action for event in self.log for action in again.handle(event)]
         assert answers == self.answers, "a replay decides differently"
 

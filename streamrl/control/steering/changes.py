@@ -43,11 +43,13 @@ def steer(make: MakePolicies, state: RunState, rules: Rules, event: on.ControlEv
             steering.wanted = list(dict.fromkeys([*steering.wanted, order]))
         case on.SettingsChanged():
             steering.asked = sorted([*steering.asked, event], key=lambda change: change.step)
-        case on.RunContinued(steps=steps) if steps and steps != steering.changed.get(STEPS):
-            steering.changed.pop(STEPS, None)  # the recipe was given another number after that
-            steering.recipe_steps = 0
+        case on.RunContinued(steps=steps):
+            steering.paused = False
+            if steps and steps != steering.changed.get(STEPS):  # the recipe was given another number after that
+                steering.changed.pop(STEPS, None)
+                steering.recipe_steps = 0
     batch = state.batch
-    opens = isinstance(event, on.BatchTrained) or not (batch.round_kind or state.draining or state.starved)
+    opens = isinstance(event, on.BatchTrained) or not (batch.round_kind or state.ending)
     while opens and not batch.groups and not state.batch_closed and steering.asked:
         if steering.asked[0].step > batch.batch_id + 1:
             break

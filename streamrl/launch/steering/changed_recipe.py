@@ -31,7 +31,12 @@ def settings_change(started: Recipe, state: RunState, changes: Sequence[str], st
     steering = state.steering
     keys = {_bare(change.partition("=")[0]): change for change in changes}
     before = _with(started, steering.changed)
-    asked = overridden_recipe(before, [f"{_written(key)}={text.partition('=')[2]}" for key, text in keys.items()])
+    earlier = _with(
+        before, {key: value for one in steering.asked if one.step <= step for key, value in one.values.items()}
+    )
+    asked = overridden_recipe(
+        earlier, [f"{written_key(key)}={text.partition('=')[2]}" if "=" in text else text for key, text in keys.items()]
+    )
     problems = [
         f"{key} stays as it is while a run goes on: {why_not(key)}; {_REMEDY}" for key in keys if key not in LIVE
     ]
@@ -72,7 +77,7 @@ def _why_impossible(started: Recipe, recipe: Recipe, values: Mapping[str, Any], 
 
 
 def _with(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    return overridden_recipe(recipe, [f"{_written(key)}={toml_value(value)}" for key, value in values.items()])
+    return overridden_recipe(recipe, [f"{written_key(key)}={toml_value(value)}" for key, value in values.items()])
 
 
 def _value(settings: ControlSettings, recipe: Recipe, key: str) -> Any:
@@ -90,7 +95,7 @@ def _bare(key: str) -> str:
     return key.strip().replace(f".{ADVANCED}.", ".")
 
 
-def _written(key: str) -> str:
+def written_key(key: str) -> str:
     """The key as a recipe has it, below ``advanced`` where it belongs there."""
     section, _, name = key.partition(".")
     known = keys_of(Recipe).get(section)

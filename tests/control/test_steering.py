@@ -1,0 +1,121 @@
+"""Steering of a running run on the pure core: pauses, orders and changed settings, whatever else happens; and the table
+of what may change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+from oracle.control_walks import COMBINATIONS, ON_POLICY, random_run
+from oracle.control_world import begun
+from oracle.steered_world import SteeredWorld
+
+from streamrl.base.errors import RecipeError
+from streamrl.control import events as on
+from streamrl.control.settings import control_settings as settings_of
+from streamrl.control.steering.live_keys import LIVE, with_values
+from streamrl.launch.steering.changed_recipe import settings_change, written_key
+from streamrl.recipe.rules.load import load_recipe, overridden_recipe
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
+
+
+@pytest.mark.parametrize(("composition", "sizing"), COMBINATIONS)
+def test_steered_runs_end_with_everything_accounted_for(composition: str, sizing: str) -> None:
+    before = SteeredWorld.changes
+    for seed in range(4):
+        random_run(Random(seed), composition, sizing, world_of=SteeredWorld)
+    assert SteeredWorld.changes > before, "nothing was changed"
+
+
+@pytest.mark.parametrize(("composition", "sizing"), ON_POLICY)
+def test_steered_deterministic_runs_go_on_after_crashes(composition: str, sizing: str) -> None:
+    random_run(Random(5), composition, sizing, world_of=SteeredWorld, deterministic=True)
+
+
+CHANGES: dict[str, tuple[str, ...]] = {
+    "run": ("run.steps=90",),
+    "training": ("training.learning_rate=1e-5", "rollout.advanced.presubmit=true"),
+    "sampling": ("sampling.temperature=0.7", "sampling.max_tokens=99"),
+    "race": (
+        "rollout.rounds=tail_batching",
+        "tail_batching.prompt_oversampling=1.5",
+        "tail_batching.response_oversampling=1.25",
+        "tail_batching.long_round_batches=2",
+    ),
+    "sorted": (
+        "rollout.rounds=length_sorted",
+        "rollout.max_staleness=1",
+        "length_sorted.cohort_batches=2",
+        "length_sorted.partial=true",
+        "length_sorted.oversubscription=1.5",
+    ),
+    "cut": ("rollout.rounds=length_sorted", "length_sorted.cohort_batches=2", "length_sorted.cut_tokens=900"),
+    "random": ("kind=random", "sizes=[4, 8]", "shares=[1, 2]", "keeps=prompts", "dwell=3"),
+    "sagc": ("kind=sagc", "sizes=[4, 8]", "straggler_ratio=3", "straggler=seconds", "tradeoff=2", "optimism=2"),
+    "budget": ("kind=sagc", "sizes=[4, 8]", "budget=0.3", "tightening=0.1", "discount=0.9"),
+    "calibration": ("kind=sagc", "sizes=[4, 8]", "calibration_steps=4"),
+    "limits": ("reward_limits.max_failed_share=0.3", "reward_limits.window=9", "rollout.dynamic_sampling=true"),
+    "ends": ("evaluation.every=3", "evaluation.at_end=false", "checkpoint.every=0", "checkpoint.at_end=false"),
+}
+
+
+def test_every_key_of_the_table_decides_as_a_recipe_that_has_it() -> None:
+    recipe = load_recipe(EXAMPLE, ["objective.advantages=leave_one_out"])
+    seen: set[str] = set()
+    for name, given in CHANGES.items():
+        changes = [one if "." in one.partition("=")[0] else f"group_sizing.{one}" for one in given]
+        change = settings_change(recipe, begun().state, changes, 0)
+        seen |= change.values.keys()
+        carried = with_values(settings_of(recipe), msgspec.msgpack.decode(msgspec.msgpack.encode(change.values)))
+        written = [f"{written_key(key)}={value}" for key, _, value in (one.partition("=") for one in changes)]
+        fresh = settings_of(overridden_recipe(recipe, written))
+        own = {"steps": 0, "learning_rate": None, "sampling": {}}
+        assert msgspec.structs.replace(carried, **own) == msgspec.structs.replace(fresh, **own), name
+    assert seen == LIVE.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("lora.rank=4", "read when the processes of the run start"),
+        ("rewards.0.weight=2", "streamrl reward attach"),
+        ("rollout.group_size=4", "group_sizing may change"),
+        ("sampling.top_p=0.9", "carries only its temperature"),
+        ("rollout.rounds=auto", "set up at the start"),
+        ("sampling.max_tokens=500", "at most 448"),
+        ("length_sorted.cohort_batches=200 rollout.rounds=length_sorted", "trajectories would be in flight"),
+        ("rollout.max_staleness=-1", "rollout.max_staleness"),
+        ("group_sizing.kind=random group_sizing.shares=[1,1,1]", "objective would be another"),
+        ("rolout.rounds=auto", "unknown section"),
+        ("training.learning_rate", "write"),
+    ],
+)
+def test_what_cannot_change_is_refused_with_the_reason(change: str, why: str) -> None:
+    with pytest.raises(RecipeError, match="(?s).*" + why):
+        settings_change(load_recipe(EXAMPLE), begun().state, change.split(), 0)
+
+
+def test_changes_that_wait_are_checked_with_those_before_and_after_them() -> None:
+    recipe, world = load_recipe(EXAMPLE), begun(steps=9)
+    world.tell(settings_change(recipe, world.state, ["rollout.rounds=continuous", "rollout.max_staleness=1"], 7))
+    for step, change in ((6, "rollout.advanced.presubmit=true"), (8, "rollout.max_staleness=0")):
+        with pytest.raises(RecipeError, match="continuous"):
+            settings_change(recipe, world.state, [change], step)
+    assert settings_change(recipe, world.state, ["training.learning_rate=0.5"], 6).values
+
+
+def test_a_recipe_that_is_given_other_steps_after_they_were_changed_wins() -> None:
+    """And one that is resumed as it is does not."""
+    world = begun(steps=3)
+    world.tell(on.SettingsChanged(values={"run.steps": 5}, recipe_steps=3))
+    while not world.state.steering.changed:
+        trajectory = world.sampled[0] if world.sampled else None
+        world.score(trajectory, 1.0, 3) if trajectory else world.goes_on()
+    assert world.state.steps == 5 and world.state.steering.recipe_steps == 3
+    world.tell(on.RunContinued(steps=5))
+    assert world.state.steering.changed == {"run.steps": 5}
+    world.tell(on.RunContinued(steps=8))
+    assert (world.state.steps, world.state.steering.changed, world.state.steering.recipe_steps) == (8, {}, 0)
