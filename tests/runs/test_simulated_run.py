@@ -396,7 +396,7 @@ def steps_of(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def begun_steered(root: Path) -> tuple[subprocess.Popen[bytes], Path]:
-    """A run that was paused as soon as it had begun, to which all changes were told, and that goes on."""
+    """A run that was paused as soon as it had begun, which then got all changes and went on."""
     root.mkdir()
     flags = _flags(root, run__steps=5, run__deterministic=True, training__advanced__streaming=False)
     process = subprocess.Popen([*STREAMRL, "train", str(EXAMPLE), *flags], stdout=subprocess.DEVNULL)
@@ -404,12 +404,17 @@ def begun_steered(root: Path) -> tuple[subprocess.Popen[bytes], Path]:
         assert process.poll() is None
         time.sleep(0.05)
     run = found[0].parent
+    while not control_socket(read_topology(run)).exists():
+        time.sleep(0.05)
     assert isinstance(ask(run, ReadStatus()), SteeringStatus)
     while isinstance(ask(run, SteerRun(order="pause")), ControlRefused):  # it has not begun
         time.sleep(0.05)
     for step, changes in CHANGES.items():
         answer = ask(run, ChangeSettings(changes=changes, step=step))
         assert not isinstance(answer, ControlRefused), answer
+    for command in ("train", "resume"):
+        second = subprocess.run([*STREAMRL, command, run], capture_output=True, text=True, timeout=300, check=False)
+        assert second.returncode == 2 and "runs already" in second.stderr
     ask(run, SteerRun(order="continue"))
     return process, run
 
@@ -421,9 +426,6 @@ def test_settings_that_change_in_a_run_that_is_killed_train_the_batches_of_one_t
     while 4 not in steps_of(killed):
         assert process.poll() is None
         time.sleep(0.02)
-    for command in ("train", "resume"):
-        second = subprocess.run([*STREAMRL, command, killed], capture_output=True, text=True, timeout=300, check=False)
-        assert second.returncode == 2 and "runs already" in second.stderr
     process.kill()
     process.wait(60)
     assert 7 not in steps_of(killed), "nothing is left to resume"
