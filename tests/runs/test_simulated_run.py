@@ -16,16 +16,22 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import anyio
 import psutil
 import pytest
 
+from streamrl.base.errors import StreamRLError
 from streamrl.cli.show import read_run
+from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, ControlRefused
+from streamrl.launch.control_socket import ask_control, read_key
+from streamrl.launch.steering.steering_messages import ChangeSettings, ReadStatus, SteeringStatus, SteerRun
 from streamrl.launch.supervise.clean_up import marker_of
 from streamrl.observe.report.trajectory_trace import read_trace
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.toml_text import toml_value
-from streamrl.recipe.topology import read_topology
+from streamrl.recipe.topology import control_socket, read_topology
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -358,3 +364,82 @@ def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_one_that_was_
         for process in (alone, killed):
             process.kill()
         shutil.rmtree(temporary)
+
+
+CHANGES = {
+    3: (
+        "training.learning_rate=2e-5",
+        "sampling.temperature=0.7",
+        "sampling.max_tokens=40",
+        "checkpoint.every=2",
+        "run.steps=7",
+    ),
+    4: (
+        "rollout.rounds=tail_batching",
+        "tail_batching.prompt_oversampling=1.5",
+        "tail_batching.response_oversampling=1.25",
+        "rollout.dynamic_sampling=true",
+    ),
+    6: ("tail_batching.prompt_oversampling=1.25", "reward_limits.max_failed_share=0.2", "reward_limits.window=50"),
+}
+SAME = ("reward/mean", "completion/length_mean", "optim/lr", "optim/grad_norm", "steering/changes_total")
+STREAMRL = (sys.executable, "-m", "streamrl")
+
+
+def ask(run: Path, operation: ControlOperation) -> ControlAnswer:
+    return anyio.run(ask_control, control_socket(read_topology(run)), operation, read_key(run), 60.0)
+
+
+def steps_of(run: Path) -> dict[int, dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["step"]: line for line in lines}
+
+
+def begun_steered(root: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    """A run that was paused as soon as it had begun, which then got all changes and went on."""
+    root.mkdir()
+    flags = _flags(root, run__steps=5, run__deterministic=True, training__advanced__streaming=False)
+    process = subprocess.Popen([*STREAMRL, "train", str(EXAMPLE), *flags], stdout=subprocess.DEVNULL)
+    while not (found := list((root / "runs").glob("sort-*/control.key"))):
+        assert process.poll() is None
+        time.sleep(0.05)
+    run = found[0].parent
+    status: ControlAnswer | None = None
+    while not isinstance(status, SteeringStatus) or status.live_version < 0:  # it has not begun
+        with suppress(StreamRLError):  # its socket is not there yet
+            status = ask(run, ReadStatus())
+        time.sleep(0.05)
+    assert not isinstance(ask(run, SteerRun(order="pause")), ControlRefused)
+    for step, changes in CHANGES.items():
+        answer = ask(run, ChangeSettings(changes=changes, step=step))
+        assert not isinstance(answer, ControlRefused), answer
+    for command in ("train", "resume"):
+        second = subprocess.run([*STREAMRL, command, run], capture_output=True, text=True, timeout=300, check=False)
+        assert second.returncode == 2 and "runs already" in second.stderr
+    ask(run, SteerRun(order="continue"))
+    return process, run
+
+
+def test_settings_that_change_in_a_run_that_is_killed_train_the_batches_of_one_that_is_not(tmp_path: Path) -> None:
+    process, whole = begun_steered(tmp_path / "whole")
+    assert process.wait(900) == 0
+    process, killed = begun_steered(tmp_path / "killed")
+    while 4 not in steps_of(killed):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait(60)
+    assert 7 not in steps_of(killed), "nothing is left to resume"
+    done = subprocess.run([*STREAMRL, "resume", killed], capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    found, wanted = ([[step[name] for name in SAME] for step in steps_of(run).values()] for run in (killed, whole))
+    assert found == wanted and len(wanted) == 7
+    # In force with the batch that opens, which is when the version before it goes live.
+    assert [step["steering/changes_total"] for step in steps_of(whole).values()] == [0, 1, 2, 2, 3, 3, 3]
+    assert steps_of(whole)[3]["optim/lr"] == pytest.approx(2e-5 * 3 / 5)
+    weights = [
+        hashlib.sha256(next(run.glob("checkpoints/step-000007/hf/*.safetensors")).read_bytes())
+        for run in (killed, whole)
+    ]
+    assert weights[0].digest() == weights[1].digest()
