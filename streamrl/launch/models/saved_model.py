@@ -44,8 +44,9 @@ def saved_model(run: Path, version: str = "") -> SavedModel:
         latest = surviving(checkpoints / LATEST)
         number = next((one for one, path in there.items() if path.resolve() == latest), max(there))
     if number not in there:
+        kept = "; the best is kept where checkpoint.keep_best is 1 or more" if version == BEST and there else ""
         raise StreamRLError(
-            f"{run} has no checkpoint of version {version or LATEST!r} (a number, latest, best): {known}"
+            f"{run} has no checkpoint of version {version or LATEST!r} (a number, latest, best): {known}{kept}"
         )
     return SavedModel(run=run, version=number, checkpoint=there[number])
 
