@@ -45,7 +45,8 @@ WINGS = {
     "engines/elastic": ("engines/push",),
     "engines/vllm": ("engines/plain_vllm", "weights/pull", "weights/vllm"),
     "launch/comparison": (
-        "control/policies", "observe/dashboard", "observe/follow", "observe/report", "observe/terminal", "recipe/rules",
+        "control/policies", "launch/steering", "observe/dashboard", "observe/follow", "observe/report",
+        "observe/terminal", "recipe/rules",
     ),
     "launch/hub": ("recipe/rules",),
     "launch/models": (

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from msgspec import structs
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.run_events import RunWarning, StepFinished
+from streamrl.base.run_events import EvaluationFinished, RunWarning, StepFinished
 from streamrl.base.types import FinishReason
 from streamrl.control.policies.sagc import straggler_rate
 from streamrl.launch.comparison.run_figures import WARM_UP_STEPS, RunFigures, samples_of
+from streamrl.launch.control_protocol import ControlRefused
+from streamrl.launch.control_socket import ask_control, read_key
 from streamrl.launch.pipeline import Pipeline
+from streamrl.launch.steering.steering_messages import SteerRun
 from streamrl.observe.follow.run_files import RunFiles
 from streamrl.observe.report.trajectory_trace import TRAINED, read_trace
 from streamrl.recipe.sections import Recipe
+from streamrl.recipe.topology import control_socket, read_topology
 
 METRICS = (
     "time/step_s", "time/wait_eval_s", "perf/samples_s", "perf/train_tok_s", "util/rollout_bubble_ratio",
     "util/free_slot_ratio",
 )  # fmt: skip
 """Metrics of a step that a comparison keeps."""
+
+
+ANSWER_LIMIT_S = 60.0
+SPARE_STEPS = 8
+"""Steps that a run could still make while it is evaluated: at its last one it would end without."""
 
 
 class ComparedRun(RunFigures, frozen=True, kw_only=True):
@@ -45,7 +51,7 @@ def measured_recipe(recipe: Recipe, samples: int, repeat: int, name: str, direct
     beside its steps, and long enough for ``samples`` at the smallest group size."""
     rollout, run = recipe.rollout, recipe.run
     sized = recipe.group_sizing.batches(rollout.prompts_per_batch, rollout.group_size)
-    steps = WARM_UP_STEPS + math.ceil(samples / min(groups * size for groups, size in sized)) + 1
+    steps = WARM_UP_STEPS + math.ceil(samples / min(groups * size for groups, size in sized)) + SPARE_STEPS
     seed = run.seed + repeat - 1
     evaluation = structs.replace(recipe.evaluation, at_start=False, at_end=False, every=0, limit=0)
     return structs.replace(
@@ -53,22 +59,25 @@ def measured_recipe(recipe: Recipe, samples: int, repeat: int, name: str, direct
         run=structs.replace(run, name=f"{name}-{repeat}", directory=str(directory), seed=seed, steps=steps),
         training=structs.replace(recipe.training, epochs=0.0),
         evaluation=evaluation,
-        checkpoint=structs.replace(recipe.checkpoint, every=0, keep_best=0, at_end=bool(evaluation.sets)),
+        checkpoint=structs.replace(recipe.checkpoint, every=0, keep_best=0, at_end=False),
     )
 
 
 async def measure_run(
     recipe: Recipe, samples: int, system: str, repeat: int, progress: Callable[[float], None]
 ) -> ComparedRun:
-    """Train until ``samples`` are trained after the warm-up, then drain and evaluate. ``progress``: called with the
-    share that is trained. Raises ``ProcessDied`` where the run breaks, ``StreamRLError`` where its evaluation does."""
+    """Train until ``samples`` are trained after the warm-up, then evaluate and drain. ``progress``: called with the
+    share that is trained. Raises ``ProcessDied`` where the run breaks, ``StreamRLError`` where it ends too early."""
     steps: list[dict[str, float]] = []
     warnings: list[str] = []
-    trained, enough = 0.0, 0
+    trained, enough, accuracy = 0.0, 0, math.nan
     async with Pipeline(recipe) as pipeline:
         async for event in pipeline.events():
             if isinstance(event, RunWarning):
                 warnings.append(f"step {event.step}: {event.message}")
+            if isinstance(event, EvaluationFinished) and enough:
+                accuracy = next(value for name, value in event.metrics.items() if "/avg@" in name)
+                pipeline.drain()
             if not isinstance(event, StepFinished):
                 continue
             steps.append({name: event.metrics[name] for name in METRICS if name in event.metrics})
@@ -76,7 +85,10 @@ async def measure_run(
             progress(min(trained / samples, 1.0))
             if round(trained) >= samples and not enough:
                 enough = len(steps)
-                pipeline.drain()
+                if recipe.evaluation.sets:
+                    await _order_evaluation(pipeline.run_directory)
+                else:
+                    pipeline.drain()
     if not enough:
         raise StreamRLError(
             f"{pipeline.run_directory} ended after {trained:.0f} of {samples} samples: give more prompts"
@@ -84,7 +96,7 @@ async def measure_run(
     return ComparedRun(
         steps=steps,
         cool_down=len(steps) - enough,
-        accuracy=_accuracy(pipeline.run_directory) if recipe.evaluation.sets else math.nan,
+        accuracy=accuracy,
         system=system,
         repeat=repeat,
         directory=str(pipeline.run_directory),
@@ -103,12 +115,9 @@ def _stragglers(run: Path, recipe: Recipe) -> float:
     return math.nan if rate is None else rate
 
 
-def _accuracy(run: Path) -> float:
-    """The first score of the run's model on its held-out prompts. In a process of its own: the engine would stay loaded
-    beside the next run."""
-    command = [sys.executable, "-m", "streamrl", "eval", str(run), "--json", "--no-greedy"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise StreamRLError(f"{run} could not be evaluated: {(done.stderr.splitlines() or ['no reason'])[-1]}")
-    scores = msgspec.json.decode(done.stdout)["passes"][0]["scores"]
-    return float(next(iter(next(iter(scores.values())).values()))["value"])
+async def _order_evaluation(run: Path) -> None:
+    """Have a running run evaluate its live version on all held-out prompts."""
+    path = control_socket(read_topology(run))
+    answer = await ask_control(path, SteerRun(order="evaluate"), read_key(run), ANSWER_LIMIT_S)
+    if isinstance(answer, ControlRefused):
+        raise StreamRLError(f"{run} was not evaluated: {'; '.join(answer.problems)}")
