@@ -36,6 +36,7 @@ COMMANDS = {
     "trace": ("windows.report:Trace", "the timeline of a run for ui.perfetto.dev"),
     "samples": ("samples:Samples", "completions of a run, with their rewards"),
     "show": ("show:Show", "what happened in a run, while it goes on and after its end"),
+    "sync": ("windows.sync:Sync", "send a run to a tracker, or what it has not got yet"),
     "runs": ("models.runs:Runs", "the runs of a directory, or several side by side"),
     "status": ("steering.steer:Status", "where a running run stands, and what it waits for"),
     "pause": ("steering.steer:Pause", "launch nothing more in a running run"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from streamrl.base.run_events import RunDecided
@@ -19,6 +20,7 @@ from streamrl.launch.sampling import capacity
 from streamrl.launch.supervise.watchdog import Watchdog
 from streamrl.launch.user_calls import UserObserver, observer_figures
 from streamrl.learning.canary import canary_bounds
+from streamrl.observe.follow.file_sizes import most_bytes
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.missing_samples import MissingSamples
 from streamrl.observe.report.run_report import RunReport
@@ -56,7 +58,10 @@ def run_observers(
     mismatch = recipe.off_policy.alarm if recipe.compares_logprobs else 0.0  # simulated engines need not agree
     canary = canary_bounds(recipe.training, recipe.engines, installed_device()).alarm
     header, drafts = _trace_header(recipe, run_directory.name, processes), DraftFigures(processes.pool.load)
-    trace = TrajectoryTrace(run_directory / "trace.jsonl", header, goes_on=resumption is not None)
+    size = partial(most_bytes, recipe.metrics.most_mib)
+    trace = TrajectoryTrace(
+        run_directory / "trace.jsonl", header, goes_on=resumption is not None, most_bytes=size("trace")
+    )
     report = RunReport(
         emit,
         record.control,
@@ -72,7 +77,9 @@ def run_observers(
         evaluations=evaluations,
         resumption=resumption,
         trace=trace,
-        samples=TrainingSamples(run_directory / "samples.jsonl", processes.tokenizer.decode),
+        samples=TrainingSamples(
+            run_directory / "samples.jsonl", processes.tokenizer.decode, most_bytes=size("samples")
+        ),
         length_limit=0 if races else recipe.sampling.max_tokens,
     )
     record.journal.elapsed = report.elapsed

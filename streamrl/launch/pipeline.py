@@ -189,7 +189,9 @@ class Pipeline:
         sockets = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX))
         self._sender, self._receiver = anyio.create_memory_object_stream[RunEvent](math.inf)
         topology = gpu_placement(self.recipe).placed(plan_topology(self.recipe, sockets))
-        self._supervisor = Supervisor(topology, self.run_directory, sockets, resumes=self._resumes)
+        self._supervisor = Supervisor(
+            topology, self.run_directory, sockets, resumes=self._resumes, metrics=self.recipe.metrics
+        )
         self._supervisor.before_resume.append(self._await_controller)
         self._orders = EngineOrders(self._supervisor)
         async with AsyncExitStack() as entered:

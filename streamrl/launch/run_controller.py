@@ -58,6 +58,7 @@ from streamrl.launch.steering.steering_requests import steering_endpoint
 from streamrl.launch.supervise.child import ChildContext
 from streamrl.launch.supervise.watchdog import Watchdog
 from streamrl.launch.user_calls import UserObserver, close_all
+from streamrl.observe.follow.file_sizes import most_bytes
 from streamrl.observe.report.trace_events import TraceEvents
 from streamrl.observe.sinks import JsonlSink, PublishSink, Reporter
 from streamrl.observe.top.live_figures import Publish
@@ -87,7 +88,8 @@ async def run_controller(context: ChildContext) -> None:
         )
         trainer = await connect_ranks(recipe, topology, streams)
         socket = PublishSink(metrics_endpoint(recipe, topology), run_id=run_directory.name)
-        metrics, events = JsonlSink(run_directory / "metrics.jsonl"), TraceEvents()
+        size = most_bytes(recipe.metrics.most_mib, "metrics")
+        metrics, events = JsonlSink(run_directory / "metrics.jsonl", most_bytes=size), TraceEvents()
         reporter = Reporter([metrics, socket, events], constant_metrics=transport_metrics(recipe))
         streams.callback(reporter.close)
         judge = JudgeLink(recipe.judge, topology)

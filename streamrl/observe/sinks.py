@@ -63,10 +63,10 @@ class Reporter:
 
 class JsonlSink:
     """``metrics.jsonl``: one flat object for each step and each evaluation; other events are in the journal, or go to
-    the socket alone. ``clock``: seconds since 1970."""
+    the socket alone. ``clock``: seconds since 1970; ``most_bytes``: as ``LineFile``."""
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
-        self._lines = LineFile(path)
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, most_bytes: int = 0) -> None:
+        self._lines = LineFile(path, most_bytes=most_bytes)
         self._clock = clock
 
     def record(self, event: Message) -> None:

@@ -431,8 +431,20 @@ class Transport(Section, frozen=True):
 
 
 class Metrics(Section, frozen=True):
-    """The metrics socket."""
+    """Who gets the figures of a run, and how large its files may become."""
 
+    report_to: Annotated[
+        tuple[str, ...],
+        doc(
+            "trackers, each a process that follows the run's files: tensorboard, wandb, trackio, prometheus (at port "
+            '9464, or `"prometheus?port=N"`), or a plug-in'
+        ),
+    ] = ()
+    most_mib: Annotated[
+        float,
+        Meta(ge=8),
+        advanced("MiB of the files that grow with the run: trace, metrics, samples, logs; their oldest lines go"),
+    ] = 4096.0
     endpoint: Annotated[str, doc("where it binds; empty: an ipc endpoint that the run prints")] = ""
 
 

@@ -57,7 +57,7 @@ def test_explain_answers_them_with_the_key_that_is_here() -> None:
     assert explain("critic.optim.lr")[0].endswith(
         "that is verl's critic.optim.lr: objective.advanced.value_learning_rate here"
     )
-    assert explain("report_to") == [f"report_to: {foreign_answer('report_to')}"]
+    assert explain("vllm_model_impl") == [f"vllm_model_impl: {foreign_answer('vllm_model_impl')}"]
     assert explain("loss_type=dr_grpo")[0].endswith('TRL\'s loss_type: objective.loss_normalization = "constant" here')
     assert any(line.startswith("training.ranks: ") for line in explain("trainer.n_gpus_per_node"))
     assert explain("objective.advanced.kl_estimator=low_var_kl")[0].endswith(

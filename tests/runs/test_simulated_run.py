@@ -443,3 +443,50 @@ def test_settings_that_change_in_a_run_that_is_killed_train_the_batches_of_one_t
         for run in (killed, whole)
     ]
     assert weights[0].digest() == weights[1].digest()
+
+
+SLEEPER = """
+import time
+from streamrl.observe.trackers.tracker import Tracker
+
+class Sleeper(Tracker):
+    def metrics(self, step, time_s, values):
+        time.sleep(1e6)
+"""
+
+
+def test_trackers_change_nothing_in_a_run_not_even_one_that_sleeps_for_ever(tmp_path: Path) -> None:
+    """The sleeper is ended when its time at the end of the run is over."""
+    site = tmp_path / "site"
+    (site / "sleeper-1.0.dist-info").mkdir(parents=True)
+    (site / "sleeper.py").write_text(SLEEPER)
+    (site / "sleeper-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: sleeper\nVersion: 1.0\n")
+    points = "[streamrl.trackers]\nsleeper = sleeper:Sleeper\n"
+    (site / "sleeper-1.0.dist-info" / "entry_points.txt").write_text(points)
+    batches = []
+    for report_to in ((), ("tensorboard", "sleeper")):
+        root = tmp_path / f"with-{len(report_to)}"
+        root.mkdir()
+        flags = _flags(root, run__steps=3, run__deterministic=True, metrics__report_to=report_to)
+        done = subprocess.run(
+            [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags],
+            env=os.environ | {"PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}"},
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        run = (root / "runs" / "latest").resolve()
+        trained = [one for one in read_trace(run / "trace.jsonl").trajectories if one.outcome == "trained"]
+        batches.append(
+            sorted((one.newest_version, one.prompt_id, one.sample, one.tokens, one.reward) for one in trained)
+        )
+        late = "tracker sleeper has not sent all within 30 s: streamrl sync"
+        assert (late in done.stderr) == bool(report_to), done.stderr
+    assert batches[0] == batches[1] and len(batches[0]) == 48
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [one.step for one in events.Scalars("reward/mean")] == [1, 2, 3]
+    assert _left_of([_marker(run)], tmp_path) == []

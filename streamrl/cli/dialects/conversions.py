@@ -158,6 +158,7 @@ CONVERSIONS: Mapping[str, Mapping[str, Conversion]] = {
         "lora_target_modules": _listed,
         "target_modules": _listed,
         "run_name": _run_name,
+        "report_to": lambda names, _: {"metrics.report_to": [names] if isinstance(names, str) else names},
         "epsilon_high": lambda value, given: {"objective.clip_high": value - (given.of("loss_type") == "cispo")},
         "reward_funcs": _trl_rewards,
         "reward_weights": lambda value, _: {f"rewards.{at}.weight": float(one) for at, one in enumerate(value)},

@@ -13,6 +13,7 @@ EXAMPLES = {
     "trace": "trace runs/latest",
     "show": "show runs/latest",
     "samples": "samples runs/latest --step 10,20 --best",
+    "sync": "sync runs/latest --to wandb",
     "runs": "runs runs/sort-20261126-101500 runs/latest",
     "eval": "eval runs/latest@best recipe.toml --samples 8",
     "export": "export runs/latest my-model --version best",

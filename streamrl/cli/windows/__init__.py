@@ -1,1 +1,2 @@
-"""Commands that show runs: the page, the same as a file, the Chrome trace, several systems side by side."""
+"""Commands that show runs, or send them on: the page, the same as a file, the Chrome trace, several systems side by
+side, trackers."""

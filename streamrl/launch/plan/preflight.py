@@ -34,6 +34,7 @@ from streamrl.launch.plan.machine_check import (
 from streamrl.launch.plan.memory import estimate_memory, gib
 from streamrl.launch.plan.probe import problems_of_object
 from streamrl.learning.state.durable_files import read_digests, surviving
+from streamrl.observe.trackers.installed import tracker_problems
 from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.pretrained.trainable_models import refuse_untrainable, unknown_modules
@@ -112,6 +113,7 @@ def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None, see: SeePromp
     problems += _unusable("TMPDIR", tempfile.gettempdir())
     problems += _checkpoint(recipe)
     problems += _free_space(recipe)
+    problems += [f"metrics.report_to: {problem}" for problem in tracker_problems(recipe.metrics.report_to)]
     if problems:
         raise RecipeError(*dict.fromkeys(problems))
 

@@ -148,7 +148,7 @@ def last_lines(path: Path, *, start: int = 0, lines: int = 20) -> list[str]:
     try:
         with path.open("rb") as log:
             end = log.seek(0, 2)
-            log.seek(max(start, end - 16_384))
+            log.seek(max(start if start <= end else 0, end - 16_384))  # it may have been emptied since
             return log.read().decode(errors="replace").splitlines()[-lines:]
     except FileNotFoundError:
         return []

@@ -28,7 +28,11 @@ from streamrl.launch.supervise.child_process import POLL_S, ChildProcess, ended_
 from streamrl.launch.supervise.clean_up import RunProcesses, adopt_orphans, marker_of
 from streamrl.launch.supervise.exit_monitor import CONSEQUENCE_S, ExitMonitor
 from streamrl.launch.supervise.exit_reason import Death, first_cause
+from streamrl.launch.supervise.followers import FINISH_S, Followers
+from streamrl.launch.supervise.log_files import LogFiles
 from streamrl.launch.supervise.restart_policy import RESUMED
+from streamrl.observe.follow.file_sizes import most_bytes
+from streamrl.recipe.sections import Metrics
 from streamrl.recipe.topology import TOPOLOGY_FILE, ProcessPlan, Topology, local_engine
 
 log = logging.getLogger(__name__)
@@ -43,9 +47,10 @@ class Supervisor:
     ``socket_directory`` is removed at the end. ``entry``: what ``python`` runs, before the role's arguments.
     ``restarts``: how often reward workers may ask (exit code 75) to be replaced, together; for deaths the topology says
     how many are survived. ``others_end_s``: how far apart the ends of the controller and of the others may be when a
-    run ends well. ``resumes``: the run goes on where an earlier life of it ended. What is in ``before_resume`` is
-    awaited when all processes have ended and before they are started again: streams to this process are bound anew.
-    ``children``: the last process of each name; ``starts``: how often each was started."""
+    run ends well. ``resumes``: the run goes on where an earlier life of it ended. ``metrics``: its trackers, and the
+    size of its logs. What is in ``before_resume`` is awaited when all processes have ended and before they are started
+    again: streams to this process are bound anew. ``children``: the last process of each name; ``starts``: how often
+    each was started."""
 
     def __init__(
         self,
@@ -58,6 +63,7 @@ class Supervisor:
         restarts: int = 20,
         others_end_s: float = 30.0,
         resumes: bool = False,
+        metrics: Metrics = Metrics(),  # noqa: B008 - frozen
     ) -> None:
         self.topology = topology
         self.run_directory = run_directory
@@ -70,6 +76,8 @@ class Supervisor:
         self._exits = ExitMonitor(topology, run_directory, replacements=restarts, others_end_s=others_end_s)
         self.children = self._children = self._exits.children
         self.starts: Counter[str] = Counter()
+        self._followers = Followers(metrics.report_to, run_directory)
+        self._logs = LogFiles(run_directory / "logs", most_bytes(metrics.most_mib, "logs"))
         self._asleep: set[str] = set()
         self._ending = self._adopts = False
         self._one_end = anyio.Lock()
@@ -102,6 +110,8 @@ class Supervisor:
         """Return when the controller has ended well and the others after it, or when ``kill`` was called meanwhile.
         Raises ``ProcessDied``, which names the first cause."""
         while not self._ending and not self._exits.has_ended_well():
+            self._followers.poll()
+            self._logs.poll()
             deaths = self._exits.poll()
             if deaths and not self._exits.finishing:
                 deaths = await self._settled(deaths)
@@ -133,6 +143,7 @@ class Supervisor:
         with anyio.CancelScope(shield=True):
             async with self._one_end:
                 await self._end_all(grace_s)
+                await self._followers.finish(FINISH_S if grace_s else 0.0)
                 await anyio.to_thread.run_sync(lambda: shutil.rmtree(self.socket_directory, ignore_errors=True))
                 self._children.clear()
                 if self._adopts:

@@ -70,7 +70,9 @@ class RunFiles(msgspec.Struct, frozen=True):
 
     def logs(self) -> dict[str, Path]:
         """Log files of its processes, by the name of the process."""
-        return {path.stem: path for path in sorted(self.directory.glob("logs/*.log"))}
+        return {
+            path.stem: path for path in sorted(self.directory.glob("logs/*.log")) if not path.name.startswith("older-")
+        }
 
     def recipe_text(self) -> str:
         """Its recipe as TOML; empty where it is missing."""

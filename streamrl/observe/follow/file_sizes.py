@@ -1,0 +1,12 @@
+"""Shares of ``metrics.advanced.most_mib`` that the files of a run get which grow with its length."""
+
+from __future__ import annotations
+
+SHARES = {"trace": 1 / 2, "metrics": 1 / 4, "samples": 1 / 16, "logs": 3 / 16}
+"""Of ``trace.jsonl``, ``metrics.jsonl``, ``samples.jsonl``, each with its older part, and of all logs with theirs. The
+journal is cut at every checkpoint instead: it is needed to resume."""
+
+
+def most_bytes(most_mib: float, files: str) -> int:
+    """Bytes of one part: when the present one has them it becomes the older one, in place of the one before."""
+    return int(most_mib * (1 << 20) * SHARES[files] / 2)

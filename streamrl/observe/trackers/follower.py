@@ -1,0 +1,191 @@
+"""A follower: sends what is new in the files of a run to one tracker, from where its cursor stands."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.base.atomic_files import hold_lock, write_durable
+from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.base.line_file import decoded_lines, read_lines
+from streamrl.base.run_events import CompletionSampled
+from streamrl.observe.follow.followed_lines import Cursor, FollowedLines
+from streamrl.observe.follow.run_files import RunFiles
+from streamrl.observe.trackers.installed import make_tracker, name_and_options
+from streamrl.observe.trackers.tracker import RunInfo, Sample, Tracker
+
+log = logging.getLogger(__name__)
+
+FOLDER = "trackers"
+MOST_ROWS = 64
+"""Of an evaluation that are sent."""
+SAMPLES_EVERY = 10
+"""Steps between two that send the completions of their batch."""
+_POLL_S = 1.0
+_HEAD = ("kind", "time", "step", "policy_version")
+
+
+class _Cursors(msgspec.Struct, frozen=True):
+    """``NAME.cursor``: how far each file was taken. ``moved_s``: when, in seconds since 1970."""
+
+    metrics: Cursor = Cursor()
+    samples: Cursor = Cursor()
+    trace: Cursor = Cursor()
+    moved_s: float = 0.0
+
+
+def follow_run(directory: Path, spec: str, ended: Callable[[], bool]) -> int:
+    """Send what the tracker ``spec`` (an entry of ``metrics.report_to``) has not got yet of the run in ``directory``,
+    and what comes, until the run has ``ended`` and all is sent. Returns how many lines were sent. Raises
+    ``StreamRLError`` while another process does it, or where the tracker is not installed; and as the tracker does."""
+    name, options = name_and_options(spec)
+    run, folder = RunFiles(directory.resolve()), directory.resolve() / FOLDER
+    folder.mkdir(exist_ok=True)
+
+    def refused(holder: str) -> StreamRLError:
+        return StreamRLError(f"process {holder} sends this run to {name} already: it does so until the run ends")
+
+    with hold_lock(folder / f"{name}.lock", refused):
+        tracker, path, recipe = make_tracker(name), folder / f"{name}.cursor", run.recipe()
+        cursors = _read(path)
+        tracker.open(
+            RunInfo(
+                directory=run.directory,
+                run_id=run.run_id,
+                project=recipe.get("run.project") or "streamrl",
+                tags=tuple(recipe.get("run.tags", ())),
+                recipe=recipe,
+                moved_s=cursors.moved_s,
+                options=options,
+            )
+        )
+        return Follower(run, tracker, path, cursors).run(ended)
+
+
+def _read(path: Path) -> _Cursors:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Cursors)
+    except (OSError, *UNDECODABLE):  # none, or of another version: all is sent
+        return _Cursors()
+
+
+class Follower:
+    """Hands the lines of ``run`` after ``cursors`` to ``tracker``, and moves the cursor file ``path``."""
+
+    def __init__(self, run: RunFiles, tracker: Tracker, path: Path, cursors: _Cursors) -> None:
+        self._run, self._tracker, self._path = run, tracker, path
+        self._files = {
+            FollowedLines(run.metrics, cursors.metrics): self._take_metrics,
+            FollowedLines(run.samples, cursors.samples): self._take_samples,
+            FollowedLines(run.trace, cursors.trace): self._take_trace,
+        }
+        self._trained: list[dict[str, Any]] = []  # trajectories of the step whose line has not come yet
+        self._handed: deque[_Cursors] = deque()
+        self._gaps = 0
+
+    def run(self, ended: Callable[[], bool]) -> int:
+        """Follow until all is sent of a run that has ended. Returns the number of lines."""
+        count = 0
+        while True:
+            last = ended()  # asked first: what was written before its end is read after it
+            taken = sum(self._take(file) for file in self._files)
+            count += taken
+            if taken:
+                self._tracker.flush()
+                self._handed.append(self._cursors())
+            while self._handed and self._handed[0].moved_s <= time.time() - self._tracker.lag_s:
+                self._store(self._handed.popleft())
+            if not taken:
+                if last:
+                    break
+                time.sleep(_POLL_S)
+        self._tracker.close()
+        self._store(self._cursors())
+        return count
+
+    def _cursors(self) -> _Cursors:
+        metrics, samples, trace = (file.cursor for file in self._files)
+        return _Cursors(metrics, samples, trace, time.time())
+
+    def _store(self, cursors: _Cursors) -> None:
+        write_durable(self._path, msgspec.json.encode(cursors))
+
+    def _take(self, file: FollowedLines) -> int:
+        lines = file.read()
+        self._files[file](lines)
+        if (gaps := sum(one.gaps for one in self._files)) > self._gaps:
+            log.warning("lines were rotated away before they were sent: raise metrics.advanced.most_mib")
+            self._gaps = gaps
+        return len(lines)
+
+    def _take_metrics(self, lines: Sequence[bytes]) -> None:
+        for line in decoded_lines(lines, dict[str, Any]):
+            step, time_s = line.get("step"), line.get("time")
+            if not isinstance(step, int) or not isinstance(time_s, int | float):
+                continue
+            values = {name: float(value) for name, value in line.items() if name not in _HEAD and _is_finite(value)}
+            self._tracker.metrics(step, time_s, values)
+            path = self._run.evaluations().get(step) if line.get("kind") == "evaluation" else None
+            if path is not None and (rows := list(evaluated(path))):
+                self._tracker.samples(step, "evaluation", rows)
+
+    def _take_samples(self, lines: Sequence[bytes]) -> None:
+        for step, found in groupby(decoded_lines(lines, CompletionSampled), key=lambda one: one.step):
+            if step == 1 or step % SAMPLES_EVERY == 0:
+                rows = [
+                    Sample(
+                        prompt=one.prompt,
+                        completion=one.text,
+                        reward=one.reward,
+                        rewards=one.rewards,
+                        finish_reason=one.finish_reason,
+                        tokens=one.tokens,
+                    )
+                    for one in found
+                ]
+                self._tracker.samples(step, "training", rows)
+
+    def _take_trace(self, lines: Sequence[bytes]) -> None:
+        """Take lines of any version: those that say what is asked for here."""
+        for line in decoded_lines(lines, dict[str, Any]):
+            kind, step = line.get("type"), line.get("policy_version", line.get("step", 0))
+            if kind == "trajectory" and line.get("outcome") == "trained":
+                self._trained.append(line)
+            elif kind == "step":
+                trained, self._trained = self._trained, []
+                columns = {
+                    "completion/length": [float(one["tokens"]) for one in trained if "tokens" in one],
+                    "reward": [one["reward"] for one in trained if _is_finite(one.get("reward"))],
+                    # The version that the step makes is one more than the one that it began with.
+                    "async/staleness": [float(max(step - 1 - one.get("oldest_version", 0), 0)) for one in trained],
+                }
+                if trained:
+                    self._tracker.histograms(step, {name: column for name, column in columns.items() if column})
+            elif kind == "event":
+                self._tracker.event(step, str(line.get("kind", "")), str(line.get("text", "")))
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def evaluated(path: Path) -> Iterator[Sample]:
+    """Up to ``MOST_ROWS`` completions of an evaluation, those of one prompt in turn with those of the others."""
+    lines = [line for line in read_lines(path, dict[str, Any]) if line.get("reward") is not None and "text" in line]
+    for line in sorted(lines, key=lambda one: (one.get("sample", 0), one.get("prompt", 0)))[:MOST_ROWS]:
+        yield Sample(
+            prompt=line.get("prompt_text", ""),
+            completion=line["text"],
+            reward=float(line["reward"]),
+            rewards=line.get("reward_parts", {}),
+            finish_reason=str(line.get("finish_reason", "")),
+            tokens=len(line.get("token_ids", ())),
+        )

@@ -1,0 +1,81 @@
+"""Trackers by name: those that are here, with the packages that they need, and those that plug-ins bring."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from typing import NamedTuple
+from urllib.parse import parse_qsl
+
+from streamrl.base.errors import StreamRLError
+from streamrl.observe.trackers.tracker import Tracker
+
+GROUP = "streamrl.trackers"
+
+
+class _Shipped(NamedTuple):
+    """``place``: module here and class; ``packages``: with the least version; ``pip``: what installs them."""
+
+    place: str
+    packages: dict[str, str]
+    pip: str
+
+
+SHIPPED = {
+    "tensorboard": _Shipped("tensorboard:TensorBoard", {"tensorboardX": "2.6.5"}, "streamrl[tensorboard]"),
+    "wandb": _Shipped("wandb:Wandb", {"wandb": "0.31"}, "streamrl[wandb]"),
+    "trackio": _Shipped("trackio:Trackio", {"trackio": "0.43", "pandas": "2.2"}, "streamrl[trackio]"),
+    "prometheus": _Shipped("prometheus:Prometheus", {"prometheus-client": "0.22"}, "streamrl[prometheus]"),
+}
+
+
+def name_and_options(spec: str) -> tuple[str, dict[str, str]]:
+    """The two parts of an entry of ``metrics.report_to``: ``prometheus?port=9500``."""
+    name, _, options = spec.partition("?")
+    return name, dict(parse_qsl(options))
+
+
+def make_tracker(name: str) -> Tracker:
+    """A tracker by name, not opened. Raises ``StreamRLError`` where it or its package is not installed."""
+    for problem in tracker_problems([name]):
+        raise StreamRLError(problem)
+    if name in SHIPPED:
+        module, _, kind = SHIPPED[name].place.partition(":")
+        made: Tracker = getattr(import_module(f"streamrl.observe.trackers.{module}"), kind)()
+        return made
+    loaded: Tracker = _plug_ins()[name].load()()
+    return loaded
+
+
+def tracker_problems(report_to: Sequence[str]) -> Iterator[str]:
+    """Each tracker of ``metrics.report_to`` that cannot be used here, and the remedy. Nothing is imported."""
+    names = [name_and_options(spec)[0] for spec in report_to]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield f"{name} is there twice: remove one"
+        elif name in SHIPPED:
+            yield from _package_problems(name, SHIPPED[name])
+        elif name not in _plug_ins():
+            known = ", ".join([*SHIPPED, *_plug_ins()])
+            yield f'there is no tracker "{name}": take one of {known}, or install a plug-in (entry point group {GROUP})'
+
+
+def _package_problems(name: str, shipped: _Shipped) -> Iterator[str]:
+    for package, least in shipped.packages.items():
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            yield f'{name} needs {package}, which is not installed: pip install "{shipped.pip}"'
+            continue
+        if _numbers(found) < _numbers(least):
+            yield f'{name} needs {package} {least} or later, {found} is installed: pip install -U "{shipped.pip}"'
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)[:3]))
+
+
+def _plug_ins() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}

@@ -1,0 +1,99 @@
+"""Prometheus: the last figures of a run at ``http://ADDRESS:PORT/metrics``, while it goes on."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from streamrl.base.errors import StreamRLError
+from streamrl.observe.trackers.tracker import RunInfo, Tracker
+
+PORT = 9464
+_LABELS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"reward/func/(?P<function>.+)/(?:mean|std|latency_p50_s|latency_p95_s|waited_p95_s|round_cost_s|adapted_limit_p50_s)",
+        r"reward/func/(?P<function>.+)/(?P<kind>[^/]+)_total",
+        r"eval/(?P<set>[^/]+)/func/(?P<function>.+)/mean",
+        r"eval/(?P<set>.+)/(?:avg|pass)@(?P<k>\d+)",
+        r"eval/(?P<set>.+)/[^/]+",
+        r"(?:round|length)/(?P<kind>[^/]+)/[^/]+",
+        r"util/wait_reason/(?P<reason>.+)",
+        r"async/dropped_(?P<reason>.+)_total",
+        r"perf/wasted_tok_(?P<reason>.+)_total",
+        r"sizing/risk_(?P<size>\d+)",
+    )
+)
+_UNITS = (
+    (r"tok_s$", "tokens_per_second"),
+    (r"(samples|groups)_s$", r"\1_per_second"),
+    (r"_tok(?=_|$)", "_tokens"),
+    (r"_s(?=_total$|$)", "_seconds"),
+)
+
+
+class Prometheus(Tracker):
+    """Answers from the last line of steps and evaluations; the label ``run`` is its id. Options: ``port`` (9464),
+    ``address`` (127.0.0.1)."""
+
+    def open(self, run: RunInfo) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        registry = CollectorRegistry()  # the default one has what vLLM counts
+        registry.register(self)
+        self._run, self._values, self._lock = run.run_id, {"step": 0.0}, threading.Lock()
+        self._events: Counter[str] = Counter()
+        port, address = int(run.options.get("port", PORT)), run.options.get("address", "127.0.0.1")
+        try:
+            self._server, self._thread = start_http_server(port, addr=address, registry=registry)
+        except OSError as error:
+            raise StreamRLError(
+                f'port {port} of {address} cannot be used ({error.strerror}): report to "prometheus?port=N"'
+            ) from error
+
+    def metrics(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        with self._lock:
+            self._values |= {**values, "step": max(self._values["step"], step)}
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        with self._lock:
+            self._events[kind] += 1
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def collect(self) -> Iterator[Any]:
+        """Give every figure, once a scrape, in a thread of the server."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        with self._lock:
+            found = [(key, *name_and_labels(key), value) for key, value in self._values.items()]
+            found += [("events_total", "events_total", {"kind": kind}, n) for kind, n in self._events.items()]
+        families: dict[str, list[tuple[str, dict[str, str], float]]] = {}
+        for key, name, labels, value in found:
+            families.setdefault(name, []).append((key, {"run": self._run, **labels}, value))
+        for name, rows in families.items():
+            names = list(dict.fromkeys(label for _, labels, _ in rows for label in labels))
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family: Any = kind(f"streamrl_{name.removesuffix('_total')}", f"{rows[0][0]} of streamrl", labels=names)
+            for _, labels, value in rows:
+                family.add_metric([labels.get(label, "") for label in names], value)
+            yield family
+
+
+def name_and_labels(key: str) -> tuple[str, dict[str, str]]:
+    """The name of a metric and its labels: ``reward/func/exact/latency_p50_s`` is ``reward_func_latency_p50_seconds``
+    with ``function="exact"``."""
+    found = next((match for pattern in _LABELS if (match := pattern.fullmatch(key))), None)
+    name = key
+    for label in reversed(found.groupdict()) if found else ():
+        name = name[: found.start(label)] + name[found.end(label) :]  # type: ignore[union-attr]
+    name = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    for pattern, unit in _UNITS:
+        name = re.sub(pattern, unit, name)
+    return name, found.groupdict() if found else {}

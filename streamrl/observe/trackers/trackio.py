@@ -1,0 +1,74 @@
+"""trackio: a SQLite database below ``RUN/trackio``, which ``trackio show`` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from streamrl.observe.trackers.tracker import COLUMNS, RunInfo, Sample, Tracker
+
+
+class Trackio(Tracker):
+    """Asks its database for what it has, so that nothing is there twice after a kill."""
+
+    lag_s = 10.0  # threads write the database
+
+    def open(self, run: RunInfo) -> None:
+        folder = run.directory / "trackio"
+        os.environ.setdefault("TRACKIO_DIR", str(folder))  # not the home folder
+        os.environ |= {"TRACKIO_SHOW_LOGO": "0", "GRADIO_ANALYTICS_ENABLED": "0"}
+        import pandas
+        import trackio
+
+        self._trackio: Any = trackio
+        self._pandas = pandas
+        self._there = _names_by_step(Path(os.environ["TRACKIO_DIR"]), run.run_id)
+        with redirect_stdout(sys.stderr):
+            trackio.init(
+                project=run.project,
+                name=run.run_id,
+                config=run.recipe,
+                resume="allow",
+                embed=False,
+                auto_log_cpu=False,
+                auto_log_gpu=False,
+            )
+
+    def metrics(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        self._log(step, dict(values))
+
+    def samples(self, step: int, kind: str, rows: Sequence[Sample]) -> None:
+        functions = sorted({name for row in rows for name in row.rewards})
+        cells = [row.row(step, functions) for row in rows]
+        table = self._pandas.DataFrame(cells, columns=[*COLUMNS, *functions])
+        self._log(step, {f"samples/{kind}": self._trackio.Table(dataframe=table)})
+
+    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        made = {f"histogram/{name}": self._trackio.Histogram(list(column)) for name, column in values.items()}
+        self._log(step, made)
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        self._log(step, {f"event/{kind}": text})
+
+    def close(self) -> None:
+        with redirect_stdout(sys.stderr):
+            self._trackio.finish()
+
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        if (step, frozenset(values)) not in self._there:
+            self._trackio.log(values, step=step)
+
+
+def _names_by_step(folder: Path, run_id: str) -> set[tuple[int, frozenset[str]]]:
+    found: set[tuple[int, frozenset[str]]] = set()
+    for path in folder.glob("*.db"):
+        with closing(sqlite3.connect(path)) as database:
+            rows = database.execute("SELECT step, metrics FROM metrics WHERE run_name = ?", (run_id,))
+            found |= {(step, frozenset(json.loads(metrics))) for step, metrics in rows}
+    return found

@@ -1,0 +1,392 @@
+"""Trackers that follow a run's files: what the real stores have afterwards, whatever was killed, full or stuck."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sqlite3
+import struct
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+
+from lint.metrics_page import METRICS
+from streamrl.base.errors import StreamRLError
+from streamrl.base.line_file import LineFile
+from streamrl.launch.supervise import followers as followers_module
+from streamrl.launch.supervise import restart_policy
+from streamrl.launch.supervise.followers import Followers
+from streamrl.launch.supervise.log_files import LogFiles
+from streamrl.observe.follow.file_sizes import SHARES, most_bytes
+from streamrl.observe.trackers.installed import make_tracker, tracker_problems
+from streamrl.observe.trackers.kit import check_tracker
+from streamrl.observe.trackers.prometheus import Prometheus, name_and_labels
+from streamrl.observe.trackers.tracker import RunInfo, Tracker
+
+FOLLOWER = [sys.executable, "-P", "-m", "streamrl.observe.trackers"]
+GRAFANA = Path(__file__).parents[2] / "examples" / "grafana" / "streamrl.json"
+WITHOUT_KEY = {"WANDB_API_KEY": "", "NETRC": "/nonexistent"}
+
+
+class WrittenRun:
+    """Files of a run of 30 steps that are written here, as the run would."""
+
+    def __init__(self, directory: Path, most_bytes: int = 0) -> None:
+        self.directory = directory
+        (directory / "evaluations").mkdir(parents=True)
+        recipe = '[run]\nname = "x"\nsteps = 30\nproject = "p"\n[model]\npath = "m"\n'
+        (directory / "recipe.toml").write_text(recipe)
+        names = ("metrics", "samples", "trace")
+        self.files = [LineFile(directory / f"{name}.jsonl", most_bytes=most_bytes) for name in names]
+
+    def write(self, step: int) -> None:
+        """The evaluation of a tenth step ends two steps later."""
+        metrics, samples, trace = self.files
+        one = {"prompt_id": "p", "prompt": "<b>|", "text": "2\n3", "reward": 0.5, "rewards": {"f": 0.5}, "tokens": 2}
+        samples.append(*({"step": step, "chosen": kind, "finish_reason": "stop"} | one for kind in "abc"))
+        trajectory = {"type": "trajectory", "outcome": "trained", "reward": 0.5, "oldest_version": step - 2}
+        trace.append(*(trajectory | {"tokens": n} for n in range(8)), {"type": "step", "policy_version": step})
+        metrics.append({"kind": "step", "time": 1e9 + step, "step": step, "reward/mean": step / 30, "nan": None})
+        if step % 10 == 2 and step > 10:
+            line = {"prompt": 0, "sample": 0, "prompt_text": "q", "text": "<img src=x>", "reward": 1.0}
+            path = self.directory / "evaluations" / f"step-{step - 2:06d}.jsonl"
+            path.write_text("".join(json.dumps(line | {"sample": n}) + "\n" for n in range(80)))
+            metrics.append({"kind": "evaluation", "time": 1e9, "step": step - 2, "eval/held_out/avg@1": 0.5})
+            trace.append({"type": "event", "kind": "checkpoint", "text": "saved", "step": step})
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Iterator[Callable[..., WrittenRun]]:
+    runs: list[WrittenRun] = []
+
+    def make(**options: int) -> WrittenRun:
+        runs.append(WrittenRun(tmp_path / "x-20261126-101500", **options))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def sync(run: Path, tracker: str, *, before: str = "") -> subprocess.CompletedProcess[str]:
+    code = f"{before}\nfrom streamrl.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", f"import sys\n{code}", "sync", str(run), "--to", tracker]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False, env=os.environ | WITHOUT_KEY
+    )
+
+
+# ---- what the stores have, by their own readers: {name: steps} -----------------------------------
+
+
+def of_tensorboard(run: Path) -> dict[str, list[int]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"), dict.fromkeys(("scalars", "tensors", "histograms"), 0))
+    events.Reload()
+    tags = events.Tags()
+    found = {name: [one.step for one in events.Scalars(name)] for name in tags["scalars"]}
+    found |= {name: [one.step for one in events.Histograms(name)] for name in tags["histograms"]}
+    for name in tags["tensors"]:
+        tensors = events.Tensors(name)
+        assert not any(b"<img" in text or b"<b>" in text for one in tensors for text in one.tensor_proto.string_val)
+        found[name.removesuffix("/text_summary")] = [one.step for one in tensors]
+    return found
+
+
+def of_trackio(run: Path) -> dict[str, list[int]]:
+    (path,) = glob.glob(f"{run}/trackio/*.db")
+    with closing(sqlite3.connect(path)) as database:
+        rows = database.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+    return by_name([(step, json.loads(metrics)) for step, metrics in rows])
+
+
+def of_wandb(run: Path) -> dict[str, list[int]]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    rows = []
+    for path in sorted(glob.glob(f"{run}/wandb/offline-run-*/*.wandb")):
+        for block in leveldb_records(Path(path).read_bytes()):
+            record = Record.FromString(block)
+            if record.WhichOneof("record_type") == "history":
+                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                rows.append((row.pop("step"), {name: row[name] for name in row if not name.startswith("_")}))
+    return by_name(rows)
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """wandb's file: a header of 7 bytes, then LevelDB's log format (checksum, length, type; blocks of 32 KiB)."""
+    at, whole = 7, b""
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack("<4xHB", content[at : at + 7])
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield whole
+            whole = b""
+
+
+def by_name(rows: list[tuple[int, dict[str, Any]]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for step, values in rows:
+        for name in values:
+            found.setdefault(name, []).append(step)
+    return found
+
+
+READERS = {"tensorboard": of_tensorboard, "wandb": of_wandb, "trackio": of_trackio}
+
+
+def is_whole(found: dict[str, list[int]], last: int = 30) -> None:
+    steps = [*range(1, last + 1)]
+    assert found["reward/mean"] == steps and found["eval/held_out/avg@1"] == [10, 20], found
+    assert found["samples/training"] == [1, 10, 20, 30][: 1 + last // 10] and found["samples/evaluation"] == [10, 20]
+    assert all(found[f"histogram/{name}"] == steps for name in ("reward", "completion/length", "async/staleness"))
+    assert found["event/checkpoint"] == [12, 22] and "nan" not in found
+
+
+@pytest.mark.parametrize("tracker", READERS)
+def test_a_finished_run_is_sent_once(tracker: str, written: Callable[..., WrittenRun]) -> None:
+    """Then a kill between what the tracker wrote and the move of the cursor, which wandb's files do not show."""
+    run = written()
+    for step in range(1, 11):
+        run.write(step)
+    first = sync(run.directory, tracker)
+    assert (first.returncode, first.stdout) == (0, f"{tracker}: 130 lines were sent\n"), first.stderr
+    cursor = run.directory / "trackers" / f"{tracker}.cursor"
+    early = cursor.read_bytes()
+    for step in range(11, 31):
+        run.write(step)
+    second = sync(run.directory, tracker)
+    assert (second.returncode, "torch" in second.stderr) == (0, False), second.stderr
+    is_whole(READERS[tracker](run.directory))
+    assert sync(run.directory, tracker).stdout == f"{tracker}: 0 lines were sent\n"
+    if tracker != "wandb":
+        cursor.write_bytes(early)
+        assert sync(run.directory, tracker).returncode == 0
+        is_whole(READERS[tracker](run.directory))
+
+
+@pytest.mark.parametrize(("tracker", "kills"), [("tensorboard", 20), ("trackio", 4)])
+def test_a_follower_that_is_killed_misses_and_repeats_no_step(
+    tracker: str, kills: int, written: Callable[..., WrittenRun]
+) -> None:
+    """While the files it follows grow and rotate."""
+    run, chance = written(most_bytes=6000), random.Random(kills)
+    steps = iter(range(1, 31))
+    for n in range(kills + 1):
+        with subprocess.Popen([*FOLLOWER, tracker, str(run.directory)], stdin=subprocess.PIPE) as follower:
+            assert follower.stdin is not None
+            for step in steps:
+                run.write(step)
+                if step >= (n + 1) * 30 // kills:
+                    break
+            if n < kills:
+                time.sleep(chance.uniform(0.2, 1.5))
+                follower.kill()
+            else:
+                follower.stdin.close()
+                assert follower.wait() == 0
+    found = READERS[tracker](run.directory)
+    assert found["reward/mean"] == [*range(1, 31)] and found["eval/held_out/avg@1"] == [10, 20]
+
+
+def test_a_full_disk_ends_the_follower_and_leaves_a_gap_in_nothing(written: Callable[..., WrittenRun]) -> None:
+    run = written()
+    for step in range(1, 31):
+        run.write(step)
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))"
+    refused = sync(run.directory, "tensorboard", before=full)
+    assert refused.returncode == 1 and "File too large" in refused.stderr
+    assert sync(run.directory, "tensorboard").returncode == 0
+    is_whole(of_tensorboard(run.directory))
+
+
+# ---- plug-ins, and processes that hang, die, or cannot be started -----------------------------------
+
+PLUG_IN = """
+import time
+from streamrl.observe.trackers.tracker import Tracker
+
+class Sleeps(Tracker):
+    def metrics(self, step, time_s, values):
+        while True:
+            time.sleep(1)
+
+class Dies(Tracker):
+    def open(self, run):
+        raise SystemExit(3)
+
+class Notes(Tracker):
+    def open(self, run):
+        self._file = (run.directory / "notes").open("a")
+    def metrics(self, step, time_s, values):
+        print(step, file=self._file)
+    def close(self):
+        self._file.close()
+"""
+
+
+@pytest.fixture
+def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A distribution with three trackers, and one that is too old, on the path of this process and its children."""
+    site = tmp_path / "site"
+    for name, version in (("notes-for-streamrl", "1.0"), ("tensorboardX", "2.6.1")):
+        folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        if name != "tensorboardX":
+            points = "".join(f"{one.lower()} = notes:{one}\n" for one in ("Sleeps", "Dies", "Notes"))
+            (folder / "entry_points.txt").write_text(f"[streamrl.trackers]\n{points}")
+    (site / "notes.py").write_text(PLUG_IN)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("PYTHONPATH", f"{site}:{os.environ.get('PYTHONPATH', '')}")
+
+
+@pytest.mark.usefixtures("plug_ins")
+async def test_followers_that_hang_or_die_are_given_up(
+    written: Callable[..., WrittenRun], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(restart_policy, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(followers_module, "RESTARTS", 2)
+    run = written()
+    (run.directory / "logs").mkdir()
+    followers, stuck = (Followers(names, run.directory) for names in (["dies", "notes"], ["sleeps"]))
+    given_up = "tracker dies ended 3 times and is not started again; the run goes on"
+    pids: dict[str, int] = {}
+    with anyio.fail_after(120):
+        while given_up not in caplog.text or not await anyio.Path(run.directory / "notes").exists():
+            for one in (followers, stuck):
+                one.poll()
+                pids |= {each.name: each.process.pid for each in one._followers if each.process is not None}
+            await anyio.sleep(0.02)
+    run.write(1)
+    assert os.getpriority(os.PRIO_PROCESS, pids["notes"]) == min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
+    assert os.getsid(pids["notes"]) == pids["notes"]
+    os.kill(pids["sleeps"], signal.SIGSTOP)
+    await stuck.finish(0.2)
+    await followers.finish(120.0)
+    assert (run.directory / "notes").read_text() == "1\n"
+    assert [pid for pid in pids.values() if psutil.pid_exists(pid)] == []
+    late = "tracker sleeps has not sent all within 0.2 s: streamrl sync"
+    assert late in caplog.text and caplog.text.count(given_up) == 1 and "tracker notes has" not in caplog.text
+
+
+@pytest.mark.usefixtures("plug_ins")
+def test_what_is_not_installed_is_named_with_its_remedy(written: Callable[..., WrittenRun]) -> None:
+    assert list(tracker_problems(["notes", "wandb", "tensorboard", "aim", "prometheus?port=1", "prometheus"])) == [
+        'tensorboard needs tensorboardX 2.6.5 or later, 2.6.1 is installed: pip install -U "streamrl[tensorboard]"',
+        'there is no tracker "aim": take one of tensorboard, wandb, trackio, prometheus, notes, sleeps, dies, or '
+        "install a plug-in (entry point group streamrl.trackers)".replace("notes, sleeps, dies", "sleeps, dies, notes"),
+        "prometheus is there twice: remove one",
+    ]
+    run = written()
+    (run.directory / "trackers").mkdir()
+    with pytest.raises(StreamRLError, match="tensorboardX"):
+        make_tracker("tensorboard")
+
+
+# ---- Prometheus ----------------------------------------------------------------------------------
+
+
+def test_every_metric_is_scraped_and_the_grafana_file_asks_for_what_is_there(
+    tmp_path: Path, free_ports: Callable[[int], int]
+) -> None:
+    tracker, free_port = Prometheus(), free_ports(1)
+    info = RunInfo(directory=tmp_path, run_id="r", project="p", tags=(), recipe={}, options={"port": str(free_port)})
+    tracker.open(info)
+    try:
+        filled = {re.sub(r"<(\w+)>", lambda m: "8" if m[1] in ("k", "size") else "some", one.name) for one in METRICS}
+        tracker.metrics(7, 0.0, dict.fromkeys(filled, 1.0))
+        tracker.event(7, "checkpoint", "saved")
+        with pytest.raises(StreamRLError, match=rf"port {free_port} of 127.0.0.1 .*prometheus\?port=N"):
+            Prometheus().open(info)
+        text = urllib.request.urlopen(f"http://127.0.0.1:{free_port}/metrics").read().decode()
+    finally:
+        tracker.close()
+    assert 'streamrl_step{run="r"} 7.0\n' in text and 'streamrl_eval_avg{k="8",run="r",set="some"} 1.0' in text
+    assert "vllm" not in text and len(re.findall(r"^streamrl_", text, re.M)) == len(filled) + 2
+    names = set(re.findall(r"^(streamrl_\w+)\{", text, re.M))
+    board = json.loads(GRAFANA.read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    assert {name for expr in asked for name in re.findall(r"streamrl_\w+", expr)} <= names
+    assert {one["type"] for one in board["templating"]["list"]} == {"datasource", "query"} and board["schemaVersion"]
+    sources = [one["datasource"]["uid"] for panel in board["panels"] for one in (panel, *panel["targets"])]
+    assert {*sources} == {"${datasource}"}
+    if promtool := shutil.which("promtool"):
+        checked = subprocess.run(
+            [promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False
+        )
+        assert checked.returncode == 0, checked.stderr
+
+
+def test_names_have_units_and_labels() -> None:
+    assert name_and_labels("reward/func/a/b/latency_p50_s") == ("reward_func_latency_p50_seconds", {"function": "a/b"})
+    assert name_and_labels("perf/wasted_tok_stale_total") == ("perf_wasted_tokens_total", {"reason": "stale"})
+    assert name_and_labels("judge/awake_s_total") == ("judge_awake_seconds_total", {})
+    assert name_and_labels("perf/train_tok_s") == ("perf_train_tokens_per_second", {})
+
+
+# ---- the kit, and sizes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "prometheus", "broken", "base"])
+def test_the_kit_tells_a_tracker_that_takes_everything(
+    tracker: str, tmp_path: Path, free_ports: Callable[[int], int]
+) -> None:
+    class Broken(Tracker):
+        def histograms(self, step: int, values: Any) -> None:
+            raise ZeroDivisionError
+
+    options = {"port": str(free_ports(1))} if tracker == "prometheus" else {}
+    kinds: dict[str, Callable[[], Tracker]] = {"broken": Broken, "base": Tracker}
+    make = kinds.get(tracker, lambda: make_tracker(tracker))
+    if tracker == "broken":
+        with pytest.raises(StreamRLError, match="raised ZeroDivisionError in histograms"):
+            check_tracker(make, tmp_path)
+    else:
+        check_tracker(make, tmp_path, **options)
+
+
+def test_files_of_a_long_run_stay_within_their_bound(tmp_path: Path) -> None:
+    """A process writes its log into the file that it has open."""
+    most_mib = 0.25
+    names = sorted({*SHARES} - {"logs"})
+    files = {name: LineFile(tmp_path / f"{name}.jsonl", most_bytes=most_bytes(most_mib, name)) for name in names}
+    logs = LogFiles(tmp_path, most_bytes(most_mib, "logs"))
+    with (tmp_path / "a.log").open("ab") as a, (tmp_path / "b.log").open("ab") as b:
+        for n in range(2000):
+            for file in files.values():
+                file.append({"n": n, "filler": "x" * 200})
+            for log in (a, b):
+                log.write(b"%d %s\n" % (n, b"x" * 90))
+                log.flush()
+            logs.cut()
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= most_mib * (1 << 20) + 4 * 250
+        assert a.tell() < 2000 * 90
+    for file in files.values():
+        file.close()
+    for name in ("a", "b"):
+        last = [line for part in ("older-", "") for line in (tmp_path / f"{part}{name}.log").read_text().splitlines()]
+        assert [int(line.split()[0]) for line in last] == [*range(2000)][-len(last) :]
