@@ -27,13 +27,13 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 62_700,
-    "lines of tests": 49_400,
+    "lines of streamrl": 63_950,
+    "lines of tests": 48_960,
     "lines of campaigns": 7_840,
-    "lines of benchmarks": 7_300,
-    "files of streamrl": 490,
+    "lines of benchmarks": 7_000,
+    "files of streamrl": 487,
     "words of README": 800,
-    "keys of a recipe in view": 124,
+    "keys of a recipe in view": 122,
     "rooms": 16,
     "arrows between rooms": 80,
     "imports against the order": 0,
