@@ -68,7 +68,7 @@ A ZeroMQ PUB socket (XPUB) at `metrics.endpoint` of the recipe, or at an ipc end
 | `decision` | `step`, `subject`, `reason`, `figures`: control changed how it works from `step` on |
 | `stall` | `waits`, `seconds`, `file`: nothing moves any more, and the run is about to end |
 | `event` | `event` (its kind), `fields` |
-| `live` | twice a second: `waits_for` and `waits_s`, `pending` orders, `batch`, `engines`, and `groups` with the \
+| `live` | twice a second: `waits_for`, `waits_s`, `pending`, `filled` of `target`, `engines`, and `groups` with the \
 tokens of each member so far, the racing ones first, at most 64 of `groups_in_all` (`observe/top/live_figures.py`) |
 
 - **Late joiners.** When a subscription arrives, the last message of every topic is sent again, with `replay` true.

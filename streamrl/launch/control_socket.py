@@ -199,7 +199,7 @@ async def ask_control(
                 return protocol.decode_answer(await _receive(stream, protocol.LARGEST_ANSWER))
     except TimeoutError:
         raise StreamRLError(
-            f"the run has not answered within {timeout_s:g} s; a change may still be made: `streamrl reward list` tells"
+            f"the run has not answered within {timeout_s:g} s; it may still do what was asked: `streamrl status` tells"
         ) from None
     except (FileNotFoundError, ConnectionRefusedError):
         raise StreamRLError(f"no run listens at {path}: it has ended, or has not begun") from None

@@ -43,7 +43,7 @@ function drawCurve(one, runs, data) {
     onpick: index => curves.x === "step" && pickStep(x[index]) });
 }
 
-const unitOf = (help, name) => /\(([^()]*)\)\.?\s*$/.exec(help ?? "")?.[1] ?? (/_s$/.test(name) && !/samples_s|groups_s|tok_s/.test(name) ? "s" : /_ratio$/.test(name) ? "share" : /_bytes$/.test(name) ? "bytes" : "");
+const unitOf = (help, name) => /\(([^(),]*)[^()]*\)\.?\s*$/.exec(help ?? "")?.[1] ?? (/_s$/.test(name) && !/samples_s|groups_s|tok_s/.test(name) ? "s" : /_ratio$/.test(name) ? "share" : /_bytes$/.test(name) ? "bytes" : "");
 
 panel("curves", "Curves", "Every metric of the run and of its evaluations. A thin line is the value itself, a thick one its running mean. Drag in a chart to zoom, double click to see all, click to open the step.",
   { of: "all", paths: ["metrics"], without: "no step has ended yet." }, (body, runs, data) => {

@@ -10,9 +10,10 @@ const REASONS = {
   push: ["#9162c7", "new weights go to the engines", "weights: deltas, or a faster transport"],
   evaluation: ["#2a9aa5", "the held-out evaluation is in the way", "evaluation less often, or on fewer prompts"],
   checkpoint: ["#9a7350", "a checkpoint is written", "checkpoints less often"],
-  prompts: ["#9aa7b4", "no prompt is launched", "presubmit, or a higher max_staleness"],
+  prompts: ["#9aa7b4", "no prompt is launched", "a quicker source: an iterator of yours, or rows in a file"],
   engine_start: ["#d068a5", "engines start", "nothing: once a start"],
   recovery: ["#b0303f", "a process failed and is being replaced", "see events and processes"],
+  paused: ["#b8a1d9", "launches were paused by hand", "streamrl continue RUN"],
   shutdown: ["#6b7680", "the run ends", "nothing"],
   control: ["#c3ccd6", "an event is on its way to control", "nothing: should be small"],
 };
