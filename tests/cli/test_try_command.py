@@ -100,7 +100,7 @@ def test_everything_is_said_and_a_step_is_measured(work: Path, capfd: pytest.Cap
 def test_vllm_samples(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("vllm")
     code, out, _ = run(capfd, "--completions", "8", "--sampling-only")
-    assert code == 0 and "8 completions in " in out and "rate        try training.learning_rate = " in out
+    assert code == 0 and "8 completions in " in out and " by the square-root rule (" in out
     assert out.startswith("run: ") and "length      mean " in out and "prompt      " in out
 
 
@@ -150,3 +150,4 @@ def test_advice(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_the_proposed_rate_follows_the_square_root_rule(rank: int, parameters: int, rate: float) -> None:
     proposed, reason = proposed_rate(small_recipe(lora=Lora(rank=rank)), int(parameters))
     assert math.isclose(proposed, rate) and f"{int(parameters):,}" in reason and ("LoRA" in reason) == (rank > 0)
+    assert ("keep it" in reason) == (rank == 0)  # the recipe has 1e-6

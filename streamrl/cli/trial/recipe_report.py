@@ -17,6 +17,7 @@ from streamrl.recipe import learning_rate
 from streamrl.recipe.sections import Recipe
 
 _MANY_TRUNCATED, _FEW_SIGNAL, _HOT = 0.3, 0.5, 1.0
+_GOOD = ("rewards differ inside groups, so there is something to learn: train it",)
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>streamrl try</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
@@ -63,7 +64,10 @@ def proposed_rate(recipe: Recipe, parameters: int) -> tuple[float, str]:
     small, least = learning_rate.SMALL_RATE, learning_rate.LEAST_RATE
     rule = f"{small:.0e} x sqrt({learning_rate.SMALL_MODEL:.0e} / {parameters:,} parameters), at least {least:.0e}"
     what = f"LoRA: {learning_rate.ADAPTER_FACTOR:g} times that" if adapters else "all weights are trained"
-    return rate, f"the recipe has {recipe.training.learning_rate:g}; square-root rule: {rule}; {what}"
+    has = recipe.training.learning_rate
+    far = learning_rate.learning_rate_notice(has, parameters, adapters=adapters)
+    near = "" if far else f", within {learning_rate.SPREAD:g} times: keep it"
+    return rate, f"the recipe has {has:g}{near}; {rule}; {what}"
 
 
 def advice_of(trial: RecipeTrial, recipe: Recipe, *, unused_template: bool) -> Iterator[str]:
@@ -106,7 +110,7 @@ def rich_trial(trial: RecipeTrial) -> Group:
         Text(f"\nlength      {length}; {cut}"),
         histogram_picture(trial.length_histogram),
         Text(printable("\n".join(["", *trial.prompt, "", *_step_lines(trial)]))),
-        *(Text.assemble(("-> ", "yellow"), printable(line)) for line in trial.advice),
+        *(Text.assemble(("-> ", "yellow"), printable(line)) for line in trial.advice or _GOOD),
     )
 
 
@@ -131,4 +135,4 @@ def _step_lines(trial: RecipeTrial) -> list[str]:
     scaled = f"about {duration(trial.step_sampling_s)} of sampling{trained}"
     lines.append(f"step        {scaled} for {trial.step_trajectories} trajectories (scaled from what was measured)")
     lines += [f"memory      {line} (estimated)" for line in trial.memory]
-    return [*lines, f"rate        try training.learning_rate = {trial.learning_rate:.0e} ({trial.rate_reason})"]
+    return [*lines, f"rate        {trial.learning_rate:.0e} by the square-root rule ({trial.rate_reason})"]
