@@ -29,7 +29,7 @@ class Conversation(Generic[Request, Reply]):
 
     def __init__(self, requests: Any, name: str) -> None:
         self._requests, self._name = requests, name
-        self._sender, self._receiver = anyio.create_memory_object_stream[Request](math.inf)
+        self._sender, self._receiver = anyio.create_memory_object_stream[tuple[int, Request]](math.inf)
         self._waiting: dict[int, tuple[anyio.Event, list[Reply]]] = {}
         self._asked = 0
         self._ended = False
@@ -43,7 +43,7 @@ class Conversation(Generic[Request, Reply]):
         self._asked += 1
         number = self._asked
         done, replies = self._waiting[number] = (anyio.Event(), [])
-        self._sender.send_nowait(structs.replace(request, request_id=number))
+        self._sender.send_nowait((number, structs.replace(request, request_id=number)))
         try:
             await done.wait()
         finally:
@@ -62,11 +62,18 @@ class Conversation(Generic[Request, Reply]):
                     await self._converse(endpoint)
 
     async def _converse(self, endpoint: str) -> None:
-        first = await self._receiver.receive()
+        first = await self._next()
         async with zmq_sender(self._requests, endpoint, bind=True, name=self._name) as stream:
             await stream.send(first)
             while True:
-                await stream.send(await self._receiver.receive())
+                await stream.send(await self._next())
+
+    async def _next(self) -> Request:
+        """The next request whose asker still waits: any other was reported as not answered."""
+        while True:
+            number, request = await self._receiver.receive()
+            if number in self._waiting:
+                return request
 
     def controller_replaced(self) -> None:
         """The controller died and another one takes its place: the outcome of its unanswered requests is unknown."""

@@ -27,7 +27,6 @@ from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trace_events import TraceEvents
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace
 from streamrl.observe.top.live_figures import LiveFigures, Publish
-from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.run.evaluate.evaluation import HeldOutEvaluations
 from streamrl.run.evaluate.sample_files import TrainingSamples
@@ -54,7 +53,6 @@ def run_observers(
     resumption = Resumption(recovered, processes.trainer, watch.waits) if recovered is not None else None
     elastic = _elastic_engines(recipe, processes, record, emit)
     audits, interval = run_directory / "audits.jsonl", recipe.weights.audit_interval
-    races = recipe.rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.response_oversampling > 1
     mismatch = recipe.off_policy.alarm if recipe.compares_logprobs else 0.0  # simulated engines need not agree
     canary = canary_bounds(recipe.training, recipe.engines, installed_device()).alarm
     header, drafts = _trace_header(recipe, run_directory.name, processes), DraftFigures(processes.pool.load)
@@ -80,7 +78,7 @@ def run_observers(
         samples=TrainingSamples(
             run_directory / "samples.jsonl", processes.tokenizer.decode, most_bytes=size("samples")
         ),
-        length_limit=0 if races else recipe.sampling.max_tokens,
+        length_limit=recipe.sampling.max_tokens,
     )
     record.journal.elapsed = report.elapsed
     pool, scoring, budget = processes.pool, processes.reward.in_flight, recipe.sampling.max_tokens

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
+import anyio
 import msgspec
 import pytest
 from oracle.control_walks import COMBINATIONS, ON_POLICY, random_run
@@ -13,11 +15,15 @@ from oracle.control_world import begun
 from oracle.steered_world import SteeredWorld
 
 from streamrl.base.errors import RecipeError
+from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.control import events as on
 from streamrl.control.settings import control_settings as settings_of
 from streamrl.control.steering.live_keys import LIVE, with_values
 from streamrl.launch.steering.changed_recipe import settings_change, written_key
+from streamrl.launch.steering.steering import SteeringService
+from streamrl.launch.steering.steering_messages import ChangeSettings, SteeringTaken, SteerRun
 from streamrl.recipe.rules.load import load_recipe, overridden_recipe
+from streamrl.run.journal.run_journal import RunJournal
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 
@@ -119,3 +125,54 @@ def test_a_recipe_that_is_given_other_steps_after_they_were_changed_wins() -> No
     assert world.state.steering.changed == {"run.steps": 5}
     world.tell(on.RunContinued(steps=8))
     assert (world.state.steps, world.state.steering.changed, world.state.steering.recipe_steps) == (8, {}, 0)
+
+
+def test_a_recipe_that_is_given_other_steps_wins_over_a_change_that_waits_and_ends_no_pause() -> None:
+    world = begun(steps=3)
+    world.tell(on.SettingsChanged(values={"run.steps": 5}, step=2, recipe_steps=3))
+    world.tell(on.SettingsChanged(values={"run.steps": 6, "sampling.temperature": 0.7}, step=3, recipe_steps=3))
+    world.tell(on.Steered(order="pause"))
+    world.tell(on.RunContinued(steps=3))
+    assert [one.values["run.steps"] for one in world.state.steering.asked] == [5, 6], "the recipe is as it was"
+    world.tell(on.RunContinued(steps=8))
+    assert [one.values for one in world.state.steering.asked] == [{"sampling.temperature": 0.7}]
+    assert world.state.steering.paused, "it was killed, not drained"
+    world.tell(on.StopRequested(reason="drained"))
+    assert not world.state.steering.paused
+
+
+def test_an_evaluation_that_is_asked_for_takes_the_place_of_a_smaller_one_of_each_step() -> None:
+    """Each lasts longer than a step: a push waits for it, and between two of them there is no time for another one."""
+    world = begun(steps=3, evaluate_every=1, evaluate_limit=1)
+    for version in (1, 2):
+        while world.trainer_version < version:
+            world.score(
+                world.sampled[0], 1.0, 3
+            ) if world.sampled else world.step() if world.to_step else world.goes_on()
+        if version == 2:
+            world.tell(on.Steered(order="evaluate"))
+            world.evaluate()
+        world.go_live()
+    assert world.to_evaluate == (2, 0) and not world.state.steering.wanted
+
+
+async def test_a_request_is_answered_whatever_is_wrong_with_it_and_says_where_nothing_is_to_be_done() -> None:
+    recipe, world = load_recipe(EXAMPLE), begun()
+    unused: Any = None
+    service = SteeringService(recipe, RunJournal(None, TrajectoryStore()), unused, unused, unused)
+
+    def notify(event: on.ControlEvent) -> None:
+        world.tell(event)
+        service._taken.set()
+
+    async def answer(request: SteerRun | ChangeSettings) -> SteeringTaken:
+        with anyio.fail_after(60):
+            reply = await service._answer(request, world.state, notify)
+        assert isinstance(reply, SteeringTaken)
+        return reply
+
+    refused = await answer(ChangeSettings(changes=(f"reward_limits.window={10**20}",)))
+    assert refused.problems and not world.state.steering.asked and not world.state.steering.changed
+    for request in (SteerRun(order="evaluate"), SteerRun(order="checkpoint")):
+        assert "ordered already" not in (await answer(request)).text
+        assert f"the {request.order} of version 0 was ordered already" in (await answer(request)).text

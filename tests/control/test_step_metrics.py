@@ -14,7 +14,7 @@ import pytest
 from builders import unregistered
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle.control_world import control_settings
+from oracle.control_world import TAIL, begun, control_settings
 from oracle.trace_header import trace_header
 
 from streamrl.base.messages import EngineLoad, WeightAnnouncement
@@ -44,6 +44,7 @@ from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStats
 from streamrl.observe.report.trajectory_trace import TrajectoryTrace, read_trace
+from streamrl.recipe.scheduling import TailBatching
 from streamrl.run.journal.records import JOURNAL_SCHEMA, JournalBase
 from streamrl.run.journal.recover import RecoveredRun, Resumption
 from streamrl.run.step_metrics import discard_metrics, length_metrics, reward_metrics, unbiased_mean
@@ -221,12 +222,20 @@ def test_what_nobody_has_seen_whole_is_not_guessed() -> None:
     assert unbiased_mean(lengths, stopped, 100) == 0.0
 
 
-def test_siblings_that_race_say_nothing_of_the_lengths_that_lost() -> None:
-    work = TrajectoryStats(limit=0)
-    work.launched(launch([identity(0, 0)], 0, "short"), 3, 0.0)
-    work.on_outcome(Scored(outcome=scored(identity(0, 0), 10)), 1.0)
-    work.trained([scored(identity(0, 0), 10)], 1.0)
-    assert "length/bias" not in length_metrics(work.take_window(), work.lengths, by_kind=False)
+async def test_siblings_that_race_say_nothing_of_the_lengths_that_lost() -> None:
+    """From the first race on, which `streamrl set` may have brought; also in rounds without races after it."""
+    story = Story()
+    work, seen = story.report.trajectories, []
+    work.lengths.limit = 30
+    for factor in (1.0, 1.5, 1.0):
+        world = begun(rounds=TAIL, max_staleness=9, tail_batching=TailBatching(response_oversampling=factor))
+        story.report._control = world.core
+        await story.launched(world.launched[0])
+        ended = scored(world.launched[0].ids[0], 10)
+        story.report.on_outcome(Scored(outcome=ended))
+        work.trained([ended], 1.0)
+        seen.append("length/bias" in length_metrics(work.take_window(), work.lengths, by_kind=False))
+    assert seen == [True, False, False]
 
 
 def test_a_race_is_seen_through() -> None:

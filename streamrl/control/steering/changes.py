@@ -44,10 +44,10 @@ def steer(make: MakePolicies, state: RunState, rules: Rules, event: on.ControlEv
         case on.SettingsChanged():
             steering.asked = sorted([*steering.asked, event], key=lambda change: change.step)
         case on.RunContinued(steps=steps):
-            steering.paused = False
             if steps and steps != steering.changed.get(STEPS):  # the recipe was given another number after that
                 steering.changed.pop(STEPS, None)
                 steering.recipe_steps = 0
+                steering.asked = [left for one in steering.asked if (left := _without_older_steps(one, steps)).values]
     batch = state.batch
     opens = isinstance(event, on.BatchTrained) or not (batch.round_kind or state.ending)
     while opens and not batch.groups and not state.batch_closed and steering.asked:
@@ -57,6 +57,14 @@ def steer(make: MakePolicies, state: RunState, rules: Rules, event: on.ControlEv
         batch = state.batch
     _order_wanted(state, out)
     return rules
+
+
+def _without_older_steps(change: on.SettingsChanged, recipe_steps: int) -> on.SettingsChanged:
+    """``change`` without steps that were asked for when the recipe had another number of them."""
+    if change.recipe_steps in (0, recipe_steps):
+        return change
+    values = {key: value for key, value in change.values.items() if key != STEPS}
+    return msgspec.structs.replace(change, values=values, recipe_steps=0)
 
 
 def _changed(make: MakePolicies, state: RunState, rules: Rules, change: on.SettingsChanged, out: Actions) -> Rules:
@@ -92,13 +100,20 @@ def _sample_again(state: RunState, settings: ControlSettings, out: Actions) -> N
     pool.unsorted = True
 
 
+def waits_for_version(state: RunState) -> bool:
+    """Return whether an order waits: for a step that is made, a version that is not live yet, or paused engines."""
+    pending = state.pending
+    settled = state.live_version == state.trainer_version and pending.push is None and pending.paused_for is None
+    return state.batch_closed or not settled
+
+
 def _order_wanted(state: RunState, out: Actions) -> None:
     """Order what was asked for once the trainer's version is live, nothing is pushed and nobody is in the way."""
     pending, wanted = state.pending, state.steering.wanted
     if state.ending:
         wanted.clear()  # what falls due at the end is ordered there
-    settled = state.live_version == state.trainer_version and pending.push is None and pending.paused_for is None
-    if not wanted or not settled or state.batch_closed:
+        state.steering.paused = False
+    if not wanted or waits_for_version(state):
         return
     if "evaluate" in wanted and pending.evaluation is None:
         wanted.remove("evaluate")

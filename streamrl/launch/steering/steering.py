@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 
 import anyio
+import msgspec
 
 from streamrl.base.errors import RecipeError, StreamBroken
 from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.contracts import Observer
 from streamrl.control.events import ControlEvent, Steered
 from streamrl.control.model import RunState
+from streamrl.control.steering.changes import waits_for_version
 from streamrl.launch.steering.changed_recipe import settings_change
 from streamrl.launch.steering.steering_messages import (
     ChangeSettings,
@@ -26,6 +29,8 @@ from streamrl.launch.supervise.watchdog import Watchdog
 from streamrl.recipe.sections import Recipe
 from streamrl.run.journal.run_journal import RunJournal
 from streamrl.run.wait_reason import RunWaits
+
+log = logging.getLogger(__name__)
 
 _MOST_WAITS = 20
 
@@ -67,8 +72,12 @@ class SteeringService(Observer):
             return self._status(number, state)
         try:
             event, text = self._event(request, state)
+            msgspec.msgpack.encode(event)  # as the journal will: an integer may be too large for it
         except RecipeError as error:
             return SteeringTaken(request_id=number, problems=tuple(error.problems))
+        except Exception as error:  # whatever went wrong with a request must not end the run
+            log.exception("steering: %s failed", request)
+            return SteeringTaken(request_id=number, problems=(f"{type(error).__name__}: {error}",))
         self._sent, self._taken = event, anyio.Event()
         notify(event)
         await self._taken.wait()
@@ -88,6 +97,11 @@ class SteeringService(Observer):
         if request.order == "evaluate" and not self._recipe.evaluation.prompts:
             raise RecipeError("evaluation.prompts: this run has no held-out prompts")
         soon = "once the version that is made now is live"
+        version = state.live_version
+        has = {"evaluate": state.evaluated == (version, 0), "checkpoint": state.saved_version == version}
+        if has.get(request.order) and not waits_for_version(state):
+            text = f"nothing is to be done: the {request.order} of version {version} was ordered already"
+            return Steered(order=request.order), text
         return Steered(order=request.order), {
             "pause": f"nothing more is launched; {state.accounting().in_flight} trajectories are finished",
             "continue": "launches go on",

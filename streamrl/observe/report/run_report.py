@@ -70,7 +70,7 @@ class RunReport(Observer):
     ``serving``: the number of engines that are sent requests; ``rewards_in_flight``: what the reward stage holds;
     ``loop_lag``: longest time without an answer of this loop since the last call; ``figures``: more metrics of a step,
     one call each. ``resumption``: of a run that goes on. ``trace``, ``samples`` None: not recorded.
-    ``length_limit``: of ``FirstLengths``."""
+    ``length_limit``: of ``FirstLengths``, until siblings race each other."""
 
     def __init__(
         self,
@@ -171,7 +171,9 @@ class RunReport(Observer):
         match action:
             case do.LaunchGroup():
                 prompt = self._store.prompts[action.ids[0].prompt_id]
-                self.trajectories.launched(action, len(prompt.token_ids), self.elapsed())
+                group = self._control.state.buffer.untrained.get(action.group_id)
+                races = group is not None and group.size > group.keep
+                self.trajectories.launched(action, len(prompt.token_ids), self.elapsed(), races=races)
             case do.Drop():
                 self.trajectories.dropped(action.ids, action.reason, self.elapsed())
             case do.Decision():

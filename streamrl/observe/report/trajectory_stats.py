@@ -53,8 +53,11 @@ class TrajectoryStats:
         self.wasted_tokens: Counter[str] = Counter()
         self.ended_tokens = 0
 
-    def launched(self, action: LaunchGroup, prompt_tokens: int, now: float) -> None:
-        """A group was ordered."""
+    def launched(self, action: LaunchGroup, prompt_tokens: int, now: float, *, races: bool = False) -> None:
+        """A group was ordered. ``races``: its last siblings are stopped; from the first such group on, which a changed
+        setting may bring, lengths of first attempts say nothing of the mean any more."""
+        if races:
+            self.lengths = FirstLengths(0)
         for trajectory in action.ids:
             one = _Open(now, action.round_kind, prompt_tokens, action.policy_version)
             self._open[trajectory] = self._by_request[str(trajectory)] = one
