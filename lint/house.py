@@ -27,8 +27,8 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 63_986,
-    "lines of tests": 49_042,
+    "lines of streamrl": 63_993,
+    "lines of tests": 49_055,
     "lines of campaigns": 7_840,
     "lines of benchmarks": 7_000,
     "files of streamrl": 487,

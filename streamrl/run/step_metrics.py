@@ -189,6 +189,7 @@ def control_metrics(state: RunState) -> dict[str, float]:
         "async/dropped_ratio": sum(accounting.dropped.values()) / max(accounting.issued, 1),
         **{f"async/dropped_{reason}_total": float(count) for reason, count in accounting.dropped.items()},
         **state.sizing_figures,
+        "run/steps": float(state.steps),
         "steering/changes_total": float(state.steering.changes),
     }
 

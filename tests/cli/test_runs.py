@@ -44,6 +44,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (failed / "crash").mkdir()
     (failed / "crash" / "one.zip").write_bytes(b"")
     stopped = write_run(found, "c-20261103-101500", steps=2)
+    with (stopped / "metrics.jsonl").open("a") as lines:
+        lines.write('{"kind":"step","step":2,"time":1e9,"run/steps":12.0}\n')
     (stopped / "crash").mkdir()
     (stopped / "crash" / "old.zip").write_bytes(b"")
     os.utime(stopped / "crash" / "old.zip", (1e8, 1e8))  # it was resumed since
@@ -66,6 +68,7 @@ def test_a_list_has_every_run_once_the_oldest_first(runs: Path, capsys: pytest.C
         ("c", "stopped", 2),
     ]
     assert listed[1]["scores"] == {"eval/held_out/avg@1": 0.5} and listed[1]["metrics"]["reward/mean"] == 1.0
+    assert [one["steps"] for one in listed] == [10, 10, 10, 12], "`streamrl set` gave the last one two more"
     assert {one["model"] for one in listed} == {"Qwen/Qwen3-0.6B"} and listed[0]["started"] == "2026-10-31 10:15:00"
     assert main(["runs", str(runs)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]

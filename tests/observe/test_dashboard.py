@@ -252,6 +252,15 @@ def test_runs_that_are_half_there_are_shown_and_no_run_is_refused(run: Path) -> 
         DashboardServer([run.parent / "none"]).views()
 
 
+def test_a_run_has_the_steps_that_it_was_given_last(run: Path) -> None:
+    lines = LineFile(run / "metrics.jsonl")
+    for steps, state in ((3.0, "finished"), (7.0, "stopped")):
+        lines.append(metrics(3, **{"run/steps": steps}))
+        (listed,) = client(run).get("/api/runs").json()
+        assert (listed["step"], listed["steps"], listed["state"]) == (3, steps, state)
+    lines.close()
+
+
 def test_a_run_that_begins_later_gets_the_next_number(run: Path) -> None:
     page = client(run.parent)
     assert [one["run_id"] for one in page.get("/api/runs").json()] == [run.name]

@@ -122,6 +122,7 @@ def test_a_run_directory_is_read_whatever_is_left_of_it(tmp_path: Path) -> None:
     last = found.last_lines()
     assert (last["step"]["step"], found.state(last["step"]), [*found.evaluations()]) == (2, "finished", [10])
     assert found.recipe() == {"of_another_version": 1, "run.steps": 2, "model.path": "m"} and found.started()
+    assert found.state({"step": 2, "run/steps": 5.0}) == "stopped", "`streamrl set` gave it more"
     (run / "recipe.toml").write_text("half a reci")
     assert (run_files(run).recipe(), found.state(last["step"])) == ({}, "stopped")
     (run / "metrics.jsonl").unlink()

@@ -77,14 +77,14 @@ def listed_run(directory: Path) -> ListedRun:
         raise StreamRLError(
             f"{directory} is not the directory of a run (its recipe.toml cannot be read): name one, such as runs/latest"
         )
-    step, steps, model, started = last.get("step", {}), recipe["run.steps"], recipe["model.path"], run.started()
+    step, model, started = last.get("step", {}), recipe["model.path"], run.started()
     return ListedRun(
         run=run.run_id,
         directory=str(directory.resolve()),
         started=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)) if started else "",
         state=run.state(step),
         step=step.get("step", 0),
-        steps=steps,
+        steps=run.steps(step) or 0,
         model=hub_name(model) or Path(model).name,
         tags=tuple(recipe.get("run.tags", ())),
         metrics={name: value for name, value in step.items() if name not in ("kind", "time")},

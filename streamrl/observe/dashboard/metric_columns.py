@@ -105,8 +105,9 @@ class RunMetrics:
         return np.array(self.steps.values.get(name, [NAN] * len(self.steps.step)), dtype=float)
 
     def last_step(self) -> dict[str, Any]:
-        """Number and time of the last step, as ``RunFiles.state`` takes it; empty before the first."""
+        """Number, time and steps to make of the last step, as ``RunFiles.state`` takes it; empty before the first."""
         with self.lock:
             if not self.steps.step:
                 return {}
-            return {"step": self.steps.step[-1], "time": self.steps.time_s[-1] + self.steps.began}
+            last, steps = {"step": self.steps.step[-1], "time": self.steps.time_s[-1] + self.steps.began}, "run/steps"
+            return last if np.isnan(of_run := self._values(steps)[-1]) else last | {steps: int(of_run)}

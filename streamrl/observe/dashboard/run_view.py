@@ -53,7 +53,7 @@ class RunView:
             "state": self.files.state(last),
             "started": self.files.started(),
             "step": last.get("step", 0),
-            "steps": self.recipe.get("run.steps"),
+            "steps": self.files.steps(last),
             "engine_kind": self.recipe.get("engines.kind", self.timeline.header.engine_kind),
         }
 

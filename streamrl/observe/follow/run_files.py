@@ -23,7 +23,7 @@ _STARTED = re.compile(r"-(\d{8}-\d{6})(-\d+)?$")
 
 
 class RunStatus(StrEnum):
-    """``running``: a process of this machine holds its lock; ``finished``: all steps of its recipe are done;
+    """``running``: a process of this machine holds its lock; ``finished``: all its steps are done;
     ``failed``: its newest crash bundle is newer than its last step; ``stopped``: it was drained or killed."""
 
     RUNNING = "running"
@@ -99,11 +99,16 @@ class RunFiles(msgspec.Struct, frozen=True):
         """The last line of each kind (``step``, ``evaluation``) of its metrics."""
         return {line.get("kind", ""): line for line in read_lines(self.metrics, dict[str, Any])}
 
+    def steps(self, last_step: Mapping[str, Any]) -> int | None:
+        """Steps that it is to make, which may have changed since it was started. ``last_step``: as for ``state``."""
+        steps = last_step["run/steps"] if "run/steps" in last_step else self.recipe().get("run.steps")
+        return None if steps is None else int(steps)
+
     def state(self, last_step: Mapping[str, Any]) -> RunStatus:
         """Its state now. ``last_step``: the last line of a step of its metrics, or none of its fields."""
         if writer_of(self.directory) is not None:  # the lock of the run, which its supervisor holds
             return RunStatus.RUNNING
-        steps, last_s = self.recipe().get("run.steps"), last_step.get("time", 0.0)
+        steps, last_s = self.steps(last_step), last_step.get("time", 0.0)
         if steps is not None and last_step.get("step", 0) >= steps:
             return RunStatus.FINISHED
         failed = any(_changed_s(bundle) > last_s for bundle in self.directory.glob("crash/*.zip"))

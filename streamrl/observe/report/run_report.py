@@ -172,8 +172,7 @@ class RunReport(Observer):
             case do.LaunchGroup():
                 prompt = self._store.prompts[action.ids[0].prompt_id]
                 group = self._control.state.buffer.untrained.get(action.group_id)
-                races = group is not None and group.size > group.keep
-                self.trajectories.launched(action, len(prompt.token_ids), self.elapsed(), races=races)
+                self.trajectories.launched(action, len(prompt.token_ids), self.elapsed(), group)
             case do.Drop():
                 self.trajectories.dropped(action.ids, action.reason, self.elapsed())
             case do.Decision():

@@ -9,6 +9,7 @@ import msgspec
 
 from streamrl.base.stage_messages import EndedOutcome, RewardOutcome, Scored, TrajectoryLost, TrajectoryPaused
 from streamrl.base.types import DropReason, FinishReason, RewardCall, RewardFailure, ScoredTrajectory, TrajectoryId
+from streamrl.buffers.rollout_buffer import Group
 from streamrl.control.actions import LaunchGroup
 from streamrl.observe.report.trajectory_trace import TRAINED, UNFINISHED, TrajectoryLine, TrajectoryTrace
 from streamrl.run.step_metrics import (
@@ -53,10 +54,10 @@ class TrajectoryStats:
         self.wasted_tokens: Counter[str] = Counter()
         self.ended_tokens = 0
 
-    def launched(self, action: LaunchGroup, prompt_tokens: int, now: float, *, races: bool = False) -> None:
-        """A group was ordered. ``races``: its last siblings are stopped; from the first such group on, which a changed
-        setting may bring, lengths of first attempts say nothing of the mean any more."""
-        if races:
+    def launched(self, action: LaunchGroup, prompt_tokens: int, now: float, group: Group | None = None) -> None:
+        """``group`` was ordered. Where its last siblings are to be stopped, lengths of first attempts say nothing of
+        the mean any more; a changed setting may bring the first such group."""
+        if group is not None and group.size > group.keep:
             self.lengths = FirstLengths(0)
         for trajectory in action.ids:
             one = _Open(now, action.round_kind, prompt_tokens, action.policy_version)
