@@ -271,11 +271,9 @@ def _live(state: RunState, event: on.WeightsLive, settings: ControlSettings, out
     state.slots.version_live(version)
     last = version == state.steps  # then what falls due at the end is ordered there
     if settings.evaluate_every and version % settings.evaluate_every == 0 and not (last and settings.evaluate_at_end):
-        limit, wanted = settings.evaluate_limit, state.steering.wanted
-        if "evaluate" in wanted:  # here: where each version is evaluated there may be no time between two for it
-            wanted.remove("evaluate")
-            limit = 0
-        order_evaluation(state, version, limit, out)
+        if asked := "evaluate" in state.steering.wanted:  # here: there may be no time for it between two regular ones
+            state.steering.wanted.remove("evaluate")
+        order_evaluation(state, version, 0 if asked else settings.evaluate_limit, out)
     if settings.checkpoint_every and version % settings.checkpoint_every == 0 and not last:
         order_checkpoint(state, version, out)
 

@@ -61,10 +61,8 @@ def steer(make: MakePolicies, state: RunState, rules: Rules, event: on.ControlEv
 
 def _without_older_steps(change: on.SettingsChanged, recipe_steps: int) -> on.SettingsChanged:
     """``change`` without steps that were asked for when the recipe had another number of them."""
-    if change.recipe_steps in (0, recipe_steps):
-        return change
-    values = {key: value for key, value in change.values.items() if key != STEPS}
-    return msgspec.structs.replace(change, values=values, recipe_steps=0)
+    same = change.recipe_steps in (0, recipe_steps)
+    return msgspec.structs.replace(change, values={k: v for k, v in change.values.items() if same or k != STEPS})
 
 
 def _changed(make: MakePolicies, state: RunState, rules: Rules, change: on.SettingsChanged, out: Actions) -> Rules:

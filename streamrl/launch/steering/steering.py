@@ -100,8 +100,7 @@ class SteeringService(Observer):
         version = state.live_version
         has = {"evaluate": state.evaluated == (version, 0), "checkpoint": state.saved_version == version}
         if has.get(request.order) and not waits_for_version(state):
-            text = f"nothing is to be done: the {request.order} of version {version} was ordered already"
-            return Steered(order=request.order), text
+            return Steered(order=request.order), f"the {request.order} of version {version} was ordered already"
         return Steered(order=request.order), {
             "pause": f"nothing more is launched; {state.accounting().in_flight} trajectories are finished",
             "continue": "launches go on",
