@@ -27,8 +27,8 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 63_988,
-    "lines of tests": 49_055,
+    "lines of streamrl": 64_027,
+    "lines of tests": 49_154,
     "lines of campaigns": 7_840,
     "lines of benchmarks": 7_000,
     "files of streamrl": 487,

@@ -82,7 +82,7 @@ def run_observers(
     )
     record.journal.elapsed = report.elapsed
     pool, scoring, budget = processes.pool, processes.reward.in_flight, recipe.sampling.max_tokens
-    events.open(trace, report, record.control.state.live_version)
+    events.open(trace, report, (state := record.control.state).live_version, paused=state.steering.paused)
     pool.on_routed = events.routed
     return report, [
         elastic,

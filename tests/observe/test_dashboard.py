@@ -277,7 +277,12 @@ def test_a_port_in_use_is_one_sentence(run: Path) -> None:
         serve([run], other.getsockname()[1], print)
 
 
-def test_a_client_gets_each_trajectory_once_and_goes_on_from_its_last_event(run: Path) -> None:
+def test_a_client_gets_each_trajectory_once_and_goes_on_from_its_last_event(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    made = live_events.step_row
+    monkeypatch.setattr(live_events, "step_row", lambda step: rows.append(step.policy_version) or made(step))
     view = RunView(0, RunFiles(run))
     view.refresh()
     place = read_place(msgspec.json.encode(place_of(view)).decode())
@@ -293,7 +298,7 @@ def test_a_client_gets_each_trajectory_once_and_goes_on_from_its_last_event(run:
     assert found["trajectories"]["first"] == 4 and found["trajectories"]["prompts"] == ["p-3"]
     ((*_, newest),) = found["trajectories"]["rows"]
     assert len(found["trajectories"]["rows"][0]) == len(COLUMNS) and newest == 0
-    assert list(news(view, place)) == []
+    assert list(news(view, place)) == [] and rows == [3], "no row of a step is made again"
     trace.close()
     assert read_place("[0,1,1,1,1,1,1,1]") is None and read_place("x") is None, "of another server"
 

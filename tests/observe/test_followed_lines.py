@@ -128,4 +128,5 @@ def test_a_run_directory_is_read_whatever_is_left_of_it(tmp_path: Path) -> None:
     (run / "metrics.jsonl").unlink()
     with pytest.raises(StreamRLError, match=r"sort-20261101-101500 is not the directory of a run .*runs/latest"):
         run_files(run)
+    assert RunFiles(tmp_path / "exp-12345678-123456").started() is None
     assert RunFiles(run / "gone").last_lines() == {} and RunFiles(run / "gone").logs() == {}

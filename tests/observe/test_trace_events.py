@@ -29,7 +29,7 @@ class Report:
 async def test_events_have_their_begin_their_length_and_their_step(tmp_path: Path) -> None:
     trace, report, events = TrajectoryTrace(tmp_path / "t", trace_header()), Report(), TraceEvents()
     events.record(EngineLost(engine="engine-1", reason="killed", requests=3))  # before there is a trace
-    events.open(trace, report, 4)  # type: ignore[arg-type]
+    events.open(trace, report, 4, paused=True)  # type: ignore[arg-type]
     push = PushReport(policy_version=5, payload_bytes=7, paused_s=0.25)
     happens: list[tuple[float, Any]] = [
         (1.0, do.PauseEngines(policy_version=5)),
@@ -40,11 +40,14 @@ async def test_events_have_their_begin_their_length_and_their_step(tmp_path: Pat
         (4.0, do.WriteCheckpoint(policy_version=5)),
         (4.5, on.CheckpointDone(policy_version=5)),
         (5.0, on.SettingsChanged(values={"sampling.temperature": 0.5})),
+        (5.2, on.Steered(order="continue")),  # of a pause from before the run was resumed
         (5.5, on.Steered(order="pause")),
+        (5.8, on.Steered(order="pause")),
         (6.0, on.EvaluationDone(policy_version=5)),
         (7.0, on.Steered(order="continue")),
         (7.5, RunWarning(step=5, message="x" * 900)),
         (8.0, EngineBack(engine="engine-1", seconds=2.0)),
+        (8.5, on.Steered(order="pause")),
         (9.0, on.StopRequested(reason="drained")),
     ]
     for report.now, what in happens:
@@ -65,12 +68,14 @@ async def test_events_have_their_begin_their_length_and_their_step(tmp_path: Pat
         (1.0, "pause", 5, 2.0),
         (4.0, "checkpoint", 5, 0.5),
         (5.0, "setting", 6, 0.0),
+        (0.0, "paused by hand", 5, 5.2),
         (3.5, "evaluation", 5, 2.5),
         (5.5, "paused by hand", 5, 1.5),
         (7.5, "alarm", 5, 0.0),
         (8.0, "engine back", 5, 0.0),
+        (8.5, "paused by hand", 5, 0.5),
         (9.0, "drain", 5, 0.0),
     ]
     texts = [line.text for line in lines]
     assert texts[1] == "7 bytes, engines paused 0.250 s" and texts[4] == "sampling.temperature = 0.5"
-    assert len(texts[7]) == 500
+    assert len(texts[8]) == 500

@@ -32,10 +32,12 @@ from streamrl.launch.supervise import restart_policy
 from streamrl.launch.supervise.followers import Followers
 from streamrl.launch.supervise.log_files import LogFiles
 from streamrl.observe.follow.file_sizes import SHARES, most_bytes
+from streamrl.observe.trackers import follower
 from streamrl.observe.trackers.installed import make_tracker, tracker_problems
 from streamrl.observe.trackers.kit import check_tracker
 from streamrl.observe.trackers.prometheus import Prometheus, name_and_labels
 from streamrl.observe.trackers.tracker import RunInfo, Tracker
+from streamrl.observe.trackers.trackio import _hashes
 
 FOLLOWER = [sys.executable, "-P", "-m", "streamrl.observe.trackers"]
 GRAFANA = Path(__file__).parents[2] / "examples" / "grafana" / "streamrl.json"
@@ -56,7 +58,8 @@ class WrittenRun:
     def write(self, step: int) -> None:
         """The evaluation of a tenth step ends two steps later."""
         metrics, samples, trace = self.files
-        one = {"prompt_id": "p", "prompt": "<b>|", "text": "2\n3", "reward": 0.5, "rewards": {"f": 0.5}, "tokens": 2}
+        rewards = {"f": 0.5} if step < 30 else {"g": 0.5}  # one that was attached later
+        one = {"prompt_id": "p", "prompt": "<b>|", "text": "2\n3", "reward": 0.5, "rewards": rewards, "tokens": 2}
         samples.append(*({"step": step, "chosen": kind, "finish_reason": "stop"} | one for kind in "abc"))
         trajectory = {"type": "trajectory", "outcome": "trained", "reward": 0.5, "oldest_version": step - 2}
         trace.append(*(trajectory | {"tokens": n} for n in range(8)), {"type": "step", "policy_version": step})
@@ -182,7 +185,10 @@ def test_a_finished_run_is_sent_once(tracker: str, written: Callable[..., Writte
     assert (second.returncode, "torch" in second.stderr) == (0, False), second.stderr
     is_whole(READERS[tracker](run.directory))
     assert sync(run.directory, tracker).stdout == f"{tracker}: 0 lines were sent\n"
-    if tracker != "wandb":
+    if tracker == "wandb":
+        tables = [json.loads(path.read_bytes()) for path in run.directory.glob("wandb/*/files/media/table/samples/tr*")]
+        assert sorted((table["columns"][-1], len(table["data"])) for table in tables) == [("f", 3)] * 3 + [("g", 3)]
+    else:
         cursor.write_bytes(early)
         assert sync(run.directory, tracker).returncode == 0
         is_whole(READERS[tracker](run.directory))
@@ -221,6 +227,54 @@ def test_a_full_disk_ends_the_follower_and_leaves_a_gap_in_nothing(written: Call
     assert refused.returncode == 1 and "File too large" in refused.stderr
     assert sync(run.directory, "tensorboard").returncode == 0
     is_whole(of_tensorboard(run.directory))
+
+
+def test_completions_of_an_evaluation_are_sent_when_their_file_comes(
+    written: Callable[..., WrittenRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run writes it after the line. One of an earlier evaluation of that step is none, and the cursor waits."""
+    run, sent = written(), []
+    path, cursor = run.directory / "evaluations" / "step-000010.jsonl", run.directory / "trackers" / "notes.cursor"
+
+    class Notes(Tracker):
+        def samples(self, step: int, kind: str, rows: Any) -> None:
+            sent.append((step, kind, rows[0].completion))
+
+    def begin() -> None:
+        path.write_text(json.dumps({"text": "old", "reward": 0.0}))
+        os.utime(path, (1e9, 1e9))
+        run.files[0].append({"kind": "evaluation", "time": time.time(), "step": 10})
+
+    def go_on() -> None:
+        assert sent == [] and not cursor.exists()
+        run.files[0].append({"kind": "step", "time": time.time(), "step": 11})
+
+    def store() -> None:
+        assert sent == [] and not cursor.exists()
+        path.write_text(json.dumps({"text": "new", "reward": 1.0}))
+
+    def end() -> bool:
+        assert sent == [(10, "evaluation", "new")] and cursor.exists()
+        return True
+
+    monkeypatch.setattr(follower, "make_tracker", lambda name: Notes())
+    monkeypatch.setattr(follower, "_POLL_S", 0.0)
+    moves = iter([begin, go_on, store, end])
+    assert follower.follow_run(run.directory, "notes", lambda: bool(next(moves)())) == 2 and len(sent) == 1
+    run.files[0].append({"kind": "evaluation", "time": time.time(), "step": 20})
+    assert [follower.follow_run(run.directory, "notes", lambda: True) for _ in range(2)] == [1, 1], "its file may come"
+    run.files[0].append({"kind": "evaluation", "time": 1e9, "step": 20})  # of a run that was killed before it came
+    assert [follower.follow_run(run.directory, "notes", lambda: True) for _ in range(2)] == [2, 0]
+
+
+def test_other_databases_in_the_folder_of_trackio_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "text.db").write_text("no database" * 100)
+    for name, columns in (("a", "other"), ("p", "step, metrics, run_name")):
+        with closing(sqlite3.connect(tmp_path / f"{name}.db")) as database, database:
+            database.execute(f"CREATE TABLE {'metrics' if name == 'p' else 'other'} ({columns})")
+            if name == "p":
+                database.execute("""INSERT INTO metrics VALUES (3, '{"loss": 1}', 'r')""")
+    assert _hashes(tmp_path, "r") == {hash((3, frozenset({"loss"})))} and _hashes(tmp_path, "s") == set()
 
 
 # ---- plug-ins, and processes that hang, die, or cannot be started -----------------------------------
@@ -291,6 +345,28 @@ async def test_followers_that_hang_or_die_are_given_up(
     assert [pid for pid in pids.values() if psutil.pid_exists(pid)] == []
     late = "tracker sleeps has not sent all within 0.2 s: streamrl sync"
     assert late in caplog.text and caplog.text.count(given_up) == 1 and "tracker notes has" not in caplog.text
+
+
+@pytest.mark.usefixtures("plug_ins")
+async def test_a_follower_in_its_pause_is_started_once_more_when_the_run_ends(
+    written: Callable[..., WrittenRun], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = written()
+    run.write(1)
+    (run.directory / "logs").mkdir()
+    followers = Followers(["notes", "dies"], run.directory)
+    monkeypatch.setattr(restart_policy.Restarts, "next_pause", lambda *_: 600.0)
+    with anyio.fail_after(120):
+        followers.poll()
+        for one in followers._followers:
+            assert one.process is not None
+            one.process.kill()
+        while any(one.process is not None for one in followers._followers):
+            followers.poll()
+            await anyio.sleep(0.02)
+        await followers.finish(60.0)
+    assert (run.directory / "notes").read_text() == "1\n" and "tracker notes has" not in caplog.text
+    assert "tracker dies has not sent all within 60 s: streamrl sync" in caplog.text
 
 
 @pytest.mark.usefixtures("plug_ins")

@@ -179,6 +179,18 @@ async def test_a_person_who_starts_a_process_may_take_their_time(tmp_path: Path)
     assert trial.seen == []
 
 
+async def test_what_trackers_log_is_no_progress_of_a_start(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    watch = Trial(tmp_path).watch
+    before = watch._starting()
+    for name in ("tracker-wandb", "older-tracker-wandb"):
+        (logs / f"{name}.log").write_text("retrying\n")
+    assert watch._starting() == before
+    (logs / "trainer-0.log").write_text("loading\n")
+    assert watch._starting() != before
+
+
 async def test_stacks_of_coroutines_go_down_to_where_they_wait() -> None:
     gate = anyio.Event()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,7 +45,7 @@ class Top(Watch, frozen=True):
         endpoint, here = self.endpoint(), Path(self.where)
         picture = Picture(lambda: not endpoint.startswith("ipc://") or has_ipc_listener(endpoint))
         files = RunFiles(here) if here.is_dir() else None
-        for line in list(read_lines(files.metrics, dict[str, Any]))[-MOST_STEPS:] if files else ():
+        for line in deque(read_lines(files.metrics, dict[str, Any]), MOST_STEPS) if files else ():
             picture.remember(line)
         why_not = self._why_not()
         with TelemetrySubscriber(endpoint) as subscriber:

@@ -72,7 +72,8 @@ class _Follower:
         if process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # it is in a call to a disk that does not answer
+                process.wait(1.0)
             if process.stdin is not None:
                 process.stdin.close()
 
@@ -89,15 +90,23 @@ class Followers:
         for one in self._followers:
             one.ended()
             if one.due_s is not None and one.due_s <= time.monotonic():
-                try:
-                    one.start()
-                except OSError as error:
-                    one.due_s = time.monotonic() + FINISH_S
-                    log.warning("tracker %s cannot be started now: %s", one.name, error)
+                self._start(one)
+
+    def _start(self, one: _Follower) -> None:
+        try:
+            one.start()
+        except OSError as error:
+            one.due_s = time.monotonic() + FINISH_S
+            log.warning("tracker %s cannot be started now: %s", one.name, error)
 
     async def finish(self, limit_s: float) -> None:
-        """Tell them that the run has ended, and end what has not sent all after ``limit_s``. Idempotent."""
-        left = [one for one in self._followers if one.process is not None]
+        """Tell them that the run has ended, and end what has not sent all after ``limit_s``; those that wait for their
+        next start have it now. Idempotent."""
+        for one in self._followers if limit_s else ():
+            one.ended()
+            if one.due_s:  # 0: it was never started, nor was the run
+                self._start(one)
+        left = [one for one in self._followers if one.process is not None or one.due_s]
         for one in left:
             if one.process is not None and one.process.stdin is not None:
                 one.process.stdin.close()
@@ -105,7 +114,7 @@ class Followers:
             while any(one.process is not None and one.process.poll() is None for one in left):  # noqa: ASYNC110
                 await anyio.sleep(_POLL_S)
         for one in left:
-            late = one.process is not None and one.process.poll() != 0
+            late = one.process is None or one.process.poll() != 0
             one.end()
             if late and limit_s:
                 log.warning(

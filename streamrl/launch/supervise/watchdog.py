@@ -184,7 +184,7 @@ class Watchdog:
         """Signs of progress of a start: the open waits, and what the processes log while they load."""
         if self._waits_for_people:
             return self._clock()
-        return [wait for wait, _ in self.waits.open()], bytes_below(self._directory / "logs")
+        return [wait for wait, _ in self.waits.open()], bytes_below(self._directory / "logs", but="tracker-")
 
     async def _report_when_asked(self) -> None:
         with anyio.open_signal_receiver(REPORT_SIGNAL) as signals:
@@ -243,11 +243,12 @@ class Watchdog:
             os._exit(1)
 
 
-def bytes_below(folder: Path) -> int:
-    """Bytes of all files in ``folder`` and below; files that vanish meanwhile do not count."""
+def bytes_below(folder: Path, but: str = "\0") -> int:
+    """Bytes of all files in ``folder`` and below; those that vanish meanwhile, or have ``but`` in their names, do not
+    count."""
     total = 0
     for path, _, names in os.walk(folder):
-        for name in names:
+        for name in (name for name in names if but not in name):
             try:
                 total += os.lstat(os.path.join(path, name)).st_size
             except OSError:

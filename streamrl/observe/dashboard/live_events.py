@@ -62,13 +62,15 @@ def read_place(text: str) -> StreamPlace | None:
 def news(view: RunView, place: StreamPlace) -> Iterator[tuple[str, Any]]:
     """Events after ``place``, which moves with them."""
     timeline, metrics = view.timeline, view.metrics
-    found = metrics.answer(place.step)
-    traced = {step.policy_version: step_row(step) for step in timeline.steps}
+    is_new = metrics.last_step().get("step", -1) > place.step  # else nothing is computed of a long run
+    found: dict[str, Any] = metrics.answer(place.step) if is_new else {"step": ()}
+    traced = {step.policy_version: step for step in timeline.steps} if is_new else {}
     for at, step in enumerate(found["step"]):
         place.step = step
         values = {name: column[at] for name, column in found["values"].items()}
         row = {"trained_tokens_total": found["trained_tokens"][at], "values": values}
-        yield "step", traced.get(step, {"step": step}) | row | {"metrics_time_s": found["time_s"][at]}
+        known = step_row(traced[step]) if step in traced else {"step": step}
+        yield "step", known | row | {"metrics_time_s": found["time_s"][at]}
     evaluated = metrics.evaluations.after(place.evaluation)
     for at, step in enumerate(evaluated["step"]):
         place.evaluation = step

@@ -91,9 +91,13 @@ class RunFiles(msgspec.Struct, frozen=True):
             return {}
 
     def started(self) -> float | None:
-        """When it was begun, in seconds since 1970, as the name of the directory says it in local time."""
+        """When it was begun, in seconds since 1970, as the name of the directory says it in local time; None where it
+        does not."""
         found = _STARTED.search(self.run_id)
-        return time.mktime(time.strptime(found[1], "%Y%m%d-%H%M%S")) if found else None
+        try:
+            return time.mktime(time.strptime(found[1], "%Y%m%d-%H%M%S")) if found else None
+        except (ValueError, OverflowError):  # digits that are no time
+            return None
 
     def last_lines(self) -> dict[str, dict[str, Any]]:
         """The last line of each kind (``step``, ``evaluation``) of its metrics."""
@@ -111,7 +115,7 @@ class RunFiles(msgspec.Struct, frozen=True):
         steps, last_s = self.steps(last_step), last_step.get("time", 0.0)
         if steps is not None and last_step.get("step", 0) >= steps:
             return RunStatus.FINISHED
-        failed = any(_changed_s(bundle) > last_s for bundle in self.directory.glob("crash/*.zip"))
+        failed = any(changed_s(bundle) > last_s for bundle in self.directory.glob("crash/*.zip"))
         return RunStatus.FAILED if failed else RunStatus.STOPPED
 
 
@@ -136,7 +140,8 @@ def _folders(directory: Path) -> Iterator[Path]:
     return (path for path in directory.glob("*/") if not path.is_symlink())
 
 
-def _changed_s(path: Path) -> float:
+def changed_s(path: Path) -> float:
+    """When the file was changed last, in seconds since 1970; 0 where it is not there."""
     try:
         return path.stat().st_mtime
     except OSError:  # removed meanwhile

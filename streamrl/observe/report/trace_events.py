@@ -28,12 +28,14 @@ class TraceEvents(Observer):
         self._begun: dict[tuple[str, int], float] = {}
         self._pushed = ""
 
-    def open(self, trace: TrajectoryTrace, report: RunReport, step: int) -> None:
+    def open(self, trace: TrajectoryTrace, report: RunReport, step: int, *, paused: bool) -> None:
         """Append to ``trace`` of ``report`` from now on, and tell it what only its trajectories say. ``step``: the live
-        version."""
+        version; ``paused``: by hand, before the run was resumed."""
         self._trace, self._report, self._step = trace, report, step
         if self._before:
             trace.append(*self._before)
+        if paused:
+            self._begin(HELD, 0)
 
     def routed(self, whole: str, engine: str) -> None:
         """Note which engine has a completion, by the common id of its parts."""
@@ -84,13 +86,14 @@ class TraceEvents(Observer):
             case on.CheckpointDone():
                 self._end(CHECKPOINT, event.policy_version)
             case on.Steered(order="pause"):
-                self._begin(HELD, 0)
+                self._begun.setdefault((HELD, 0), self._now())  # it may be ordered again
             case on.Steered(order="continue"):
                 self._end(HELD, 0, "nothing was launched")
             case on.SettingsChanged():
                 changed = ", ".join(f"{key} = {value}" for key, value in event.values.items())
                 self._append("setting", changed, event.step or self._step + 1)
             case on.StopRequested():
+                self._end(HELD, 0, "nothing was launched")
                 self._append("drain", event.reason)
             case on.WeightsLive():
                 self._step = event.policy_version

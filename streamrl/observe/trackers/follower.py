@@ -18,7 +18,7 @@ from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.line_file import decoded_lines, read_lines
 from streamrl.base.run_events import CompletionSampled
 from streamrl.observe.follow.followed_lines import Cursor, FollowedLines
-from streamrl.observe.follow.run_files import RunFiles
+from streamrl.observe.follow.run_files import RunFiles, changed_s
 from streamrl.observe.trackers.installed import make_tracker, name_and_options
 from streamrl.observe.trackers.tracker import RunInfo, Sample, Tracker
 
@@ -30,6 +30,9 @@ MOST_ROWS = 64
 SAMPLES_EVERY = 10
 """Steps between two that send the completions of their batch."""
 _POLL_S = 1.0
+_CLOCK_S = 1.0  # the times of files are coarse
+_FILE_S = 600.0
+"""After the line of an evaluation its completions are no longer waited for: the run was killed between the two."""
 _HEAD = ("kind", "time", "step", "policy_version")
 
 
@@ -88,6 +91,7 @@ class Follower:
             FollowedLines(run.trace, cursors.trace): self._take_trace,
         }
         self._trained: list[dict[str, Any]] = []  # trajectories of the step whose line has not come yet
+        self._evaluated: dict[int, float] = {}  # times of lines whose completions have not come yet, by step
         self._handed: deque[_Cursors] = deque()
         self._gaps = 0
 
@@ -98,17 +102,20 @@ class Follower:
             last = ended()  # asked first: what was written before its end is read after it
             taken = sum(self._take(file) for file in self._files)
             count += taken
-            if taken:
+            sent = self._send_evaluations()
+            if taken or sent:
                 self._tracker.flush()
-                self._handed.append(self._cursors())
+                if not self._evaluated:  # else their lines are taken again after a restart
+                    self._handed.append(self._cursors())
             while self._handed and self._handed[0].moved_s <= time.time() - self._tracker.lag_s:
                 self._store(self._handed.popleft())
-            if not taken:
+            if not (taken or sent):
                 if last:
                     break
                 time.sleep(_POLL_S)
         self._tracker.close()
-        self._store(self._cursors())
+        if self._handed:
+            self._store(self._handed[-1])
         return count
 
     def _cursors(self) -> _Cursors:
@@ -133,9 +140,20 @@ class Follower:
                 continue
             values = {name: float(value) for name, value in line.items() if name not in _HEAD and _is_finite(value)}
             self._tracker.metrics(step, time_s, values)
-            path = self._run.evaluations().get(step) if line.get("kind") == "evaluation" else None
-            if path is not None and (rows := list(evaluated(path))):
+            if line.get("kind") == "evaluation":
+                self._evaluated[step] = time_s
+
+    def _send_evaluations(self) -> bool:
+        """Send the completions of evaluations whose file, which the run writes after the line, has come."""
+        files, sent = self._run.evaluations() if self._evaluated else {}, False
+        for step, time_s in list(self._evaluated.items()):
+            has_come = step in files and changed_s(files[step]) > time_s - _CLOCK_S  # else of an earlier evaluation
+            if has_come and (rows := list(evaluated(files[step]))):
                 self._tracker.samples(step, "evaluation", rows)
+                sent = True
+            if has_come or time.time() > time_s + _FILE_S:
+                del self._evaluated[step]
+        return sent
 
     def _take_samples(self, lines: Sequence[bytes]) -> None:
         for step, found in groupby(decoded_lines(lines, CompletionSampled), key=lambda one: one.step):

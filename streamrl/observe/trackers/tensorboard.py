@@ -74,8 +74,9 @@ class TensorBoard(Tracker):
         if self._key(event) not in self._there:
             self._writer.write_event(event)
 
-    def _key(self, event: Any) -> tuple[int, bytes]:
-        return event.step, event.summary.SerializeToString()
+    def _key(self, event: Any) -> int:
+        """A hash: a long run has gigabytes of events."""
+        return hash((event.step, event.summary.SerializeToString()))
 
     def _events(self, path: Path) -> Iterator[Any]:
         """Whole events of a file: each has its length, a checksum of it, the event, and its checksum."""

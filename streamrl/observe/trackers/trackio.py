@@ -7,7 +7,7 @@ import os
 import sqlite3
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing, redirect_stdout
+from contextlib import closing, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class Trackio(Tracker):
 
         self._trackio: Any = trackio
         self._pandas = pandas
-        self._there = _names_by_step(Path(os.environ["TRACKIO_DIR"]), run.run_id)
+        self._there = _hashes(Path(os.environ["TRACKIO_DIR"]), run.run_id)
         with redirect_stdout(sys.stderr):
             trackio.init(
                 project=run.project,
@@ -61,14 +61,15 @@ class Trackio(Tracker):
             self._trackio.finish()
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
-        if (step, frozenset(values)) not in self._there:
+        if hash((step, frozenset(values))) not in self._there:
             self._trackio.log(values, step=step)
 
 
-def _names_by_step(folder: Path, run_id: str) -> set[tuple[int, frozenset[str]]]:
-    found: set[tuple[int, frozenset[str]]] = set()
+def _hashes(folder: Path, run_id: str) -> set[int]:
+    """Of the step and the names of all that is there."""
+    found: set[int] = set()
     for path in folder.glob("*.db"):
-        with closing(sqlite3.connect(path)) as database:
+        with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(path)) as database:  # the folder may have others
             rows = database.execute("SELECT step, metrics FROM metrics WHERE run_name = ?", (run_id,))
-            found |= {(step, frozenset(json.loads(metrics))) for step, metrics in rows}
+            found |= {hash((step, frozenset(json.loads(metrics)))) for step, metrics in rows}
     return found

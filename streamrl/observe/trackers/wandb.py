@@ -12,6 +12,8 @@ from streamrl.observe.trackers.tracker import COLUMNS, RunInfo, Sample, Tracker
 
 log = logging.getLogger(__name__)
 
+_LONGEST = 8000
+
 
 class Wandb(Tracker):
     """Metrics have the axis ``step``, which is a metric: wandb's own step must rise, and an evaluation that ends later
@@ -45,19 +47,15 @@ class Wandb(Tracker):
             self._run = begin(mode="offline")
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._tables: dict[str, tuple[Any, list[str]]] = {}
 
     def metrics(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
     def samples(self, step: int, kind: str, rows: Sequence[Sample]) -> None:
-        if kind not in self._tables:
-            functions = sorted({name for row in rows for name in row.rewards})
-            table = self._wandb.Table(columns=[*COLUMNS, *functions], log_mode="INCREMENTAL", allow_mixed_types=True)
-            self._tables[kind] = table, functions
-        table, functions = self._tables[kind]
-        for row in rows:
-            table.add_data(*row.row(step, functions))
+        """A table of its own each time: one that grows keeps every row in memory, and the functions of the first."""
+        functions = sorted({name for row in rows for name in row.rewards})
+        cells = [[c[:_LONGEST] if isinstance(c, str) else c for c in row.row(step, functions)] for row in rows]
+        table = self._wandb.Table(columns=[*COLUMNS, *functions], data=cells, allow_mixed_types=True)
         self._run.log({"step": step, f"samples/{kind}": table})
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
