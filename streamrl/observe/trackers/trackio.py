@@ -66,7 +66,7 @@ class Trackio(Tracker):
 
 
 def _hashes(folder: Path, run_id: str) -> set[int]:
-    """Of the step and the names of all that is there."""
+    """Hashes of the step and the names of each row of this run."""
     found: set[int] = set()
     for path in folder.glob("*.db"):
         with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(path)) as database:  # the folder may have others
