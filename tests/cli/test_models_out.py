@@ -61,7 +61,7 @@ def train(directory: Path, **settings: Any) -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = done.stdout.splitlines()
     summary = json.loads(line)
-    assert (summary["state"], summary["step"]) == ("ended", 2) and "eval/held_out/avg@2" in summary["scores"]
+    assert (summary["state"], summary["step"]) == ("finished", 2) and "eval/held_out/avg@2" in summary["scores"]
     return Path(summary["directory"])
 
 
