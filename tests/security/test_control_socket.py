@@ -33,6 +33,7 @@ from streamrl.launch.control_protocol import (
     length_of,
 )
 from streamrl.launch.control_socket import ControlServer, ask_control, read_key, serving_control
+from streamrl.launch.steering.steering_messages import ChangeSettings, ReadStatus, SteerRun
 from streamrl.recipe.rewards import Reward
 from streamrl.rewards.reward_messages import (
     AttachReward,
@@ -229,13 +230,10 @@ async def test_a_path_that_is_too_long_is_named_with_the_remedy(tmp_path: Path) 
 
 REWARD = Reward(function="m:f")
 EXAMPLES = (
-    ListRewards(),
-    AttachReward(reward=REWARD),
-    ReplaceReward(name="style", reward=REWARD),
-    DetachReward(name="style"),
-    DrainRun(),
-)
-LOOKS = {"ListRewards"}
+    ListRewards(), AttachReward(reward=REWARD), ReplaceReward(name="style", reward=REWARD), DetachReward(name="style"),
+    DrainRun(), ReadStatus(), SteerRun(order="pause"), ChangeSettings(changes=("training.learning_rate=1e-6",)),
+)  # fmt: skip
+LOOKS = {"ListRewards", "ReadStatus"}
 """Every operation that needs no key. One that is added here must not change anything, nor tell a secret."""
 
 
