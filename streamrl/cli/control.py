@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,12 +10,11 @@ import anyio
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.command import Argument, Command, RunPath
+from streamrl.launch import control_socket
 from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, ControlRefused, DrainRun
-from streamrl.launch.control_socket import ask_control, read_key
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.rules.load import resolved_reward
 from streamrl.recipe.toml_text import value_or_text
-from streamrl.recipe.topology import control_socket, read_topology
 from streamrl.rewards.reward_messages import (
     AttachReward,
     DetachReward,
@@ -27,6 +27,8 @@ from streamrl.rewards.reward_messages import (
 ANSWER_LIMIT_S = 300.0
 """Functions are imported twice, each time within minutes, and changes wait for each other."""
 
+
+DRAINING = "it ends after the step that trains now, and saves; prompts that are sampled come again on resume"
 
 FunctionName = Annotated[
     str, Argument("module:function, file.py:function, or a built-in reward", metavar="FUNCTION", positional=True)
@@ -113,10 +115,7 @@ class Drain(Command, frozen=True):
     def run(self) -> int:
         """Ask for it and return: the run takes its time."""
         ask_run(self.run_directory, DrainRun())
-        return self.print(
-            {"draining": str(self.run_directory)},
-            "it ends after the step that trains now, and saves; prompts that are sampled come again on resume",
-        )
+        return self.print({"draining": str(self.run_directory)}, DRAINING)
 
 
 class ListAttached(Command, frozen=True):
@@ -152,9 +151,7 @@ def _change(command: Command, run_directory: Path, operation: ControlOperation) 
 
 def ask_run(run_directory: Path, operation: ControlOperation, *, changes: bool = True) -> ControlAnswer:
     """The answer of a running run. Raises ``RecipeError`` for a refusal, ``StreamRLError`` where none listens."""
-    path = control_socket(read_topology(run_directory))
-    key = read_key(run_directory) if changes else ""
-    answer = anyio.run(ask_control, path, operation, key, ANSWER_LIMIT_S)
+    answer = anyio.run(partial(control_socket.ask_run, run_directory, operation, ANSWER_LIMIT_S, changes=changes))
     if isinstance(answer, ControlRefused):
         raise RecipeError(*answer.problems, outcome="the run is as it was")
     return answer

@@ -32,6 +32,7 @@ from streamrl.simulate.what_if import World
 PROGRESS_AFTER_S = 2.0
 DEFAULT_CLUSTER = "demo"
 _WORDS = ("rounds", "kind", "system", "")
+"""Columns of words, which stand on the left."""
 Row = Iterator[tuple[str, str]]
 """Columns of a table, each with a cell."""
 
@@ -265,9 +266,7 @@ def results_table(title: str, rows: Iterable[Row]) -> Table:
     for row in rows:
         columns, cells = zip(*row, strict=True)
         for column in columns if not table.columns else ():
-            table.add_column(
-                column, justify="left" if column in ("rounds", "kind", "system", "") else "right", overflow="fold"
-            )
+            table.add_column(column, justify="left" if column in _WORDS else "right", overflow="fold")
         table.add_row(*cells)
     return table
 

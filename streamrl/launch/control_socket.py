@@ -22,6 +22,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from streamrl.base.errors import RecipeError, StreamRLError, WireError
 from streamrl.launch import control_protocol as protocol
+from streamrl.recipe.topology import control_socket, read_topology
 
 KEY_FILE = "control.key"
 LONGEST_PATH = 107
@@ -205,6 +206,14 @@ async def ask_control(
         raise StreamRLError(f"no run listens at {path}: it has ended, or has not begun") from None
     except _GONE as error:
         raise StreamRLError(f"the run ended the conversation at {path}: {error or 'it may have ended'}") from error
+
+
+async def ask_run(
+    run_directory: Path, operation: protocol.ControlOperation, timeout_s: float, *, changes: bool = True
+) -> protocol.ControlAnswer:
+    """The answer of the run in a directory; its key goes along where it ``changes``. Raises as ``ask_control``."""
+    path = control_socket(read_topology(run_directory))
+    return await ask_control(path, operation, read_key(run_directory) if changes else "", timeout_s)
 
 
 def peer_user(stream: anyio.abc.SocketStream) -> int:

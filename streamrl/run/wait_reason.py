@@ -15,6 +15,8 @@ import msgspec
 if TYPE_CHECKING:
     from streamrl.control.model import RunState
 
+WAIT_METRICS = "util/wait_reason/"
+"""Beginning of the metrics of ``take``, which end with the reason: for their readers."""
 TAIL_SHARE = 0.25
 """Fewer running requests than this share of what the engines can run are a tail: most of them stand idle."""
 

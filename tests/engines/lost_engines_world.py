@@ -129,10 +129,10 @@ class Controller:
         return sum(isinstance(event, EngineLost) and event.engine == name for event in self.events)
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        self.supervisor._children[name].process.send_signal(number)
+        self.supervisor.children[name].process.send_signal(number)
 
     def pid(self, name: str) -> int:
-        return self.supervisor._children[name].process.pid
+        return self.supervisor.children[name].process.pid
 
     async def close(self) -> None:
         await self.orders.aclose()

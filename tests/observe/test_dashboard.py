@@ -113,7 +113,7 @@ def test_the_block_has_every_trajectory_in_the_order_of_launches(run: Path) -> N
     head, columns = read_block(client(run).get("/api/runs/0/timeline").content)
     assert list(columns) == list(COLUMNS) and head["count"] == 4
     assert columns["launched"].tolist() == [0.5, 1.0, 2.0, 4.5]
-    assert columns["first_token_or_queued_end"].tolist() == [0.5, 1.25, 2.0, 4.5]
+    assert columns["begun"].tolist() == [0.5, 1.25, 2.0, 4.5]
     assert columns["rollout_end"].tolist() == [4.0, 2.0, 3.0, 5.5], "a pause is between launch and last token"
     assert columns["reward_end"][:3] == pytest.approx([4.0, 2.5, 3.1]), "of an old trace it is worked out"
     assert [head["outcomes"][number] for number in columns["outcome"]] == ["trained", "trained", "lost_race", "trained"]

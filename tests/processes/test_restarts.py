@@ -202,10 +202,10 @@ async def test_the_budget_is_whole_again_after_long_service(
         for name in ("reward-0", "controller"):
             for _ in range(2):
                 await anyio.sleep(0.7)
-                before = supervisor._children[name]
+                before = supervisor.children[name]
                 before.process.kill()
-                await until(lambda before=before: supervisor._children[before.name] is not before)  # type: ignore[misc]
-                await until(lambda: all(lives(child.process.pid) for child in supervisor._children.values()))
+                await until(lambda before=before: supervisor.children[before.name] is not before)  # type: ignore[misc]
+                await until(lambda: all(lives(child.process.pid) for child in supervisor.children.values()))
     one.assert_nothing_left()
 
 
@@ -330,7 +330,7 @@ async def test_a_stopped_engine_has_time_to_end_by_itself(trial: Callable[..., T
 
 async def is_killed(supervisor: Supervisor, order: KillEngine) -> bool:
     """Whether ``order`` would end the host that there is now."""
-    process, killed = supervisor._children[order.engine].process, []
+    process, killed = supervisor.children[order.engine].process, []
     kill, process.kill = process.kill, lambda: killed.append(order)  # type: ignore[method-assign]
     await EngineOrders(supervisor).handle(order)
     process.kill = kill  # type: ignore[method-assign]
@@ -409,7 +409,7 @@ async def test_who_cannot_be_started_at_once_is_started_later(
         refusals.spared, refusals.left = spared, 2
         os.kill(one.pid(name), signal.SIGKILL)
         await until(lambda: one.started(name, 1))
-        await until(lambda: all(lives(child.process.pid) for child in supervisor._children.values()))
+        await until(lambda: all(lives(child.process.pid) for child in supervisor.children.values()))
         assert refusals.seen == 2
     one.assert_nothing_left()
 
@@ -422,7 +422,7 @@ async def test_who_can_never_be_started_again_ends_the_run(
     async with surviving(one, alone=2, resumes=2) as supervisor:
         refusals = Refusals(monkeypatch)
         refusals.left = 1000
-        supervisor._children[name]._started_s -= 10_000  # it had lived so long that its budget is whole
+        supervisor.children[name]._started_s -= 10_000  # it had lived so long that its budget is whole
         os.kill(one.pid(name), signal.SIGKILL)
         assert (await death_in(supervisor)).startswith(f"{name} was killed by SIGKILL")
         assert refusals.seen == 2
@@ -451,7 +451,7 @@ async def test_an_engine_that_the_kernel_does_not_let_go_is_in_nobody_s_way(
 ) -> None:
     one = trial()
     async with surviving(one) as supervisor:
-        held = supervisor._children["engine-0"].process
+        held = supervisor.children["engine-0"].process
         with monkeypatch.context() as patch:  # a process that no signal ends cannot be made here
             patch.setattr(held, "terminate", lambda: None)
             patch.setattr(RunProcesses, "end_left_behind", lambda *_: [held.pid])

@@ -25,13 +25,13 @@ import pytest
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.show import read_run
 from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, ControlRefused
-from streamrl.launch.control_socket import ask_control, read_key
+from streamrl.launch.control_socket import ask_run
 from streamrl.launch.steering.steering_messages import ChangeSettings, ReadStatus, SteeringStatus, SteerRun
 from streamrl.launch.supervise.clean_up import marker_of
 from streamrl.observe.report.trajectory_trace import read_trace
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.toml_text import toml_value
-from streamrl.recipe.topology import control_socket, read_topology
+from streamrl.recipe.topology import read_topology
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -387,7 +387,7 @@ STREAMRL = (sys.executable, "-m", "streamrl")
 
 
 def ask(run: Path, operation: ControlOperation) -> ControlAnswer:
-    return anyio.run(ask_control, control_socket(read_topology(run)), operation, read_key(run), 60.0)
+    return anyio.run(ask_run, run, operation, 60.0)
 
 
 def steps_of(run: Path) -> dict[int, dict[str, Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import structs
 
 from streamrl.cli.command import Argument, Command, RunPath
 from streamrl.cli.control import ask_run
@@ -25,11 +27,13 @@ class Status(Command, frozen=True):
     def run(self) -> int:
         answer = ask_run(self.run_directory, ReadStatus(), changes=False)
         assert isinstance(answer, SteeringStatus), answer
-        return self.print({"run": str(self.run_directory), **_fields(answer)}, *_lines(answer))
+        fields = structs.asdict(answer)
+        del fields["request_id"]
+        return self.print({"run": str(self.run_directory), **fields}, *_lines(answer))
 
 
-class Steer(Command, frozen=True):
-    """A command that changes one thing of a running run."""
+class SteeringCommand(Command, frozen=True):
+    """A command that gives one order to a running run."""
 
     order: ClassVar[Literal["pause", "continue", "evaluate", "checkpoint"]]
     run_directory: RunPath
@@ -39,26 +43,26 @@ class Steer(Command, frozen=True):
         return _steer(self, SteerRun(order=self.order))
 
 
-class Pause(Steer, frozen=True):
+class Pause(SteeringCommand, frozen=True):
     """Launch nothing more until `streamrl continue`: what runs is finished, and a batch that fills is trained. A pause
     outlasts a kill and `streamrl resume`."""
 
     order = "pause"
 
 
-class Continue(Steer, frozen=True):
+class Continue(SteeringCommand, frozen=True):
     """Let a paused run go on."""
 
     order = "continue"
 
 
-class WriteNow(Steer, frozen=True):
+class WriteNow(SteeringCommand, frozen=True):
     """Have a running run write a checkpoint now, or once the step that is made is live."""
 
     order = "checkpoint"
 
 
-class EvaluateNow(Steer, frozen=True):
+class EvaluateNow(SteeringCommand, frozen=True):
     """Have a running run score all held-out prompts now, or once the step that is made is live."""
 
     order = "evaluate"
@@ -79,14 +83,10 @@ class SetKeys(Command, frozen=True):
         return _steer(self, ChangeSettings(changes=self.changes, step=self.step))
 
 
-def _steer(command: Steer | SetKeys, request: SteeringRequest) -> int:
+def _steer(command: SteeringCommand | SetKeys, request: SteeringRequest) -> int:
     answer = ask_run(command.run_directory, request)
     assert isinstance(answer, SteeringTaken), answer
     return command.print({"run": str(command.run_directory), "taken": answer.text}, answer.text)
-
-
-def _fields(status: SteeringStatus) -> dict[str, Any]:
-    return {name: getattr(status, name) for name in status.__struct_fields__ if name != "request_id"}
 
 
 def _lines(status: SteeringStatus) -> list[str]:

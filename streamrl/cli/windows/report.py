@@ -8,8 +8,8 @@ from typing import Annotated
 from streamrl.base.atomic_files import write_atomic
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.command import Argument, Command, RunPath
-from streamrl.cli.windows.dashboard import require_server
 from streamrl.observe.dashboard.chrome_trace import trace_run
+from streamrl.observe.dashboard.report_page import report_page
 from streamrl.observe.dashboard.timeline_columns import TimelineColumns
 from streamrl.observe.follow.run_files import run_files
 
@@ -25,9 +25,6 @@ class Report(Command, frozen=True, kw_only=True):
 
     def run(self) -> int:
         """Write it. Raises ``StreamRLError`` for what is no run."""
-        require_server()
-        from streamrl.observe.dashboard.report_page import report_page  # only here: its packages may be absent
-
         places = [Path(name) for name in self.runs]
         if not places:
             raise StreamRLError("streamrl report needs a run: name one, such as runs/latest")

@@ -13,16 +13,16 @@ import msgspec
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import read_lines
+from streamrl.cli.control import DRAINING
 from streamrl.cli.watch import Watch
 from streamrl.comm.zmq_sockets import has_ipc_listener
 from streamrl.launch.control_protocol import ControlRefused, DrainRun
-from streamrl.launch.control_socket import KEY_FILE, ask_control, read_key
+from streamrl.launch.control_socket import KEY_FILE, ask_run, read_key
 from streamrl.launch.steering.steering_messages import SteeringTaken, SteerRun
 from streamrl.observe.follow.followed_lines import FollowedLines
 from streamrl.observe.follow.run_files import RunFiles
 from streamrl.observe.telemetry import TelemetrySubscriber
 from streamrl.observe.top.picture import MOST_STEPS, Picture
-from streamrl.recipe.topology import control_socket, read_topology
 
 ANSWER_S = 60.0
 
@@ -72,10 +72,10 @@ class Top(Watch, frozen=True):
     async def _steer(self, order: str) -> str:
         here = Path(self.where)
         operation = DrainRun() if order == "drain" else msgspec.convert({"order": order, "type": "SteerRun"}, SteerRun)
-        answer = await ask_control(control_socket(read_topology(here)), operation, read_key(here), ANSWER_S)
+        answer = await ask_run(here, operation, ANSWER_S)
         if isinstance(answer, ControlRefused):
             raise StreamRLError("; ".join(answer.problems))
-        return answer.text if isinstance(answer, SteeringTaken) else "it finishes the open step, saves and ends"
+        return answer.text if isinstance(answer, SteeringTaken) else DRAINING
 
 
 def _log_lines(files: RunFiles) -> Callable[[], list[str]]:

@@ -1,6 +1,6 @@
 """Orders of people as control takes them: ``steer``, between an event and what is decided after it. Pure.
 
-A change of settings waits until the batch of its step takes its first group, so that one batch is made by one set of
+A change of settings is applied while the batch of its step is still empty, so that one batch is made by one set of
 settings, whenever the change was asked for. Where it changes the rounds, groups that are under way for later batches
 (continuous rounds, those submitted in advance, parts that are resumed) end and their prompts are sampled again. Other
 changes leave them: each group has the sampling parameters that it was launched with."""
@@ -20,7 +20,7 @@ from streamrl.control.machine import Steer
 from streamrl.control.model import Batch, RunState, requeue_interrupted
 from streamrl.control.round_policy import GroupSizer, RoundPolicy, Rules
 from streamrl.control.settings import ControlSettings
-from streamrl.control.steering.live_keys import LIVE, REFORMING, STEPS, with_values
+from streamrl.control.steering.live_keys import LIVE, SAMPLED_AGAIN, STEPS, with_values
 
 MakePolicies = Callable[[ControlSettings], tuple[RoundPolicy, GroupSizer]]
 PAUSED = "nothing more is launched until `streamrl continue`; what runs is finished"
@@ -76,7 +76,7 @@ def _changed(make: MakePolicies, state: RunState, rules: Rules, change: on.Setti
     figures = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
     reason = f"{', '.join(words)}, from step {state.batch.batch_id + 1} on"
     out.append(Decision(subject="settings", reason=reason, figures=figures))
-    if not any(LIVE[key].partition(".")[0] in REFORMING for key in values):
+    if not any(LIVE[key].partition(".")[0] in SAMPLED_AGAIN for key in values):
         return Rules(after, rules.policy, rules.sizer)
     policy, sizer = make(after)
     policy.restore(msgspec.to_builtins(rules.policy.snapshot()))

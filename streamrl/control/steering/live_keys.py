@@ -39,12 +39,12 @@ LIVE: dict[str, str] = {
 }
 """Field of ``ControlSettings`` by key of the recipe."""
 
-REFORMING = frozenset({"rounds", "tail_batching", "length_sorted", "group_sizing", "max_staleness", "presubmit"})
-"""Fields that policies are made of: what is under way when one changes is sampled again under the new rounds."""
+SAMPLED_AGAIN = frozenset({"rounds", "tail_batching", "length_sorted", "group_sizing", "max_staleness", "presubmit"})
+"""Fields from which round policy and group sizer are made. Where one changes, groups under way are dropped and their
+prompts sampled again."""
 
-_AT_START = "it is read when the processes of the run start"
 WHY_NOT = {
-    "": _AT_START,
+    "": "it is read when the processes of the run start",
     "rewards": "rewards change with `streamrl reward attach`, `replace` and `detach`",
     "rollout.prompts_per_batch": "slots, rows of the trainer and the learning rate were chosen for this batch",
     "rollout.group_size": "slots, rows of the trainer and the learning rate were chosen for this batch; group_sizing "

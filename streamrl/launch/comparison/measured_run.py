@@ -15,20 +15,18 @@ from streamrl.base.types import FinishReason
 from streamrl.control.policies.sagc import straggler_rate
 from streamrl.launch.comparison.run_figures import WARM_UP_STEPS, RunFigures, samples_of
 from streamrl.launch.control_protocol import ControlRefused
-from streamrl.launch.control_socket import ask_control, read_key
+from streamrl.launch.control_socket import ask_run
 from streamrl.launch.pipeline import Pipeline
 from streamrl.launch.steering.steering_messages import SteerRun
 from streamrl.observe.follow.run_files import RunFiles
 from streamrl.observe.report.trajectory_trace import TRAINED, read_trace
 from streamrl.recipe.sections import Recipe
-from streamrl.recipe.topology import control_socket, read_topology
 
 METRICS = (
     "time/step_s", "time/wait_eval_s", "perf/samples_s", "perf/train_tok_s", "util/rollout_bubble_ratio",
     "util/free_slot_ratio",
 )  # fmt: skip
 """Metrics of a step that a comparison keeps."""
-
 
 ANSWER_LIMIT_S = 60.0
 SPARE_STEPS = 8
@@ -117,7 +115,6 @@ def _stragglers(run: Path, recipe: Recipe) -> float:
 
 async def _order_evaluation(run: Path) -> None:
     """Have a running run evaluate its live version on all held-out prompts."""
-    path = control_socket(read_topology(run))
-    answer = await ask_control(path, SteerRun(order="evaluate"), read_key(run), ANSWER_LIMIT_S)
+    answer = await ask_run(run, SteerRun(order="evaluate"), ANSWER_LIMIT_S)
     if isinstance(answer, ControlRefused):
         raise StreamRLError(f"{run} was not evaluated: {'; '.join(answer.problems)}")

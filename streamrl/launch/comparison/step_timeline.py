@@ -39,7 +39,7 @@ def typical_step(run: RunFigures) -> int:
 
 def bars_of(trace: TimelineColumns, begin: float, seconds: float) -> list[Bar]:
     """The trajectories of ``seconds`` of the run from ``begin`` on; slots that worked longest in them come first."""
-    names = ("first_token_or_queued_end", "rollout_end", "reward_end")
+    names = ("begun", "rollout_end", "reward_end")
     since, until, scored = (trace.column(name) - begin for name in names)
     slot, trained = trace.column("slot"), trace.column("outcome") == trace.number_of_outcome(TRAINED)
     (seen,) = np.nonzero((since < seconds) & (scored > 0) & (until > since))

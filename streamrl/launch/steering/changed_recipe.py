@@ -60,7 +60,7 @@ def _why_impossible(started: Recipe, recipe: Recipe, values: Mapping[str, Any], 
     rounds, first = recipe.rollout.rounds, started.rollout.rounds
     sorts = RoundKind.LENGTH_SORTED in (rounds, first)
     if rounds != first and (rounds in _NOT_CHOSEN_LATER or (sorts and recipe.length_sorted.single)):
-        reason = "cohorts of single trajectories are" if sorts else f'what rounds = "{rounds}" ask is'
+        reason = "cohorts of single trajectories are" if sorts else f'what rounds = "{rounds}" needs is'
         yield f"rollout.rounds: {reason} set up at the start: {_REMEDY}"
     if rounds != first and sorts and recipe.training.updates_per_batch > 1:
         yield f"rollout.rounds: with training.updates_per_batch the trainer sorts groups from its start on: {_REMEDY}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import anyio
 from msgspec import structs
 
@@ -37,10 +39,7 @@ class SteeringRequests(Conversation[SteeringRequest, SteeringReply]):
         """The answer to ``request``. Raises ``RecipeError`` where it cannot be carried out, and ``StreamRLError`` where
         the controller ends meanwhile."""
         reply: SteeringReply = SteeringStatus()
-        if isinstance(request, ReadStatus):
-            with anyio.move_on_after(STATUS_LIMIT_S):
-                reply = await self.ask(request)
-        else:
+        with anyio.move_on_after(STATUS_LIMIT_S if isinstance(request, ReadStatus) else math.inf):
             reply = await self.ask(request)
         if isinstance(reply, SteeringTaken) and reply.problems:
             raise RecipeError(*reply.problems)

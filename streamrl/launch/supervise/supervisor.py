@@ -74,7 +74,7 @@ class Supervisor:
         self._resumes = resumes
         self._processes = RunProcesses(marker_of(socket_directory))
         self._exits = ExitMonitor(topology, run_directory, replacements=restarts, others_end_s=others_end_s)
-        self.children = self._children = self._exits.children
+        self.children = self._exits.children
         self.starts: Counter[str] = Counter()
         self._followers = Followers(metrics.report_to, run_directory)
         self._logs = LogFiles(run_directory / "logs", most_bytes(metrics.most_mib, "logs"))
@@ -122,7 +122,7 @@ class Supervisor:
             for child in self._exits.overdue:
                 await self._replace(child)
             await anyio.sleep(POLL_S)
-        children = list(self._children.values())
+        children = list(self.children.values())
         await ended_within(self._others_end_s, *children, unless=lambda: self._ending or self._nobody_ends_them())
         for death in [] if self._ending else self._exits.poll():
             log.warning("after the run had finished, %s", death.describe())
@@ -145,7 +145,7 @@ class Supervisor:
                 await self._end_all(grace_s)
                 await self._followers.finish(FINISH_S if grace_s else 0.0)
                 await anyio.to_thread.run_sync(lambda: shutil.rmtree(self.socket_directory, ignore_errors=True))
-                self._children.clear()
+                self.children.clear()
                 if self._adopts:
                     adopt_orphans(-1)
                     self._adopts = False
@@ -160,7 +160,7 @@ class Supervisor:
     def engine_host(self, name: str) -> ChildProcess | None:
         """The process of a local engine; None where it was never started. Raises ``StreamRLError`` for no such one."""
         local_engine(self.topology, name)
-        return self._children.get(name)
+        return self.children.get(name)
 
     async def stop_engine(self, name: str, grace_s: float = 10, *, patience_s: float = 0, sleeps: bool = False) -> None:
         """End one engine host and what it started while the run goes on; its end is no death. See ``start_engine``.
@@ -194,7 +194,7 @@ class Supervisor:
         retired = self._exits.policy.retired
         if name not in self._exits.stopped and name not in retired:
             raise StreamRLError(f"{name} was not stopped; stop_engine comes before start_engine")
-        if not (name in self._asleep and self._children[name].running):
+        if not (name in self._asleep and self.children[name].running):
             self._start(plan)
         self._asleep.discard(name)
         self._exits.stopped.discard(name)
@@ -204,7 +204,7 @@ class Supervisor:
 
     def _start(self, plan: ProcessPlan, *, resumes: bool = False) -> None:
         self.starts[plan.name] += 1
-        self._children[plan.name] = start_child(
+        self.children[plan.name] = start_child(
             plan, self._command, self.run_directory, self.socket_directory, self._processes, resumes=resumes
         )
 
@@ -237,7 +237,7 @@ class Supervisor:
 
     async def _resume(self, first: Death) -> bool:
         """End every process and start the run again from its journal. False: this death is not survived so."""
-        child = self._children[first.name]
+        child = self.children[first.name]
         if self._exits.draining or first.is_fatal or child.plan.role not in RESUMED:
             return False
         if (pause_s := self._exits.policy.run.next_pause(child.uptime_s)) is None:
@@ -254,7 +254,7 @@ class Supervisor:
             self._start_all(resumes=True)
         except OSError as error:
             log.error("the run cannot be resumed now: %s", error)
-            for one in self._children.values():
+            for one in self.children.values():
                 if not one.running:
                     one.not_replaced()
         if self._exits.draining:
@@ -278,7 +278,7 @@ class Supervisor:
             log.error("processes %s of %s survived SIGKILL; look at them with ps", left, child.name)
 
     async def _end_all(self, grace_s: float) -> None:
-        children = list(self._children.values())
+        children = list(self.children.values())
         for child in children if grace_s else ():
             if child.running:
                 child.process.terminate()

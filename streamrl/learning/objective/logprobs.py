@@ -88,9 +88,8 @@ def token_logprobs(
     """Logprobs of the targets under the processed distribution, and its entropy in nats. Float32 [N] and [N].
 
     Processed as the engine does it: divide by the temperature (of each row [N], or of all), cut the nucleus,
-    renormalise. ``excluded``: rows (bool
-    [N]) and tokens that could not be sampled there. Only with ``entropy_gradient`` can the entropy be differentiated
-    (it keeps the logits for it). Logits must be finite."""
+    renormalise. ``excluded``: rows (bool [N]) and tokens that could not be sampled there. Only with
+    ``entropy_gradient`` can the entropy be differentiated (it keeps the logits for it). Logits must be finite."""
     # float64 stays what it is, for the references of the tests
     scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if isinstance(temperature, Tensor):

@@ -79,7 +79,7 @@ def trace_run(name: str, timeline: TimelineColumns) -> tuple[ChromeTrace, int]:
     for row in (dict(zip(names, rows[at], strict=True)) for at in order):
         arguments = {key: row[key] for key in ("tokens", "reward", "oldest", "newest", "paused")}
         arguments |= {"outcome": head["outcomes"][row["outcome"]], "prompt": _name(head["prompts"], row["prompt"])}
-        arguments |= {"queued": row["first_token_or_queued_end"] - row["launched"], "ended": row["ended"]}
+        arguments |= {"queued": row["begun"] - row["launched"], "ended": row["ended"]}
         identity = f"{row['group']}.{row['sample']}"
         trace.request(identity, of_slot[row["slot"]], row["launched"], row["rollout_end"], **arguments)
     for step in timeline.steps:

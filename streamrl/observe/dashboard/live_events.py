@@ -22,8 +22,8 @@ MOST_ROWS = 20_000
 
 
 class StreamPlace(msgspec.Struct, array_like=True):
-    """Counts that a client has: of trajectories, prompts, slots and events, the last step and evaluation, and steps
-    of the trace. ``server``: whose numbers these are."""
+    """Counts that a client has: of trajectories, prompts, events and loads of engines; its last step and evaluation.
+    ``server``: whose numbers these are."""
 
     server: int
     rows: int = 0
@@ -31,7 +31,6 @@ class StreamPlace(msgspec.Struct, array_like=True):
     events: int = 0
     step: int = -1
     evaluation: int = -1
-    traced: int = -1
     loads: int = 0
 
 
@@ -45,7 +44,6 @@ def place_of(view: RunView) -> StreamPlace:
         events=len(timeline.events),
         step=max(metrics.steps.step, default=-1),
         evaluation=max(metrics.evaluations.step, default=-1),
-        traced=max((step.policy_version for step in timeline.steps), default=-1),
         loads=len(timeline.load["time_s"]),
     )
 

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from streamrl.base.line_file import decoded_lines
 from streamrl.observe.dashboard.metric_help import help_of
 from streamrl.observe.follow.followed_lines import FollowedLines
-from streamrl.observe.follow.run_files import RunFiles
+from streamrl.observe.follow.run_files import LINE_HEAD, RunFiles
+from streamrl.run.wait_reason import WAIT_METRICS
 
-WAITS = "util/wait_reason/"
-_HEAD = frozenset({"kind", "time", "step", "policy_version"})
 NAN = float("nan")
 
 
@@ -41,7 +40,7 @@ class MetricColumns:
         self.step.append(step)
         self.time_s.append(time - self.began)
         for name, value in line.items():
-            if name not in _HEAD and isinstance(value, int | float | None):
+            if name not in LINE_HEAD and isinstance(value, int | float | None):
                 column = self.values.setdefault(name, [])
                 column += [NAN] * (count - len(column)) + [NAN if value is None else value]
         for column in self.values.values():
@@ -91,8 +90,8 @@ class RunMetrics:
         """Seconds of each step by what the run waited for, and the idle shares of engines."""
         with self.lock:
             seconds = self._values("time/step_s")
-            names = [name for name in self.steps.values if name.startswith(WAITS)]
-            reasons = {name.removeprefix(WAITS): np.nan_to_num(self._values(name) * seconds).tolist() for name in names}
+            names = {k.removeprefix(WAIT_METRICS): k for k in self.steps.values if k.startswith(WAIT_METRICS)}
+            reasons = {reason: np.nan_to_num(self._values(k) * seconds).tolist() for reason, k in names.items()}
             return {
                 "time_s": self.steps.time_s[:],
                 "step": self.steps.step[:],

@@ -7,24 +7,33 @@ import base64
 import hashlib
 import re
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from streamrl.base.errors import StreamRLError
-from streamrl.observe.dashboard.run_view import RunView, recipe_differences
+from streamrl.observe.dashboard.run_view import ANSWERS, RunView, RunViews, recipe_differences
 from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
-from streamrl.observe.dashboard.server import INDEX, DashboardServer, page_files
 
+INDEX = "index.html"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 SAMPLES = 1_000
 """Completions of each run that a report has."""
 _ASSET = re.compile(r'<link rel="stylesheet" href="/assets/([\w.]+)">|<script src="/assets/([\w.]+)"></script>')
 
 
+def page_files() -> dict[str, bytes]:
+    """Files of the page by name."""
+    folder = files(__package__).joinpath("page")
+    found = [file for file in folder.iterdir() if Path(file.name).suffix in TYPES] if folder.is_dir() else []
+    return {file.name: file.read_bytes() for file in found}
+
+
 def report_page(places: Sequence[Path]) -> bytes:
     """The report on the runs in ``places``. Raises ``StreamRLError`` where one has nothing of a run."""
-    views = DashboardServer(places).views()
+    views = RunViews(places).views()
     for view in views:
         view.refresh()
     answers: dict[str, Any] = {"/api/runs": [view.summary() for view in views]}
@@ -43,17 +52,15 @@ def _answers(view: RunView) -> dict[str, Any]:
     _, parts = view.timeline.block()
     return {
         f"{path}/metrics": view.metrics.answer(-1),
-        f"{path}/waits": view.metrics.waits(),
-        f"{path}/lengths": view.lengths(),
-        f"{path}/details": view.details(),
+        **{f"{path}/{name}": answer(view) for name, answer in ANSWERS.items()},
         f"{path}/samples": sample_rows(view.files, SampleFilter(), 0, SAMPLES),
         f"{path}/timeline": base64.b64encode(b"".join(parts)).decode(),
     }
 
 
-def _inlined(files: dict[str, bytes], answers: dict[str, Any]) -> bytes:
+def _inlined(page: dict[str, bytes], answers: dict[str, Any]) -> bytes:
     """The page with its files and ``answers`` in it. Only these scripts may run: their hashes are in its policy."""
-    if INDEX not in files:
+    if INDEX not in page:
         raise StreamRLError("the files of the page are not installed: install streamrl again")
     # No text of a model can end the script that it is data of, or begin a comment.
     data = msgspec.json.encode(answers).decode().replace("<", "\\u003c")
@@ -61,14 +68,14 @@ def _inlined(files: dict[str, bytes], answers: dict[str, Any]) -> bytes:
 
     def inline(found: re.Match[str]) -> str:
         style, script = found.groups()
-        text = files[style or script].decode()
+        text = page[style or script].decode()
         if style:
             return f"<style>{text}</style>"
         scripts.append(text.replace("</script", "<\\/script"))
         return f"<script>{scripts[-1]}</script>"
 
-    page = _ASSET.sub(inline, files[INDEX].decode())
+    html = _ASSET.sub(inline, page[INDEX].decode())
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}'" for one in scripts)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:"
     head = f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-    return page.replace("<head>", f"<head>\n{head}<script>{scripts[0]}</script>", 1).encode()
+    return html.replace("<head>", f"<head>\n{head}<script>{scripts[0]}</script>", 1).encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from streamrl.observe.dashboard.metric_columns import RunMetrics
 from streamrl.observe.dashboard.timeline_columns import TimelineColumns
-from streamrl.observe.follow.run_files import RunFiles
+from streamrl.observe.follow.run_files import RunFiles, run_files, runs_in
 from streamrl.observe.report.trajectory_trace import TRAINED
 
 LATEST_S = 0.25
@@ -20,7 +20,6 @@ LATEST_S = 0.25
 BINS = 32
 LOG_BYTES = 16_000
 """Of the end of each log."""
-RESTARTS = ("engine lost", "engine back", "resumed", "stall")
 
 
 class RunView:
@@ -89,8 +88,6 @@ class RunView:
         processes = [
             {
                 "name": name,
-                "pid": None,
-                "started": None,
                 "restarts": sum(one.kind == "engine back" and one.text.startswith(f"{name},") for one in events),
                 "state": running,
             }
@@ -107,6 +104,39 @@ class RunView:
             "log_tail": logs,
             "notes": notes,
         }
+
+
+ANSWERS: dict[str, Callable[[RunView], Any]] = {
+    "waits": lambda view: view.metrics.waits(),
+    "lengths": RunView.lengths,
+    "details": RunView.details,
+}
+"""Answers about a run that take no parameters, by the last part of their path."""
+
+
+class RunViews:
+    """Runs by number, in ``places``: directories of runs, or runs. Runs that begin later get the numbers behind."""
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self._places = places
+        self._views: dict[Path, RunView] = {}
+        self._lock = Lock()
+
+    def views(self) -> list[RunView]:
+        """The runs that are there now. Raises ``StreamRLError`` for a place without one."""
+        with self._lock:
+            for place in self._places:
+                for run in _runs_of(place):
+                    directory = run.directory.resolve()
+                    if directory not in self._views:
+                        self._views[directory] = RunView(len(self._views), RunFiles(directory))
+            return list(self._views.values())
+
+
+def _runs_of(place: Path) -> list[RunFiles]:
+    if (place / "recipe.toml").is_file() or not place.is_dir() or not (found := runs_in(place)):
+        return [run_files(place)]
+    return found
 
 
 def recipe_differences(runs: Sequence[RunView]) -> list[dict[str, Any]]:

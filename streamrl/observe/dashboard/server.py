@@ -5,9 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import anyio.to_thread
@@ -23,9 +21,9 @@ from starlette.routing import Route
 
 from streamrl.base.errors import StreamRLError
 from streamrl.observe.dashboard.live_events import LiveEvents, place_of, read_place
-from streamrl.observe.dashboard.run_view import RunView, recipe_differences
+from streamrl.observe.dashboard.report_page import INDEX, TYPES, page_files
+from streamrl.observe.dashboard.run_view import ANSWERS, RunView, RunViews, recipe_differences
 from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
-from streamrl.observe.follow.run_files import RunFiles, run_files, runs_in
 
 ADDRESS = "127.0.0.1"
 HEADERS = {
@@ -36,44 +34,21 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-INDEX = "index.html"
 
 
-def page_files() -> dict[str, bytes]:
-    """Files of the page by name."""
-    folder = files(__package__).joinpath("page")
-    found = [file for file in folder.iterdir() if Path(file.name).suffix in TYPES] if folder.is_dir() else []
-    return {file.name: file.read_bytes() for file in found}
-
-
-class DashboardServer:
-    """Runs by number, in ``places``: directories of runs, or runs. Runs that begin later get the numbers behind."""
+class DashboardServer(RunViews):
+    """Answers requests about runs."""
 
     def __init__(self, places: Sequence[Path]) -> None:
-        self._places = places
-        self._views: dict[Path, RunView] = {}
-        self._lock = Lock()
+        super().__init__(places)
         self._page = page_files()
-
-    def views(self) -> list[RunView]:
-        """The runs that are there now. Raises ``StreamRLError`` for a place without one."""
-        with self._lock:
-            for place in self._places:
-                for run in _runs_of(place):
-                    directory = run.directory.resolve()
-                    if directory not in self._views:
-                        self._views[directory] = RunView(len(self._views), RunFiles(directory))
-            return list(self._views.values())
 
     def app(self) -> Starlette:
         """The application."""
         answers: dict[str, Callable[[Request, RunView], Any]] = {
             "metrics": lambda request, view: view.metrics.answer(_number(request, "after", -1)),
-            "waits": lambda request, view: view.metrics.waits(),
-            "lengths": lambda request, view: view.lengths(),
-            "details": lambda request, view: view.details(),
             "samples": _samples,
+            **{name: partial(_without_request, answer) for name, answer in ANSWERS.items()},
         }
         runs = [
             Route(f"/api/runs/{{number:int}}/{name}", partial(self._answer, answer)) for name, answer in answers.items()
@@ -141,14 +116,12 @@ class DashboardServer:
         return LiveEvents(view, (read_place(text) if text else None) or place_of(view), HEADERS)
 
 
-def _runs_of(place: Path) -> list[RunFiles]:
-    if (place / "recipe.toml").is_file() or not place.is_dir() or not (found := runs_in(place)):
-        return [run_files(place)]
-    return found
-
-
 def _json(answer: Any) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json", headers=HEADERS)
+
+
+def _without_request(answer: Callable[[RunView], Any], request: Request, view: RunView) -> Any:
+    return answer(view)
 
 
 def _number(request: Request, name: str, default: int) -> int:

@@ -18,7 +18,7 @@ from streamrl.observe.follow.run_files import RunFiles
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, EventLine, StepLine
 
 COLUMNS = {
-    "launched": "f4", "first_token_or_queued_end": "f4", "rollout_end": "f4", "reward_end": "f4", "ended": "f4",
+    "launched": "f4", "begun": "f4", "rollout_end": "f4", "reward_end": "f4", "ended": "f4",
     "paused": "f4",
     "slot": "u2", "outcome": "u1", "group": "u4", "prompt": "u4", "sample": "u2", "tokens": "u4", "reward": "f4",
     "oldest": "u4", "newest": "u4",
@@ -236,7 +236,7 @@ class TimelineColumns:
         rollout_end = np.minimum(rollout_end, returned)
         columns: dict[str, Any] = {
             "launched": launched,
-            "first_token_or_queued_end": np.minimum(launched + values["queued_s"], rollout_end),
+            "begun": np.minimum(launched + values["queued_s"], rollout_end),
             "rollout_end": rollout_end,
             "reward_end": returned,
             "ended": ended,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from streamrl.recipe.check_fields import leaves
 from streamrl.run.journal.log import writer_of
 
 METRICS = "metrics.jsonl"
+LINE_HEAD = frozenset({"kind", "time", "step", "policy_version"})
+"""Names in a line of ``METRICS`` that are no metrics."""
 _STARTED = re.compile(r"-(\d{8}-\d{6})(-\d+)?$")
 
 
@@ -57,11 +59,6 @@ class RunFiles(msgspec.Struct, frozen=True):
     def samples(self) -> Path:
         """``CompletionSampled`` lines: three completions of each batch."""
         return self.directory / "samples.jsonl"
-
-    @property
-    def journal(self) -> Path:
-        """The directory of the journal."""
-        return self.directory / "journal"
 
     def evaluations(self) -> dict[int, Path]:
         """Files with the completions of evaluations, by step, ascending."""
@@ -132,12 +129,9 @@ def run_files(directory: Path) -> RunFiles:
 
 def runs_in(directory: Path) -> list[RunFiles]:
     """The runs in the folders of ``directory``, the first started first; links such as ``latest`` name none twice."""
-    found = [RunFiles(path) for path in _folders(directory) if (path / "recipe.toml").is_file()]
+    folders = (path for path in directory.glob("*/") if not path.is_symlink())
+    found = [RunFiles(path) for path in folders if (path / "recipe.toml").is_file()]
     return sorted(found, key=lambda run: (run.started() or 0.0, run.run_id))
-
-
-def _folders(directory: Path) -> Iterator[Path]:
-    return (path for path in directory.glob("*/") if not path.is_symlink())
 
 
 def changed_s(path: Path) -> float:

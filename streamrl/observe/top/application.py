@@ -44,7 +44,7 @@ any key goes back""".format(
     orders="\n".join(f"{key}  {name}: {text}" for key, (name, text) in ORDERS.items()),
 )
 
-Steer = Callable[[str], Awaitable[str]]
+SendOrder = Callable[[str], Awaitable[str]]
 
 
 class Question(ModalScreen[bool]):
@@ -108,7 +108,7 @@ class TopApplication(App[None]):
         picture: Picture,
         subscriber: TelemetrySubscriber,
         *,
-        steer: Steer | None = None,
+        steer: SendOrder | None = None,
         why_not: str = "",
         logs: Callable[[], list[str]] = list,
     ) -> None:

@@ -15,12 +15,12 @@ from streamrl.base.printable import one_line
 from streamrl.observe.telemetry import Telemetry, to_run_event
 from streamrl.observe.terminal.step_line import duration, evaluation_line
 from streamrl.observe.top.live_figures import Live
+from streamrl.run.wait_reason import WAIT_METRICS
 
 SILENT_S = 5.0
 """A run publishes twice a second: longer without a message is worth a word."""
 MOST_STEPS = 2000
 MOST_EVENTS = 500
-WAIT = "util/wait_reason/"
 
 
 class Happened(msgspec.Struct, frozen=True):
@@ -162,7 +162,7 @@ class Picture:
             (
                 step,
                 m.get("time/step_s") or 0.0,
-                {k[len(WAIT) :]: v for k, v in sorted(m.items()) if k.startswith(WAIT) and v},
+                {k.removeprefix(WAIT_METRICS): v for k, v in sorted(m.items()) if k.startswith(WAIT_METRICS) and v},
             )
             for step, m in rows
         ]

@@ -18,7 +18,7 @@ from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.line_file import decoded_lines, read_lines
 from streamrl.base.run_events import CompletionSampled
 from streamrl.observe.follow.followed_lines import Cursor, FollowedLines
-from streamrl.observe.follow.run_files import RunFiles, changed_s
+from streamrl.observe.follow.run_files import LINE_HEAD, RunFiles, changed_s
 from streamrl.observe.trackers.installed import make_tracker, name_and_options
 from streamrl.observe.trackers.tracker import RunInfo, Sample, Tracker
 
@@ -33,7 +33,6 @@ _POLL_S = 1.0
 _CLOCK_S = 1.0  # the times of files are coarse
 _FILE_S = 600.0
 """After the line of an evaluation its completions are no longer waited for: the run was killed between the two."""
-_HEAD = ("kind", "time", "step", "policy_version")
 
 
 class _Cursors(msgspec.Struct, frozen=True):
@@ -138,7 +137,7 @@ class Follower:
             step, time_s = line.get("step"), line.get("time")
             if not isinstance(step, int) or not isinstance(time_s, int | float):
                 continue
-            values = {name: float(value) for name, value in line.items() if name not in _HEAD and _is_finite(value)}
+            values = {name: float(value) for name, value in line.items() if name not in LINE_HEAD and _is_finite(value)}
             self._tracker.metrics(step, time_s, values)
             if line.get("kind") == "evaluation":
                 self._evaluated[step] = time_s

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.observe.trackers.tracker import COLUMNS, RunInfo, Sample, Tracker
+from streamrl.observe.trackers.tracker import RunInfo, Sample, Tracker, sample_table
 
 _BINS = 30
 _LONGEST_CELL = 2000
@@ -39,9 +39,8 @@ class TensorBoard(Tracker):
         self._write(step, time_s, self._parts.Summary(value=[value(tag=k, simple_value=v) for k, v in values.items()]))
 
     def samples(self, step: int, kind: str, rows: Sequence[Sample]) -> None:
-        functions = sorted({name for row in rows for name in row.rewards})
-        table = [[*COLUMNS, *functions], ["---"] * (len(COLUMNS) + len(functions))]
-        table += [[_cell(cell) for cell in row.row(step, functions)] for row in rows]
+        heads, cells = sample_table(step, rows)
+        table = [heads, ["---"] * len(heads), *(list(map(_cell, row)) for row in cells)]
         text = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
         self._write(step, time.time(), self._parts.text(f"samples/{kind}", text))
 

@@ -33,13 +33,16 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
     tokens: int
 
-    def row(self, step: int, functions: Sequence[str]) -> list[Any]:
-        """Cells of ``COLUMNS``, then the rewards of ``functions``."""
-        cells = [step, self.prompt, self.completion, self.reward, self.finish_reason, self.tokens]
-        return cells + [self.rewards.get(name) for name in functions]
 
-
-COLUMNS = ("step", "prompt", "completion", "reward", "finish_reason", "tokens")
+def sample_table(step: int, samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
+    """The heads and the rows of a table of ``samples``, with a column for each reward function that one of them has;
+    None where a sample does not have it."""
+    functions = sorted({name for sample in samples for name in sample.rewards})
+    rows = [
+        [step, one.prompt, one.completion, one.reward, one.finish_reason, one.tokens, *map(one.rewards.get, functions)]
+        for one in samples
+    ]
+    return ["step", "prompt", "completion", "reward", "finish_reason", "tokens", *functions], rows
 
 
 class Tracker:

@@ -11,7 +11,7 @@ from contextlib import closing, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-from streamrl.observe.trackers.tracker import COLUMNS, RunInfo, Sample, Tracker
+from streamrl.observe.trackers.tracker import RunInfo, Sample, Tracker, sample_table
 
 
 class Trackio(Tracker):
@@ -44,9 +44,8 @@ class Trackio(Tracker):
         self._log(step, dict(values))
 
     def samples(self, step: int, kind: str, rows: Sequence[Sample]) -> None:
-        functions = sorted({name for row in rows for name in row.rewards})
-        cells = [row.row(step, functions) for row in rows]
-        table = self._pandas.DataFrame(cells, columns=[*COLUMNS, *functions])
+        heads, cells = sample_table(step, rows)
+        table = self._pandas.DataFrame(cells, columns=heads)
         self._log(step, {f"samples/{kind}": self._trackio.Table(dataframe=table)})
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from streamrl.observe.trackers.tracker import COLUMNS, RunInfo, Sample, Tracker
+from streamrl.observe.trackers.tracker import RunInfo, Sample, Tracker, sample_table
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ class Wandb(Tracker):
 
     def samples(self, step: int, kind: str, rows: Sequence[Sample]) -> None:
         """A table of its own each time: one that grows keeps every row in memory, and the functions of the first."""
-        functions = sorted({name for row in rows for name in row.rewards})
-        cells = [[c[:_LONGEST] if isinstance(c, str) else c for c in row.row(step, functions)] for row in rows]
-        table = self._wandb.Table(columns=[*COLUMNS, *functions], data=cells, allow_mixed_types=True)
+        heads, table = sample_table(step, rows)
+        cells = [[cell[:_LONGEST] if isinstance(cell, str) else cell for cell in row] for row in table]
+        table = self._wandb.Table(columns=heads, data=cells, allow_mixed_types=True)
         self._run.log({"step": step, f"samples/{kind}": table})
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:

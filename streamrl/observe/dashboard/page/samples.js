@@ -67,7 +67,7 @@ panel("samples", "Samples", "Completions that the run kept, with their rewards. 
 });
 
 panel("events", "Events", "Evaluations, checkpoints, pauses, restarts, alarms and changed settings, newest first. Click one to see it in the timeline.", { paths: ["timeline", "details"], without: "nothing was recorded." }, (body, [run], [[columns, details]]) => {
-  const alarms = (details.alarms ?? []).map(alarm => typeof alarm === "string" ? { kind: "alarm", text: alarm } : { kind: "alarm", time_s: sinceStart(run, alarm.time_s ?? alarm.time), step: alarm.step, text: alarm.message ?? alarm.text });
+  const alarms = (details.alarms ?? []).map(alarm => ({ kind: "alarm", time_s: sinceStart(run, alarm.time_s), step: alarm.step, text: alarm.text }));
   const told = new Set(columns.head.events.map(event => event.text)), rows = [...columns.head.events, ...alarms.filter(alarm => !told.has(alarm.text))].reverse(), kinds = ["all", ...new Set(rows.map(row => row.kind))];
   if (!rows.length) return false;
   const show = kind => table([{ head: "time", of: row => row.time_s, text: seconds }, { head: "step", of: row => row.step }, { head: "kind", of: row => row.kind, text: name => element("span", {}, swatch(eventColour(name)), name) }, { head: "took", of: row => known(row.end_s) ? row.end_s - row.time_s : null, text: seconds }, { head: "", of: row => row.text, class: "long" }],

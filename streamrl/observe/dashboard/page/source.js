@@ -39,7 +39,7 @@ class Columns {
     }
     [this.end, this.longest, this.lanes] = [0, 0, Math.max(1, sum(head.slots.map(slot => slot.lanes)))];
     this.measure(0);
-    for (const step of head.steps) { step.step ??= step.policy_version; this.end = Math.max(this.end, step.time_s); }
+    for (const step of head.steps) this.end = Math.max(this.end, step.time_s);
   }
 
   measure(from) {

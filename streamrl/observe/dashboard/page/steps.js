@@ -34,7 +34,7 @@ panel("step", "One step", "What took the time of one step, against the median st
   });
 
 const promptName = (columns, place) => columns.head.prompts[place] ?? "#" + place;
-const pace = (columns, i) => columns.tokens[i] > 0 ? (columns.rollout_end[i] - columns.first_token_or_queued_end[i] - (columns.paused[i] || 0)) / columns.tokens[i] : null;
+const pace = (columns, i) => columns.tokens[i] > 0 ? (columns.rollout_end[i] - columns.begun[i] - (columns.paused[i] || 0)) / columns.tokens[i] : null;
 
 panel("engines", "Engines", "What each engine did and at what pace: an engine whose seconds a token are well above the others' is slow. Below, requests and KV cache of all engines over time.", { paths: ["timeline"], without: "the run keeps no trace (trace.jsonl)." },
   (body, [run], [[columns]]) => {
@@ -45,8 +45,8 @@ panel("engines", "Engines", "What each engine did and at what pace: an engine wh
       const one = found.get(engine), thin = columns.count > 50000 && i % 16;
       one.count++;
       one.tokens += columns.tokens[i];
-      one.busy += columns.rollout_end[i] - columns.first_token_or_queued_end[i];
-      if (!thin) { one.paces.push(pace(columns, i)); one.queued.push(columns.first_token_or_queued_end[i] - columns.launched[i]); }
+      one.busy += columns.rollout_end[i] - columns.begun[i];
+      if (!thin) { one.paces.push(pace(columns, i)); one.queued.push(columns.begun[i] - columns.launched[i]); }
     }
     const rows = [...found.values()].map(one => ({ ...one, pace: median(one.paces), wait: median(one.queued), lanes: columns.head.slots.find(slot => slot.engine === one.engine)?.lanes })), typical = median(rows.map(row => row.pace));
     if (!rows.length) return false;

@@ -60,7 +60,7 @@ class Timeline {
       coarse.pixels.fill(pixel(channels(css("panel"))));
     }
     if (coarse.done === columns.count) return coarse;
-    const scale = BINS / coarse.span, row = rows / this.lanes, { launched, first_token_or_queued_end: queued, rollout_end: sampled, reward_end: rewarded, ended } = columns;
+    const scale = BINS / coarse.span, row = rows / this.lanes, { launched, begun: queued, rollout_end: sampled, reward_end: rewarded, ended } = columns;
     const { pixels } = coarse, { colour } = this, { waiting, reward, queued: held } = this.phases;
     let [left, right] = [BINS, 0];
     for (let i = coarse.done; i < columns.count; i++) {
@@ -101,7 +101,7 @@ class Timeline {
 
   bars(pen, { x: x0, y: y0, w, h }, low, high, scale) {
     if (this.image?.width !== w || this.image?.height !== h) { this.image = pen.createImageData(w, h); this.pixels = new Uint32Array(this.image.data.buffer); }
-    const { columns, lane, pixels, colour, phases } = this, { launched, first_token_or_queued_end: queued, rollout_end: sampled, reward_end: rewarded, ended } = columns;
+    const { columns, lane, pixels, colour, phases } = this, { launched, begun: queued, rollout_end: sampled, reward_end: rewarded, ended } = columns;
     pixels.fill(pixel(channels(css("panel"))));
     const rise = h / (high - low), gap = rise > 3 * (devicePixelRatio || 1) ? 1 : 0;
     const fill = (from, to, top, bottom, value) => {
@@ -329,11 +329,11 @@ class Timeline {
   }
 }
 
-const EVENT_COLOURS = { evaluation: "#2a9aa5", pause: "#b48ee0", push: "#9162c7", checkpoint: "#9a7350", alarm: "#d23b3b", restart: "#d03fb0", setting: "#e07b39" };
+const EVENT_COLOURS = { evaluation: "#2a9aa5", pause: "#b48ee0", push: "#9162c7", checkpoint: "#9a7350", alarm: "#d23b3b", setting: "#e07b39" };
 const eventColour = kind => EVENT_COLOURS[Object.keys(EVENT_COLOURS).find(name => String(kind).startsWith(name))] ?? "#6b7680";
 
 function describe(columns, i) {
-  const { head } = columns, outcome = head.outcomes[columns.outcome[i]], queued = columns.first_token_or_queued_end[i] - columns.launched[i], sampled = columns.rollout_end[i] - columns.launched[i];
+  const { head } = columns, outcome = head.outcomes[columns.outcome[i]], queued = columns.begun[i] - columns.launched[i], sampled = columns.rollout_end[i] - columns.launched[i];
   const place = head.steps[columns.stepAt(columns.ended[i])];
   return [`prompt ${head.prompts[columns.prompt[i]] ?? "#" + columns.prompt[i]}, group ${columns.group[i]}, sample ${columns.sample[i]}`,
     `${columns.engineOf(i) || "engine unknown"}, slot ${columns.slot[i]}, launched at ${seconds(columns.launched[i])}`,
