@@ -231,9 +231,9 @@ def _named_everywhere(put: Any, name: str, value: Any) -> None:
 def _control(world: World, put: Any) -> None:
     """Nothing is replaced: the ledger sees what control takes, orders, writes down, and begins with."""
 
-    def init(control: Control, settings: Any, policy: Any, sizer: Any, snapshot: Any = None) -> None:
+    def init(control: Control, settings: Any, policy: Any, sizer: Any, snapshot: Any = None, *more: Any) -> None:
         began = msgspec.msgpack.encode(snapshot.state) if snapshot is not None else b""
-        _INIT(control, settings, policy, sizer, snapshot)
+        _INIT(control, settings, policy, sizer, snapshot, *more)
         if began:
             world.ledger.restored(control, began)
 

@@ -192,7 +192,7 @@ async def test_rewards_are_changed_from_the_command_line(
         ]
         assert not any("key" in str(entry) for entry in run.log)
         assert await anyio.to_thread.run_sync(main, ["drain", str(run.run_directory)]) == 0
-        assert run.log[-1][2] == "drain" and "saves and ends" in capsys.readouterr().out
+        assert run.log[-1][2] == "drain" and "and saves" in capsys.readouterr().out
     assert not (run.run_directory / "control.key").exists()
     assert not control_socket(run.topology).exists()
     assert await run.streamrl("list") == 1
