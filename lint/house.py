@@ -27,11 +27,11 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 64_027,
-    "lines of tests": 49_154,
-    "lines of campaigns": 7_840,
+    "lines of streamrl": 64_060,
+    "lines of tests": 49_168,
+    "lines of campaigns": 7_838,
     "lines of benchmarks": 7_000,
-    "files of streamrl": 487,
+    "files of streamrl": 488,
     "words of README": 800,
     "keys of a recipe in view": 122,
     "rooms": 16,

@@ -72,15 +72,19 @@ def parse_command(kind: type[Made], name: str, arguments: Sequence[str]) -> Made
     """The command that ``arguments`` ask for. Exits with 2 and the usage where they are wrong, with 0 after help."""
     example = f"example: streamrl {EXAMPLES.get(name, name)}"
     parser = argparse.ArgumentParser(prog=f"streamrl {name}", description=kind.__doc__, epilog=example)
-    hints = get_type_hints(kind, include_extras=True)
-    flags = [_add(parser, field, hints[field.name]) for field in msgspec.structs.fields(kind)]
-    takes_overrides = SET in flags
+    takes_overrides = SET in add_arguments(parser, kind)
     words = normalized_arguments(arguments, SET, parser.error) if takes_overrides else list(arguments)
     known, unknown = parser.parse_known_args(words)
     if unknown:
         parser.error(unknown_words(unknown) if takes_overrides else f"unrecognized arguments: {' '.join(unknown)}")
     given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in vars(known).items()}
     return kind(**given)
+
+
+def add_arguments(parser: argparse.ArgumentParser, kind: type[Command]) -> list[str]:
+    """Add the arguments of a command. Returns their flags."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [_add(parser, field, hints[field.name]) for field in msgspec.structs.fields(kind)]
 
 
 def _add(parser: argparse.ArgumentParser, field: msgspec.structs.FieldInfo, annotation: Any) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import errno
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -58,6 +58,7 @@ COMMANDS = {
     "calibrate": ("simulate:Calibrate", "fit a cluster model to a recorded run"),
     "what-if": ("what_if:WhatIf", "which rounds would bring most within bounds of staleness and bias"),
     "compare": ("windows.compare:Compare", "a recipe under several systems, in turns, as one report"),
+    "completion": ("usage.completion:PrintCompletion", "print the completion of a shell"),
     "serve": ("serve:Serve", "start one external process of a run by hand"),
     "keys": ("serve:Keys", "make the keys by which processes on other hosts are let in"),
 }
@@ -71,11 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = next((words for words in (" ".join(given[:2]), " ".join(given[:1])) if words in COMMANDS), "")
     if not name:
-        _outline().parse_args(given)  # help, the version or an error: it exits
-    module, _, kind = COMMANDS[name][0].partition(":")
-    command: Command = parse_command(
-        getattr(import_module(f"streamrl.cli.{module}"), kind), name, given[len(name.split()) :]
-    )
+        outline().parse_args(given)  # help, the version or an error: it exits
+    command = parse_command(load_command(name), name, given[len(name.split()) :])
     if arguments is None:
         open_screen(drops=command.follows_a_run)
     try:
@@ -91,8 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report_error(error)
 
 
-def _outline() -> argparse.ArgumentParser:
-    """Knows the names of commands and not their arguments."""
+def load_command(name: str) -> type[Command]:
+    """The class of a command of ``COMMANDS``."""
+    module, _, kind = COMMANDS[name][0].partition(":")
+    command: type[Command] = getattr(import_module(f"streamrl.cli.{module}"), kind)
+    return command
+
+
+def outline(fill: Callable[[str, argparse.ArgumentParser], None] = lambda *_: None) -> argparse.ArgumentParser:
+    """The parser that knows the names of commands; ``fill`` may add the arguments of each."""
     parser = argparse.ArgumentParser(prog="streamrl", description="RL post-training as one long-lived pipeline.")
     parser.add_argument("--version", action="version", version=f"streamrl {_version()}")
     commands: dict[str, Any] = {"": parser.add_subparsers(required=True, metavar="COMMAND")}
@@ -101,7 +106,7 @@ def _outline() -> argparse.ArgumentParser:
         if group not in commands:
             outer = commands[""].add_parser(group, help=GROUPS[group])
             commands[group] = outer.add_subparsers(required=True, metavar="ACTION")
-        commands[group].add_parser(action, help=text)
+        fill(name, commands[group].add_parser(action, help=text))
     return parser
 
 

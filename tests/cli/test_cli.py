@@ -531,7 +531,7 @@ def test_watch_shows_a_run_as_text_and_json(
 def test_the_command_line_is_light() -> None:
     """And so quick: 0.1 s for 180 modules, of which most are Python's own."""
     script = (
-        "import streamrl.cli.main, sys; streamrl.cli.main._outline(); print(len(sys.modules)); "
+        "import streamrl.cli.main, sys; streamrl.cli.main.outline(); print(len(sys.modules)); "
         "print(*(m for m in ('torch', 'vllm', 'zmq', 'numpy', 'rich', 'transformers') if m in sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-from importlib import import_module
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from streamrl.cli.command import Command, parse_command
-from streamrl.cli.main import COMMANDS, main
+from lint.completion import SHELLS, completion
+from streamrl.cli.command import parse_command
+from streamrl.cli.main import COMMANDS, load_command, main
 from streamrl.cli.usage.examples import EXAMPLES
-
-
-def kind_of(name: str) -> type[Command]:
-    module, _, kind = COMMANDS[name][0].partition(":")
-    found: type[Command] = getattr(import_module(f"streamrl.cli.{module}"), kind)
-    return found
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -35,8 +30,8 @@ def test_help_of_a_command_fits_a_screen_and_ends_with_an_example_that_parses(
     words = shlex.split(EXAMPLES[name])
     count = len(name.split())
     assert words[:count] == name.split()
-    assert not parse_command(kind_of(name), name, words[count:]).json
-    assert parse_command(kind_of(name), name, [*words[count:], "--json"]).json
+    assert not parse_command(load_command(name), name, words[count:]).json
+    assert parse_command(load_command(name), name, [*words[count:], "--json"]).json
 
 
 def test_the_outline_fits_a_screen_and_examples_are_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,3 +57,23 @@ def test_json_is_all_that_is_on_stdout(
     code = main([*arguments, "--json"])
     out = capsys.readouterr().out
     assert (code, out) == (2, "") if found == "" else json.loads(out)[found]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_that_is_shipped_is_of_these_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    assert capsys.readouterr().out == completion(shell).rstrip() + "\n", "python lint/completion.py"
+
+
+def test_bash_completes_commands_flags_and_keys() -> None:
+    script = """source /dev/stdin; COMP_WORDS=("${@}"); COMP_CWORD=$(($# - 1))
+    $(complete -p streamrl | sed 's/.*-F \\([^ ]*\\).*/\\1/'); echo "${COMPREPLY[@]}" """
+    for line, found in (
+        ("tr", "try train trace"),
+        ("reward a", "attach"),
+        ("compare recipe.toml --sy", "--systems"),
+        ("explain run.st", "run.steps"),
+    ):
+        words = ["bash", "-c", script, "bash", "streamrl", *line.split()]
+        answer = subprocess.run(words, input=completion("bash"), capture_output=True, text=True, check=True, timeout=60)
+        assert answer.stdout.split() == found.split(), line

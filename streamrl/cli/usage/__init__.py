@@ -1,1 +1,2 @@
-"""Texts of the command line that are in one place for all commands. Imports nothing."""
+"""Texts of the command line that are in one place for all commands: examples, completion of shells. Imports
+``cli.command`` for the command that prints the latter."""

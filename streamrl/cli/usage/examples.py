@@ -37,6 +37,7 @@ EXAMPLES = {
     "calibrate": "calibrate runs/latest --out cluster.toml",
     "what-if": "what-if runs/latest --max-staleness 2",
     "compare": "compare recipe.toml --systems sagc,fastest",
+    "completion": "completion bash",
     "serve": "serve engine recipe.toml --index 1",
     "keys": "keys ~/streamrl-keys",
 }
