@@ -10,8 +10,10 @@ import pytest
 from builders import trajectory
 
 from streamrl.base.stage_messages import EndedOutcome, Scored, TrajectoryLost
-from streamrl.base.types import ScoredTrajectory, TokenArray, TrajectoryId
+from streamrl.base.types import ScoredTrajectory, Segment, TokenArray, TrajectoryId
 from streamrl.cli.main import main
+from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
+from streamrl.observe.follow.run_files import RunFiles
 from streamrl.run.evaluate.sample_files import TrainingSamples, write_evaluation
 
 
@@ -101,3 +103,16 @@ def test_a_run_shows_a_completion_now_and_then_and_its_file_stays_small(tmp_path
     assert shown == [1, 10, 20, 30, 40]
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     assert set(sizes) == {"samples.jsonl", "older-samples.jsonl"} and max(sizes.values()) < 20_000 + 3 * 9_000
+
+
+def test_a_stored_completion_has_text_logprob_and_version_of_each_sampled_token(tmp_path: Path) -> None:
+    def turn(text: str, version: int) -> Segment:
+        (segment,) = trajectory(tokens=list(text.encode()), logprob=-0.5, version=version).segments
+        return segment
+
+    turns = (turn("ab", 3), Segment(token_ids=turn("tool", 0).token_ids, trained=False), turn("c", 5))
+    samples = TrainingSamples(tmp_path / "samples.jsonl", decode)
+    samples.take(2, [ScoredTrajectory(trajectory=trajectory(segments=turns), reward=1.0)])
+    samples.close()
+    (row, *_) = sample_rows(RunFiles(tmp_path), SampleFilter(), 0, 3)["rows"]
+    assert (row["token_texts"], row["logprobs"], row["versions"]) == (["a", "b", "c"], [-0.5] * 3, [3, 3, 5])

@@ -23,8 +23,19 @@ MOST_BYTES = 64 << 20
 """Of ``samples.jsonl``: then it becomes ``older-samples.jsonl``, and another one is begun."""
 LONGEST_TEXT = 8_000
 """Characters of a prompt and of a completion there."""
+MOST_TOKENS = 2_000
+"""Tokens of a completion that are written one by one: decoding them is work of the controller."""
 SHOWN_EVERY = 10
 """Steps between two completions that the run shows; it shows one of the first step, too."""
+
+
+class StoredSample(CompletionSampled, frozen=True, kw_only=True, omit_defaults=True, tag="CompletionSampled"):
+    """A completion with its tokens, as it stands in ``samples.jsonl``: the text, the behaviour logprob and the policy
+    version of each; empty where it has more than ``MOST_TOKENS``."""
+
+    token_texts: list[str] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
 
 
 class TrainingSamples:
@@ -40,7 +51,7 @@ class TrainingSamples:
         one = random.Random(step).choice(ordered)
         three = (("best", ordered[-1]), ("worst", ordered[0]), ("random", one))
         chosen = [sample_of(scored, self._decode, step=step, chosen=kind) for kind, scored in three]
-        self._file.append(*chosen)
+        self._file.append(*(_stored(shown, of[1], self._decode) for shown, of in zip(chosen, three, strict=True)))
         return chosen[-1:] if step == 1 or step % SHOWN_EVERY == 0 else []
 
     def close(self) -> None:
@@ -64,6 +75,21 @@ def sample_of(
         tokens=trajectory.generated_tokens,
         finish_reason=str(trajectory.finish_reason),
     ).shortened(LONGEST_TEXT)
+
+
+def _stored(shown: CompletionSampled, scored: ScoredTrajectory, decode: Callable[[TokenArray], str]) -> StoredSample:
+    stored = StoredSample(**msgspec.structs.asdict(shown))
+    if shown.tokens > MOST_TOKENS:
+        return stored
+    turns = [segment for segment in scored.trajectory.segments if segment.trained]
+    return msgspec.structs.replace(
+        stored,
+        token_texts=[decode(turn.token_ids[at : at + 1]) for turn in turns for at in range(len(turn.token_ids))],
+        logprobs=[round(logprob, 4) for turn in turns for logprob in turn.behavior_logprobs],
+        versions=[
+            span.policy_version for turn in turns for span in turn.version_spans for _ in range(span.end - span.start)
+        ],
+    )
 
 
 async def write_evaluation(
