@@ -39,7 +39,7 @@ _PLACES = """## Where they go
 | `metrics.jsonl` | one flat object a line: `kind` (`step`, `evaluation`), `time`, `step`, `policy_version`, metrics |
 | `trace.jsonl` | trajectories, steps and engine loads, for the simulator (`observe/report/trajectory_trace.py`) |
 | `older-NAME.jsonl` | the part of such a file before the present one: [how large](trackers.md) |
-| `samples.jsonl` | best, worst and a random completion of each batch, with text, logprob and version of each token; `streamrl samples RUN` shows them |
+| `samples.jsonl` | best, worst and a random completion of a batch, with logprobs and versions; `streamrl samples RUN` |
 | `evaluations/step-N.jsonl` | each completion of the evaluation at step N (`run/evaluate/sample_files.py`) |
 | `stalls/*.txt` | who waits for whom, with stacks: when nothing moves, or the controller is sent `SIGUSR1` |
 | `crash/*.zip` | when the run fails: what somebody needs who was not there, without secrets (`streamrl show`) |
