@@ -160,9 +160,8 @@ def test_no_two_trajectories_are_on_a_slot_at_once(
 
 def test_lines_of_another_version_and_half_a_line_are_left_out(run: Path) -> None:
     with (run / "trace.jsonl").open("ab") as file:
-        file.write(
-            b'{"type":"trajectory","launched_s":9.0,"ended_s":9.5,"of_tomorrow":1}\n{"type":"new"}\n{"type":"tra'
-        )
+        line = msgspec.json.encode(trajectory(9.0, 0.5, 9.5))
+        file.write(line[:-1] + b',"of_tomorrow":1}\n{"type":"new"}\n{"type":"tra')
     assert client(run).get("/api/runs/0/timeline").content[4:].startswith(b'{"count":5')
     (note,) = client(run).get("/api/runs/0/details").json()["notes"]
     assert note.startswith("1 lines of ")

@@ -41,7 +41,7 @@ class RunView:
 
     def summary(self) -> dict[str, Any]:
         """Name, place and state of the run."""
-        last = self.metrics.last_step()
+        last, header = self.metrics.last_step(), self.timeline.header
         return {
             "run": self.number,
             "name": self.recipe.get("run.name", self.files.run_id),
@@ -53,7 +53,7 @@ class RunView:
             "started": self.files.started(),
             "step": last.get("step", 0),
             "steps": self.files.steps(last),
-            "engine_kind": self.recipe.get("engines.kind", self.timeline.header.engine_kind),
+            "engine_kind": self.recipe.get("engines.kind", header.engine_kind if header else ""),
         }
 
     def lengths(self) -> dict[str, Any]:

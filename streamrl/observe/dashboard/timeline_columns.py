@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 from streamrl.base.errors import UNDECODABLE
 from streamrl.observe.follow.followed_lines import FollowedLines
 from streamrl.observe.follow.run_files import RunFiles
-from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, EventLine, StepLine
+from streamrl.observe.report.trajectory_trace import (
+    TRACE_SCHEMA,
+    EnginesLine,
+    EventLine,
+    StepLine,
+    TraceHeader,
+    TraceLine,
+    TrajectoryLine,
+)
 
 COLUMNS = {
     "launched": "f4", "begun": "f4", "rollout_end": "f4", "reward_end": "f4", "ended": "f4",
@@ -32,45 +40,7 @@ _CODES = {"f4": "f", "u4": "I", "u2": "H", "u1": "B"}
 _CHUNK = 100_000
 
 
-class _Header(msgspec.Struct, tag="header", gc=False):
-    schema: int = 0
-    capacity: int = 0
-    engines: int = 1
-    prompts_per_batch: int = 0
-    group_size: int = 0
-    max_tokens: int = 0
-    engine_kind: str = ""
-
-
-class _Trajectory(msgspec.Struct, tag="trajectory", gc=False):
-    """The part of a ``TrajectoryLine`` that is shown, of this version or another."""
-
-    launched_s: float
-    ended_s: float
-    prompt_id: str = ""
-    group: int = 0
-    sample: int = 0
-    tokens: int = 0
-    outcome: str = ""
-    rollout_s: float = 0.0
-    reward_s: float = 0.0
-    reward: float | None = None
-    oldest_version: int = 0
-    newest_version: int = 0
-    engine: str = ""
-    queued_s: float = 0.0
-    paused_s: float = 0.0
-    returned_s: float = 0.0
-
-
 _SECONDS = ("launched_s", "ended_s", "paused_s", "rollout_s", "returned_s", "reward_s", "queued_s")
-
-
-class _Engines(msgspec.Struct, tag="engines", gc=False):
-    time_s: float
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0
 
 
 class EngineSlots:
@@ -114,14 +84,14 @@ class TimelineColumns:
 
     def __init__(self, files: RunFiles) -> None:
         self._lines = FollowedLines(files.trace)
-        self._decode = msgspec.json.Decoder(_Header | _Trajectory | StepLine | _Engines | EventLine).decode
+        self._decode = msgspec.json.Decoder(TraceHeader | TraceLine).decode
         self._columns: dict[str, array[Any]] = {name: array(_CODES[kind]) for name, kind in COLUMNS.items()}
         self._engine = array("H")
         self._names: dict[str, dict[str, int]] = {"outcome": {}, "prompt": {}, "engine": {}}
         self._placed = 0
         self._slots = EngineSlots()
         self.lock = RLock()
-        self.header = _Header()
+        self.header: TraceHeader | None = None
         self.steps: list[StepLine] = []
         self.load: dict[str, array[Any]] = {
             name: array(code) for name, code in zip(("time_s", "running", "waiting", "kv_usage"), "fIIf", strict=True)
@@ -148,7 +118,7 @@ class TimelineColumns:
         return {
             "count": self._placed,
             "columns": [{"name": name, "type": kind} for name, kind in COLUMNS.items()],
-            "max_tokens": self.header.max_tokens,
+            "max_tokens": self.header.max_tokens if self.header else 0,
             "steps": list(map(step_row, self.steps)),
             "engines": {name: values[::every].tolist() for name, values in self.load.items()},
             "events": list(map(event_row, self.events[-MOST_POINTS:])),
@@ -198,20 +168,20 @@ class TimelineColumns:
 
     # ---- lines ---------------------------------------------------------------------------------------
 
-    def _take(self, line: bytes) -> _Trajectory | None:
+    def _take(self, line: bytes) -> TrajectoryLine | None:
         """Take in a line, but for a trajectory, which is returned."""
         try:
             found = self._decode(line)
         except UNDECODABLE:
             self.unread += 1
             return None
-        if isinstance(found, _Trajectory):
+        if isinstance(found, TrajectoryLine):
             return found
         if isinstance(found, StepLine):
             while self.steps and self.steps[-1].policy_version >= found.policy_version:
                 self.steps.pop()  # the run went back, and made these steps again
             self.steps.append(found)
-        elif isinstance(found, _Engines):
+        elif isinstance(found, EnginesLine):
             for name, values in self.load.items():
                 values.append(getattr(found, name))
         elif isinstance(found, EventLine):
@@ -221,12 +191,12 @@ class TimelineColumns:
             self.unread += found.schema != TRACE_SCHEMA
         return None
 
-    def _append(self, lines: list[_Trajectory]) -> None:
+    def _append(self, lines: list[TrajectoryLine]) -> None:
         """Append a row each, whole columns at once."""
         if not lines:
             return
         given = dict(
-            zip(_Trajectory.__struct_fields__, zip(*map(msgspec.structs.astuple, lines), strict=True), strict=True)
+            zip(TrajectoryLine.__struct_fields__, zip(*map(msgspec.structs.astuple, lines), strict=True), strict=True)
         )
         values = {name: np.array(given[name], dtype=float) for name in _SECONDS}
         launched, ended, paused = values["launched_s"], values["ended_s"], values["paused_s"]
@@ -271,12 +241,13 @@ class TimelineColumns:
         launched, left = self.column("launched", first), self.column("rollout_end", first)
         engine = np.frombuffer(self._engine, dtype="u2")[first:].copy()
         names = list(self._names["engine"])
-        header = self.header
-        at_once = min(header.capacity, header.prompts_per_batch * header.group_size * 3 // 2)
+        each, header = 0, self.header
+        if header is not None:
+            each = min(header.capacity, header.prompts_per_batch * header.group_size * 3 // 2) // max(header.engines, 1)
         for number in sorted(set(engine.tolist()), key=lambda number: natural(names[number])):
             if names[number] not in self._slots:
                 needed = most_at_once(launched[engine == number], left[engine == number])
-                self._slots.add(names[number], max(needed, at_once // max(header.engines, 1)))
+                self._slots.add(names[number], max(needed, each))
         order = np.argsort(launched, kind="stable")
         slots = self._columns["slot"]
         for begin in range(0, len(order), _CHUNK):

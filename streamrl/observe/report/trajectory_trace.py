@@ -25,8 +25,9 @@ MOST_BYTES = 1 << 30
 """Of one file: some million trajectories. Then another one is begun."""
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of the lines: append fields with defaults, never reuse a name."""
+class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """Base of the lines: append fields with defaults, never reuse or remove a name: readers of other versions need
+    them."""
 
 
 class TraceHeader(Line, frozen=True, tag="header"):
