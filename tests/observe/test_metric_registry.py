@@ -30,6 +30,6 @@ def test_the_step_line_shows_registered_metrics() -> None:
 def test_filled_in_names_are_found() -> None:
     found = find_metric("reward/func/sorted_trace/timed_out_total")
     assert found is not None
-    assert found.name == "reward/func/<name>/<kind>_total"
+    assert found[0].name == "reward/func/<function>/<kind>_total" and found[1]["kind"] == "timed_out"
     assert find_metric("eval/held_out/avg@1") is not None
     assert unregistered(["reward/mean", "reward/meen", "eval/a/b/avg@1"]) == ["reward/meen", "eval/a/b/avg@1"]

@@ -418,7 +418,7 @@ def test_every_metric_is_scraped_and_the_grafana_file_asks_for_what_is_there(
 
 
 def test_names_have_units_and_labels() -> None:
-    assert name_and_labels("reward/func/a/b/latency_p50_s") == ("reward_func_latency_p50_seconds", {"function": "a/b"})
+    assert name_and_labels("reward/func/a.b/latency_p50_s") == ("reward_func_latency_p50_seconds", {"function": "a.b"})
     assert name_and_labels("perf/wasted_tok_stale_total") == ("perf_wasted_tokens_total", {"reason": "stale"})
     assert name_and_labels("judge/awake_s_total") == ("judge_awake_seconds_total", {})
     assert name_and_labels("perf/train_tok_s") == ("perf_train_tokens_per_second", {})

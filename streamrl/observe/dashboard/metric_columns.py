@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.base.line_file import decoded_lines
-from streamrl.observe.dashboard.metric_help import help_of
 from streamrl.observe.follow.followed_lines import FollowedLines
+from streamrl.observe.follow.metric_help import help_of
 from streamrl.observe.follow.run_files import LINE_HEAD, RunFiles
 from streamrl.run.wait_reason import WAIT_METRICS
 

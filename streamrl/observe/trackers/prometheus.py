@@ -9,24 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from streamrl.base.errors import StreamRLError
+from streamrl.observe.follow.metric_help import find_metric
 from streamrl.observe.trackers.tracker import RunInfo, Tracker
 
 PORT = 9464
-_LABELS = tuple(
-    re.compile(pattern)
-    for pattern in (
-        r"reward/func/(?P<function>.+)/(?:mean|std|latency_p50_s|latency_p95_s|waited_p95_s|round_cost_s|adapted_limit_p50_s)",
-        r"reward/func/(?P<function>.+)/(?P<kind>[^/]+)_total",
-        r"eval/(?P<set>[^/]+)/func/(?P<function>.+)/mean",
-        r"eval/(?P<set>.+)/(?:avg|pass)@(?P<k>\d+)",
-        r"eval/(?P<set>.+)/[^/]+",
-        r"(?:round|length)/(?P<kind>[^/]+)/[^/]+",
-        r"util/wait_reason/(?P<reason>.+)",
-        r"async/dropped_(?P<reason>.+)_total",
-        r"perf/wasted_tok_(?P<reason>.+)_total",
-        r"sizing/risk_(?P<size>\d+)",
-    )
-)
 _UNITS = (
     (r"tok_s$", "tokens_per_second"),
     (r"(samples|groups)_s$", r"\1_per_second"),
@@ -89,11 +75,9 @@ class Prometheus(Tracker):
 def name_and_labels(key: str) -> tuple[str, dict[str, str]]:
     """The name of a metric and its labels: ``reward/func/exact/latency_p50_s`` is ``reward_func_latency_p50_seconds``
     with ``function="exact"``."""
-    found = next((match for pattern in _LABELS if (match := pattern.fullmatch(key))), None)
-    name = key
-    for label in reversed(found.groupdict()) if found else ():
-        name = name[: found.start(label)] + name[found.end(label) :]  # type: ignore[union-attr]
+    metric, labels = find_metric(key) or (None, {})
+    name = re.sub(r"<\w+>", "", metric.name) if metric else key
     name = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
     for pattern, unit in _UNITS:
         name = re.sub(pattern, unit, name)
-    return name, found.groupdict() if found else {}
+    return name, labels

@@ -47,18 +47,18 @@ METRICS = _read(files(__package__).joinpath("metrics.txt").read_text(encoding="u
 
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(
-        "".join("[^/]+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name))
-    )
+    return re.compile(re.sub(r"<(\w+)>", r"(?P<\1>[^/]+)", re.escape(name)))
 
 
-def find_metric(name: str) -> Metric | None:
-    """The registered metric that ``name`` (filled in, such as ``engine/engine-0/running``) is one of."""
-    return next((metric for metric in METRICS if _pattern(metric.name).fullmatch(name)), None)
+@cache
+def find_metric(name: str) -> tuple[Metric, dict[str, str]] | None:
+    """The registered metric that ``name`` (filled in, such as ``reward/func/exact/mean``) is one of, and its words
+    (``{"function": "exact"}``)."""
+    return next(((one, found.groupdict()) for one in METRICS if (found := _pattern(one.name).fullmatch(name))), None)
 
 
 @cache
 def help_of(name: str) -> str:
     """One sentence about a metric, with its unit; empty for one that a user's code names."""
-    metric = find_metric(name)
-    return "" if metric is None else f"{metric.meaning} ({metric.unit}, {metric.aggregation})"
+    found = find_metric(name)
+    return f"{found[0].meaning} ({found[0].unit}, {found[0].aggregation})" if found else ""
