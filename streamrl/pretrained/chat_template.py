@@ -43,6 +43,20 @@ class ChatFormat(msgspec.Struct, frozen=True):
     ) -> str:
         """The text of ``messages`` up to where the assistant begins, or goes on where the last message is its own.
         Raises ``ChatError``."""
+        shown, said = _tagged(messages)
+        text = self.write(shown, tools, arguments, generation_prompt=said is None)
+        return text if said is None else _before_tag(text, said)
+
+    def write(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        arguments: Mapping[str, Any] | None,
+        *,
+        generation_prompt: bool,
+    ) -> str:
+        """The text of ``messages``; with ``generation_prompt`` the assistant's next message begins behind them. Raises
+        ``ChatError``."""
         source = self.templates.get("tool_use") if tools is not None else None
         source = source or self.templates.get("default")
         if source is None:
@@ -50,15 +64,13 @@ class ChatFormat(msgspec.Struct, frozen=True):
                 f"model directory {self.directory} has no chat template: put its chat_template.jinja there, or "
                 'give prompts as text in the column "prompt"'
             )
-        shown, said = _tagged(messages)
-        variables = {"documents": None, "add_generation_prompt": said is None, **self.named_tokens, **(arguments or {})}
+        own = {"documents": None, "add_generation_prompt": generation_prompt, **self.named_tokens}
         try:
-            text = _compiled(source).render(messages=shown, tools=tools, **variables)
+            return _compiled(source).render(own | dict(arguments or {}), messages=messages, tools=tools)
         except Exception as error:  # a template is a program of the model's author
             raise ChatError(
                 f"the model's chat template refuses the messages ({type(error).__name__}: {error})"
             ) from error
-        return text if said is None else _before_tag(text, said)
 
 
 def _tagged(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], str | None]:

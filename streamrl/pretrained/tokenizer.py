@@ -79,8 +79,7 @@ class Tokenizer:
 
         The template writes every special token itself (BOS too), so none is added. ``tools``: JSON schemas;
         ``arguments``: further variables of the template. Raises ``ChatError``."""
-        text = self.render_chat(messages, tools, arguments)
-        return token_array(self._encoding(text, add_special_tokens=False).ids)
+        return self.encode_fragment(self.render_chat(messages, tools, arguments))
 
     def _encoding(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
@@ -97,6 +96,27 @@ class Tokenizer:
         """The text that ``encode_chat`` tokenises; the same that transformers' ``apply_chat_template`` gives, with
         ``continue_final_message`` where the last message is the assistant's. Raises ``ChatError``."""
         return self._chat.render(messages, tools, arguments)
+
+    def write_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
+        """The text of ``messages`` in the model's own chat template; with ``generation_prompt`` the assistant's next
+        message begins behind them. Raises ``ChatError``."""
+        return self._chat.write(messages, tools, arguments, generation_prompt=generation_prompt)
+
+    def encode_fragment(self, text: str) -> TokenArray:
+        """Token ids of ``text``, int32, with nothing added: of text that begins with a special token, those that it has
+        inside of a longer one. Raises ``ChatError``."""
+        return token_array(self._encoding(text, add_special_tokens=False).ids)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token as it stands in the vocabulary; empty where there is none."""
+        return self._backend.id_to_token(token_id) or ""
 
     def decode(self, token_ids: TokenArray, skip_special: bool = True) -> str:
         """Text of ``token_ids``; special tokens, and what ends the completion, are left out unless ``skip_special`` is

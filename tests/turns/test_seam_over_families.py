@@ -1,0 +1,226 @@
+"""The seam of a chat over published templates of many families: what the engine saw stays as it is, and behind it stands
+what the template writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from streamrl.base.types import token_array
+from streamrl.pretrained.chat_template import ChatError
+from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
+from streamrl.pretrained.turns.seam import CalledTool, CannotContinueError, ChatSeams, SeamKind
+
+WHEEL = importlib.util.find_spec("trl")
+assert WHEEL is not None and WHEEL.submodule_search_locations, "make venv installs trl, whose wheel has the templates"
+TEMPLATES = Path(WHEEL.submodule_search_locations[0]) / "chat_templates"
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two integers.",
+        "parameters": {
+            "type": "object",
+            "properties": {name: {"type": "integer", "description": name} for name in "ab"},
+            "required": ["a", "b"],
+        },
+    },
+}
+SYSTEM = {"role": "system", "content": "You are a calculator."}
+USER = {"role": "user", "content": "What is 2 + 3?"}
+MORE = {"role": "user", "content": "And 4 + 5?"}
+WORDS = [
+    "5",
+    "-3.25",
+    "naïve café",
+    "东京",
+    "🙂",
+    '{"a": [1, 2]}',
+    "line\nline",
+    "two  spaces",
+    "<b>html</b>",
+    "x" * 40,
+    "it's",
+]
+
+
+class Family(NamedTuple):
+    """``stops``: what ends a completion by its ``generation_config.json``; ``special``: further special tokens."""
+
+    template: str
+    stops: tuple[str, ...]
+    special: tuple[str, ...] = ()
+    bos: str = ""
+    arguments: dict[str, Any] = {}
+
+
+CHATML = ("<|im_end|>", "<|endoftext|>")
+IM = ("<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
+LLAMA = ("<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>", "<|begin_of_text|>")
+GLM = ("[gMASK]", "<sop>", "<|system|>", "<|assistant|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
+DEEPSEEK = tuple(f"<｜{name}｜>" for name in ("begin▁of▁sentence", "User", "Assistant", "tool▁calls▁begin", "tool▁sep"))
+FAMILIES = {
+    "qwen2.5": Family("qwen2_5", CHATML, IM),
+    "qwen3": Family("qwen3", CHATML, IM),
+    "qwen3 without thinking": Family("qwen3", CHATML, IM, arguments={"enable_thinking": False}),
+    "qwen3-2507": Family("qwen3_instruct_2507", CHATML, IM),
+    "qwen3.5": Family("qwen3_5_think", CHATML, IM),
+    "qwen3.5 nothink": Family("qwen3_5_nothink", CHATML, IM),
+    "qwen3.6": Family("qwen3_6", CHATML, IM),
+    "qwen3.6 preserving": Family("qwen3_6", CHATML, IM, arguments={"preserve_thinking": True}),
+    "llama3": Family("llama3", ("<|eot_id|>",), LLAMA, "<|begin_of_text|>"),
+    "llama3.1": Family("llama3_1", ("<|eot_id|>", "<|eom_id|>"), LLAMA, "<|begin_of_text|>"),
+    "llama3.2": Family("llama3_2", ("<|eot_id|>", "<|eom_id|>"), LLAMA, "<|begin_of_text|>"),
+    "gemma": Family("gemma", ("<end_of_turn>", "<eos>"), ("<start_of_turn>", "<bos>"), "<bos>"),
+    "gemma3": Family("gemma3", ("<end_of_turn>", "<eos>"), ("<start_of_turn>", "<bos>"), "<bos>"),
+    "phi3": Family("phi3", ("<|end|>", "<|endoftext|>"), ("<|user|>", "<|assistant|>", "<|system|>")),
+    "phi3.5": Family("phi3_5", ("<|end|>", "<|endoftext|>"), ("<|user|>", "<|assistant|>", "<|system|>")),
+    "deepseek-v3": Family("deepseekv3", ("<｜end▁of▁sentence｜>",), DEEPSEEK, DEEPSEEK[0]),
+    "deepseek-r1 distilled": Family("deepseek_r1_distill", ("<｜end▁of▁sentence｜>",), DEEPSEEK, DEEPSEEK[0]),
+    "glm-4.5": Family("glm4moe", ("<|endoftext|>", "<|user|>", "<|observation|>"), GLM),
+    "gpt-oss": Family(
+        "gptoss", ("<|return|>", "<|call|>"), ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
+    ),
+    "lfm2": Family("lfm2_2_5", ("<|im_end|>",), ("<|im_start|>", "<|startoftext|>"), "<|startoftext|>"),
+    "nemotron-3": Family("nemotron_3_nano", ("<|im_end|>",), IM),
+    "command-r": Family(
+        "cohere", ("<|END_OF_TURN_TOKEN|>",), ("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>"), "<BOS_TOKEN>"
+    ),
+}
+
+
+@cache
+def words() -> str:
+    """A byte-level BPE without special tokens: ``encode(decode(ids))`` is not ``ids`` of it for most ids."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    texts = [path.read_text() for path in sorted(TEMPLATES.glob("qwen*.jinja"))]
+    backend.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
+    )
+    return str(backend.to_str())
+
+
+@cache
+def tokenizer_of(name: str, folder: Path) -> Tokenizer:
+    family = FAMILIES[name]
+    backend = tokenizers.Tokenizer.from_str(words())
+    texts = dict.fromkeys((*family.stops, *family.special, *([family.bos] if family.bos else ())))
+    backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in texts])
+    directory = folder / name.replace(" ", "_")
+    directory.mkdir()
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text((TEMPLATES / f"{family.template}.jinja").read_text())
+    ids = [backend.token_to_id(text) for text in family.stops]
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    config = {"bos_token": family.bos} if family.bos else {}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": family.stops[0]}))
+    return load_tokenizer(directory)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+def as_sampled(tokenizer: Tokenizer, text: str, chance: random.Random) -> list[int]:
+    """A tokenisation of ``text`` that is not the canonical one, as a model may sample it."""
+    ids: list[int] = []
+    while text:
+        length = chance.choice((1, 2, 3, 5, 40))
+        ids += tokenizer.encode_fragment(text[:length])
+        text = text[length:]
+    return ids
+
+
+def calls(*, text: bool = False) -> list[dict[str, Any]]:
+    arguments: Any = {"a": 2, "b": 3}
+    function = {"name": "add", "arguments": json.dumps(arguments) if text else arguments}
+    return [{"id": "call00000", "type": "function", "function": function}]
+
+
+class Turn(NamedTuple):
+    history: list[dict[str, Any]]
+    said: dict[str, Any]
+    appended: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    called: tuple[CalledTool, ...] = ()
+
+
+def turns_of(tokenizer: Tokenizer, arguments: dict[str, Any], chance: random.Random) -> Iterator[tuple[str, Turn]]:
+    """Turns of a chat: plain ones, with reasoning, and calls of a tool, as far as the template takes them."""
+
+    def takes(messages: list[dict[str, Any]], tools: list[Any] | None = None) -> bool:
+        try:
+            tokenizer.write_chat(messages, tools, arguments)
+        except ChatError:
+            return False
+        return True
+
+    history = [SYSTEM, USER] if takes([SYSTEM, USER]) else [USER]
+    content = " ".join(chance.choices(WORDS, k=4))
+    thought = {"reasoning_content": "Two and three.", "thinking": "Two and three."}
+    for name, extra in (("plain", {}), ("reasoning", thought)):
+        said = {"role": "assistant", "content": content} | extra
+        yield name, Turn(history, said, [MORE])
+        later = [*history, said, {"role": "user", "content": "So?"}]
+        yield f"second {name}", Turn(later, {"role": "assistant", "content": "It is 5."} | extra, [MORE])
+    result = {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": chance.choice(WORDS)}
+    for text in (False, True):
+        said = {"role": "assistant", "content": "", "tool_calls": calls(text=text)}
+        if takes([*history, said, result], [TOOL]):
+            for extra in ({}, thought):
+                name = "call with reasoning" if extra else "call"
+                yield name, Turn(history, said | extra, [result], [TOOL], (CalledTool("add", "call00000"),))
+            return
+
+
+def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    return tokenizer.decode(token_array([*ids, 0]), skip_special=False)[: -len(tokenizer.token_text(0))]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_seam_is_what_the_template_writes_behind_a_turn(name: str, folder: Path) -> None:
+    tokenizer, arguments, chance = tokenizer_of(name, folder), FAMILIES[name].arguments, random.Random(name)
+    stops = {text: tokenizer.encode_fragment(text)[0] for text in FAMILIES[name].stops}
+    appending, refused = 0, []
+    for kind, turn in turns_of(tokenizer, arguments, chance):
+        seams = ChatSeams(tokenizer, turn.tools, arguments)
+        prompt = tokenizer.write_chat(turn.history, turn.tools, arguments)
+        alone = tokenizer.write_chat([*turn.history, turn.said], turn.tools, arguments, generation_prompt=False)
+        whole = tokenizer.write_chat([*turn.history, turn.said, *turn.appended], turn.tools, arguments)
+        try:
+            text = seams.text(turn.history[:2], turn.called, turn.appended)
+        except CannotContinueError as error:
+            refused.append(f"{kind}: {error}")
+            continue
+        assert whole.endswith(text), (kind, text)
+        body = alone.removeprefix(prompt) if alone.startswith(prompt) else "A thought.</think>It is 5."
+        at, stop = min(((place, one) for one in stops if (place := body.find(one)) >= 0), default=(len(body), ""))
+        begun = next((one for one in stops if text.startswith(one)), "")
+        appends = alone.startswith(prompt) and whole.startswith(alone)
+        appending += appends
+        for last in ("", stop or begun or next(iter(stops))):
+            sampled = as_sampled(tokenizer, body[:at], chance) + ([stops[last]] if last else [])
+            seam = seams.seam(turn.history[:2], turn.called, turn.appended, sampled[-1] if sampled else None)
+            assert (seam.kind is SeamKind.CLOSED) == (not last), kind
+            ids = seam.token_ids.tolist()
+            assert tokenizer.encode_fragment(whole).tolist()[-len(ids) :] == ids, (kind, last)
+            if appends and (not last or seam.kind is SeamKind.EXACT):
+                before = tokenizer.encode_fragment(prompt).tolist()
+                assert text_of(tokenizer, [*before, *sampled, *ids]) == text_of(
+                    tokenizer, tokenizer.encode_fragment(whole)
+                )
+    print(name, appending, refused)
