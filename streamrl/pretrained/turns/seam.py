@@ -69,27 +69,27 @@ class ChatSeams:
 
     def seam(
         self,
-        first: Sequence[ChatMessage],
+        history: Sequence[ChatMessage],
         calls: Sequence[CalledTool],
         appended: Sequence[ChatMessage],
         last: int | None,
     ) -> Seam:
-        """Return what continues a chat whose first messages are ``first`` (to the first of the user; more is as good,
-        and slower), behind a sampled turn with ``calls`` whose last token is ``last`` (None: nothing was sampled), with
-        the messages ``appended``. Raises ``CannotContinueError``."""
-        text = self.text(first, calls, appended)
+        """Return what continues a chat behind a sampled turn. ``history``: its messages before the turn, or its first
+        ones to one of the user, with equal results; ``calls``: of the turn; ``appended``: messages behind it; ``last``:
+        the last sampled token (None: there is none). Raises ``CannotContinueError``."""
+        text = self.text(history, calls, appended)
         ids = self._tokenizer.encode_fragment(text)
         if last not in self._stops:
             return Seam(ids, SeamKind.CLOSED)
         if ids[0] == last:
             return Seam(ids[1:], SeamKind.EXACT)
-        if self._opens(first, self._tokenizer.token_text(ids[0])):
+        if self._opens(history, self._tokenizer.token_text(ids[0])):
             return Seam(ids, SeamKind.OTHER_OPENER)
         return Seam(ids[1:], SeamKind.OTHER_CLOSER)
 
-    def text(self, first: Sequence[ChatMessage], calls: Sequence[CalledTool], appended: Sequence[ChatMessage]) -> str:
+    def text(self, history: Sequence[ChatMessage], calls: Sequence[CalledTool], appended: Sequence[ChatMessage]) -> str:
         """The text of the seam. Raises ``CannotContinueError``."""
-        problems = []
+        first, problems = _opening(history), []
         for message, marks in _stand_ins(calls):
             try:
                 text = self._write([*first, message, *appended])
@@ -130,15 +130,21 @@ class ChatSeams:
         specials = self._tokenizer.special_token_ids
         return next((self._tokenizer.token_text(one) for one in behind[:2] if one in specials), "")
 
-    def _opens(self, first: Sequence[ChatMessage], text: str) -> bool:
+    def _opens(self, history: Sequence[ChatMessage], text: str) -> bool:
         """Whether ``text`` opens the appended message: then it does not stand behind a turn that is the last one."""
         mark = _mark()
-        alone = self._write([*first, _said(mark)], generation_prompt=False)
+        alone = self._write([*_opening(history), _said(mark)], generation_prompt=False)
         return text not in alone[alone.rfind(mark) :]
 
     def _write(self, messages: Sequence[ChatMessage], *, generation_prompt: bool = True) -> str:
         write = self._tokenizer.write_chat
         return write(messages, self._tools, self._arguments, generation_prompt=generation_prompt)
+
+
+def _opening(history: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    """Messages to the first of the user: more of them cost time and do not change a seam."""
+    user = next((place for place, message in enumerate(history) if message.get("role") == "user"), len(history))
+    return history[: user + 1]
 
 
 def _mark() -> str:

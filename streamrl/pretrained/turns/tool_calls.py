@@ -12,7 +12,7 @@ import msgspec
 
 LONGEST_CALL = 1 << 20
 """Characters of the calls of a turn."""
-_THINK_END = "</think>"
+_THINK, _THINK_END = "<think>", "</think>"
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -41,11 +41,10 @@ def parse_turn(
     """Return the parts of a turn. ``text``: with special tokens, but the one that ends the turn; ``form``: a name of
     ``FORMS``; ``tools``: JSON schemas of what may be called; ``ended``: the model ended it (False: its length or a stop
     did, and it calls nothing); ``thinks``: the prompt has opened its reasoning already. Raises ``KeyError``."""
-    reasoning, found, content = text.partition(_THINK_END)
-    if found:
-        reasoning = reasoning.removeprefix("<think>").strip("\n")
-    else:
-        reasoning, content = (text, "") if thinks else ("", text)
+    reasoning, content = "", text
+    if thinks or text.lstrip().startswith(_THINK):
+        reasoning, _, content = text.lstrip().removeprefix(_THINK).partition(_THINK_END)
+        reasoning = reasoning.strip("\n")
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     try:
         said, calls = FORMS[form](content, functions)
@@ -56,8 +55,8 @@ def parse_turn(
         for call in calls:
             if call.name not in functions:
                 raise _MalformedError(f"there is no tool {call.name!r}: call one of {', '.join(functions) or 'none'}")
-    except (_MalformedError, RecursionError) as error:
-        return ParsedTurn(content.strip(), reasoning, problem=str(error) or "it nests too deeply")
+    except _MalformedError as error:
+        return ParsedTurn(content.strip(), reasoning, problem=str(error))
     return ParsedTurn(said.strip(), reasoning, tuple(calls))
 
 
@@ -215,7 +214,7 @@ def _first_value(text: str) -> tuple[Any, int]:
         raise _MalformedError(f"a call may have {LONGEST_CALL} characters")
     try:
         return _DECODER.raw_decode(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _MalformedError(f"the arguments are not JSON ({error})") from None
 
 

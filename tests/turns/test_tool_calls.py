@@ -1,0 +1,94 @@
+"""Calls of tools in sampled text: good ones, every prefix of them, and bad ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamrl.pretrained.turns.tool_calls import FORMS, ToolCall, parse_turn
+
+NAMES = {"a": {"type": "integer"}, "b": {"type": "integer"}, "text": {"type": "string"}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": NAMES}}}
+    for name in ("add", "say")
+]
+ODD = "</tool_call> } [1] é"
+ADD, SAY = ToolCall("add", {"a": 12, "b": 34}), ToolCall("say", {"text": ODD})
+ARGUMENTS, TEXT = '{"a": 12, "b": 34}', f'{{"text": "{ODD}"}}'
+GOOD = [
+    ("hermes", f'<tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call>', [ADD]),
+    (
+        "hermes",
+        f"""So.
+<tool_call>{{"name": "say", "arguments": {TEXT}}}</tool_call>
+<tool_call>{{"name": "add", "arguments": {ARGUMENTS}}}</tool_call>""",
+        [SAY, ADD],
+    ),
+    (
+        "qwen_xml",
+        "<tool_call>\n<function=add>\n<parameter=a>\n12</parameter><parameter=b>34\n</parameter>\n</function></tool_call>",
+        [ADD],
+    ),
+    (
+        "qwen_xml",
+        "<tool_call>\n<function=say>\n<parameter=text>\n7\nlines\n</parameter>\n</function>\n</tool_call>",
+        [ToolCall("say", {"text": "7\nlines"})],
+    ),
+    ("llama_json", f'{{"name": "add", "parameters": {ARGUMENTS}}}', [ADD]),
+    ("llama_json", f'<|python_tag|>{{"name": "add", "parameters": {ARGUMENTS}}}', [ADD]),
+    (
+        "llama_json",
+        f'{{"name": "add", "parameters": {ARGUMENTS}}}; {{"name": "say", "parameters": {TEXT}}}',
+        [ADD, SAY],
+    ),
+    ("mistral", f'[TOOL_CALLS][{{"name": "add", "arguments": {ARGUMENTS}}}]', [ADD]),
+    ("mistral", f"[TOOL_CALLS]add[CALL_ID]abc123[ARGS]{ARGUMENTS}", [ADD]),
+    ("mistral", f"[TOOL_CALLS]add[ARGS]{ARGUMENTS}[TOOL_CALLS]say[ARGS]{TEXT}", [ADD, SAY]),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "calls"), GOOD)
+def test_a_good_call_is_read_and_no_prefix_of_it_calls_anything_else(
+    form: str, text: str, calls: list[ToolCall]
+) -> None:
+    turn = parse_turn(text, form, TOOLS)
+    assert (list(turn.calls), turn.problem, turn.reasoning) == (calls, "", "")
+    thought = parse_turn(f"<think>\nnot {text}\n</think>\n\n{text}", form, TOOLS)
+    assert (thought.calls, thought.text) == (turn.calls, turn.text)
+    for length in range(len(text)):
+        begun = parse_turn(text[:length], form, TOOLS)
+        assert list(begun.calls) in ([], calls[:1] if len(calls) > 1 else []), text[:length]
+        assert not parse_turn(text[:length], form, TOOLS, ended=False).calls
+    assert not parse_turn(text, form, TOOLS, ended=False).calls
+    assert not parse_turn(text, form, TOOLS, thinks=True).calls, "it is still thinking"
+
+
+HERMES = "<tool_call>{}</tool_call>"
+BAD = [
+    ("hermes", HERMES.format('{"name": "add", "arguments": {"a": NaN}}'), "NaN is no JSON"),
+    ("hermes", HERMES.format('{"name": "add", "arguments": "{}"}'), "must be a JSON object"),
+    ("hermes", HERMES.format('{"name": "sub", "arguments": {}}'), "there is no tool 'sub': call one of add, say"),
+    ("hermes", HERMES.format('{"name": "add", "arguments": {"a": 1, "a": 2}}'), "stands twice"),
+    ("hermes", HERMES.format('{"name": "add"}') + HERMES.format('{"name": "add", "argum'), "not JSON"),
+    ("hermes", HERMES.format("[]"), 'must be a JSON object with "name"'),
+    ("hermes", HERMES.format('{"name": "add", "arguments": ' + "[" * 99_999), "recursion"),
+    ("qwen_xml", "<tool_call><function=add><parameter=a>1</function></tool_call>", "must stand in <parameter"),
+    ("qwen_xml", "<function=add></function></tool_call>", "must stand between"),
+    ("llama_json", '{"name": "add", "parameters": {"a": 1}} and more', "must stand nothing"),
+    ("llama_json", '{"name": "add", "parameters": {"a": 1', "not JSON"),
+    ("mistral", "[TOOL_CALLS]add[ARGS]12", "the name of a tool and its arguments"),
+    ("mistral", "[TOOL_CALLS][]", "one JSON list of calls"),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "problem"), BAD)
+def test_a_bad_call_runs_nothing_and_tells_the_model_why(form: str, text: str, problem: str) -> None:
+    turn = parse_turn(text, form, TOOLS)
+    assert not turn.calls
+    assert problem in turn.problem
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("text", ["", "It is 46.", '{"answer": 46}', "a < b > c", "{", "]"])
+def test_an_answer_is_no_call(form: str, text: str) -> None:
+    turn = parse_turn(text, form, TOOLS)
+    assert (turn.text, turn.calls, turn.problem) == (text, (), "")
