@@ -230,14 +230,18 @@ def test_a_seam_is_what_the_template_writes_behind_a_turn(name: str, folder: Pat
             continue
         assert whole.endswith(text), (kind, text)
         body = alone.removeprefix(prompt) if alone.startswith(prompt) else "A thought.</think>It is 5."
-        at, stop = min(((place, one) for one in stops if (place := body.find(one)) >= 0), default=(len(body), ""))
+        at = min((place for one in stops if (place := body.find(one)) >= 0), default=len(body))
         begun = next((one for one in stops if text.startswith(one)), "")
         appends = alone.startswith(prompt) and whole.startswith(alone)
         appending += appends
-        for last in ("", stop or begun or next(iter(stops))):
+        opens = bool(begun) and begun not in alone.removeprefix(prompt)
+        for last in ("", *stops):
             sampled = as_sampled(tokenizer, body[:at], chance) + ([stops[last]] if last else [])
             seam = seams.seam(turn.history, turn.called, turn.appended, sampled[-1] if sampled else None)
-            assert (seam.kind is SeamKind.CLOSED) == (not last), kind
+            kinds = (SeamKind.OTHER_OPENER if opens else SeamKind.OTHER_CLOSER) if last else SeamKind.CLOSED
+            assert seam.kind is (SeamKind.EXACT if last and text.startswith(last) else kinds), (kind, last)
+            whole_seam = seam.kind in (SeamKind.CLOSED, SeamKind.OTHER_OPENER)
+            assert seam.token_ids == tokenizer.encode_fragment(text)[not whole_seam :]
             ids = seam.token_ids.tolist()
             assert tokenizer.encode_fragment(whole).tolist()[-len(ids) :] == ids, (kind, last)
             if appends and (not last or seam.kind is SeamKind.EXACT):

@@ -8,7 +8,6 @@ are tokens already."""
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -83,7 +82,7 @@ class ChatSeams:
             return Seam(ids, SeamKind.CLOSED)
         if ids[0] == last:
             return Seam(ids[1:], SeamKind.EXACT)
-        if self._opens(history, self._tokenizer.token_text(ids[0])):
+        if ids[0] in self._stops and self._opens(history, self._stops[ids[0]]):
             return Seam(ids, SeamKind.OTHER_OPENER)
         return Seam(ids[1:], SeamKind.OTHER_CLOSER)
 
@@ -158,10 +157,9 @@ def _said(text: str, *, role: str = "assistant") -> dict[str, Any]:
 def _stand_ins(calls: Sequence[CalledTool]) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """Messages that may stand for the turn, the best first, each with its marks."""
     if calls:
-        for written in (dict, json.dumps):  # templates take arguments as objects, some as JSON text alone
-            marks = [_mark() for _ in calls]
-            yield _said("") | {"tool_calls": _called(calls, [written({"x": mark}) for mark in marks])}, marks
-        # A template that writes no call may show the text beside it.
+        marks = [_mark() for _ in calls]
+        yield _said("") | {"tool_calls": _called(calls, [{"x": mark} for mark in marks])}, marks
+        # A template that writes no call may show the text beside it; one that wants arguments as text refuses both.
         mark = _mark()
         yield _said(mark) | {"tool_calls": _called(calls, [{} for _ in calls])}, [mark]
     mark = _mark()
