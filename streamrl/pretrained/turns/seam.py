@@ -82,39 +82,48 @@ class ChatSeams:
             return Seam(ids, SeamKind.CLOSED)
         if ids[0] == last:
             return Seam(ids[1:], SeamKind.EXACT)
-        if ids[0] in self._stops and self._opens(history, self._stops[ids[0]]):
+        # One that opens the appended message does not stand behind a turn that is the last one.
+        stop = self._stops.get(ids[0])
+        if stop and stop not in self._behind_turn(history, calls, (), generation_prompt=False):
             return Seam(ids, SeamKind.OTHER_OPENER)
         return Seam(ids[1:], SeamKind.OTHER_CLOSER)
 
     def text(self, history: Sequence[ChatMessage], calls: Sequence[CalledTool], appended: Sequence[ChatMessage]) -> str:
         """The text of the seam. Raises ``CannotContinueError``."""
-        first, problems = _opening(history), []
+        behind = self._behind_turn(history, calls, appended)
+        # A template may close turns of a history with a special token that never ends a sampled one.
+        stops = [*self._stops.values(), self._closer]
+        places = [at for stop in stops if stop and (at := behind.find(stop)) >= 0]
+        if not places:
+            raise CannotContinueError("the model's chat template cannot be continued: it writes no token behind a turn")
+        return behind[min(places) :]
+
+    def _behind_turn(
+        self,
+        history: Sequence[ChatMessage],
+        calls: Sequence[CalledTool],
+        appended: Sequence[ChatMessage],
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
+        """What the template writes behind the texts of the turn."""
+        problems = []
         for message, marks in _stand_ins(calls):
             try:
-                text = self._write([*first, message, *appended])
+                text = self._write([*_opening(history), message, *appended], generation_prompt=generation_prompt)
             except ChatError as error:
                 problems.append(str(error))
                 continue
             ends = [text.rfind(mark) + len(mark) for mark in marks if mark in text]
-            if not ends:
-                problems.append("it does not show the text of the turn")
-            elif len(ends) < len(marks):
+            if 0 < len(ends) < len(marks):
                 raise CannotContinueError(
                     f"the model's chat template writes {len(ends)} of the {len(marks)} calls of a turn: let the model "
                     "call one tool a turn"
                 )
-            elif (at := self._first_stop(text, max(ends))) >= 0:
-                return text[at:]
-            else:
-                problems.append("it writes no token that ends the turn")
+            if ends:
+                return text[max(ends) :]
+            problems.append("it does not show the text of the turn")
         raise CannotContinueError(f"the model's chat template cannot be continued: {'; '.join(problems)}")
-
-    def _first_stop(self, text: str, begin: int) -> int:
-        """The place of the first text, from ``begin`` on, that ends a turn; -1: there is none. A template may close
-        turns of a history with a special token that never ends a sampled one."""
-        closer = self._closer
-        texts = (*self._stops.values(), *([closer] if closer else ()))
-        return min((at for one in texts if one and (at := text.find(one, begin)) >= 0), default=-1)
 
     @property
     def _closer(self) -> str:
@@ -128,12 +137,6 @@ class ChatSeams:
         behind = self._tokenizer.encode_fragment(text[text.rfind(mark) + len(mark) :])
         specials = self._tokenizer.special_token_ids
         return next((self._tokenizer.token_text(one) for one in behind[:2] if one in specials), "")
-
-    def _opens(self, history: Sequence[ChatMessage], text: str) -> bool:
-        """Whether ``text`` opens the appended message: then it does not stand behind a turn that is the last one."""
-        mark = _mark()
-        alone = self._write([*_opening(history), _said(mark)], generation_prompt=False)
-        return text not in alone[alone.rfind(mark) :]
 
     def _write(self, messages: Sequence[ChatMessage], *, generation_prompt: bool = True) -> str:
         write = self._tokenizer.write_chat
