@@ -400,8 +400,8 @@ async def test_ids_that_text_cannot_carry_reach_the_trainer(tmp_path: Path) -> N
 
 
 def test_text_is_tokenised_in_one_place() -> None:
-    """Only rows become ids, texts of a file that ``streamrl reward test`` reads, what a reward model of its own
-    vocabulary reads, and the words of a simulated engine: nothing that was sampled and is trained is so again."""
+    """Only rows become ids, what stands between turns, texts of a file that ``streamrl reward test`` reads, what a
+    reward model of its own vocabulary reads, and the words of a simulated engine: nothing that was sampled and is trained is so again."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -414,4 +414,4 @@ def test_text_is_tokenised_in_one_place() -> None:
     apart = {"cli/trial/trial_completions.py", "rewards/builtin/reward_model.py", "engines/simulated/text.py"}
     apart |= {"launch/plan/first_prompt.py"}  # to compare with transformers
     apart |= {"learning/small_model/packaged.py"}  # only saves one
-    assert found == {"run/prompts/prompt_rows.py", "pretrained/tokenizer.py"} | apart
+    assert found == {"run/prompts/prompt_rows.py", "pretrained/tokenizer.py", "pretrained/turns/seam.py"} | apart

@@ -27,7 +27,7 @@ class CannotContinueError(ChatError):
 
 
 class SeamKind(StrEnum):
-    """How the sampled tokens meet the seam.
+    """Meeting of the sampled tokens and the seam.
 
     ``EXACT``: as the template writes it. ``CLOSED``: the turn ended without a token that ends it (its length, a stop),
     and the seam closes it. ``OTHER_CLOSER``: it ended with another token than the template writes in a history.
@@ -106,7 +106,7 @@ class ChatSeams:
         *,
         generation_prompt: bool = True,
     ) -> str:
-        """What the template writes behind the texts of the turn."""
+        """Return what the template writes behind the texts of the turn."""
         problems = []
         for message, marks in _stand_ins(calls):
             try:
