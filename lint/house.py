@@ -27,11 +27,11 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 64_042,
-    "lines of tests": 49_182,
+    "lines of streamrl": 64_479,
+    "lines of tests": 49_530,
     "lines of campaigns": 7_838,
     "lines of benchmarks": 7_000,
-    "files of streamrl": 488,
+    "files of streamrl": 491,
     "words of README": 800,
     "keys of a recipe in view": 122,
     "rooms": 16,
