@@ -27,8 +27,8 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 64_479,
-    "lines of tests": 49_530,
+    "lines of streamrl": 64_501,
+    "lines of tests": 49_535,
     "lines of campaigns": 7_838,
     "lines of benchmarks": 7_000,
     "files of streamrl": 491,

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -32,6 +32,21 @@ def write_durable(path: Path, content: bytes) -> None:
     _write_flushed(partial, content)
     partial.replace(path)
     flush_directory(path.parent)
+
+
+MOST_BYTES = 64 << 20
+"""Of files of one kind that a run writes now and then, such as evaluations, stacks and crash bundles."""
+
+
+def remove_oldest(paths: Iterable[Path], most_bytes: int = MOST_BYTES) -> None:
+    """Remove the first of ``paths`` in the order of their names until the others, at least one, have ``most_bytes``."""
+    sizes = {path: path.stat().st_size for path in sorted(paths)}
+    total = sum(sizes.values())
+    for path in list(sizes)[:-1]:
+        if total <= most_bytes:
+            break
+        path.unlink(missing_ok=True)
+        total -= sizes[path]
 
 
 def append_whole(file: IO[bytes], content: bytes) -> None:

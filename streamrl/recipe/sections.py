@@ -443,7 +443,7 @@ class Metrics(Section, frozen=True):
     most_mib: Annotated[
         float,
         Meta(ge=8),
-        advanced("MiB of the files that grow with the run: trace, metrics, samples, logs; their oldest lines go"),
+        advanced("MiB of the files that grow with the run: trace, metrics, samples, evaluations, logs; the oldest go"),
     ] = 4096.0
     endpoint: Annotated[str, doc("where it binds; empty: an ipc endpoint that the run prints")] = ""
 

@@ -25,6 +25,7 @@ import psutil
 import pytest
 
 from lint.metrics_page import METRICS
+from streamrl.base.atomic_files import remove_oldest
 from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import LineFile
 from streamrl.launch.supervise import followers as followers_module
@@ -448,7 +449,7 @@ def test_the_kit_tells_a_tracker_that_takes_everything(
 def test_files_of_a_long_run_stay_within_their_bound(tmp_path: Path) -> None:
     """A process writes its log into the file that it has open."""
     most_mib = 0.25
-    names = sorted({*SHARES} - {"logs"})
+    names = sorted({*SHARES} - {"logs", "evaluations"})
     files = {name: LineFile(tmp_path / f"{name}.jsonl", most_bytes=most_bytes(most_mib, name)) for name in names}
     logs = LogFiles(tmp_path, most_bytes(most_mib, "logs"))
     with (tmp_path / "a.log").open("ab") as a, (tmp_path / "b.log").open("ab") as b:
@@ -459,8 +460,12 @@ def test_files_of_a_long_run_stay_within_their_bound(tmp_path: Path) -> None:
                 log.write(b"%d %s\n" % (n, b"x" * 90))
                 log.flush()
             logs.cut()
+            (tmp_path / f"step-{n:06d}.jsonl").write_text("x" * 900)
+            remove_oldest(tmp_path.glob("step-*.jsonl"), 2 * most_bytes(most_mib, "evaluations"))
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= most_mib * (1 << 20) + 4 * 250
         assert a.tell() < 2000 * 90
+    assert (tmp_path / "step-001999.jsonl").exists()
+    assert not (tmp_path / "step-001000.jsonl").exists()
     for file in files.values():
         file.close()
     for name in ("a", "b"):

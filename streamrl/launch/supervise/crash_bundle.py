@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.base.atomic_files import remove_oldest
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.run_process import usable_cores
 from streamrl.launch.supervise.redaction import Redaction, run_redaction
@@ -114,6 +115,7 @@ def write_crash_bundle(
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+    remove_oldest(folder.glob("*.zip"))
     return target
 
 

@@ -23,6 +23,7 @@ import anyio
 import anyio.to_thread
 import psutil
 
+from streamrl.base.atomic_files import remove_oldest
 from streamrl.base.errors import RunStalled
 from streamrl.base.messages import EngineLoad
 from streamrl.base.run_events import StallSeen
@@ -270,6 +271,7 @@ def write_stall(directory: Path, text: str) -> Path:
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
     partial.rename(path)
+    remove_oldest(directory.glob("*.txt"))
     return path
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-SHARES = {"trace": 1 / 2, "metrics": 1 / 4, "samples": 1 / 16, "logs": 3 / 16}
-"""Of ``trace.jsonl``, ``metrics.jsonl``, ``samples.jsonl``, each with its older part, and of all logs with theirs. The
-journal is cut at every checkpoint instead: it is needed to resume."""
+SHARES = {"trace": 1 / 2, "metrics": 1 / 4, "samples": 1 / 16, "evaluations": 1 / 16, "logs": 1 / 8}
+"""Of ``trace.jsonl``, ``metrics.jsonl``, ``samples.jsonl``, each with its older part, of all files of evaluations, and
+of all logs with their older parts. The journal is cut at every checkpoint instead: it is needed to resume."""
 
 
 def most_bytes(most_mib: float, files: str) -> int:

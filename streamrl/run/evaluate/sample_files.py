@@ -11,7 +11,7 @@ from typing import Any
 import anyio.to_thread
 import msgspec
 
-from streamrl.base.atomic_files import write_durable
+from streamrl.base.atomic_files import MOST_BYTES, remove_oldest, write_durable
 from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import LineFile
 from streamrl.base.run_events import CompletionSampled
@@ -19,8 +19,6 @@ from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost
 from streamrl.base.types import RewardFailure, ScoredTrajectory, TokenArray, Trajectory, TrajectoryId
 from streamrl.recipe.sections import HELD_OUT
 
-MOST_BYTES = 64 << 20
-"""Of ``samples.jsonl``: then it becomes ``older-samples.jsonl``, and another one is begun."""
 LONGEST_TEXT = 8_000
 """Characters of a prompt and of a completion there."""
 MOST_TOKENS = 2_000
@@ -98,12 +96,16 @@ async def write_evaluation(
     policy_version: int,
     outcomes: Sequence[EndedOutcome],
     sets: Mapping[str, range] | None = None,
+    *,
+    most_bytes: int = MOST_BYTES,
 ) -> None:
     """Write ``step-N.jsonl`` in ``directory``, whole or not at all, in a thread. ``decode``: text of token ids; None:
-    ids only. ``sets``: numbers of the prompts of each set. Raises ``StreamRLError`` when the disk refuses."""
+    ids only. ``sets``: numbers of the prompts of each set. ``most_bytes``: of all files there; the oldest ones are
+    removed. Raises ``StreamRLError`` when the disk refuses."""
     path = directory / f"step-{policy_version:06d}.jsonl"
     try:
         await anyio.to_thread.run_sync(_write_lines, path, list(outcomes), decode, sets or {})
+        await anyio.to_thread.run_sync(lambda: remove_oldest(directory.glob("step-*.jsonl"), most_bytes))
     except OSError as error:
         raise StreamRLError(
             f"the samples of the evaluation at step {policy_version} could not be written to {path}: {error}; "
