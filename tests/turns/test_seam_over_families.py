@@ -1,42 +1,21 @@
 """The seam of a chat over published templates of many families: what the engine saw stays as it is, and behind it
 stands what the template writes."""
-# ruff: noqa: RUF001 (tokens of DeepSeek have a wide bar)
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-from collections.abc import Iterator, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from turns.families import FAMILIES, TOOL
 
 from streamrl.base.types import token_array
 from streamrl.pretrained.chat_template import ChatError
-from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
+from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.seam import CalledTool, CannotContinueError, ChatSeams, SeamKind
 
-WHEEL = importlib.util.find_spec("trl")
-assert WHEEL is not None and WHEEL.submodule_search_locations, "make venv installs trl, whose wheel has the templates"
-TEMPLATES = Path(WHEEL.submodule_search_locations[0]) / "chat_templates"
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two integers.",
-        "parameters": {
-            "type": "object",
-            "properties": {name: {"type": "integer", "description": name} for name in "ab"},
-            "required": ["a", "b"],
-        },
-    },
-}
 SYSTEM = {"role": "system", "content": "You are a calculator."}
 USER = {"role": "user", "content": "What is 2 + 3?"}
 MORE = {"role": "user", "content": "And 4 + 5?"}
@@ -54,50 +33,6 @@ WORDS = [
     "it's",
 ]
 
-
-class Family(NamedTuple):
-    """``stops``: what ends a completion by its ``generation_config.json``; ``special``: further special tokens."""
-
-    template: str
-    stops: tuple[str, ...]
-    special: tuple[str, ...] = ()
-    bos: str = ""
-    arguments: dict[str, Any] = {}
-
-
-CHATML = ("<|im_end|>", "<|endoftext|>")
-IM = ("<|im_start|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
-LLAMA = ("<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>", "<|begin_of_text|>")
-GLM = ("[gMASK]", "<sop>", "<|system|>", "<|assistant|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
-DEEPSEEK = tuple(f"<｜{name}｜>" for name in ("begin▁of▁sentence", "User", "Assistant", "tool▁calls▁begin", "tool▁sep"))
-FAMILIES = {
-    "qwen2.5": Family("qwen2_5", CHATML, IM),
-    "qwen3": Family("qwen3", CHATML, IM),
-    "qwen3 without thinking": Family("qwen3", CHATML, IM, arguments={"enable_thinking": False}),
-    "qwen3-2507": Family("qwen3_instruct_2507", CHATML, IM),
-    "qwen3.5": Family("qwen3_5_think", CHATML, IM),
-    "qwen3.5 nothink": Family("qwen3_5_nothink", CHATML, IM),
-    "qwen3.6": Family("qwen3_6", CHATML, IM),
-    "qwen3.6 preserving": Family("qwen3_6", CHATML, IM, arguments={"preserve_thinking": True}),
-    "llama3": Family("llama3", ("<|eot_id|>",), LLAMA, "<|begin_of_text|>"),
-    "llama3.1": Family("llama3_1", ("<|eot_id|>", "<|eom_id|>"), LLAMA, "<|begin_of_text|>"),
-    "llama3.2": Family("llama3_2", ("<|eot_id|>", "<|eom_id|>"), LLAMA, "<|begin_of_text|>"),
-    "gemma": Family("gemma", ("<end_of_turn>", "<eos>"), ("<start_of_turn>", "<bos>"), "<bos>"),
-    "gemma3": Family("gemma3", ("<end_of_turn>", "<eos>"), ("<start_of_turn>", "<bos>"), "<bos>"),
-    "phi3": Family("phi3", ("<|end|>", "<|endoftext|>"), ("<|user|>", "<|assistant|>", "<|system|>")),
-    "phi3.5": Family("phi3_5", ("<|end|>", "<|endoftext|>"), ("<|user|>", "<|assistant|>", "<|system|>")),
-    "deepseek-v3": Family("deepseekv3", ("<｜end▁of▁sentence｜>",), DEEPSEEK, DEEPSEEK[0]),
-    "deepseek-r1 distilled": Family("deepseek_r1_distill", ("<｜end▁of▁sentence｜>",), DEEPSEEK, DEEPSEEK[0]),
-    "glm-4.5": Family("glm4moe", ("<|endoftext|>", "<|user|>", "<|observation|>"), GLM),
-    "gpt-oss": Family(
-        "gptoss", ("<|return|>", "<|call|>"), ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
-    ),
-    "lfm2": Family("lfm2_2_5", ("<|im_end|>",), ("<|im_start|>", "<|startoftext|>"), "<|startoftext|>"),
-    "nemotron-3": Family("nemotron_3_nano", ("<|im_end|>",), IM),
-    "command-r": Family(
-        "cohere", ("<|END_OF_TURN_TOKEN|>",), ("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>"), "<BOS_TOKEN>"
-    ),
-}
 
 APPENDING = {
     "qwen2.5": 6,
@@ -119,42 +54,6 @@ APPENDING = {
     "command-r": 4,
 }
 """Kinds of turns behind which the template leaves all earlier text as the engine saw it; others rewrite some."""
-
-
-@cache
-def words() -> str:
-    """A byte-level BPE without special tokens: ``encode(decode(ids))`` is not ``ids`` of it for most ids."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    texts = [path.read_text() for path in sorted(TEMPLATES.glob("qwen*.jinja"))]
-    backend.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
-    )
-    return str(backend.to_str())
-
-
-@cache
-def tokenizer_of(name: str, folder: Path) -> Tokenizer:
-    family = FAMILIES[name]
-    backend = tokenizers.Tokenizer.from_str(words())
-    texts = dict.fromkeys((*family.stops, *family.special, *([family.bos] if family.bos else ())))
-    backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in texts])
-    directory = folder / name.replace(" ", "_")
-    directory.mkdir()
-    backend.save(str(directory / "tokenizer.json"))
-    (directory / "chat_template.jinja").write_text((TEMPLATES / f"{family.template}.jinja").read_text())
-    ids = [backend.token_to_id(text) for text in family.stops]
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    config = {"bos_token": family.bos} if family.bos else {}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": family.stops[0]}))
-    return load_tokenizer(directory)
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("families")
 
 
 def as_sampled(tokenizer: Tokenizer, text: str, chance: random.Random) -> list[int]:
@@ -214,8 +113,8 @@ def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_seam_is_what_the_template_writes_behind_a_turn(name: str, folder: Path) -> None:
-    tokenizer, arguments, chance = tokenizer_of(name, folder), FAMILIES[name].arguments, random.Random(name)
+def test_a_seam_is_what_the_template_writes_behind_a_turn(name: str, of_family: Callable[[str], Tokenizer]) -> None:
+    tokenizer, arguments, chance = of_family(name), FAMILIES[name].arguments, random.Random(name)
     stops = {text: tokenizer.encode_fragment(text)[0] for text in FAMILIES[name].stops}
     appending, refused = 0, []
     for kind, turn in turns_of(tokenizer, arguments, chance):
