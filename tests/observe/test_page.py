@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,8 +16,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from streamrl.base.line_file import read_lines
+from streamrl.launch.comparison.comparison import Comparison, comparison_page
+from streamrl.launch.comparison.measured_run import ComparedRun
 from streamrl.observe.report.trajectory_trace import (
     EnginesLine,
     EventLine,
@@ -272,6 +277,42 @@ def test_a_report_is_one_file(tmp_path: Path, runs: list[WrittenRun]) -> None:
         visit.open(report.as_uri())
         complete(visit)
         assert [url for url in visit.asked if not url.startswith("data:")] == [report.as_uri()]
+
+
+@needs_chromium
+def test_systems_side_by_side(tmp_path: Path, runs: list[WrittenRun]) -> None:
+    compared = [
+        ComparedRun(
+            system=name, repeat=1, directory=str(run.directory), accuracy=0.5, stragglers=math.nan, warnings=(HOSTILE,),
+            steps=[line for line in read_lines(run.directory / "metrics.jsonl") if line["kind"] == "step"],
+        )
+        for name, run in zip(("synchronous", HOSTILE), runs, strict=True)
+    ]  # fmt: skip
+    gone = msgspec.structs.replace(compared[0], system="gone", directory=str(tmp_path / "gone"))
+    comparison = Comparison(
+        recipe=HOSTILE, machine="m", samples=240, repeats=1, systems=("synchronous", HOSTILE, "gone"),
+        runs=(*compared, gone), failures=(f"{HOSTILE} broke",),
+    )  # fmt: skip
+    (report := tmp_path / "comparison.html").write_bytes(comparison_page(comparison))
+    with browsing(viewport={"width": 1280, "height": 800}) as visit:
+        visit.open(report.as_uri())
+        PANELS.insert(0, "systems")
+        complete(visit)
+        PANELS.remove("systems")
+        text = visit.text("systems")
+        assert f"{HOSTILE} broke" in text and f"{HOSTILE}, repeat 1: {HOSTILE}" in text and "240 trained" in text
+        assert [row.split("\t")[1:3] for row in text.splitlines() if "\t1\t" in row] == [["1", "1.00"]] * 3
+        seen = visit.page.evaluate(COLOURS, ["#4c8bf5", "#e5604d", "#f2b134"])
+        assert len(seen) == 2 and all(map(all, seen)), "trained, lost a race and in the reward: bars of each"
+        assert [url for url in visit.asked if not url.startswith("data:")] == [report.as_uri()]
+
+
+COLOURS = """wanted => [...document.querySelectorAll("#systems figure canvas")].map(one => {
+  const { data } = one.getContext("2d").getImageData(0, 0, one.width, one.height), there = new Set();
+  for (let i = 0; i < data.length; i += 4) there.add(data[i] << 16 | data[i + 1] << 8 | data[i + 2]);
+  return wanted.map(colour => there.has(parseInt(colour.slice(1), 16)));
+})"""
+"""Which of the colours each picture of the panel has."""
 
 
 def test_uplot_is_the_published_one() -> None:

@@ -27,7 +27,7 @@ from streamrl.base.run_events import (
     StartProgress,
     StepFinished,
 )
-from streamrl.observe.terminal.curve import Curve, round_ticks, terminal_plot
+from streamrl.observe.terminal.curve import Curve, terminal_plot
 from streamrl.observe.terminal.run_history import MOST_POINTS, RunHistory
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.observe.terminal.step_line import (
@@ -369,11 +369,6 @@ def test_the_plot_draws_where_the_points_are() -> None:
     assert first.strip("\u2800"), "the top row holds the end of the line"
     assert len(first) == 10
     assert len(last) <= 3, "the bottom row holds only its beginning"
-
-
-def test_ticks_are_round_numbers() -> None:
-    assert round_ticks(0.17, 0.73) == [0.2, 0.4, 0.6]
-    assert round_ticks(0, 100) == [0, 20, 40, 60, 80, 100]
 
 
 @pytest.mark.parametrize("steps", [3, MOST_POINTS - 1, 5 * MOST_POINTS + 1])

@@ -83,7 +83,7 @@ class Compare(Command, frozen=True, kw_only=True):
         else:
             rows = (zip(comparison.table()[0], row, strict=True) for row in comparison.table()[1])
             Console(width=None if sys.stdout.isatty() else 150).print(results_table("", rows))
-            print("\n".join([*comparison.notes, f"report: {out / PAGE}"]))
+            print("\n".join([*comparison.notes, *([f"report: {out / PAGE}"] if comparison.runs else [])]))
         return 1 if comparison.failures else 0
 
 
@@ -124,5 +124,6 @@ async def compare(plan: Sequence[tuple[str, int, Recipe]], comparison: Compariso
                 comparison = structs.replace(comparison, runs=(*comparison.runs, run))
                 screen.line(f"{title}: {run.sample_ms:.1f} ms a sample, {len(run.measured)} steps")
             write_durable(out / FIGURES, msgspec.json.format(msgspec.json.encode(comparison), indent=1))
-            write_durable(out / PAGE, (await anyio.to_thread.run_sync(comparison_page, comparison)).encode())
+            if comparison.runs:
+                write_durable(out / PAGE, await anyio.to_thread.run_sync(comparison_page, comparison))
     return comparison

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from html import escape
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -12,10 +11,9 @@ from typing import NamedTuple
 import msgspec
 
 from streamrl.launch.comparison.measured_run import ComparedRun
-from streamrl.launch.comparison.run_figures import WARM_UP_STEPS
-from streamrl.launch.comparison.step_timeline import timeline_svg, typical_step
+from streamrl.launch.comparison.run_figures import WARM_UP_STEPS, RunFigures, samples_of
+from streamrl.observe.dashboard.report_page import report_page
 from streamrl.observe.follow.run_files import RunFiles
-from streamrl.recipe.toml_text import toml_value
 
 
 class Figure(NamedTuple):
@@ -90,83 +88,36 @@ def spread_text(values: Sequence[float], form: str) -> str:
     return f"{fmean(values):{form}}{ends}"
 
 
-_STYLE = """:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:1140px;margin:2rem auto;
-padding:0 1rem}table{border-collapse:collapse}th,td{font-size:14px;padding:.25rem .45rem;text-align:right;
-border-bottom:1px solid #8884}th:first-child,td:first-child{text-align:left}td svg{display:block;width:85px;
-height:12px;margin-left:auto}figure{margin:1.2rem 0}figure svg{width:100%}svg text{font-size:12px;fill:currentColor;
-opacity:.7}.trained{fill:#2f6fde}.dropped{fill:#e8915b}.reward{fill:#2b8a3e}.train{fill:#8884}.live{stroke:currentColor;
-fill:currentColor;opacity:.5}.track{fill:#8883}.mean{fill:#2f6fde}.run{fill:currentColor}.key{display:inline-block;
-width:.8em;height:.8em;margin:0 .3em 0 1em}th[title]:not([title='']){text-decoration:underline dotted}
-pre{overflow:auto}"""
-
-_KEY = (
-    ("#2f6fde", "sampled and trained"),
-    ("#e8915b", "sampled and dropped, or cut"),
-    ("#2b8a3e", "waits for its reward"),
-    ("#8888", "from a full batch until its version is live"),
-)
-
-
-def comparison_page(comparison: Comparison) -> str:
-    """The report as one HTML page that asks no other host. Reads the traces of the runs; a run that is gone has no
-    timeline."""
-    title = escape(f"{comparison.recipe}: systems compared")
-    titles = {figure.name: figure.text for figure in FIGURES}
-    heads = "".join(f'<th title="{titles.get(head, "")}">{head}</th>' for head in comparison.table()[0])
-    key = "".join(f'<span class="key" style="background:{color}"></span>{text}' for color, text in _KEY)
-    notes = "".join(f"<p><strong>{escape(note)}</strong></p>" for note in (*comparison.notes, *comparison.failures))
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'"></head><body>
-<h1>{title}</h1><p>{comparison.samples:,} trained samples of each system after {WARM_UP_STEPS} steps of warm-up;
-repeats of
-each, in turns: {comparison.repeats}; {escape(comparison.machine)}. Figures are means over repeats, in brackets the
-least and the greatest; a dot is a run. Ratios are taken repeat by repeat.</p>{notes}
-<table><tr>{heads}</tr>{"".join(_rows(comparison))}</table>
-<h2>The same seconds of each</h2><p>A row is a slot of the engines; empty places are the bubble. Each picture begins
-with the step of its run whose time a sample is the median; a dot above is a step that went live.</p><p>{key}</p>
-{"".join(_timelines(comparison))}
-<h2>Settings that differ from those of the first</h2>{"".join(_settings(comparison))}</body></html>
-"""
+def comparison_page(comparison: Comparison) -> bytes:
+    """The report as one HTML page that asks no other host: what ``streamrl report`` writes of the first finished run of
+    each system that is still there, with a panel above that has the figures of all."""
+    first = {run.system: run for run in reversed(comparison.runs) if RunFiles(Path(run.directory)).recipe()}
+    shown = [first[system] for system in comparison.systems if system in first]
+    places = [typical_step(run) for run in shown]
+    heads, rows = comparison.table()
+    meanings = {figure.name: figure.text for figure in FIGURES}
+    values = [[comparison.values(figure, system) for figure in FIGURES] for system in comparison.systems]
+    answer = {
+        "about": f"{comparison.recipe}: {comparison.samples:,} trained samples of each system after {WARM_UP_STEPS} "
+        f"steps of warm-up; repeats of each, in turns: {comparison.repeats}; {comparison.machine}.",
+        "heads": [{"name": head, "meaning": meanings.get(head, "")} for head in heads],
+        "rows": [
+            {"cells": row, "values": [[]] * (len(row) - len(FIGURES)) + found}
+            for row, found in zip(rows, values, strict=True)
+        ],
+        "notes": [*comparison.notes, *comparison.failures],
+        "warnings": [f"{run.system}, repeat {run.repeat}: {text}" for run in comparison.runs for text in run.warnings],
+        "stretches": [
+            {"title": f"{run.system}: {run.sample_ms:.1f} ms a sample; from its step {place + 1} on", "place": place}
+            for run, place in zip(shown, places, strict=True)
+        ],
+        "seconds": max((run.steps[at]["time/step_s"] for run, at in zip(shown, places, strict=True)), default=1.0),
+    }
+    return report_page([Path(run.directory) for run in shown], {"/api/comparison": answer})
 
 
-def _rows(comparison: Comparison) -> Iterator[str]:
-    most = [max((v for s in comparison.systems for v in comparison.values(f, s)), default=0.0) for f in FIGURES]
-    for row in comparison.table()[1]:
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row[: -len(FIGURES)])
-        for figure, largest, cell in zip(FIGURES, most, row[-len(FIGURES) :], strict=True):
-            cells += f"<td>{escape(cell)}{_strip(comparison.values(figure, row[0]), largest)}</td>"
-        yield f"<tr>{cells}</tr>"
-
-
-def _strip(values: Sequence[float], largest: float) -> str:
-    """A bar to the mean and a dot for each run, from 0 to the largest of all."""
-    if not values or largest <= 0:
-        return ""
-    dots = "".join(f'<circle class="run" cx="{3 + 104 * v / largest:.1f}" cy="6" r="2.5"/>' for v in values)
-    bar = f'<rect class="mean" x="3" y="4" width="{104 * fmean(values) / largest:.1f}" height="4"/>'
-    return f'<svg viewBox="0 0 110 12"><rect class="track" x="3" y="4" width="104" height="4"/>{bar}{dots}</svg>'
-
-
-def _timelines(comparison: Comparison) -> Iterator[str]:
-    """A picture of the first finished run of each system, all over as many seconds."""
-    first = {run.system: run for run in reversed(comparison.runs)}
-    places = {system: typical_step(run) for system, run in first.items()}
-    seconds = max((first[system].steps[place]["time/step_s"] for system, place in places.items()), default=1.0)
-    for system in (name for name in comparison.systems if name in first):
-        run, place = first[system], places[system]
-        caption = f"{system}: {run.sample_ms:.1f} ms a sample; from step {place + 1} of repeat {run.repeat} on"
-        picture = timeline_svg(Path(run.directory), place, seconds, caption)
-        yield f"<figure><figcaption>{escape(caption)}</figcaption>{picture}</figure>"
-
-
-def _settings(comparison: Comparison) -> Iterator[str]:
-    recipes = {run.system: RunFiles(Path(run.directory)).recipe() for run in comparison.runs}
-    base = recipes.get(comparison.systems[0], {})
-    for system, recipe in recipes.items():
-        own = {key: value for key, value in recipe.items() if base.get(key) != value and not key.startswith("run.")}
-        lines = "\n".join(f"{key} = {toml_value(value)}" for key, value in own.items())
-        yield f"<h3>{escape(system)}</h3><pre>{escape(lines) or 'as the first'}</pre>"
-    for run in (run for run in comparison.runs if run.warnings):
-        warned = escape("\n".join(run.warnings))
-        yield f"<h3>{escape(run.system)}, repeat {run.repeat}, warned</h3><pre>{warned}</pre>"
+def typical_step(run: RunFigures) -> int:
+    """The place, among all steps of the run, of the measured one whose seconds a sample are the median."""
+    places = range(WARM_UP_STEPS, WARM_UP_STEPS + len(run.measured))
+    each = sorted(places, key=lambda at: run.steps[at]["time/step_s"] / samples_of(run.steps[at]))
+    return each[(len(each) - 1) // 2]

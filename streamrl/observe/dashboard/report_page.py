@@ -6,9 +6,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -31,12 +32,13 @@ def page_files() -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in found}
 
 
-def report_page(places: Sequence[Path]) -> bytes:
-    """The report on the runs in ``places``. Raises ``StreamRLError`` where one has nothing of a run."""
+def report_page(places: Sequence[Path], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+    """The report on the runs in ``places``. ``more``: further answers of the page, by path. Raises
+    ``StreamRLError`` where one of ``places`` has nothing of a run."""
     views = RunViews(places).views()
     for view in views:
         view.refresh()
-    answers: dict[str, Any] = {"/api/runs": [view.summary() for view in views]}
+    answers = {"/api/runs": [view.summary() for view in views], **more}
     numbers = ",".join(str(view.number) for view in views)
     answers["/api/compare"] = answers[f"/api/compare?runs={numbers}"] = {
         "recipe_differences": recipe_differences(views)

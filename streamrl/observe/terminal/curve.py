@@ -97,12 +97,3 @@ def _dense(curve: Curve, frame: _Frame, samples: int) -> list[tuple[float, float
         count = max(1, math.ceil(max(x1 - x0, abs(y1 - y0)) * samples))
         dense += [(x0 + (x1 - x0) * i / count, y0 + (y1 - y0) * i / count) for i in range(1, count + 1)]
     return dense
-
-
-def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers in [low, high], about ``wanted`` of them."""
-    rough = (high - low) / max(1, wanted)
-    magnitude = 10.0 ** math.floor(math.log10(rough))
-    step = magnitude * next((factor for factor in (1, 2, 5, 10) if factor * magnitude >= rough), 10)
-    first = math.ceil(low / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
