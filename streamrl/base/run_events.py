@@ -55,11 +55,11 @@ class EvaluationFinished(Message, frozen=True):
 
 
 class CompletionSampled(Message, frozen=True):
-    """One completion that step ``step`` trained on, with its ``reward``, and ``rewards`` by function before weights.
-    ``chosen``: which one of the batch (``best``, ``worst``, ``random``)."""
+    """One completion that step ``step`` trained on, or that the evaluation of its version sampled, with its ``reward``,
+    and ``rewards`` by function before weights. ``sample``: its number among those of its prompt; ``chosen``: which one
+    of the batch (``best``, ``worst``, ``random``; empty: all were kept)."""
 
     step: int
-    chosen: str
     prompt_id: str
     prompt: str
     text: str
@@ -67,6 +67,8 @@ class CompletionSampled(Message, frozen=True):
     rewards: dict[str, float]
     tokens: int
     finish_reason: str
+    sample: int = 0
+    chosen: str = ""
 
     def shortened(self, most: int) -> CompletionSampled:
         """The same with at most ``most`` characters of each text, from its start and its end, where answers stand."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -62,17 +62,10 @@ def _samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) ->
 
 def _of_evaluation(path: Path, step: int) -> dict[str, CompletionSampled]:
     """The best, the worst and a random completion of an evaluation."""
-    scored = [line for line in read_lines(path, dict[str, Any]) if line.get("reward") is not None]
-    if not scored:
+    ordered = sorted(
+        read_lines(path, CompletionSampled), key=lambda one: float(one.reward)
+    )  # failed ones have no reward
+    if not ordered:
         return {}
-    ordered = sorted(scored, key=lambda line: line["reward"])
     some = {"best": ordered[-1], "worst": ordered[0], "random": random.Random(step).choice(ordered)}
-    return {
-        kind: msgspec.convert(
-            line
-            | {"step": step, "chosen": kind, "tokens": len(line["token_ids"])}
-            | {"prompt": line["prompt_text"], "rewards": line["reward_parts"]},
-            CompletionSampled,
-        )
-        for kind, line in some.items()
-    }
+    return {kind: msgspec.structs.replace(one, chosen=kind) for kind, one in some.items()}

@@ -59,7 +59,7 @@ def test_scores_are_those_of_the_completions_that_are_written(work: Path, capfd:
         by_prompt: dict[int, list[float]] = {}
         for row in rows:
             if row["reward"] is not None:
-                by_prompt.setdefault(row["prompt"], []).append(row["reward"])
+                by_prompt.setdefault(row["number"], []).append(row["reward"])
         groups = list(by_prompt.values())
         failed = [row["failure"] for row in rows if row["reward"] is None]
         assert all("LookupError: ends with a digit" in failure for failure in failed)
@@ -73,7 +73,7 @@ def test_scores_are_those_of_the_completions_that_are_written(work: Path, capfd:
     assert report["passes"][0]["figures"]["eval/held_out/failed"] and [
         one["temperature"] for one in report["passes"]
     ] == [1.0, 0.0]
-    assert len({row["text"] for row in sampled}) > 8 and {row["prompt"] for row in greedy} == {0, 1, 2}
+    assert len({row["text"] for row in sampled}) > 8 and {row["number"] for row in greedy} == {0, 1, 2}
 
 
 def test_what_is_chosen_on_the_command_line(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +95,7 @@ def test_several_sets_are_limited_alike_whatever_the_recipe_has_for_its_steps(
     for options, prompts in (((), [3, 5]), (("-n", "2"), [2, 2])):
         code, out, _ = evaluate(capfd, str(MODEL), "recipe.toml", sets, *options, "--out", "all.jsonl", "--json")
         assert code == 0 and set(json.loads(out)["passes"][0]["scores"]) == {"a", "b"}
-        names = [json.loads(line)["prompt"] for line in (work / "all.jsonl").read_text().splitlines()]
+        names = [json.loads(line)["number"] for line in (work / "all.jsonl").read_text().splitlines()]
         assert len(names) == 5 * sum(prompts) and len(set(names)) == sum(prompts)
 
 

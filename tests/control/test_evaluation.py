@@ -318,18 +318,19 @@ async def test_every_sample_is_a_line_with_its_text(tmp_path: Path) -> None:
     await write(7, [lost(1, 0), failed(0, 1), *rewarded(0, 0.5)])
     [path] = (tmp_path / "evaluations").iterdir()
     assert path.name == "step-000007.jsonl"
-    whose = {"prompt": 0, "prompt_id": "p0", "policy_version": 7}
+    whose = {"step": 7, "number": 0, "prompt_id": "p0"}
     texts = {
         "finish_reason": "stop",
         "prompt_token_ids": [9, 8],
         "token_ids": [0, 1],
-        "prompt_text": "9-8",
+        "prompt": "9-8",
+        "tokens": 2,
         "text": "0-1",
     }
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        whose | {"sample": 0, "reward": 0.5, "reward_parts": {"r": 0.5}} | texts,
+        whose | {"sample": 0, "reward": 0.5, "rewards": {"r": 0.5}} | texts,
         whose | {"sample": 1, "reward": None, "failure": "f raised: planted"} | texts,
-        {"prompt": 1, "prompt_id": "p1", "policy_version": 7, "sample": 0, "reward": None, "failure": "too long"},
+        {"step": 7, "number": 1, "prompt_id": "p1", "sample": 0, "reward": None, "failure": "too long"},
     ]
 
 

@@ -78,14 +78,8 @@ def run(tmp_path: Path) -> Path:
     samples.append({"step": 1, "prompt_id": "p-1", "prompt": "one", "text": HOSTILE, "reward": 1.0} | fields)
     samples.append({"step": 2, "prompt_id": "p-2", "prompt": "two", "text": "b", "reward": 0.0} | fields)
     samples.close()
-    whose = {"prompt": 0, "prompt_id": "h", "sample": 0, "policy_version": 1, "token_ids": [1, 2]}
-    scored = {
-        "reward": 0.5,
-        "reward_parts": {"f": 0.5},
-        "prompt_text": "two held",
-        "text": "c",
-        "finish_reason": "stop",
-    }
+    whose = {"step": 1, "number": 0, "prompt_id": "h", "sample": 0, "tokens": 2, "token_ids": [1, 2]}
+    scored = {"reward": 0.5, "rewards": {"f": 0.5}, "prompt": "two held", "text": "c", "finish_reason": "stop"}
     answers = [whose | scored, whose | {"reward": None, "failure": "f raised: no"}]
     content = b"".join(msgspec.json.encode(line) + b"\n" for line in answers)
     (directory / "evaluations" / "step-000001.jsonl").write_bytes(content)
@@ -209,7 +203,7 @@ def test_metrics_waits_lengths_and_details(run: Path) -> None:
 )
 def test_samples_are_filtered(run: Path, asked: str, total: int, texts: list[str]) -> None:
     found = client(run).get(f"/api/runs/0/samples?{asked}").json()
-    assert found["total"] == total and [row["completion"] for row in found["rows"]] == texts
+    assert found["total"] == total and [row.get("text", "") for row in found["rows"]] == texts
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class WrittenRun:
         trace.append(*(trajectory | {"tokens": n} for n in range(8)), {"type": "step", "policy_version": step})
         metrics.append({"kind": "step", "time": 1e9 + step, "step": step, "reward/mean": step / 30, "nan": None})
         if step % 10 == 2 and step > 10:
-            line = {"prompt": 0, "sample": 0, "prompt_text": "q", "text": "<img src=x>", "reward": 1.0}
+            line = one | {"step": step - 2, "text": "<img src=x>", "finish_reason": "stop"}
             path = self.directory / "evaluations" / f"step-{step - 2:06d}.jsonl"
             path.write_text("".join(json.dumps(line | {"sample": n}) + "\n" for n in range(80)))
             metrics.append({"kind": "evaluation", "time": 1e9, "step": step - 2, "eval/held_out/avg@1": 0.5})
@@ -239,7 +239,7 @@ def test_completions_of_an_evaluation_are_sent_when_their_file_comes(
 
     class Notes(Tracker):
         def samples(self, step: int, kind: str, rows: Any) -> None:
-            sent.append((step, kind, rows[0].completion))
+            sent.append((step, kind, rows[0].text))
 
     def begin() -> None:
         path.write_text(json.dumps({"text": "old", "reward": 0.0}))

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from streamrl.base.run_events import CompletionSampled
 from streamrl.observe.follow.followed_lines import Cursor, FollowedLines
 from streamrl.observe.follow.run_files import LINE_HEAD, RunFiles, changed_s
 from streamrl.observe.trackers.installed import make_tracker, name_and_options
-from streamrl.observe.trackers.tracker import RunInfo, Sample, Tracker
+from streamrl.observe.trackers.tracker import RunInfo, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class Follower:
         files, sent = self._run.evaluations() if self._evaluated else {}, False
         for step, time_s in list(self._evaluated.items()):
             has_come = step in files and changed_s(files[step]) > time_s - _CLOCK_S  # else of an earlier evaluation
-            if has_come and (rows := list(evaluated(files[step]))):
+            if has_come and (rows := evaluated(files[step])):
                 self._tracker.samples(step, "evaluation", rows)
                 sent = True
             if has_come or time.time() > time_s + _FILE_S:
@@ -157,18 +157,7 @@ class Follower:
     def _take_samples(self, lines: Sequence[bytes]) -> None:
         for step, found in groupby(decoded_lines(lines, CompletionSampled), key=lambda one: one.step):
             if step == 1 or step % SAMPLES_EVERY == 0:
-                rows = [
-                    Sample(
-                        prompt=one.prompt,
-                        completion=one.text,
-                        reward=one.reward,
-                        rewards=one.rewards,
-                        finish_reason=one.finish_reason,
-                        tokens=one.tokens,
-                    )
-                    for one in found
-                ]
-                self._tracker.samples(step, "training", rows)
+                self._tracker.samples(step, "training", list(found))
 
     def _take_trace(self, lines: Sequence[bytes]) -> None:
         """Take lines of any version: those that say what is asked for here."""
@@ -194,15 +183,6 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def evaluated(path: Path) -> Iterator[Sample]:
+def evaluated(path: Path) -> list[CompletionSampled]:
     """Up to ``MOST_ROWS`` completions of an evaluation, those of one prompt in turn with those of the others."""
-    lines = [line for line in read_lines(path, dict[str, Any]) if line.get("reward") is not None and "text" in line]
-    for line in sorted(lines, key=lambda one: (one.get("sample", 0), one.get("prompt", 0)))[:MOST_ROWS]:
-        yield Sample(
-            prompt=line.get("prompt_text", ""),
-            completion=line["text"],
-            reward=float(line["reward"]),
-            rewards=line.get("reward_parts", {}),
-            finish_reason=str(line.get("finish_reason", "")),
-            tokens=len(line.get("token_ids", ())),
-        )
+    return sorted(read_lines(path, CompletionSampled), key=lambda one: int(one.sample))[:MOST_ROWS]

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.base.errors import StreamRLError
-from streamrl.observe.trackers.tracker import RunInfo, Sample, Tracker
+from streamrl.base.run_events import CompletionSampled
+from streamrl.observe.trackers.tracker import RunInfo, Tracker
 
 HOSTILE = "<img src=x onerror=alert(1)> | 1,2 \x00\u2028\n\U0001f600"
 
@@ -22,11 +23,12 @@ def check_tracker(make: Callable[[], Tracker], directory: Path, **options: str) 
         directory=directory, run_id="check", project="p", tags=("a",), recipe={"run.steps": 4}, options=options
     )
     rows = [
-        Sample(
-            prompt=HOSTILE, completion=HOSTILE * 999, reward=-1.0, rewards=parts, finish_reason="length", tokens=10**6
+        CompletionSampled(
+            step=2, prompt_id="p", prompt=HOSTILE, text=HOSTILE * 999, reward=-1.0, rewards=parts, tokens=10**6,
+            finish_reason="length",
         )
         for parts in ({}, {"a": 1.0}, {"b/c": -1e30})
-    ]
+    ]  # fmt: skip
     before, now = set(threading.enumerate()), time.time()
     for steps in (range(1, 4), range(3, 5)):
         tracker = make()

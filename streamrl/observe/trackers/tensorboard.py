@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.observe.trackers.tracker import RunInfo, Sample, Tracker, sample_table
+from streamrl.base.run_events import CompletionSampled
+from streamrl.observe.trackers.tracker import RunInfo, Tracker, sample_table
 
 _BINS = 30
 _LONGEST_CELL = 2000
@@ -38,7 +39,7 @@ class TensorBoard(Tracker):
         value = self._parts.Summary.Value
         self._write(step, time_s, self._parts.Summary(value=[value(tag=k, simple_value=v) for k, v in values.items()]))
 
-    def samples(self, step: int, kind: str, rows: Sequence[Sample]) -> None:
+    def samples(self, step: int, kind: str, rows: Sequence[CompletionSampled]) -> None:
         heads, cells = sample_table(step, rows)
         table = [heads, ["---"] * len(heads), *(list(map(_cell, row)) for row in cells)]
         text = "\n".join(f"| {' | '.join(cells)} |" for cells in table)

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from streamrl.base.run_events import CompletionSampled
+
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The run that is followed. ``recipe``: its values by path, such as ``run.steps``; ``moved_s``: when the cursor was
@@ -23,23 +25,12 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, str] = {}
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion. ``rewards``: the value of each reward function."""
-
-    prompt: str
-    completion: str
-    reward: float
-    rewards: dict[str, float]
-    finish_reason: str
-    tokens: int
-
-
-def sample_table(step: int, samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
+def sample_table(step: int, samples: Sequence[CompletionSampled]) -> tuple[list[str], list[list[Any]]]:
     """The heads and the rows of a table of ``samples``, with a column for each reward function that one of them has;
     None where a sample does not have it."""
     functions = sorted({name for sample in samples for name in sample.rewards})
     rows = [
-        [step, one.prompt, one.completion, one.reward, one.finish_reason, one.tokens, *map(one.rewards.get, functions)]
+        [step, one.prompt, one.text, one.reward, one.finish_reason, one.tokens, *map(one.rewards.get, functions)]
         for one in samples
     ]
     return ["step", "prompt", "completion", "reward", "finish_reason", "tokens", *functions], rows
@@ -59,7 +50,7 @@ class Tracker:
         """Take the finite figures of a step or of an evaluation, which may come after later steps. ``time_s``: seconds
         since 1970."""
 
-    def samples(self, step: int, kind: str, rows: Sequence[Sample]) -> None:
+    def samples(self, step: int, kind: str, rows: Sequence[CompletionSampled]) -> None:
         """Take completions. ``kind``: ``training`` (the best, the worst and one more of a batch, every tenth step) or
         ``evaluation`` (up to 64)."""
 

@@ -11,7 +11,8 @@ from contextlib import closing, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-from streamrl.observe.trackers.tracker import RunInfo, Sample, Tracker, sample_table
+from streamrl.base.run_events import CompletionSampled
+from streamrl.observe.trackers.tracker import RunInfo, Tracker, sample_table
 
 
 class Trackio(Tracker):
@@ -43,7 +44,7 @@ class Trackio(Tracker):
     def metrics(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
         self._log(step, dict(values))
 
-    def samples(self, step: int, kind: str, rows: Sequence[Sample]) -> None:
+    def samples(self, step: int, kind: str, rows: Sequence[CompletionSampled]) -> None:
         heads, cells = sample_table(step, rows)
         table = self._pandas.DataFrame(cells, columns=heads)
         self._log(step, {f"samples/{kind}": self._trackio.Table(dataframe=table)})

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from streamrl.observe.trackers.tracker import RunInfo, Sample, Tracker, sample_table
+from streamrl.base.run_events import CompletionSampled
+from streamrl.observe.trackers.tracker import RunInfo, Tracker, sample_table
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Wandb(Tracker):
     def metrics(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
-    def samples(self, step: int, kind: str, rows: Sequence[Sample]) -> None:
+    def samples(self, step: int, kind: str, rows: Sequence[CompletionSampled]) -> None:
         """A table of its own each time: one that grows keeps every row in memory, and the functions of the first."""
         heads, table = sample_table(step, rows)
         cells = [[cell[:_LONGEST] if isinstance(cell, str) else cell for cell in row] for row in table]

@@ -72,6 +72,7 @@ def sample_of(
         rewards=scored.reward_parts,
         tokens=trajectory.generated_tokens,
         finish_reason=str(trajectory.finish_reason),
+        sample=trajectory.id.sample,
     ).shortened(LONGEST_TEXT)
 
 
@@ -117,16 +118,16 @@ def _write_lines(
     path: Path, outcomes: list[EndedOutcome], decode: Callable[[TokenArray], str] | None, sets: Mapping[str, range]
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = sorted((sample_line(outcome, decode) for outcome in outcomes), key=lambda at: (at["prompt"], at["sample"]))
+    lines = sorted((sample_line(outcome, decode) for outcome in outcomes), key=lambda at: (at["number"], at["sample"]))
     for line in lines if sets.keys() - {HELD_OUT} else ():
-        name, numbers = next((name, numbers) for name, numbers in sets.items() if line["prompt"] in numbers)
-        line |= {"set": name, "prompt": line["prompt"] - numbers.start}
+        name, numbers = next((name, numbers) for name, numbers in sets.items() if line["number"] in numbers)
+        line |= {"set": name, "number": line["number"] - numbers.start}
     write_durable(path, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
 def sample_line(outcome: EndedOutcome, decode: Callable[[TokenArray], str] | None) -> dict[str, Any]:
-    """One line: ``prompt`` is the number of the held-out prompt (of ``set``, where there are several);
-    ``reward`` is null where ``failure`` says why."""
+    """One line with the names of ``CompletionSampled``: ``number`` is that of the held-out prompt (of ``set``, where
+    there are several); ``reward`` is null where ``failure`` says why. Without ``decode`` it has no texts."""
     if isinstance(outcome, TrajectoryLost):
         return _whose(outcome.id) | {"reward": None, "failure": outcome.reason}
     scored = outcome.outcome
@@ -134,16 +135,16 @@ def sample_line(outcome: EndedOutcome, decode: Callable[[TokenArray], str] | Non
     if isinstance(scored, RewardFailure):
         line |= {"reward": None, "failure": f"{scored.function} {scored.kind}: {scored.message}"}
     else:
-        line |= {"reward": scored.reward, "reward_parts": scored.reward_parts}
+        line |= {"reward": scored.reward, "rewards": scored.reward_parts}
     return line | _texts(scored.trajectory, decode)
 
 
 def _whose(trajectory: TrajectoryId) -> dict[str, Any]:
     return {
-        "prompt": -1 - trajectory.group_id,
+        "step": trajectory.attempt,
+        "number": -1 - trajectory.group_id,
         "prompt_id": trajectory.prompt_id,
         "sample": trajectory.sample,
-        "policy_version": trajectory.attempt,
     }
 
 
@@ -151,10 +152,11 @@ def _texts(trajectory: Trajectory, decode: Callable[[TokenArray], str] | None) -
     prompt, completion = trajectory.prompt.token_ids, _completion_of(trajectory)
     fields: dict[str, Any] = {
         "finish_reason": trajectory.finish_reason,
+        "tokens": trajectory.generated_tokens,
         "prompt_token_ids": prompt.tolist(),
         "token_ids": completion.tolist(),
     }
-    return fields if decode is None else fields | {"prompt_text": decode(prompt), "text": decode(completion)}
+    return fields if decode is None else fields | {"prompt": decode(prompt), "text": decode(completion)}
 
 
 def _completion_of(trajectory: Trajectory) -> TokenArray:

@@ -17,14 +17,14 @@ async function samplesOf(run, filter) {
   const given = await answer(`/api/runs/${run.run}/samples?${query}`);
   if (!REPORT) return given;
   const { step, least, most, prompt, offset, limit } = filter;  // a report holds them all
-  const rows = given.rows.filter(row => (step === "" || row.step === +step) && (least === "" || row.reward >= +least) && (most === "" || row.reward <= +most) && (prompt === "" || row.prompt_id === prompt || row.prompt.includes(prompt)));
+  const rows = given.rows.filter(row => (step === "" || row.step === +step) && (least === "" || row.reward >= +least) && (most === "" || row.reward <= +most) && (prompt === "" || row.prompt_id === prompt || row.prompt?.includes(prompt)));
   return { total: rows.length, rows: rows.slice(offset, offset + limit) };
 }
 
 // The completion, by token where the tokens are known: coloured by logprob (rare is red) or by the version that sampled it.
 function completion(row, by) {
   const box = element("pre", { class: "text" }), texts = row.token_texts, versions = row.versions ?? [];
-  if (!texts || by === "plain" || (by === "logprob" && !row.logprobs)) return box.textContent = row.completion ?? "", box;
+  if (!texts || by === "plain" || (by === "logprob" && !row.logprobs)) return box.textContent = row.text ?? "", box;
   const first = Math.min(...versions);
   texts.forEach((text, index) => {
     const part = element("span", { title: [known(row.logprobs?.[index]) ? `logprob ${row.logprobs[index].toFixed(3)}, p ${percent(Math.exp(row.logprobs[index]))}` : null, versions.length === texts.length ? `version ${versions[index]}` : null].filter(Boolean).join("\n") }, text);
@@ -36,7 +36,7 @@ function completion(row, by) {
 }
 
 function sample(row, by, title = "") {
-  const parts = Object.entries(row.parts ?? {}), versions = [...new Set(row.versions ?? [])];
+  const parts = Object.entries(row.rewards ?? {}), versions = [...new Set(row.versions ?? [])];
   return element("article", {}, element("div", { class: "facts" }, title ? element("b", {}, title) : null, element("span", {}, "step ", element("b", {}, String(row.step ?? "–"))), element("span", {}, "reward ", element("b", {}, number(row.reward))),
     ...parts.map(([name, value]) => element("span", {}, `${name} ${number(value)}`)), element("span", {}, `${row.tokens ?? "–"} tokens`), element("span", {}, row.finish_reason || "stopped"), versions.length ? element("span", {}, `versions ${versions.join(", ")}`) : null),
   element("pre", { class: "text prompt" }, row.prompt ?? ""), completion(row, by));
@@ -58,8 +58,8 @@ panel("samples", "Samples", "Completions that the run kept, with their rewards. 
     body.open();
   };
   const turn = by => () => { wanted.offset = Math.max(0, wanted.offset + by * PAGE_OF_SAMPLES); body.again(); }, brief = text => (text ?? "").slice(0, 160).replace(/\s+/g, " ");
-  body.list.replaceChildren(table([{ head: "step", of: row => row.step }, { head: "reward", of: row => row.reward, text: number }, { head: "tokens", of: row => row.tokens }, { head: "kept as", of: row => [row.source, row.chosen].filter(Boolean).join(" ") || null }, { head: "end", of: row => row.finish_reason },
-    { head: "prompt", of: row => brief(row.prompt), class: "brief" }, { head: "completion", of: row => brief(row.completion), class: "brief" }], rows, { onrow: open, empty: "No sample that was kept fits. A run keeps the best, the worst and a random completion of each batch, and those of evaluations." }),
+  body.list.replaceChildren(table([{ head: "step", of: row => row.step }, { head: "reward", of: row => row.reward, text: number }, { head: "tokens", of: row => row.tokens }, { head: "kept as", of: row => [row.source, row.chosen ?? row.set].filter(Boolean).join(" ") || null }, { head: "end", of: row => row.finish_reason },
+    { head: "prompt", of: row => brief(row.prompt), class: "brief" }, { head: "completion", of: row => brief(row.text), class: "brief" }], rows, { onrow: open, empty: "No sample that was kept fits. A run keeps the best, the worst and a random completion of each batch, and those of evaluations." }),
   element("div", { class: "controls" }, element("button", { onclick: turn(-1), disabled: wanted.offset === 0 }, "◂"), `${total ? wanted.offset + 1 : 0} to ${Math.min(total, wanted.offset + rows.length)} of ${number(total)}`,
     element("button", { onclick: turn(1), disabled: wanted.offset + rows.length >= total }, "▸")));
   body.one.replaceChildren();
