@@ -62,10 +62,9 @@ def _samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) ->
 
 def _of_evaluation(path: Path, step: int) -> dict[str, CompletionSampled]:
     """The best, the worst and a random completion of an evaluation."""
-    ordered = sorted(
-        read_lines(path, CompletionSampled), key=lambda one: float(one.reward)
-    )  # failed ones have no reward
+    scored = read_lines(path, CompletionSampled)  # lines without a reward are none
+    ordered = sorted(scored, key=lambda one: one.reward)
     if not ordered:
         return {}
     some = {"best": ordered[-1], "worst": ordered[0], "random": random.Random(step).choice(ordered)}
-    return {kind: msgspec.structs.replace(one, chosen=kind) for kind, one in some.items()}
+    return {kind: msgspec.structs.replace(one, step=step, chosen=kind) for kind, one in some.items()}

@@ -280,7 +280,7 @@ async def test_of_several_sets_those_are_asked_that_are_due_and_each_has_its_fig
     assert {key[5:-6]: value for key, value in figures.items() if key.endswith("avg@1")} == means
     assert scores == ([means.get("a", -1.0)] if asked else [])
     lines = lines_below(tmp_path)
-    assert [(line["set"], line["prompt"]) for line in lines] == [
+    assert [(line["set"], line["number"]) for line in lines] == [
         (name, number) for name, ids in asked.items() for number in range(len(ids))
     ]
 

@@ -236,13 +236,14 @@ def test_completions_of_an_evaluation_are_sent_when_their_file_comes(
     """The run writes it after the line. One of an earlier evaluation of that step is none, and the cursor waits."""
     run, sent = written(), []
     path, cursor = run.directory / "evaluations" / "step-000010.jsonl", run.directory / "trackers" / "notes.cursor"
+    line = {"step": 10, "prompt_id": "p", "prompt": "q", "reward": 1.0, "rewards": {}, "tokens": 1, "finish_reason": ""}
 
     class Notes(Tracker):
         def samples(self, step: int, kind: str, rows: Any) -> None:
             sent.append((step, kind, rows[0].text))
 
     def begin() -> None:
-        path.write_text(json.dumps({"text": "old", "reward": 0.0}))
+        path.write_text(json.dumps(line | {"text": "old"}))
         os.utime(path, (1e9, 1e9))
         run.files[0].append({"kind": "evaluation", "time": time.time(), "step": 10})
 
@@ -252,7 +253,7 @@ def test_completions_of_an_evaluation_are_sent_when_their_file_comes(
 
     def store() -> None:
         assert sent == [] and not cursor.exists()
-        path.write_text(json.dumps({"text": "new", "reward": 1.0}))
+        path.write_text(json.dumps(line | {"text": "new"}))
 
     def end() -> bool:
         assert sent == [(10, "evaluation", "new")] and cursor.exists()

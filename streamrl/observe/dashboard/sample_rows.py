@@ -67,7 +67,7 @@ def sample_rows(files: RunFiles, wanted: SampleFilter, offset: int, limit: int) 
         for negative, number, place, length in found[max(offset, 0) :][: min(max(limit, 0), MOST_ROWS)]:
             source, file = opened[number]
             file.seek(place)
-            line = msgspec.json.decode(file.read(length), type=dict[str, Any])
-            kept = {name: value for name, value in line.items() if not name.endswith("token_ids")}
+            whole = msgspec.json.decode(file.read(length), type=dict[str, Any])
+            kept = {name: value for name, value in whole.items() if not name.endswith("token_ids")}
             rows.append({"id": f"{source}-{-negative}-{place}", "source": source} | kept)
     return {"total": len(found), "rows": rows}

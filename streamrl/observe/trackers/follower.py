@@ -185,4 +185,4 @@ def _is_finite(value: Any) -> bool:
 
 def evaluated(path: Path) -> list[CompletionSampled]:
     """Up to ``MOST_ROWS`` completions of an evaluation, those of one prompt in turn with those of the others."""
-    return sorted(read_lines(path, CompletionSampled), key=lambda one: int(one.sample))[:MOST_ROWS]
+    return sorted(read_lines(path, CompletionSampled), key=lambda one: one.sample)[:MOST_ROWS]
