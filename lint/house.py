@@ -27,11 +27,11 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 64_633,
-    "lines of tests": 49_603,
+    "lines of streamrl": 64_434,
+    "lines of tests": 49_584,
     "lines of campaigns": 7_838,
     "lines of benchmarks": 7_000,
-    "files of streamrl": 492,
+    "files of streamrl": 491,
     "words of README": 800,
     "keys of a recipe in view": 122,
     "rooms": 16,
