@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import random
@@ -10,20 +9,21 @@ import re
 import shutil
 import signal
 import sqlite3
-import struct
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import anyio
 import psutil
 import pytest
 
+from campaigns.followers import READERS
 from lint.metrics_page import METRICS
 from streamrl.base.atomic_files import remove_oldest
 from streamrl.base.errors import StreamRLError
@@ -39,6 +39,7 @@ from streamrl.observe.trackers.kit import check_tracker
 from streamrl.observe.trackers.prometheus import Prometheus, name_and_labels
 from streamrl.observe.trackers.tracker import RunInfo, Tracker
 from streamrl.observe.trackers.trackio import _hashes
+from streamrl.observe.trackers.wandb import Rows
 
 FOLLOWER = [sys.executable, "-P", "-m", "streamrl.observe.trackers"]
 GRAFANA = Path(__file__).parents[2] / "examples" / "grafana" / "streamrl.json"
@@ -98,70 +99,6 @@ def sync(run: Path, tracker: str, *, before: str = "") -> subprocess.CompletedPr
     )
 
 
-# ---- what the stores have, by their own readers: {name: steps} -----------------------------------
-
-
-def of_tensorboard(run: Path) -> dict[str, list[int]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run / "tensorboard"), dict.fromkeys(("scalars", "tensors", "histograms"), 0))
-    events.Reload()
-    tags = events.Tags()
-    found = {name: [one.step for one in events.Scalars(name)] for name in tags["scalars"]}
-    found |= {name: [one.step for one in events.Histograms(name)] for name in tags["histograms"]}
-    for name in tags["tensors"]:
-        tensors = events.Tensors(name)
-        assert not any(b"<img" in text or b"<b>" in text for one in tensors for text in one.tensor_proto.string_val)
-        found[name.removesuffix("/text_summary")] = [one.step for one in tensors]
-    return found
-
-
-def of_trackio(run: Path) -> dict[str, list[int]]:
-    (path,) = glob.glob(f"{run}/trackio/*.db")
-    with closing(sqlite3.connect(path)) as database:
-        rows = database.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
-    return by_name([(step, json.loads(metrics)) for step, metrics in rows])
-
-
-def of_wandb(run: Path) -> dict[str, list[int]]:
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    rows = []
-    for path in sorted(glob.glob(f"{run}/wandb/offline-run-*/*.wandb")):
-        for block in leveldb_records(Path(path).read_bytes()):
-            record = Record.FromString(block)
-            if record.WhichOneof("record_type") == "history":
-                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-                rows.append((row.pop("step"), {name: row[name] for name in row if not name.startswith("_")}))
-    return by_name(rows)
-
-
-def leveldb_records(content: bytes) -> Iterator[bytes]:
-    """wandb's file: a header of 7 bytes, then LevelDB's log format (checksum, length, type; blocks of 32 KiB)."""
-    at, whole = 7, b""
-    while at + 7 <= len(content):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-            continue
-        length, kind = struct.unpack("<4xHB", content[at : at + 7])
-        whole += content[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            yield whole
-            whole = b""
-
-
-def by_name(rows: list[tuple[int, dict[str, Any]]]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for step, values in rows:
-        for name in values:
-            found.setdefault(name, []).append(step)
-    return found
-
-
-READERS = {"tensorboard": of_tensorboard, "wandb": of_wandb, "trackio": of_trackio}
-
-
 def is_whole(found: dict[str, list[int]], last: int = 30) -> None:
     steps = [*range(1, last + 1)]
     assert found["reward/mean"] == steps and found["eval/held_out/avg@1"] == [10, 20], found
@@ -219,15 +156,34 @@ def test_a_follower_that_is_killed_misses_and_repeats_no_step(
     assert found["reward/mean"] == [*range(1, 31)] and found["eval/held_out/avg@1"] == [10, 20]
 
 
-def test_a_full_disk_ends_the_follower_and_leaves_a_gap_in_nothing(written: Callable[..., WrittenRun]) -> None:
+@pytest.mark.parametrize(
+    ("tracker", "most_bytes", "said"),
+    [
+        ("tensorboard", 3000, "File too large"),
+        ("trackio", 100_000, "this batch could not be persisted"),
+        ("wandb", 40_000, ".wandb for 2 s: is its disk full?"),
+    ],
+)
+def test_a_full_disk_ends_the_follower_and_leaves_a_gap_in_nothing(
+    tracker: str, most_bytes: int, said: str, written: Callable[..., WrittenRun]
+) -> None:
     run = written()
     for step in range(1, 31):
         run.write(step)
-    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))"
-    refused = sync(run.directory, "tensorboard", before=full)
-    assert refused.returncode == 1 and "File too large" in refused.stderr
-    assert sync(run.directory, "tensorboard").returncode == 0
-    is_whole(of_tensorboard(run.directory))
+    full = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, resource.RLIM_INFINITY))"
+    if tracker == "wandb":
+        full += "; import streamrl.observe.trackers.wandb as tried; tried._WRITTEN_S = 2.0"
+    refused = sync(run.directory, tracker, before=full)
+    assert refused.returncode == 1 and said in refused.stderr, refused.stderr
+    torn = [*run.directory.glob("wandb/offline-run-*/*.wandb")]
+    for path in torn:  # and one of a process that was killed at its start
+        (empty := path.parent.with_name("offline-run-0-x")).mkdir()
+        (empty / path.name).write_bytes(path.read_bytes()[:7])
+    assert sync(run.directory, tracker).returncode == 0
+    is_whole(READERS[tracker](run.directory))
+    if tracker == "wandb":  # wandb sync ends at a file that has nothing, or half a record
+        files = [Rows(path) for path in run.directory.glob("wandb/offline-run-*/*.wandb")]
+        assert all([*file.read()] and file.end == file.path.stat().st_size for file in files) and len(files) == 2
 
 
 def test_completions_of_an_evaluation_are_sent_when_their_file_comes(
@@ -388,6 +344,50 @@ def test_what_is_not_installed_is_named_with_its_remedy(written: Callable[..., W
 # ---- Prometheus ----------------------------------------------------------------------------------
 
 
+FILLED = {re.sub(r"<(\w+)>", lambda m: "8" if m[1] in ("k", "size") else "some", one.name) for one in METRICS}
+
+
+def ask(port: int, path: str) -> Any:
+    """The answer of Prometheus; None while it does not listen, or reads its files."""
+    with suppress(OSError):
+        return json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/{path}"))["data"]
+
+
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="Prometheus (Debian: apt-get install prometheus) is missing")
+def test_prometheus_answers_every_query_of_the_grafana_file(tmp_path: Path, free_ports: Callable[[int], int]) -> None:
+    """It scrapes a follower that is killed, and the next, which has the figures of the one before it at once."""
+    own, port = free_ports(2), free_ports(1)
+    with closing(LineFile(tmp_path / "metrics.jsonl")) as metrics:
+        metrics.append({"kind": "step", "time": 1e9, "step": 7, **dict.fromkeys(FILLED, 1.0)})
+    (tmp_path / "recipe.toml").touch()
+    target = {"job_name": "x", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
+    (tmp_path / "p.yml").write_text(json.dumps({"global": {"scrape_interval": "100ms"}, "scrape_configs": [target]}))
+    board = json.loads(GRAFANA.read_text())
+    asked = [target["expr"].replace("$run", ".*") for panel in board["panels"] for target in panel["targets"]]
+    options = ["--config.file=p.yml", "--storage.tsdb.path=data", f"--web.listen-address=127.0.0.1:{own}"]
+    follower = [*FOLLOWER, f"prometheus?port={port}", str(tmp_path)]
+
+    def found(query: str) -> list[Any]:
+        answer = ask(own, f"query?query={quote(query)}")
+        return answer["result"] if answer else []
+
+    with ExitStack() as processes:
+        server = processes.enter_context(subprocess.Popen(["prometheus", *options], cwd=tmp_path, stderr=-3))
+        processes.callback(server.kill)
+        for life, awaited in enumerate(("streamrl_step == 7", "resets(up[1h]) > 0 and up == 1")):
+            process = processes.enter_context(subprocess.Popen(follower, stdin=subprocess.PIPE))
+            processes.callback(process.kill)
+            while not (found(awaited) and (tmp_path / "trackers" / "prometheus.cursor").exists()):
+                assert process.poll() is None and server.poll() is None
+                time.sleep(0.05)
+            if life == 0:
+                process.kill()
+                while not found("up == 0"):
+                    time.sleep(0.05)
+        assert found("streamrl_step == 7") and asked and not [query for query in asked if not found(query)]
+        assert ask(own, "label/run/values?match[]=streamrl_step") == [tmp_path.name]
+
+
 def test_every_metric_is_scraped_and_the_grafana_file_asks_for_what_is_there(
     tmp_path: Path, free_ports: Callable[[int], int]
 ) -> None:
@@ -395,8 +395,7 @@ def test_every_metric_is_scraped_and_the_grafana_file_asks_for_what_is_there(
     info = RunInfo(directory=tmp_path, run_id="r", project="p", tags=(), recipe={}, options={"port": str(free_port)})
     tracker.open(info)
     try:
-        filled = {re.sub(r"<(\w+)>", lambda m: "8" if m[1] in ("k", "size") else "some", one.name) for one in METRICS}
-        tracker.metrics(7, 0.0, dict.fromkeys(filled, 1.0))
+        tracker.metrics(7, 0.0, dict.fromkeys(FILLED, 1.0))
         tracker.event(7, "checkpoint", "saved")
         with pytest.raises(StreamRLError, match=rf"port {free_port} of 127.0.0.1 .*prometheus\?port=N"):
             Prometheus().open(info)
@@ -404,7 +403,7 @@ def test_every_metric_is_scraped_and_the_grafana_file_asks_for_what_is_there(
     finally:
         tracker.close()
     assert 'streamrl_step{run="r"} 7.0\n' in text and 'streamrl_eval_avg{k="8",run="r",set="some"} 1.0' in text
-    assert "vllm" not in text and len(re.findall(r"^streamrl_", text, re.M)) == len(filled) + 2
+    assert "vllm" not in text and len(re.findall(r"^streamrl_", text, re.M)) == len(FILLED) + 2
     names = set(re.findall(r"^(streamrl_\w+)\{", text, re.M))
     board = json.loads(GRAFANA.read_text())
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]

@@ -107,6 +107,7 @@ class Follower:
                 if not self._evaluated:  # else their lines are taken again after a restart
                     self._handed.append(self._cursors())
             while self._handed and self._handed[0].moved_s <= time.time() - self._tracker.lag_s:
+                self._tracker.flush()
                 self._store(self._handed.popleft())
             if not (taken or sent):
                 if last:
@@ -137,8 +138,7 @@ class Follower:
             step, time_s = line.get("step"), line.get("time")
             if not isinstance(step, int) or not isinstance(time_s, int | float):
                 continue
-            values = {name: float(value) for name, value in line.items() if name not in LINE_HEAD and _is_finite(value)}
-            self._tracker.metrics(step, time_s, values)
+            self._tracker.metrics(step, time_s, figures(line))
             if line.get("kind") == "evaluation":
                 self._evaluated[step] = time_s
 
@@ -177,6 +177,11 @@ class Follower:
                     self._tracker.histograms(step, {name: column for name, column in columns.items() if column})
             elif kind == "event":
                 self._tracker.event(step, str(line.get("kind", "")), str(line.get("text", "")))
+
+
+def figures(line: dict[str, Any]) -> dict[str, float]:
+    """Finite metrics of a line of ``metrics.jsonl``."""
+    return {name: float(value) for name, value in line.items() if name not in LINE_HEAD and _is_finite(value)}
 
 
 def _is_finite(value: Any) -> bool:

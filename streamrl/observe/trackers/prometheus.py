@@ -9,7 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.line_file import read_lines
 from streamrl.observe.follow.metric_help import find_metric
+from streamrl.observe.follow.run_files import METRICS
+from streamrl.observe.trackers.follower import figures
 from streamrl.observe.trackers.tracker import RunInfo, Tracker
 
 PORT = 9464
@@ -22,7 +25,7 @@ _UNITS = (
 
 
 class Prometheus(Tracker):
-    """Answers from the last line of steps and evaluations; the label ``run`` is its id. Options: ``port`` (9464),
+    """Answers with the last figures of steps and evaluations; the label ``run`` is its id. Options: ``port`` (9464),
     ``address`` (127.0.0.1)."""
 
     def open(self, run: RunInfo) -> None:
@@ -32,6 +35,8 @@ class Prometheus(Tracker):
         registry.register(self)
         self._run, self._values, self._lock = run.run_id, {"step": 0.0}, threading.Lock()
         self._events: Counter[str] = Counter()
+        for line in read_lines(run.directory / METRICS, dict[str, Any]):  # what the process before this had
+            self.metrics(line.get("step", 0), 0.0, figures(line))
         port, address = int(run.options.get("port", PORT)), run.options.get("address", "127.0.0.1")
         try:
             self._server, self._thread = start_http_server(port, addr=address, registry=registry)

@@ -6,11 +6,13 @@ import json
 import os
 import sqlite3
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import closing, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+from streamrl.base.errors import StreamRLError
 from streamrl.base.run_events import CompletionSampled
 from streamrl.observe.trackers.tracker import RunInfo, Tracker, sample_table
 
@@ -29,6 +31,7 @@ class Trackio(Tracker):
 
         self._trackio: Any = trackio
         self._pandas = pandas
+        self._lost, self._show, warnings.showwarning = "", warnings.showwarning, self._note
         self._there = _hashes(Path(os.environ["TRACKIO_DIR"]), run.run_id)
         with redirect_stdout(sys.stderr):
             trackio.init(
@@ -56,9 +59,21 @@ class Trackio(Tracker):
     def event(self, step: int, kind: str, text: str) -> None:
         self._log(step, {f"event/{kind}": text})
 
+    def flush(self) -> None:
+        if self._lost:
+            raise StreamRLError(self._lost)
+
     def close(self) -> None:
         with redirect_stdout(sys.stderr):
             self._trackio.finish()
+        warnings.showwarning = self._show
+        self.flush()
+
+    def _note(self, message: Warning | str, *place: Any, **options: Any) -> None:
+        """Its threads drop what they cannot write, to a full disk for example, and warn of it once."""
+        self._show(message, *place, **options)
+        if str(message).startswith("trackio.log()") or "User code will continue, but" in str(message):
+            self._lost = str(message)
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
         if hash((step, frozenset(values))) not in self._there:
