@@ -27,9 +27,9 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 64_434,
-    "lines of tests": 49_584,
-    "lines of campaigns": 7_838,
+    "lines of streamrl": 64_529,
+    "lines of tests": 49_583,
+    "lines of campaigns": 8_096,
     "lines of benchmarks": 7_000,
     "files of streamrl": 491,
     "words of README": 800,
