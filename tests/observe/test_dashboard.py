@@ -68,6 +68,8 @@ def run(tmp_path: Path) -> Path:
     trace.append(trajectory(2.0, 1.0, 5.0, outcome="lost_race", prompt_id="p-2", tokens=40), step(2, 6.0))
     trace.append(EventLine(time_s=4.0, kind="evaluation", step=1, seconds=0.5), trajectory(4.5, 1.0, 6.0))
     trace.append(EventLine(time_s=6.0, kind="alarm", text=HOSTILE, step=2))
+    others = (("resumed", ""), ("engine back", "engine-0, 2 s after it was missed"), ("drain", ""))
+    trace.append(*(EventLine(time_s=6.0, kind=kind, text=text, step=2) for kind, text in others))
     trace.close()
     lines = LineFile(directory / "metrics.jsonl")
     lines.append(metrics(1, **{"reward/mean": 0.5}), metrics(2, **{"reward/mean": None, "mine/part": 3.0}))
@@ -117,7 +119,7 @@ def test_the_block_has_every_trajectory_in_the_order_of_launches(run: Path) -> N
     assert [engine[slot] for slot in columns["slot"]] == ["engine-1", "engine-0", "engine-0", "engine-0"]
     assert [(line["step"], line["round_kind"]) for line in head["steps"]] == [(1, "long"), (2, "long")]
     assert head["engines"] == {"time_s": [1.5], "running": [2], "waiting": [1], "kv_usage": [0.5]}
-    assert [(one["kind"], one.get("end_s")) for one in head["events"]] == [("evaluation", 4.5), ("alarm", None)]
+    assert [(one["kind"], one.get("end_s")) for one in head["events"]][:2] == [("evaluation", 4.5), ("alarm", None)]
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30), st.booleans()), min_size=1, max_size=60)
@@ -178,6 +180,7 @@ def test_metrics_waits_lengths_and_details(run: Path) -> None:
     details = page.get("/api/runs/0/details").json()
     assert details["alarms"] == [{"step": 2, "time_s": 6.0, "text": HOSTILE}]
     assert details["log_tail"] == {"engine-0": "a line\n"} and "[run]" in details["recipe"]
+    assert details["processes"] == [{"name": "engine-0", "restarts": 1, "state": "stopped"}] and details["drained"]
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(msgspec.json.encode(metrics(2, **{"reward/mean": 0.75})) + b"\n")
     assert client(run).get("/api/runs/0/metrics").json()["values"]["reward/mean"] == [0.5, 0.75], "it made step 2 again"

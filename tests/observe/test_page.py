@@ -138,17 +138,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[WrittenRun]]
         run.close()
 
 
-@pytest.fixture(scope="module")
-def address(runs: list[WrittenRun]) -> Iterator[str]:
-    """Of a dashboard on both runs, in its process."""
+@contextmanager
+def served(*places: Path) -> Iterator[str]:
+    """Address of a dashboard on runs, in its process."""
     command = "import sys; from streamrl.cli.main import main; sys.exit(main())"
     with subprocess.Popen(
-        [sys.executable, "-c", command, "dashboard", *(str(run.directory) for run in runs), "--port", "0"],
+        [sys.executable, "-c", command, "dashboard", *map(str, places), "--port", "0"],
         stdout=subprocess.PIPE, text=True,
     ) as server:  # fmt: skip
         assert server.stdout is not None
         yield next(word for word in server.stdout.readline().split() if word.startswith("http"))
         server.terminate()
+
+
+@pytest.fixture(scope="module")
+def address(runs: list[WrittenRun]) -> Iterator[str]:
+    with served(*(run.directory for run in runs)) as address:
+        yield address
 
 
 class Visit:
@@ -162,6 +168,12 @@ class Visit:
 
     def text(self, panel: str) -> str:
         return str(self.page.locator(f"#{panel}").inner_text())
+
+    def empty(self) -> list[str]:
+        """Panels that say that they have nothing to show."""
+        shown = "[...document.querySelectorAll('section .none')].filter(one => one.checkVisibility())"
+        found: list[str] = self.page.evaluate(shown + ".map(one => one.closest('section').id)")
+        return found
 
     def until(self, holds: Callable[[], Any], what: str) -> None:
         """Poll: with a content security policy, Playwright's own waiting for an expression is refused."""
@@ -188,8 +200,7 @@ def complete(visit: Visit) -> None:
     """Every panel shows something, nothing was complained about, and no text of a model became more than text."""
     shown = visit.page.evaluate("[...document.querySelectorAll('section')].map(one => one.id)")
     assert shown == PANELS
-    empty = "[...document.querySelectorAll('section .none')].filter(one => one.checkVisibility())"
-    assert visit.page.evaluate(empty + ".map(one => one.closest('section').id)") == []
+    assert visit.empty() == []
     assert visit.page.evaluate("[window.taken ?? '', document.images.length]") == ["", 0]
     assert HOSTILE in visit.page.locator("#samples article").first.text_content()
     assert HOSTILE in visit.page.locator("#events").text_content()
@@ -264,8 +275,22 @@ def test_it_goes_on_with_a_run(address: str, runs: list[WrittenRun]) -> None:
         visit.until(lambda: f"step {run.step} of 20" in visit.page.locator("#state").text_content(), "the next step")
         bars = "[...timelines][0].columns.count"
         visit.until(lambda: visit.page.evaluate(bars) == run.step * PROMPTS * SIZE, "the bars of the next step")
+        shown = visit.page.locator("#samples tbody td").first
+        visit.until(lambda: shown.inner_text() == str(run.step), "the sample of the next step")
+        visit.page.locator("#processes summary").first.click()
+        visit.page.locator("#prompts th", has_text="mean tokens").click()
+        visit.page.locator("#samples tbody tr").nth(3).click()
+        read = visit.text("samples article")
+        run.add_step()
+        visit.until(lambda: shown.inner_text() == str(run.step), "the step after")
+        visit.until(lambda: visit.page.evaluate(bars) == run.step * PROMPTS * SIZE, "the bars of the step after")
+        assert visit.text("samples article") == read, "what a person reads stays"
+        assert visit.page.locator("#processes details[open]").count() == 1, "a log that is open stays open"
+        assert visit.page.locator("#prompts th[aria-sort=descending]").inner_text() == "mean tokens"
+        (run.directory / "lock").unlink()
+        visit.until(lambda: "killed; streamrl resume goes on" in visit.text("overview"), "its end is told")
+        assert f"stopped · step {run.step} of 20" in visit.page.locator("#state").inner_text()
         assert visit.complaints == []
-    (run.directory / "lock").unlink()
 
 
 @needs_chromium

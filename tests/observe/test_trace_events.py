@@ -79,3 +79,9 @@ async def test_events_have_their_begin_their_length_and_their_step(tmp_path: Pat
     texts = [line.text for line in lines]
     assert texts[1] == "7 bytes, engines paused 0.250 s" and texts[4] == "sampling.temperature = 0.5"
     assert len(texts[8]) == 500
+    trace, events = TrajectoryTrace(tmp_path / "begins", trace_header()), TraceEvents()
+    events.open(trace, report, -1, paused=False)  # type: ignore[arg-type]
+    await events.on_action(do.Evaluate(policy_version=0, limit=0))
+    await events.on_event(on.EvaluationDone(policy_version=0))
+    trace.close()
+    assert [line.step for line in read_trace(tmp_path / "begins").events] == [0]

@@ -1,4 +1,4 @@
-"""``streamrl top`` in a terminal (tmux), on a simulated run that is killed under it."""
+"""``streamrl top`` in a terminal (tmux) and the page in Chromium, on a simulated run that is killed under them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.observe.test_page import CHROMIUM, PANELS, browsing, served
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux")]
@@ -50,7 +52,8 @@ def run(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_a_run_is_seen_in_a_terminal_and_its_death_is_said(
+@pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is missing: apt-get install chromium")
+def test_a_run_is_seen_in_a_terminal_and_on_the_page_and_its_death_is_said(
     run: subprocess.Popen[bytes], tmp_path: Path, socket_directory: Path
 ) -> None:
     while not list(tmp_path.glob("runs/latest/topology.json")):
@@ -67,7 +70,18 @@ def test_a_run_is_seen_in_a_terminal_and_its_death_is_said(
         shown("send-keys", "l", "d")
         shown.until(lambda text: "drain" in text and "y: do it" in text)
         shown("send-keys", "n")
-        os.kill(run.pid, signal.SIGKILL)
+        with served(tmp_path / "runs") as address, browsing(viewport={"width": 1280, "height": 800}) as visit:
+            visit.page.goto(address)
+            state = visit.page.locator("#state")
+            visit.until(lambda: "running · step" in state.inner_text() and not visit.empty(), "every panel is filled")
+            assert visit.page.evaluate("panels.map(one => one.body.childElementCount > 0)") == [True] * len(PANELS)
+            step, bars = state.inner_text(), visit.page.evaluate("[...timelines][0].columns.count")
+            visit.until(lambda: state.inner_text() != step, "it goes on")
+            visit.until(lambda: visit.page.evaluate("[...timelines][0].columns.count") > bars, "new bars")
+            os.kill(run.pid, signal.SIGKILL)
+            visit.until(lambda: "stopped · step" in state.inner_text(), "its end")
+            visit.until(lambda: "killed; streamrl resume goes on" in visit.text("overview"), "what ended it")
+            assert visit.complaints == []
         text = shown.until(lambda text: "DIED: no process publishes any more; the picture is of " in text)
         assert "engine-1" in text and "reward/mean" in text, "the last picture stays"
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
@@ -20,6 +21,7 @@ LATEST_S = 0.25
 BINS = 32
 LOG_BYTES = 16_000
 """Of the end of each log."""
+_ENDS = ("drain", "resumed")
 
 
 class RunView:
@@ -84,20 +86,14 @@ class RunView:
         """The recipe, processes and their restarts, alarms, and the end of each log."""
         events = self.timeline.events
         logs = {name: _tail(path) for name, path in self.files.logs().items()}
-        running = str(self.files.state(self.metrics.last_step()))
-        processes = [
-            {
-                "name": name,
-                "restarts": sum(one.kind == "engine back" and one.text.startswith(f"{name},") for one in events),
-                "state": running,
-            }
-            for name in logs
-        ]
+        state = self.files.state(self.metrics.last_step())
+        back = Counter(one.text.partition(",")[0] for one in events if one.kind == "engine back")
         unread = self.timeline.unread
         notes = [f"{unread} lines of {self.files.trace} are not of a trace that this streamrl reads"] if unread else []
         return {
             "recipe": self.files.recipe_text(),
-            "processes": processes,
+            "processes": [{"name": name, "restarts": back[name], "state": state} for name in logs],
+            "drained": next((one.kind == "drain" for one in reversed(events) if one.kind in _ENDS), False),
             "alarms": [
                 {"step": one.step, "time_s": one.time_s, "text": one.text} for one in events if one.kind == "alarm"
             ],

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import anyio.to_thread
@@ -24,6 +25,7 @@ from streamrl.observe.dashboard.live_events import LiveEvents, place_of, read_pl
 from streamrl.observe.dashboard.report_page import INDEX, TYPES, page_files
 from streamrl.observe.dashboard.run_view import ANSWERS, RunView, RunViews, recipe_differences
 from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
+from streamrl.observe.follow.run_files import RunStatus
 
 ADDRESS = "127.0.0.1"
 HEADERS = {
@@ -150,7 +152,9 @@ def serve(places: Sequence[Path], port: int, ready: Callable[[str], object]) -> 
     """Serve until SIGINT or SIGTERM. ``ready`` is called with the address of the page. Raises ``StreamRLError`` where
     there is no run, or the port is in use (0: any free one)."""
     dashboard = DashboardServer(places)
-    dashboard.views()
+    views = dashboard.views()
+    opened = next((view for view in views if view.files.state({}) is RunStatus.RUNNING), views[-1])
+    Thread(target=opened.refresh, daemon=True).start()  # the page begins with this run, and need not wait for it then
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

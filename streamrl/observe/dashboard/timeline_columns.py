@@ -40,9 +40,6 @@ _CODES = {"f4": "f", "u4": "I", "u2": "H", "u1": "B"}
 _CHUNK = 100_000
 
 
-_SECONDS = ("launched_s", "ended_s", "paused_s", "rollout_s", "returned_s", "reward_s", "queued_s")
-
-
 class EngineSlots:
     """Slots of engines, on which trajectories lie one after the other. ``blocks``: numbers of slots in a row, each of
     one engine; a slot that is added later is a block behind all others, so that no number changes its meaning."""
@@ -50,7 +47,7 @@ class EngineSlots:
     def __init__(self) -> None:
         self.blocks: list[tuple[str, int]] = []
         self._count = 0
-        self._free: dict[str, list[tuple[float, int]]] = {}
+        self._free: dict[str, list[int]] = {}
 
     def add(self, engine: str, count: int) -> None:
         """Add free slots to ``engine``, at least as many as it needs at once."""
@@ -58,24 +55,23 @@ class EngineSlots:
         if count > 0:
             before = self.blocks.pop()[1] if self.blocks and self.blocks[-1][0] == engine else 0
             self.blocks.append((engine, before + count))
-            slots = range(self._count, self._count + count)
-            self._free[engine] = sorted([*self._free.get(engine, ()), *((-1.0, slot) for slot in slots)])
+            self._free[engine] = [*range(self._count, self._count + count), *self._free.get(engine, ())]
             self._count += count
 
     def __contains__(self, engine: str) -> bool:
         return engine in self._free
 
-    def place(self, engine: str, launched: float, left: float) -> int:
+    def place(self, engine: str, launched: int, left: int) -> int:
         """Return the slot that was free for the shortest time when a trajectory was launched, and take it until the
-        trajectory ``left`` the engine."""
+        trajectory ``left`` the engine. The last 16 bits of both times are 0."""
         free = self._free.setdefault(engine, [])
-        if not (at := bisect_right(free, (launched, MOST_SLOTS))):
+        if not (at := bisect_right(free, launched | MOST_SLOTS)):
             self.add(engine, 1)
             free = self._free[engine]
             if not free:
                 return MOST_SLOTS - 1
-        slot = free.pop(max(at - 1, 0))[1]
-        insort(free, (left, slot))
+        slot = free.pop(max(at - 1, 0)) & MOST_SLOTS
+        insort(free, left | slot)
         return slot
 
 
@@ -93,9 +89,7 @@ class TimelineColumns:
         self.lock = RLock()
         self.header: TraceHeader | None = None
         self.steps: list[StepLine] = []
-        self.load: dict[str, array[Any]] = {
-            name: array(code) for name, code in zip(("time_s", "running", "waiting", "kv_usage"), "fIIf", strict=True)
-        }
+        self.load: dict[str, array[Any]] = {name: array("f") for name in ("time_s", "running", "waiting", "kv_usage")}
         self.events: list[EventLine] = []
         self.unread = 0
         """Lines that are none of a trace that this version reads."""
@@ -195,35 +189,33 @@ class TimelineColumns:
         """Append a row each, whole columns at once."""
         if not lines:
             return
-        given = dict(
-            zip(TrajectoryLine.__struct_fields__, zip(*map(msgspec.structs.astuple, lines), strict=True), strict=True)
-        )
-        values = {name: np.array(given[name], dtype=float) for name in _SECONDS}
-        launched, ended, paused = values["launched_s"], values["ended_s"], values["paused_s"]
-        rollout_end = launched + values["rollout_s"] + paused
-        returned = values["returned_s"]
-        returned = np.where(returned > 0, returned, np.minimum(rollout_end + values["reward_s"], ended))
+        launched = np.array([line.launched_s for line in lines])
+        ended = np.array([line.ended_s for line in lines])
+        paused = np.array([line.paused_s for line in lines])
+        rollout_end = launched + [line.rollout_s for line in lines] + paused
+        returned = np.array([line.returned_s for line in lines])
+        returned = np.where(returned > 0, returned, np.minimum(rollout_end + [line.reward_s for line in lines], ended))
         rollout_end = np.minimum(rollout_end, returned)
         columns: dict[str, Any] = {
             "launched": launched,
-            "begun": np.minimum(launched + values["queued_s"], rollout_end),
+            "begun": np.minimum(launched + [line.queued_s for line in lines], rollout_end),
             "rollout_end": rollout_end,
             "reward_end": returned,
             "ended": ended,
             "paused": paused,
             "slot": np.zeros(len(lines)),
-            "outcome": self._numbers("outcome", given["outcome"], MOST_OUTCOMES),
-            "group": given["group"],
-            "prompt": self._numbers("prompt", given["prompt_id"], MOST_PROMPTS),
-            "sample": given["sample"],
-            "tokens": given["tokens"],
-            "reward": np.array(given["reward"], dtype=float),
-            "oldest": given["oldest_version"],
-            "newest": given["newest_version"],
+            "outcome": self._numbers("outcome", [line.outcome for line in lines], MOST_OUTCOMES),
+            "group": [line.group for line in lines],
+            "prompt": self._numbers("prompt", [line.prompt_id for line in lines], MOST_PROMPTS),
+            "sample": [line.sample for line in lines],
+            "tokens": [line.tokens for line in lines],
+            "reward": np.array([line.reward for line in lines], dtype=float),
+            "oldest": [line.oldest_version for line in lines],
+            "newest": [line.newest_version for line in lines],
         }
         for name, column in columns.items():
             self._columns[name].frombytes(np.asarray(column).astype(COLUMNS[name]).tobytes())
-        self._engine.extend(self._numbers("engine", given["engine"], MOST_SLOTS))
+        self._engine.extend(self._numbers("engine", [line.engine for line in lines], MOST_SLOTS))
 
     def _numbers(self, kind: str, names: Sequence[str], most: int) -> list[int]:
         """The number of each name; ``most`` for those that do not fit, which have none."""
@@ -238,7 +230,9 @@ class TimelineColumns:
     def _place(self) -> None:
         """Put trajectories that were read since the last time on slots of their engines, in the order of launches."""
         first, self._placed = self._placed, len(self._engine)
-        launched, left = self.column("launched", first), self.column("rollout_end", first)
+        # The bits of floats that are not negative are in their order: whole numbers, with room for that of a slot.
+        times = (self.column(name, first) for name in ("launched", "rollout_end"))
+        launched, left = (np.maximum(time, 0).view("u4").astype("u8") << 16 for time in times)
         engine = np.frombuffer(self._engine, dtype="u2")[first:].copy()
         names = list(self._names["engine"])
         each, header = 0, self.header

@@ -123,7 +123,7 @@ class TraceEvents(Observer):
             time_s=round(now if began is None else began, 4),
             kind=kind,
             text=text[:MOST_TEXT],
-            step=self._step if step is None else step,
+            step=max(self._step, 0) if step is None else step,
             seconds=0.0 if began is None else round(now - began, 4),
         )
         if self._trace is None:

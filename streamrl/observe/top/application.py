@@ -29,7 +29,9 @@ ORDERS = {
     "c": ("checkpoint", "write a checkpoint now"),
     "e": ("evaluate", "score all held-out prompts now"),
 }
-KEYS = """{boxes}
+KEYS = """any key goes back
+
+{boxes}
 /  metrics whose name has a text in it (empty: the usual three)
 l  the log of the run, and back
 {orders}
@@ -37,9 +39,7 @@ l  the log of the run, and back
 
 groups: a bar is the longest member, of the budget; small bars are members:
 yellow sampled, dim waits, magenta rewarded, blue paused, green done, red at
-the limit. Tokens of what is sampled: those of its engine, shared out evenly.
-
-any key goes back""".format(
+the limit. Tokens of what is sampled: those of its engine, shared out evenly.""".format(
     boxes="\n".join(f"{key}  hide or show {box.title}" for key, box in BOXES.items()),
     orders="\n".join(f"{key}  {name}: {text}" for key, (name, text) in ORDERS.items()),
 )
@@ -139,7 +139,7 @@ class TopApplication(App[None]):
             self.picture.take(message)
         self.picture.look()
         if (log := self.query_one("#log", RichLog)).display:
-            for line in self._logs():
+            for line in self._logs() or ([] if log.lines else ["no process has written to its log so far"]):
                 log.write(Text(one_line(line)))
         self.query_one(Board).draw()
 

@@ -5,7 +5,7 @@ const RUN_COLOURS = ["#3b7dd8", "#e07b39", "#3a9d5d", "#9162c7", "#cf4f5f", "#2a
 const runColour = run => RUN_COLOURS[run.run % RUN_COLOURS.length];
 const TICKS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400, 172800, 604800, 2592000];
 const WHOLE = Array.from({ length: 12 }, (unused, power) => [1, 2, 5].map(one => one * 10 ** power)).flat();
-const clock = time => `${Math.floor(time / 3600)}:${String(Math.floor(time / 60) % 60).padStart(2, "0")}`;
+const clock = time => time < 5400 ? `${Math.round(time / 60)} min` : `${Math.floor(time / 3600)}:${String(Math.floor(time / 60) % 60).padStart(2, "0")} h`;
 const faint = (colour, alpha = "55") => colour + alpha;
 
 // Sizes of hosts are told by one observer.
@@ -35,8 +35,8 @@ class Chart {
     if (this.plot.hidden) return false;
     const signature = JSON.stringify([series.map(one => [one.label, one.colour, one.width, one.dash]), unit, xUnit, least, most, css("line")]);
     const data = [x, ...series.map(one => one.values)];
-    this.say = at => this.says.replaceChildren(element("span", {}, onX(x[at ?? x.length - 1])), ...series.filter(one => one.label).map(one =>
-      element("span", {}, swatch(one.colour), one.label, " ", element("b", {}, inUnit(at == null ? last(one.raw ?? one.values) : (one.raw ?? one.values)[at], one.unit ?? unit)))));
+    this.say = at => this.says.replaceChildren(element("span", {}, at == null && series.some(one => !known((one.raw || one.values).at(-1))) ? "newest" : onX(x[at ?? x.length - 1])), ...series.filter(one => one.label).map(one =>
+      element("span", {}, swatch(one.colour), one.label, " ", element("b", {}, inUnit(at == null ? last(one.raw || one.values) : (one.raw || one.values)[at], one.unit ?? unit)))));
     const onX = value => xUnit === "s" ? seconds(value) : xUnit + " " + number(value);
     this.say(null);
     if (this.uplot && this.signature === signature) { this.uplot.setData(data); return true; }
@@ -44,7 +44,7 @@ class Chart {
     this.signature = signature;
     const axis = { stroke: css("dim"), grid: { stroke: css("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
     this.uplot = new uPlot({
-      width: this.plot.clientWidth || 300, height: this.height, padding: [6, 8, 0, 0],
+      width: this.plot.clientWidth || 300, height: this.height, padding: [6, 14, 0, 0],
       cursor: { sync: { key: xUnit }, y: false, points: { size: 5 }, drag: { x: true, y: false, dist: 6 } },
       legend: { show: false }, hooks: { setCursor: [plot => this.say(plot.cursor.idx)] }, scales: { x: { time: false }, y: { range: (plot, low, high) => {
         if (!known(low)) return [0, 1];

@@ -35,18 +35,18 @@ function drawCurve(one, runs, data) {
       const [xs, ys] = [unique.map(row => row[0]), unique.map(row => row[1])];
       tables.push(smooth ? [xs, ys, smoothed(ys, curves.smooth)] : [xs, ys]);
       series.push({ label: smooth ? "" : label, colour: smooth ? faint(colour) : colour, width: smooth ? 1 : 1.5, points: points ? true : undefined });
-      if (smooth) series.push({ label, colour, width: 2 });
+      if (smooth) series.push({ label, colour, width: 2, raw: true });
     }
   });
   const [x, ...columns] = tables.length === 1 ? tables[0] : tables.length ? uPlot.join(tables) : [[]];
-  one.chart.show(x, series.map((each, index) => ({ ...each, values: columns[index] })), { unit: unitOf(one.help, one.name), xUnit: { step: "step", time: "s", tokens: "tokens" }[curves.x],
+  one.chart.show(x, series.map((each, index) => ({ ...each, values: columns[index], raw: each.raw && columns[index - 1] })), { unit: unitOf(one.help, one.name), xUnit: { step: "step", time: "s", tokens: "tokens" }[curves.x],
     onpick: index => curves.x === "step" && pickStep(x[index]) });
 }
 
 const unitOf = (help, name) => /\(([^(),]*)[^()]*\)\.?\s*$/.exec(help ?? "")?.[1] ?? (/_s$/.test(name) && !/samples_s|groups_s|tok_s/.test(name) ? "s" : /_ratio$/.test(name) ? "share" : /_bytes$/.test(name) ? "bytes" : "");
 
 panel("curves", "Curves", "Every metric of the run and of its evaluations. A thin line is the value itself, a thick one its running mean. Drag in a chart to zoom, double click to see all, click to open the step.",
-  { of: "all", paths: ["metrics"], without: "no step has ended yet." }, (body, runs, data) => {
+  { of: "all", paths: ["metrics"], without: "no step has ended, or metrics.jsonl is gone." }, (body, runs, data) => {
     const names = new Map();
     for (const [metrics] of data) for (const values of [metrics.values, metrics.evaluations.values]) for (const name of Object.keys(values)) names.set(name, metrics.help?.[name] ?? names.get(name) ?? "");
     if (!names.size) return false;

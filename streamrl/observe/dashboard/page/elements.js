@@ -35,7 +35,7 @@ function number(value) {
   if (size >= 1e12 || (size > 0 && size < 1e-3)) return value.toExponential(1);
   for (const [power, letter] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]])
     if (size >= power) return (value / (letter === "k" ? 1e3 : power)).toPrecision(3).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "") + " " + letter;
-  return Number.isInteger(value) ? String(value) : value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3);
+  return Number.isInteger(value) ? String(value) : size < 1 ? String(+value.toPrecision(3)) : value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2);
 }
 
 function seconds(value) {
@@ -44,12 +44,12 @@ function seconds(value) {
   if (value === 0) return "0 s";
   if (value < 0.1) return number(value * 1e3) + " ms";
   if (value < 100) return (value < 10 ? value.toFixed(2) : value.toFixed(1)) + " s";
-  if (value < 5400) return Math.floor(value / 60) + " min " + String(Math.round(value % 60)).padStart(2, "0") + " s";
+  if (value < 5400) return Math.floor(Math.round(value) / 60) + " min " + String(Math.round(value) % 60).padStart(2, "0") + " s";
   if (value < 172800) return Math.floor(value / 3600) + " h " + String(Math.floor(value / 60) % 60).padStart(2, "0") + " min";
   return (value / 86400).toFixed(1) + " days";
 }
 
-const percent = value => known(value) ? (value * 100).toFixed(Math.abs(value) < 0.1 ? 1 : 0) + " %" : "–";
+const percent = value => known(value) ? (value * 100).toFixed(value && Math.abs(value) < 0.1 ? 1 : 0) + " %" : "–";
 const bytes = value => !known(value) ? "–" : value < 1e3 ? value + " B" : value < 1e6 ? (value / 1e3).toFixed(1) + " kB" :
   value < 1e9 ? (value / 1e6).toFixed(1) + " MB" : (value / 1e9).toFixed(2) + " GB";
 
@@ -58,11 +58,14 @@ function inUnit(value, unit) {
 }
 
 // A table whose head sorts it. columns: [{head, of: row => value, text: value => string, help}]; at most `most` rows.
+const orders = new Map();  // as a person sorted the table with these heads, which is made again when data comes
 function table(columns, rows, { sort = null, down = true, most = 200, onrow = null, empty = "No data." } = {}) {
+  const key = columns.map(column => column.head).join();
+  [sort, down] = orders.get(key) ?? [sort, down];
   const body = element("tbody"), note = element("p", { class: "dim" });
   const heads = columns.map((column, index) => element("th", { title: column.help, scope: "col", tabIndex: 0, onclick: () => order(index),
     onkeydown: event => { if (event.key === "Enter") order(index); } }, column.head));
-  const order = index => { [sort, down] = [index, index === sort ? !down : true]; fill(); };
+  const order = index => { orders.set(key, [sort, down] = [index, index === sort ? !down : true]); fill(); };
   function fill() {
     const sign = down ? -1 : 1, of = sort == null ? null : columns[sort].of;
     const list = of == null ? rows : [...rows].sort((a, b) => {
@@ -111,8 +114,18 @@ function panel(id, title, explanation, needs, draw) {
   return made;
 }
 
+// A text that a person opens, and that stays open while it is brought up to date.
+function fold(body, name, text, open = false) {
+  const folds = body.folds ??= new Map();
+  if (!folds.has(name)) folds.set(name, element("details", { open }, element("summary", {}, name), element("pre", { class: "text" })));
+  const node = folds.get(name);
+  if (node.lastChild.textContent !== text) node.lastChild.textContent = text;
+  return node;
+}
+
 const invalidate = (...paths) => panels.forEach(one => {
-  if (!paths.length || one.needs.paths.some(path => paths.includes(path))) { one.dirty = true; one.refresh(); }
+  const listed = paths.includes(one.id) && !one.section.matches(":hover, :focus-within");  // rows do not move under a pointer
+  if (!paths.length || listed || one.needs.paths.some(path => paths.includes(path))) { one.dirty = true; one.refresh(); }
 });
 
 // ---- the one tip of the page

@@ -52,7 +52,7 @@ function heldOut(evaluations) {
   return name ? { name, steps: evaluations.step, values: evaluations.values[name] } : null;
 }
 
-panel("overview", "Overview", "The newest figures of the run. A small line shows the last 200 steps.", { paths: ["metrics", "waits", "details"], without: "no step has ended yet." },
+panel("overview", "Overview", "The newest figures of the run. A small line shows the last 200 steps.", { paths: ["metrics", "waits", "details"], without: "no step has ended, or metrics.jsonl is gone." },
   (body, [run], [[metrics, waits, details]]) => {
     const of = name => metrics.values[name] ?? [], recent = values => values.slice(-200), colour = runColour(run), held = heldOut(metrics.evaluations);
     if (!metrics.step.length && !held) return false;
@@ -69,13 +69,13 @@ panel("overview", "Overview", "The newest figures of the run. A small line shows
     } else tiles.splice(1, 0, tile("Held-out", "–", "no evaluation yet"));
     const steps = recent(of("time/step_s")).slice(-20).filter(known), step = last(metrics.step) ?? 0;
     run.left = run.state === "running" && run.steps > step && steps.length ? (run.steps - step) * sum(steps) / steps.length : null;
-    tiles.push(tile("Step", `${number(step)}${run.steps ? " / " + number(run.steps) : ""}`, run.left ? `about ${seconds(run.left)} left` : run.state, element("progress", { max: run.steps || 1, value: step, "aria-label": "steps done" })));
+    tiles.push(tile("Step", `${number(step)}${run.steps ? " / " + number(run.steps) : ""}`, run.left ? `about ${seconds(run.left)} left` : run.state === "stopped" ? `${details.drained ? "drained" : "killed"}; streamrl resume goes on` : run.state, element("progress", { max: run.steps || 1, value: step, "aria-label": "steps done" })));
     const shares = Object.entries(waits.reasons).map(([name, values]) => [name, last(values.slice(-1)) ?? 0]).filter(([, value]) => value > 0).sort((a, b) => b[1] - a[1]);
     const whole = sum(shares.map(share => share[1])), bar = element("div", { class: "bar" });
     for (const [name, value] of shares) {
       const part = element("i", { title: `${name}: ${seconds(value)}` });
       part.style.background = reasonColour(name);
-      part.style.flexGrow = value;
+      part.style.flexGrow = value / whole * 100;  // a sum below 1 would leave a part of the bar empty
       bar.append(part);
     }
     const [first] = shares;

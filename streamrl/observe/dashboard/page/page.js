@@ -14,12 +14,21 @@ function redrawAll() {  // colours are of the theme, heat maps of the width
   invalidate();
 }
 
+function tellApart() {  // runs of one name by their directories
+  const names = page.runs.map(run => run.name);
+  for (const run of page.runs) if (names.filter(name => name === run.name).length > 1) run.name = run.run_id;
+}
+
+const followShown = () => [page.focus, ...page.shown().filter(run => run.state === "running")].slice(0, 4).forEach(page.follow);  // a browser holds six connections to one host
+
 // Runs that began since, and states that changed.
 async function moreRuns() {
   for (const found of await answer("/api/runs")) {
     const here = page.runs.find(run => run.run === found.run);
-    if (here) Object.assign(here, found); else page.runs.push(found);
+    if (here) Object.assign(here, found); else { page.runs.push(found); page.forget(page.runs[0], "compare"); }
   }
+  tellApart();
+  followShown();
   drawHeader();
 }
 
@@ -31,19 +40,24 @@ async function moreRuns() {
   }
   try {
     page.runs = await answer("/api/runs");
+    tellApart();
   } catch (error) {
     byId("state").textContent = error.message;
     return;
   }
   page.focus = page.runs.find(run => run.state === "running") ?? page.runs.at(-1);
+  page.runs.slice(0, -RUN_COLOURS.length).forEach(run => page.hidden.add(run.run));  // a box in the head shows an older one
   drawHeader();
   if (!page.runs.length) return;
   invalidate();
   page.data(page.focus, "timeline").catch(() => null);  // its panel says what is wrong
-  page.shown().slice(0, 4).forEach(page.follow);  // a browser holds six connections to one host
+  followShown();
   if (!REPORT) setInterval(() => moreRuns().catch(() => null), 10000);  // that a server is gone is told by its events
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
   let wide = innerWidth, timer = null;
   addEventListener("resize", () => { if (innerWidth !== wide) { wide = innerWidth; clearTimeout(timer); timer = setTimeout(() => invalidate("lengths"), 200); } });
-  for (const one of panels) await one.refresh(true);  // those out of sight too, once: then nothing moves under a person who scrolls
+  for (const one of panels) {  // those out of sight too, once: then nothing moves under a person who scrolls
+    await one.refresh(true);
+    await new Promise(done => setTimeout(done));  // what was drawn is shown before the next one
+  }
 })();

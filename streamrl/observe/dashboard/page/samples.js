@@ -8,6 +8,7 @@ function openSamples(filter) {
   const one = panels.find(each => each.id === "samples");
   for (const field of one.section.querySelectorAll("input[name]")) field.value = wanted[field.name];
   one.section.scrollIntoView({ behavior: "smooth" });
+  one.body.chosen = null;
   one.dirty = true;
   one.refresh();
 }
@@ -45,10 +46,10 @@ function sample(row, by, title = "") {
 panel("samples", "Samples", "Completions that the run kept, with their rewards. Click one to read it whole; with several runs shown, the same prompt of the others stands beside it.", { of: "all", paths: [], without: "" }, async (body, runs) => {
   if (!body.controls) {
     body.by = "logprob";
-    const again = () => { const one = panels.find(each => each.id === "samples"); one.dirty = true; one.refresh(); };
+    const again = () => { const one = panels.find(each => each.id === "samples"); body.chosen = null; one.dirty = true; one.refresh(); };
     const field = (name, label, type, size) => element("label", {}, label + " ", element("input", { name, type, size: size ?? null, step: "any", value: String(wanted[name]), onchange: event => { wanted[name] = event.target.value.trim(); wanted.offset = 0; again(); } }));
     body.append(body.controls = element("div", { class: "controls" }, field("step", "step", "number"), field("least", "reward from", "number"), field("most", "to", "number"), field("prompt", "prompt", "search", 18),
-      choice("colour by", ["logprob", "version", "plain"], body.by, value => { body.by = value; body.open?.(); })), body.list = element("div"), body.one = element("div", { class: "compared" }));
+      body.colours = choice("colour by", ["logprob", "version", "plain"], body.by, value => { body.by = value; body.open?.(); })), body.list = element("div"), body.one = element("div", { class: "compared" }));
     body.again = again;
   }
   const run = page.focus, { total, rows } = await samplesOf(run, { ...wanted, limit: PAGE_OF_SAMPLES });
@@ -59,33 +60,38 @@ panel("samples", "Samples", "Completions that the run kept, with their rewards. 
   };
   const turn = by => () => { wanted.offset = Math.max(0, wanted.offset + by * PAGE_OF_SAMPLES); body.again(); }, brief = text => (text ?? "").slice(0, 160).replace(/\s+/g, " ");
   body.list.replaceChildren(table([{ head: "step", of: row => row.step }, { head: "reward", of: row => row.reward, text: number }, { head: "tokens", of: row => row.tokens }, { head: "kept as", of: row => [row.source, row.chosen ?? row.set].filter(Boolean).join(" ") || null }, { head: "end", of: row => row.finish_reason },
-    { head: "prompt", of: row => brief(row.prompt), class: "brief" }, { head: "completion", of: row => brief(row.text), class: "brief" }], rows, { onrow: open, empty: "No sample that was kept fits. A run keeps the best, the worst and a random completion of each batch, and those of evaluations." }),
+    { head: "prompt", of: row => brief(row.prompt), class: "brief" }, { head: "completion", of: row => brief(row.text), class: "brief" }], rows, { onrow: row => { body.chosen = row; open(row); }, empty: "No sample that was kept fits. A run keeps the best, the worst and a random completion of each batch, and those of evaluations." }),
   element("div", { class: "controls" }, element("button", { onclick: turn(-1), disabled: wanted.offset === 0 }, "◂"), `${total ? wanted.offset + 1 : 0} to ${Math.min(total, wanted.offset + rows.length)} of ${number(total)}`,
     element("button", { onclick: turn(1), disabled: wanted.offset + rows.length >= total }, "▸")));
+  body.colours.hidden = !rows.some(row => row.token_texts);
+  if (body.chosen) return;  // what a person reads stays while the list goes on
   body.one.replaceChildren();
   if (rows.length) await open(rows[0]);
 });
 
 panel("events", "Events", "Evaluations, checkpoints, pauses, restarts, alarms and changed settings, newest first. Click one to see it in the timeline.", { paths: ["timeline", "details"], without: "nothing was recorded." }, (body, [run], [[columns, details]]) => {
   const alarms = (details.alarms ?? []).map(alarm => ({ kind: "alarm", time_s: sinceStart(run, alarm.time_s), step: alarm.step, text: alarm.text }));
-  const told = new Set(columns.head.events.map(event => event.text)), rows = [...columns.head.events, ...alarms.filter(alarm => !told.has(alarm.text))].reverse(), kinds = ["all", ...new Set(rows.map(row => row.kind))];
+  const told = new Set(columns.head.events.map(event => event.text)), rows = [...columns.head.events, ...alarms.filter(alarm => !told.has(alarm.text))].reverse(), kinds = ["all but pushes", "all", ...new Set(rows.map(row => row.kind))];
   if (!rows.length) return false;
   const show = kind => table([{ head: "time", of: row => row.time_s, text: seconds }, { head: "step", of: row => row.step }, { head: "kind", of: row => row.kind, text: name => element("span", {}, swatch(eventColour(name)), name) }, { head: "took", of: row => known(row.end_s) ? row.end_s - row.time_s : null, text: seconds }, { head: "", of: row => row.text, class: "long" }],
-    rows.filter(row => kind === "all" || row.kind === kind), { most: 60, onrow: row => { const [one] = timelines; if (one && known(row.time_s)) { const wide = Math.max(5, (row.end_s ?? row.time_s) - row.time_s); one.look(row.time_s - wide, (row.end_s ?? row.time_s) + wide); one.box.scrollIntoView({ behavior: "smooth", block: "center" }); } } });
-  const list = element("div", {}, show("all"));
-  body.replaceChildren(choice("", kinds, "all", kind => list.replaceChildren(show(kind))), list);
+    rows.filter(row => kind === "all" || row.kind === kind || (kind === kinds[0] && row.kind !== "push")), { most: 60, onrow: row => { const [one] = timelines; if (one && known(row.time_s)) { const wide = Math.max(5, (row.end_s ?? row.time_s) - row.time_s); one.look(row.time_s - wide, (row.end_s ?? row.time_s) + wide); one.box.scrollIntoView({ behavior: "smooth", block: "center" }); } } });
+  body.kind ??= kinds[0];
+  const list = element("div", {}, show(body.kind));
+  body.replaceChildren(choice("", kinds, body.kind, kind => { body.kind = kind; list.replaceChildren(show(kind)); }), list);
 });
 
 panel("processes", "Processes", "What runs, how often it was restarted, and the end of its log.", { paths: ["details"], without: "the run says nothing of its processes." }, (body, [run], [[details]]) => {
   const rows = details.processes ?? [], logs = Object.entries(details.log_tail ?? {});
   if (!rows.length && !logs.length) return false;
   body.replaceChildren(table([{ head: "name", of: row => row.name }, { head: "restarts", of: row => row.restarts, text: value => element("span", { class: value > 0 ? "bad" : "" }, String(value ?? 0)) }, { head: "state", of: row => row.state }], rows),
-  ...logs.map(([name, text]) => element("details", {}, element("summary", {}, name), element("pre", { class: "text" }, Array.isArray(text) ? text.join("\n") : String(text)))));
+  ...logs.map(([name, text]) => fold(body, name, text || "This log is empty.")));
 });
 
 panel("recipe", "Recipe", "The recipe of the run, and the keys in which the runs on this page differ.", { paths: ["details"], without: "the run has no recipe.toml." }, async (body, [run], [[details]]) => {
-  const { recipe_differences: rows } = page.runs.length > 1 ? await page.data(page.runs[0], "compare") : { recipe_differences: [] };
+  const shown = page.shown(), several = shown.length > 1, { recipe_differences } = several ? await page.data(page.runs[0], "compare") : { recipe_differences: [] };
+  const valueOf = one => row => { const value = row.values[page.runs.indexOf(one)]; return value == null ? null : typeof value === "string" ? value : JSON.stringify(value); };
+  const rows = recipe_differences.filter(row => new Set(shown.map(one => valueOf(one)(row))).size > 1);
   if (!details.recipe && !rows.length) return false;
-  body.replaceChildren(page.runs.length > 1 ? table([{ head: "key", of: row => row.key }, ...page.runs.map((one, index) => ({ head: one.name || one.run_id, of: row => row.values[index] == null ? null : typeof row.values[index] === "string" ? row.values[index] : JSON.stringify(row.values[index]) }))], rows, { empty: "The recipes are equal." }) : "",
-    element("details", { open: page.runs.length === 1 }, element("summary", {}, "recipe.toml"), element("pre", { class: "text" }, details.recipe ?? "")));
+  body.replaceChildren(several ? table([{ head: "key", of: row => row.key }, ...shown.map(one => ({ head: one.name || one.run_id, of: valueOf(one) }))], rows, { empty: "The recipes are equal." }) : "",
+    fold(body, "recipe.toml", details.recipe ?? "", page.runs.length === 1));
 });

@@ -152,7 +152,7 @@ const page = {
     on("step", ({ steps }, news) => {
       const before = steps.at(-1)?.step ?? news.step - 1;
       if (news.step === before + 1 && known(news.time_s)) steps.push(news); else if (news.step > before) return "gap";
-    }, "metrics", "waits", "lengths", "timeline");
+    }, "metrics", "waits", "lengths", "timeline", "samples");
     on("evaluation", () => null, "metrics");
     on("trajectories", (head, news, columns) => {
       if (news.first > columns.count) return "gap";
@@ -164,7 +164,7 @@ const page = {
     on("event", ({ events }, news) => { if (!events.some(one => one.time_s === news.time_s && one.text === news.text)) events.push(news); }, "timeline", "details");
     on("engines", ({ engines }, news) => { for (const name of Object.keys(news)) engines[name]?.push(...news[name]); }, "timeline");
     stream.addEventListener("step", event => { run.step = JSON.parse(event.data).step; });
-    stream.addEventListener("state", event => { Object.assign(run, JSON.parse(event.data)); later("details"); });
+    stream.addEventListener("state", event => { Object.assign(run, JSON.parse(event.data), { name: run.name }); later("details", "metrics"); });
     stream.onerror = () => { run.silent = true; drawHeader(); };
     stream.onopen = () => { run.silent = false; drawHeader(); };
   },

@@ -4,7 +4,7 @@
 let chosenStep = null;
 
 panel("waits", "Why the run waits", "Seconds of each step by what the run as a whole waited for, and the share of slots that stood free (the bubble). Click a step to look at it.",
-  { paths: ["waits"], without: "no step has ended yet." }, (body, [run], [[waits]]) => {
+  { paths: ["waits"], without: "no step has ended, or metrics.jsonl is gone." }, (body, [run], [[waits]]) => {
     const names = Object.keys(waits.reasons).sort((a, b) => Object.keys(REASONS).indexOf(a) - Object.keys(REASONS).indexOf(b)), onpick = index => pickStep(waits.step[index]);
     body.className = "body pair";
     const seen = chart(body, "reasons", "Seconds of a step", "by reason", 220).stack(waits.step, names.map(name => ({ label: name, values: waits.reasons[name], colour: reasonColour(name) })), { unit: "s", onpick });
@@ -13,7 +13,7 @@ panel("waits", "Why the run waits", "Seconds of each step by what the run as a w
     return seen;
   });
 
-panel("step", "One step", "What took the time of one step, against the median step, and who finished last. It begins with the slowest step.", { paths: ["waits", "timeline"], without: "no step has ended yet." },
+panel("step", "One step", "What took the time of one step, against the median step, and who finished last. It begins with the slowest step.", { paths: ["waits", "timeline"], without: "no step has ended, or metrics.jsonl is gone." },
   (body, [run], [[waits, columns]]) => {
     const { steps } = columns.head, typical = median(steps.map(step => step.step_s));
     if (!steps.length) return false;
@@ -36,7 +36,7 @@ panel("step", "One step", "What took the time of one step, against the median st
 const promptName = (columns, place) => columns.head.prompts[place] ?? "#" + place;
 const pace = (columns, i) => columns.tokens[i] > 0 ? (columns.rollout_end[i] - columns.begun[i] - (columns.paused[i] || 0)) / columns.tokens[i] : null;
 
-panel("engines", "Engines", "What each engine did and at what pace: an engine whose seconds a token are well above the others' is slow. Below, requests and KV cache of all engines over time.", { paths: ["timeline"], without: "the run keeps no trace (trace.jsonl)." },
+panel("engines", "Engines", "What each engine did and at what pace: an engine whose seconds a token are well above the others' is slow. Below, requests and KV cache of all engines over time.", { paths: ["timeline"], without: "no trajectory has ended, or trace.jsonl is gone." },
   (body, [run], [[columns]]) => {
     const { engines: load } = columns.head, found = new Map();
     for (let i = 0; i < columns.count; i++) {
@@ -72,7 +72,7 @@ panel("lengths", "Lengths", "Histogram of completion lengths over steps, dark is
     chart(body, "cut", "Truncated", "share of trained completions cut by max_tokens").show(metrics.step, [{ label: "truncated", values: of("completion/truncated_ratio"), colour: RUN_COLOURS[4] }], { unit: "share", least: 0 });
   });
 
-panel("races", "What was not trained", "Trajectories by what became of them, and what the ones that were cut or lost a race had in common; when their prompt was launched again.", { paths: ["timeline"], without: "the run keeps no trace (trace.jsonl)." },
+panel("races", "What was not trained", "Trajectories by what became of them, and what the ones that were cut or lost a race had in common; when their prompt was launched again.", { paths: ["timeline"], without: "no trajectory has ended, or trace.jsonl is gone." },
   (body, [run], [[columns]]) => {
     const { steps, outcomes } = columns.head, counts = outcomes.map(() => new Float64Array(steps.length)), totals = outcomes.map(name => ({ name, count: 0, tokens: 0, reward: 0, rewarded: 0, back: [] })), gone = new Map();
     if (!columns.count || !steps.length) return false;
@@ -94,7 +94,7 @@ panel("races", "What was not trained", "Trajectories by what became of them, and
       { head: "prompt came back after", of: one => median(one.back), text: (value, one) => known(value) ? `${seconds(value)} (${number(one.back.length)} times)` : "–", help: "median time until its prompt was launched again" }], totals.filter(one => one.count), { sort: 1 }));
   });
 
-panel("weights", "Staleness and pushes", "How many versions old trained samples were, and what a new version of the weights cost: bytes, seconds, elements that changed.", { paths: ["metrics"], without: "no step has ended yet." }, (body, [run], [[metrics]]) => {
+panel("weights", "Staleness and pushes", "How many versions old trained samples were, and what a new version of the weights cost: bytes, seconds, elements that changed.", { paths: ["metrics"], without: "no step has ended, or metrics.jsonl is gone." }, (body, [run], [[metrics]]) => {
   body.className = "body pair";
   const line = (name, label, colour) => ({ label, values: metrics.values[name], colour: RUN_COLOURS[colour] }), steps = metrics.step, onpick = index => pickStep(steps[index]);
   return [chart(body, "stale", "Staleness", "versions").show(steps, [line("async/staleness_mean", "mean", 0), line("async/staleness_p95", "p95", 1), line("async/staleness_oldest_max", "oldest token", 4)], { least: 0, onpick }),
@@ -103,7 +103,7 @@ panel("weights", "Staleness and pushes", "How many versions old trained samples 
     chart(body, "changed", "Elements that changed", "share").show(steps, [line("weights/changed_ratio", "changed", 2)], { unit: "share", least: 0, onpick })].some(shown => shown);
 });
 
-panel("prompts", "Prompts", "Each prompt with its rewards over the run. Those at the top were tried most and never had a reward above their lowest: too hard, or a broken reward. Click one for its samples.", { paths: ["timeline"], without: "the run keeps no trace (trace.jsonl)." },
+panel("prompts", "Prompts", "Each prompt with its rewards over the run. Those at the top were tried most and never had a reward above their lowest: too hard, or a broken reward. Click one for its samples.", { paths: ["timeline"], without: "no trajectory has ended, or trace.jsonl is gone." },
   (body, [run], [[columns]]) => {
     const found = new Map();
     let [low, high] = [Infinity, -Infinity];

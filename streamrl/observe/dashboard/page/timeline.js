@@ -1,7 +1,7 @@
 // The timeline: every trajectory as a bar. Bars are pixels of one image; far out, one coarse picture of the whole run is drawn instead.
 "use strict";
 
-const BINS = 16384, COARSE_ROWS = 512, MANY = 30000;
+const BINS = 16384, FAR_BINS = 4096, COARSE_ROWS = 512, MANY = 30000;
 const TOP = 62, BOTTOM = 74;
 
 // What all timelines of the page show, in seconds since each run's start.
@@ -42,30 +42,30 @@ class Timeline {
   layOut() {
     const { columns } = this, key = [view.sort, view.sort === "slot" ? "" : columns.count].join();
     if (this.arranged !== key) {
-      Object.assign(this, arrange(columns, view.sort), { arranged: key, coarse: null });
+      Object.assign(this, arrange(columns, view.sort), { arranged: key, coarse: {} });
       if (this.high > this.lanes) this.low = this.high = null;
     } else if (view.sort === "slot") [this.lane, this.lanes] = [columns.slot, columns.lanes];
     const colours = [view.by, view.only, css("bg"), columns.count < 1000 ? columns.count : 0].join();
-    if (this.coloured !== colours) Object.assign(this, { coloured: colours, colour: colouring(columns, view.by, view.only), coarse: null });
+    if (this.coloured !== colours) Object.assign(this, { coloured: colours, colour: colouring(columns, view.by, view.only), coarse: {} });
     this.phases = Object.fromEntries(Object.entries(PHASES).map(([name, colour]) => [name, pixel(channels(css(colour) || colour))]));
   }
 
-  // The whole run as one picture of BINS columns, brought up to date with bars that came.
-  picture() {
+  // The whole run as one picture of `bins` columns, brought up to date with bars that came.
+  picture(bins) {
     const { columns, lane } = this, rows = Math.min(this.lanes, COARSE_ROWS);
-    let { coarse } = this;
+    let coarse = this.coarse[bins];
     if (!coarse || columns.end > coarse.span || coarse.lanes !== this.lanes) {
-      const canvas = new OffscreenCanvas(BINS, rows), pen = canvas.getContext("2d"), image = pen.createImageData(BINS, rows);
-      coarse = this.coarse = { canvas, pen, image, pixels: new Uint32Array(image.data.buffer), span: columns.end * (this.run.state === "running" ? 1.3 : 1.0001), done: 0, lanes: this.lanes };
+      const canvas = new OffscreenCanvas(bins, rows), pen = canvas.getContext("2d"), image = pen.createImageData(bins, rows);
+      coarse = this.coarse[bins] = { canvas, pen, image, pixels: new Uint32Array(image.data.buffer), span: columns.end * (this.run.state === "running" ? 1.3 : 1.0001), done: 0, lanes: this.lanes };
       coarse.pixels.fill(pixel(channels(css("panel"))));
     }
     if (coarse.done === columns.count) return coarse;
-    const scale = BINS / coarse.span, row = rows / this.lanes, { launched, begun: queued, rollout_end: sampled, reward_end: rewarded, ended } = columns;
+    const scale = bins / coarse.span, row = rows / this.lanes, { launched, begun: queued, rollout_end: sampled, reward_end: rewarded, ended } = columns;
     const { pixels } = coarse, { colour } = this, { waiting, reward, queued: held } = this.phases;
-    let [left, right] = [BINS, 0];
+    let [left, right] = [bins, 0];
     for (let i = coarse.done; i < columns.count; i++) {
-      const at = (lane[i] * row | 0) * BINS, a = launched[i] * scale | 0, b = Math.max(a, queued[i] * scale | 0), c = Math.max(b, sampled[i] * scale | 0);
-      const d = Math.max(c, rewarded[i] * scale | 0), e = Math.min(BINS, Math.max(a + 1, ended[i] * scale | 0));
+      const at = (lane[i] * row | 0) * bins, a = launched[i] * scale | 0, b = Math.max(a, queued[i] * scale | 0), c = Math.max(b, sampled[i] * scale | 0);
+      const d = Math.max(c, rewarded[i] * scale | 0), e = Math.min(bins, Math.max(a + 1, ended[i] * scale | 0));
       for (let x = d; x < e; x++) pixels[at + x] = waiting;
       for (let x = c; x < d; x++) pixels[at + x] = reward;
       for (let x = a; x < b; x++) pixels[at + x] = held;
@@ -90,9 +90,10 @@ class Timeline {
     const [low, high] = [this.low ?? 0, this.high ?? this.lanes], span = view.stop - view.start;
     const inView = (columns.lower(view.stop) - columns.lower(view.start - columns.longest)) * (high - low) / this.lanes;
     if (inView > MANY) {
-      const coarse = this.picture(), scale = BINS / coarse.span, row = coarse.canvas.height / this.lanes;
+      const far = span * FAR_BINS > columns.end * area.w, coarse = this.picture(far ? FAR_BINS : BINS), scale = coarse.canvas.width / coarse.span, row = coarse.canvas.height / this.lanes;
       pen.imageSmoothingEnabled = false;
       pen.drawImage(coarse.canvas, view.start * scale, low * row, span * scale, (high - low) * row, this.left, TOP, width - this.left, height - TOP - BOTTOM);
+      if (far) this.near ??= setTimeout(() => this.picture(BINS), 1000);  // before a person zooms in
     } else this.bars(pen, area, low, high, area.w / span);
     this.bands(pen, width, height, low, high);
     this.frames.push(performance.now() - began);
@@ -139,7 +140,7 @@ class Timeline {
       const x = Math.max(left, this.x(from)), wide = Math.max(1, Math.min(width, this.x(to)) - x);
       pen.fillStyle = colour;
       pen.fillRect(x, y, wide, tall);
-      if (text && pen.measureText(text).width < wide - 6) say(text, x + 4, y + tall / 2 + 0.5, css("fg"));
+      if (text && wide > 20 && pen.measureText(text).width < wide - 6) say(text, x + 4, y + tall / 2 + 0.5, css("fg"));
     };
     const names = width < 600 ? ["", "", ""] : ["steps", "trainer", "events"];
     names.forEach((name, place) => say(name, left - 6, 22 + place * 15, css("dim"), "right"));
@@ -200,7 +201,7 @@ class Timeline {
       for (let x = Math.floor(left); x < peak.length; x++) { if (per[x]) y = bottom - Math.min(1, peak[x] / per[x] / lanes) * tall; pen.lineTo(x, y); }
       pen.lineTo(width, bottom);
       pen.fill();
-      says.push([css("dim"), `running of ${number(lanes)}`]);
+      says.push([css("dim"), `running (to ${number(lanes)})`]);
     }
     const line = (name, colour, label) => {
       const most = head.steps.reduce((found, step) => Math.max(found, step[name] || 0), 0);
@@ -348,36 +349,36 @@ const describeStep = step => [`step ${step.step}: ${step.round_kind ?? ""}, grou
   `rollout ${seconds(step.rollout_s)}, training ${seconds(step.training_s)}, push ${seconds(step.push_s)}, engines paused ${seconds(step.paused_s)}`, "click: look at this step"].join("\n");
 
 panel("timeline", "Timeline", "Every trajectory as a bar, from its launch until it was trained or dropped. Click it, then the wheel zooms (shift: rows). Keys: arrows, + and −, * and / for rows, n and p for steps, 0 for all. Click a bar for its sample.",
-  { of: "all", paths: ["timeline", "metrics"], without: "the run keeps no trace (trace.jsonl)." }, (body, runs, data) => {
+  { paths: ["timeline", "metrics"], without: "no trajectory has ended, or trace.jsonl is gone." }, async (body, runs, data) => {
+    if (view.every) data = await Promise.all((runs = page.shown()).map(run => Promise.all([page.data(run, "timeline"), page.data(run, "metrics")])));
     if (!body.controls) {
       body.append(body.controls = element("div", { class: "controls" }, choice("rows by", Object.keys(SORTS), view.sort, value => { view.sort = value; timelines.forEach(one => { one.low = one.high = null; }); repaint(); legend(); }),
         choice("colour by", Object.keys(COLOURS), view.by, value => { view.by = value; repaint(); legend(); }),
         element("span", { class: "choices" }, ...[["−", "zoom out", one => one.zoom(1 / 0.6)], ["+", "zoom in", one => one.zoom(0.6)], ["all", "the whole run", one => one.all()]].map(([text, title, act]) =>
           element("button", { title, onclick: () => act([...timelines][0]) }, text))),
-        element("label", {}, element("input", { type: "checkbox", onchange: event => { view.every = event.target.checked; body.refresh(); } }), " every shown run")),
+        element("label", {}, element("input", { type: "checkbox", onchange: event => { view.every = event.target.checked; invalidate("timeline"); } }), " every shown run")),
       body.legend = element("div", { class: "legend" }), body.hosts = element("div"));
       body.made = new Map();
     }
-    body.refresh = () => {
-      const wanted = view.every ? runs : [page.focus];
-      for (const [run, one] of body.made) if (!wanted.includes(run)) { one.remove(); one.title.remove(); body.made.delete(run); }
-      for (const run of wanted) {
-        const [columns, metrics] = data[runs.indexOf(run)];
+    const redraw = () => {
+      for (const [run, one] of body.made) if (!runs.includes(run)) { one.remove(); one.title.remove(); body.made.delete(run); }
+      runs.forEach((run, place) => {
+        const [columns, metrics] = data[place];
         if (!body.made.has(run)) {
           const title = element("p", { class: "name" });
           body.hosts.append(title);
           body.made.set(run, Object.assign(new Timeline(body.hosts, run), { title }));
         }
         const one = body.made.get(run);
-        one.title.textContent = wanted.length > 1 ? run.name || run.run_id : "";
+        one.title.textContent = runs.length > 1 ? run.name || run.run_id : "";
         one.set(columns, metrics);
-      }
+      });
       legend();
     };
     const legend = () => {
-      const [columns] = data[runs.indexOf(page.focus)], counts = new Map();
-      for (let i = 0; i < columns.count; i++) counts.set(columns.outcome[i], (counts.get(columns.outcome[i]) ?? 0) + 1);
-      const outcomes = [...counts].sort((a, b) => b[1] - a[1]).map(([place, count]) => {
+      const [columns] = data[runs.indexOf(page.focus)], counts = new Uint32Array(256);
+      for (let i = 0; i < columns.count; i++) counts[columns.outcome[i]]++;
+      const outcomes = [...counts.entries()].filter(([, count]) => count).sort((a, b) => b[1] - a[1]).map(([place, count]) => {
         const name = columns.head.outcomes[place];
         return element("button", { title: `${OUTCOMES[name]?.[1] ?? name}; click: show these alone`, "aria-pressed": String(view.only === place),
           onclick: () => { view.only = view.only === place ? null : place; repaint(); legend(); } }, swatch(outcomeColour(name)), `${name} ${number(count)}`);
@@ -386,7 +387,7 @@ panel("timeline", "Timeline", "Every trajectory as a bar, from its launch until 
         element("span", { class: "dim" }, `${number(columns.count)} bars; rows: ${SORTS[view.sort]}; colour: ${COLOURS[view.by]}`));
     };
     if (!data.some(([columns]) => columns.count)) return false;
-    body.refresh();
+    redraw();
   });
 
 // Shows one step: in the timeline and in the panel of steps.
