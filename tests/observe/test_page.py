@@ -147,8 +147,10 @@ def served(*places: Path) -> Iterator[str]:
         stdout=subprocess.PIPE, text=True,
     ) as server:  # fmt: skip
         assert server.stdout is not None
-        yield next(word for word in server.stdout.readline().split() if word.startswith("http"))
-        server.terminate()
+        try:
+            yield next(word for word in server.stdout.readline().split() if word.startswith("http"))
+        finally:
+            server.terminate()
 
 
 @pytest.fixture(scope="module")
@@ -266,31 +268,32 @@ def test_the_timeline_by_keys_and_pointer(address: str) -> None:
 @needs_chromium
 def test_it_goes_on_with_a_run(address: str, runs: list[WrittenRun]) -> None:
     run = runs[0]
-    with (run.directory / "lock").open("w") as lock, browsing() as visit:  # the lock that says that it goes on
-        lock.write(str(os.getpid()))
+    everything = {"width": 1280, "height": 9000}  # panels out of sight are drawn when they come into it
+    with (run.directory / "lock").open("w") as lock, browsing(viewport=everything) as visit:
+        lock.write(str(os.getpid()))  # the lock that says that it goes on
         lock.flush()
         visit.open(address)
-        assert "running" in visit.page.locator("#state").text_content()
+        state, page = visit.page.locator("#state"), visit.page
+        assert "running" in state.text_content()
+        page.locator("#processes summary").first.click()
+        page.locator("#prompts th", has_text="mean tokens").click()
+        page.locator("#samples tbody tr").nth(3).click()
+        page.mouse.move(0, 0)  # under a pointer rows stay where they are
+        read = f"step {run.step - 3}"
+        visit.until(lambda: read in visit.text("samples .compared"), "the fourth sample")
         run.add_step()
-        visit.until(lambda: f"step {run.step} of 20" in visit.page.locator("#state").text_content(), "the next step")
+        visit.until(lambda: f"step {run.step} of 20" in state.text_content(), "the next step")
         bars = "[...timelines][0].columns.count"
-        visit.until(lambda: visit.page.evaluate(bars) == run.step * PROMPTS * SIZE, "the bars of the next step")
-        shown = visit.page.locator("#samples tbody td").first
-        visit.until(lambda: shown.inner_text() == str(run.step), "the sample of the next step")
-        visit.page.locator("#processes summary").first.click()
-        visit.page.locator("#prompts th", has_text="mean tokens").click()
-        visit.page.locator("#samples tbody tr").nth(3).click()
-        read = visit.text("samples article")
-        run.add_step()
-        visit.until(lambda: shown.inner_text() == str(run.step), "the step after")
-        visit.until(lambda: visit.page.evaluate(bars) == run.step * PROMPTS * SIZE, "the bars of the step after")
-        assert visit.text("samples article") == read, "what a person reads stays"
-        assert visit.page.locator("#processes details[open]").count() == 1, "a log that is open stays open"
-        assert visit.page.locator("#prompts th[aria-sort=descending]").inner_text() == "mean tokens"
+        visit.until(lambda: page.evaluate(bars) == run.step * PROMPTS * SIZE, "the bars of the next step")
+        sample = page.locator("#samples tbody td").first
+        visit.until(lambda: sample.inner_text() == str(run.step), "the sample of the next step")
+        visit.until(lambda: not page.evaluate("panels.some(one => one.dirty || one.busy)"), "all is drawn")
+        assert read in visit.text("samples .compared"), "what a person reads stays"
+        assert page.locator("#processes details[open]").count() == 1, "a log that is open stays open"
+        assert page.locator("#prompts th[aria-sort=descending]").inner_text() == "mean tokens"
         (run.directory / "lock").unlink()
         visit.until(lambda: "killed; streamrl resume goes on" in visit.text("overview"), "its end is told")
-        assert f"stopped · step {run.step} of 20" in visit.page.locator("#state").inner_text()
-        assert visit.complaints == []
+        assert f"stopped · step {run.step} of 20" in state.inner_text() and visit.complaints == []
 
 
 @needs_chromium

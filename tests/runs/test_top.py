@@ -73,7 +73,8 @@ def test_a_run_is_seen_in_a_terminal_and_on_the_page_and_its_death_is_said(
         with served(tmp_path / "runs") as address, browsing(viewport={"width": 1280, "height": 800}) as visit:
             visit.page.goto(address)
             state = visit.page.locator("#state")
-            visit.until(lambda: "running · step" in state.inner_text() and not visit.empty(), "every panel is filled")
+            visit.until(lambda: "running · step" in state.inner_text(), "it runs")
+            visit.until(lambda: visit.empty() == ["races"], "every panel is filled, but none lost a race")
             assert visit.page.evaluate("panels.map(one => one.body.childElementCount > 0)") == [True] * len(PANELS)
             step, bars = state.inner_text(), visit.page.evaluate("[...timelines][0].columns.count")
             visit.until(lambda: state.inner_text() != step, "it goes on")

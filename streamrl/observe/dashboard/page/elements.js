@@ -124,7 +124,7 @@ function fold(body, name, text, open = false) {
 }
 
 const invalidate = (...paths) => panels.forEach(one => {
-  const listed = paths.includes(one.id) && !one.section.matches(":hover, :focus-within");  // rows do not move under a pointer
+  const listed = paths.includes(one.id) && !one.section.matches(":hover, :has(:focus-visible)");  // rows do not move under a pointer
   if (!paths.length || listed || one.needs.paths.some(path => paths.includes(path))) { one.dirty = true; one.refresh(); }
 });
 

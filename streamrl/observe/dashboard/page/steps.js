@@ -22,14 +22,14 @@ panel("step", "One step", "What took the time of one step, against the median st
     const reasons = Object.entries(waits.reasons).map(([name, values]) => ({ name, took: values[at], more: (values[at] ?? 0) - (median(values) ?? 0) })).filter(one => one.took > 0);
     const most = reasons.reduce((found, one) => one.more > (found?.more ?? 0) ? one : found, null), rows = [];
     columns.between(step.time_s - step.step_s, step.time_s, i => { if (columns.ended[i] > step.time_s - step.step_s && columns.rollout_end[i] <= step.time_s) rows.push(i); });
-    rows.sort((a, b) => columns.rollout_end[b] - columns.rollout_end[a]);
+    rows.sort((a, b) => columns.reward_end[b] - columns.reward_end[a]);
     body.replaceChildren(element("div", { class: "controls" }, element("button", { onclick: go(-1), disabled: place === 0 }, "◂ step before"), element("b", {}, `step ${step.step}`), element("button", { onclick: go(1), disabled: place === steps.length - 1 }, "step after ▸"),
       element("span", {}, `${seconds(step.step_s)}, ${number(step.step_s / typical)} times the median step (${seconds(typical)}). `, most && most.more > 0.02 * typical ? element("span", {}, "Most of the difference: ", element("b", {}, `${most.name} ${seconds(most.more)} more`),
         ` (${REASONS[most.name]?.[1] ?? ""}). To change it: ${REASONS[most.name]?.[2] ?? ""}.`) : "No reason stands out.")),
     element("div", { class: "pair" },
       table([{ head: "waited for", of: one => one.name, text: name => element("span", {}, swatch(reasonColour(name)), name) }, { head: "seconds", of: one => one.took, text: seconds }, { head: "more than the median step", of: one => one.more, text: value => Math.abs(value) < 0.005 ? "–" : (value > 0 ? "+" : "") + seconds(value) },
         { head: "which is", of: one => REASONS[one.name]?.[1] }], reasons, { sort: 1 }),
-      table([{ head: "finished last", of: i => columns.rollout_end[i] - step.time_s + step.step_s, text: value => seconds(value), help: "seconds after the step began" }, { head: "tokens", of: i => columns.tokens[i] }, { head: "a token", of: i => pace(columns, i), text: seconds },
+      table([{ head: "finished last", of: i => columns.reward_end[i] - step.time_s + step.step_s, text: value => seconds(value), help: "seconds after the step began, with its reward" }, { head: "in reward", of: i => columns.reward_end[i] - columns.rollout_end[i], text: seconds }, { head: "tokens", of: i => columns.tokens[i] }, { head: "a token", of: i => pace(columns, i), text: seconds },
         { head: "engine", of: i => columns.engineOf(i) }, { head: "outcome", of: i => columns.head.outcomes[columns.outcome[i]] }, { head: "prompt", of: i => promptName(columns, columns.prompt[i]) }], rows, { sort: 0, most: 8, onrow: i => openSamples({ prompt: promptName(columns, columns.prompt[i]), step: "" }) })));
   });
 
@@ -86,7 +86,9 @@ panel("races", "What was not trained", "Trajectories by what became of them, and
       if (one.name === "lost_race" || one.name === "cut") gone.set(columns.prompt[i], { time: columns.ended[i], group: columns.group[i], one });
     }
     body.className = "body pair";
-    chart(body, "outcomes", "Not trained", "trajectories a step, by reason", 200).stack(steps.map(step => step.step), outcomes.map((name, place) => ({ label: name, values: [...counts[place]], colour: outcomeColour(name) })).filter(one => one.label !== "trained"),
+    const lost = chart(body, "outcomes", "Not trained", "trajectories a step, by reason", 200);
+    lost.none.textContent = "Every one that ended was trained.";
+    lost.stack(steps.map(step => step.step), outcomes.map((name, place) => ({ label: name, values: [...counts[place]], colour: outcomeColour(name) })).filter(one => one.label !== "trained"),
       { onpick: index => pickStep(steps[index].step) });
     body.list ??= body.appendChild(element("div"));
     body.list.replaceChildren(table([{ head: "outcome", of: one => one.name, text: name => element("span", { title: OUTCOMES[name]?.[1] }, swatch(outcomeColour(name)), name) }, { head: "trajectories", of: one => one.count, text: number }, { head: "share", of: one => one.count / columns.count, text: percent },
