@@ -46,7 +46,7 @@ async function moreRuns() {
     return;
   }
   page.focus = page.runs.find(run => run.state === "running") ?? page.runs.at(-1);
-  page.runs.slice(0, -RUN_COLOURS.length).forEach(run => page.hidden.add(run.run));  // a box in the head shows an older one
+  if (!REPORT) page.runs.slice(0, -RUN_COLOURS.length).forEach(run => page.hidden.add(run.run));  // a box in the head shows an older one
   drawHeader();
   if (!page.runs.length) return;
   invalidate();
