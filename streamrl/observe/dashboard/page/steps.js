@@ -13,7 +13,7 @@ panel("waits", "Why the run waits", "Seconds of each step by what the run as a w
     return seen;
   });
 
-panel("step", "One step", "What took the time of one step, against the median step, and who finished last. It begins with the slowest step.", { paths: ["waits", "timeline"], without: "no step has ended, or metrics.jsonl is gone." },
+panel("step", "One step", "What took the time of one step, against the median step, and who finished last. It begins with the slowest step.", { paths: ["waits", "timeline"], without: "no step has ended, or trace.jsonl is gone." },
   (body, [run], [[waits, columns]]) => {
     const { steps } = columns.head, typical = median(steps.map(step => step.step_s));
     if (!steps.length) return false;
