@@ -27,10 +27,10 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 64_529,
-    "lines of tests": 49_583,
+    "lines of streamrl": 64_523,
+    "lines of tests": 49_635,
     "lines of campaigns": 8_096,
-    "lines of benchmarks": 7_000,
+    "lines of benchmarks": 7_060,
     "files of streamrl": 491,
     "words of README": 800,
     "keys of a recipe in view": 122,
