@@ -27,8 +27,8 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 64_523,
-    "lines of tests": 49_635,
+    "lines of streamrl": 64_522,
+    "lines of tests": 49_641,
     "lines of campaigns": 8_096,
     "lines of benchmarks": 7_060,
     "files of streamrl": 491,

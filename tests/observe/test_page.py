@@ -292,7 +292,7 @@ def test_it_goes_on_with_a_run(address: str, runs: list[WrittenRun]) -> None:
         assert page.locator("#processes details[open]").count() == 1, "a log that is open stays open"
         assert page.locator("#prompts th[aria-sort=descending]").inner_text() == "mean tokens"
         (run.directory / "lock").unlink()
-        visit.until(lambda: "killed; streamrl resume goes on" in visit.text("overview"), "its end is told")
+        visit.until(lambda: "killed; streamrl resume goes on" in visit.text("overview"), "its end is shown")
         assert f"stopped · step {run.step} of 20" in state.inner_text() and visit.complaints == []
 
 

@@ -169,6 +169,12 @@ async def test_the_end_of_a_run_is_said_and_its_last_picture_stays(shown: Shown)
         assert "── 2 groups" in shown.text() and "reward/mean" in shown.text()
 
 
+def test_starts_and_lost_engines_are_said_in_words() -> None:
+    lost = {"event": "EngineLost", "fields": {"engine": "engine-1", "reason": "killed", "requests": 3}}
+    text = text_of(picture_of([*MESSAGES[:2], msgspec.structs.replace(MESSAGES[0], fields=lost)]), 200, 50)
+    assert "engine lost: engine-1, killed, requests 3" in text and "start: engine-0, engine-1, ready, 0.9 s" in text
+
+
 def test_a_run_that_dies_or_is_stopped_is_said_and_its_last_picture_stays() -> None:
     now, listens = [0.0], [True]
     picture = picture_of(MESSAGES[:-1], listens=lambda: listens[0], clock=lambda: now[0])

@@ -21,6 +21,7 @@ SILENT_S = 5.0
 """A run publishes twice a second: longer without a message is worth a word."""
 MOST_STEPS = 2000
 MOST_EVENTS = 500
+_WORDS = {"StartProgress": "start", "EngineLost": "engine lost", "EngineBack": "engine back", "RunResumed": "resumed"}
 
 
 class Happened(msgspec.Struct, frozen=True):
@@ -55,11 +56,9 @@ class Picture:
             except msgspec.ValidationError:
                 self.live = None
         elif message.topic == "event":
-            fields = " ".join(
-                f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}"
-                for key, value in dict(message.fields.get("fields") or {}).items()
-            )
-            self._happened(message, "yellow", f"{message.fields.get('event')}: {fields}")
+            name, parts = str(message.fields.get("event")), dict(message.fields.get("fields") or {}).items()
+            said = (v if isinstance(v, str) else f"{v:.1f} s" if isinstance(v, float) else f"{k} {v}" for k, v in parts)
+            self._happened(message, "yellow", f"{_WORDS.get(name, name)}: {', '.join(said)}")
         elif (event := to_run_event(message)) is not None:
             self._take_event(message, event)
 
