@@ -21,14 +21,12 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import anyio
 import msgspec
 import tokenizers
 from cpu_time import CpuTree
 
-from streamrl.base.stage_messages import FinishedTrajectory, Scored
 from streamrl.base.types import (
     FinishReason,
     Prompt,
@@ -39,7 +37,6 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.rewards import Reward, RewardLimits
@@ -128,30 +125,26 @@ async def through_pool(directory: Path, reward: Reward, trajectories: list[Traje
 class Line:
     """The stage with one worker process, ready to score."""
 
-    def __init__(self, give: Any, take: Any) -> None:
-        self.give, self.take = give, take
+    def __init__(self) -> None:
+        self.stage: RewardStage
         self.worker = CpuTree(os.getpid())
 
     async def rate(self, trajectories: list[Trajectory]) -> tuple[float, float, float]:
         """Completions a second; microseconds of CPU for each in this process, and in the worker's processes."""
-        finished = [FinishedTrajectory(trajectory=trajectory, group_size=GROUP) for trajectory in trajectories]
         started, here, there = time.perf_counter(), time.process_time(), self._worker_s()
-        async with anyio.create_task_group() as both:
-            both.start_soon(self._give_all, finished)
-            for _ in finished:
-                scored = await self.take.receive()
-                assert isinstance(scored, Scored), scored
-                assert isinstance(scored.outcome, ScoredTrajectory), scored
+        async with anyio.create_task_group() as scoring:
+            for trajectory in trajectories:
+                scoring.start_soon(self._score, trajectory)
         seconds = time.perf_counter() - started
-        each = 1e6 / len(finished)
-        return (len(finished) / seconds, (time.process_time() - here) * each, (self._worker_s() - there) * each)
+        each = 1e6 / len(trajectories)
+        return (len(trajectories) / seconds, (time.process_time() - here) * each, (self._worker_s() - there) * each)
 
     def _worker_s(self) -> float:
         return sum(self.worker.read().values())
 
-    async def _give_all(self, finished: list[FinishedTrajectory]) -> None:
-        for trajectory in finished:
-            await self.give.send(trajectory)
+    async def _score(self, trajectory: Trajectory) -> None:
+        scored = await self.stage.score(trajectory, GROUP)
+        assert isinstance(scored.outcome, ScoredTrajectory), scored
 
     async def alone(self, trajectories: list[Trajectory]) -> tuple[float, float]:
         """Milliseconds that a completion waits for its reward when nothing else does: median and 95th percentile."""
@@ -159,8 +152,7 @@ class Line:
         for trajectory in trajectories:
             await anyio.sleep(0.002)  # so that every process has gone to sleep
             started = time.perf_counter()
-            await self.give.send(FinishedTrajectory(trajectory=trajectory, group_size=GROUP))
-            await self.take.receive()
+            await self._score(trajectory)
             waited.append(1e3 * (time.perf_counter() - started))
         return statistics.median(waited), statistics.quantiles(waited, n=20)[-1]
 
@@ -178,9 +170,7 @@ async def open_line(directory: Path, reward: Reward) -> AsyncIterator[Line]:
     recipe_file.write_bytes(msgspec.json.encode(recipe))
     number = next(_lines)
     at = [f"ipc://{directory}/orders{number}", f"ipc://{directory}/results{number}"]
-    give, incoming = memory_stream(WINDOW)
-    scored, take = memory_stream(WINDOW)
-    line = Line(give, take)
+    line = Line()
 
     @asynccontextmanager
     async def open_worker() -> AsyncIterator[tuple[object, object]]:
@@ -195,11 +185,10 @@ async def open_line(directory: Path, reward: Reward) -> AsyncIterator[Line]:
             await process.wait()
 
     settings = RewardSettings(functions=reward.label, per_group=False, timeout_s=30.0, concurrency=AT_ONCE)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(RewardStage(settings, [open_worker]).run, incoming, scored)  # type: ignore[list-item]
+    line.stage = RewardStage(settings, [open_worker])  # type: ignore[list-item]
+    async with line.stage.running():
         await line.rate(make_trajectories(512))
         yield line
-        await give.aclose()
 
 
 async def programs_a_second(count: int) -> float:

@@ -18,7 +18,8 @@ contract          implementations in the product                                
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import msgspec
@@ -34,9 +35,8 @@ from streamrl.base.messages import (
     Published,
     WeightAnnouncement,
 )
-from streamrl.base.stage_messages import EndedOutcome, RewardOutcome, RolloutOrder
-from streamrl.base.types import Completion, Prompt, ScoredTrajectory
-from streamrl.comm.stream import SendStream
+from streamrl.base.stage_messages import LaunchTrajectory, SampledSoFar, Scored, TrajectoryOutcome
+from streamrl.base.types import Completion, Prompt, ScoredTrajectory, Trajectory, TrajectoryId
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
 from streamrl.control.machine import Control
@@ -45,6 +45,7 @@ from streamrl.control.round_policy import GroupSizer, RoundPolicy
 __all__ = [
     "CanaryReport",
     "Engine",
+    "EpisodeRunner",
     "Evaluations",
     "GroupSizer",
     "Journal",
@@ -54,6 +55,7 @@ __all__ = [
     "PushReport",
     "RoundPolicy",
     "Sampler",
+    "Scorer",
     "Sink",
     "WatchedEngine",
     "WeightPush",
@@ -210,6 +212,32 @@ class PromptSource(Protocol):
         ...
 
 
+TakeOutcome = Callable[[TrajectoryOutcome], Awaitable[None]]
+
+
+class EpisodeRunner(Protocol):
+    """Samples trajectories and has them scored (``stages.episodes``). They may be launched in the block of ``running``;
+    ``take`` gets the outcome of one, and each pause before. Ids that are not being sampled are ignored."""
+
+    def running(self) -> AbstractAsyncContextManager[None]: ...
+
+    def launch(self, order: LaunchTrajectory, take: TakeOutcome, /) -> None: ...
+
+    def pause(self, ids: Collection[TrajectoryId], /) -> None: ...
+
+    def resume(self, ids: Collection[TrajectoryId], /) -> None: ...
+
+    def cancel(self, ids: Collection[TrajectoryId], /) -> None: ...
+
+
+class Scorer(Protocol):
+    """Scores trajectories (``stages.reward``): each of ``group_size`` siblings is scored, or is lost."""
+
+    async def score(self, trajectory: Trajectory, group_size: int, /) -> Scored: ...
+
+    async def lost(self, trajectory: TrajectoryId, group_size: int, /) -> None: ...
+
+
 class Observer:
     """Is called with what happens in a run. Every method does nothing until it is overridden.
 
@@ -235,7 +263,7 @@ class Observer:
     async def on_action(self, action: ControlAction) -> None:
         """Called with each action before it is carried out."""
 
-    def on_outcome(self, outcome: RewardOutcome) -> None:
+    def on_outcome(self, outcome: TrajectoryOutcome) -> None:
         """Called with each outcome of a training trajectory on arrival, also of one that control has dropped."""
 
     def on_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], metrics: dict[str, float]) -> None:
@@ -275,21 +303,23 @@ class Journal:
 
     def published(self, policy_version: int, state_hash: int) -> None: ...
 
+    async def sampled(self, trajectory: Trajectory) -> None: ...
+
+    async def paused(self, trajectory: TrajectoryId, done: SampledSoFar) -> None: ...
+
     async def settled(self) -> None: ...
 
 
 class Evaluations:
     """Held-out runs, one at a time; these are of a recipe without held-out prompts. ``begin`` returns at once; ``run``
-    when all of it has ended, with what then stores it. ``cancel`` does nothing where none is open; ``why`` is said in a
-    warning."""
+    when all of it has ended, with what then stores it, and calls ``ended`` after each outcome. ``cancel`` does
+    nothing where none is open; ``why`` is said in a warning."""
 
     def begin(self, policy_version: int, limit: int) -> None: ...
 
-    async def run(self, orders: SendStream[RolloutOrder]) -> Callable[[], Awaitable[None]]:
+    async def run(self, episodes: EpisodeRunner, ended: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
         raise RecipeError("evaluation.prompts: this run has no held-out runs")
 
-    def take(self, outcome: EndedOutcome) -> None: ...
-
-    async def cancel(self, orders: SendStream[RolloutOrder], why: str = "") -> None: ...
+    async def cancel(self, episodes: EpisodeRunner, why: str = "") -> None: ...
 
     async def warn_cancelled(self, policy_version: int, why: str) -> None: ...

@@ -11,9 +11,11 @@ from typing import Any
 import anyio.lowlevel
 
 from lint.metrics_page import find_metric
+from streamrl.base.stage_messages import Scored
 from streamrl.base.types import (
     FinishReason,
     Prompt,
+    ScoredTrajectory,
     Segment,
     Trajectory,
     TrajectoryId,
@@ -21,7 +23,9 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.recipe.sections import Model, Prompts, Recipe, Reward
+from streamrl.contracts import Journal, Sampler
+from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Sampling
+from streamrl.stages.episodes import Episodes
 
 
 def small_recipe(path: str = "m", **sections: Any) -> Recipe:
@@ -57,6 +61,20 @@ def trajectory(
         prompt=Prompt(prompt_id=prompt_id, token_ids=token_array(prompt), columns=columns or {}),
         **(given | fields),
     )
+
+
+class ZeroRewards:
+    """A ``Scorer`` by which every reward is 0."""
+
+    async def score(self, trajectory: Trajectory, group_size: int) -> Scored:
+        return Scored(outcome=ScoredTrajectory(trajectory=trajectory, reward=0.0))
+
+    async def lost(self, trajectory: TrajectoryId, group_size: int) -> None: ...
+
+
+def episodes_on(engine: Sampler, max_tokens: int = 300, **options: Any) -> Episodes:
+    """Trajectories on ``engine``, scored with 0 and not recorded."""
+    return Episodes(engine, Sampling(max_tokens=max_tokens), ZeroRewards(), Journal(), **options)
 
 
 def tokenizer_json(special: Sequence[str], characters: Iterable[str], *, bos: int | None = None) -> dict[str, Any]:

@@ -12,23 +12,20 @@ from typing import Any
 import anyio
 import builders
 import pytest
-from builders import InstantClock
+from builders import InstantClock, episodes_on
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.messages import PauseMode
-from streamrl.base.stage_messages import LaunchTrajectory
+from streamrl.base.stage_messages import LaunchTrajectory, Scored, TrajectoryOutcome
 from streamrl.base.types import Completion, ScoredTrajectory, TrajectoryId, to_training_sample, token_array
-from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.launch.plan.first_prompt import difference_from_transformers, first_prompt_lines
 from streamrl.pretrained.chat_template import ChatError
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.rewards import Reward, RewardLimits
-from streamrl.recipe.sections import Sampling
 from streamrl.rewards.calls.loading import load_reward
 from streamrl.rewards.calls.reward_set import RewardSet
 from streamrl.run.prompts.prompt_rows import BadRow, read_prompt
-from streamrl.stages.rollout import RolloutStage
 
 PACKAGE = Path(__file__).resolve().parent.parent / "streamrl"
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n", "é"]
@@ -367,21 +364,22 @@ async def test_ids_that_text_cannot_carry_reach_the_trainer(tmp_path: Path) -> N
     engine = RecordingEngine(options, clock=clock.now, sleep=clock.sleep)
     engine.sampled = []
     await engine.start()
-    stage = RolloutStage(engine, Sampling(max_tokens=300))
-    give, orders = memory_stream(2)
-    outcomes, take = memory_stream(2)
-    async with anyio.create_task_group() as group:
-        group.start_soon(stage.run, orders, outcomes)
+    episodes, outcomes = episodes_on(engine), list[TrajectoryOutcome]()
+
+    async def take(outcome: TrajectoryOutcome) -> None:
+        outcomes.append(outcome)
+
+    async with episodes.running():
         identity = TrajectoryId(prompt_id="p", group_id=0, sample=0)
-        await give.send(LaunchTrajectory(id=identity, prompt=prompt, group_size=1, seed=7))
+        episodes.launch(LaunchTrajectory(id=identity, prompt=prompt, group_size=1, seed=7), take)
         while engine.load().running < 1:
             await anyio.lowlevel.checkpoint()
         for _ in range(20):
             await anyio.lowlevel.checkpoint()
         await engine.pause(PauseMode.ABORT, clear_cache=True)
         await engine.resume()
-        await give.aclose()
-        [finished] = [outcome async for outcome in take]
+    [finished] = outcomes
+    assert isinstance(finished, Scored)
     assert len(engine.sampled) == 2
     ids = [token for completion in engine.sampled for token in completion.token_ids]
     file = tmp_path / "reward.py"
@@ -390,7 +388,7 @@ async def test_ids_that_text_cannot_carry_reach_the_trainer(tmp_path: Path) -> N
     async with asyncio.TaskGroup() as tasks:
         rewards = RewardSet([reward], RewardLimits(), tokenizer, tasks)
         await rewards.open()
-        [scored] = await rewards.score([finished.trajectory])
+        [scored] = await rewards.score([finished.outcome.trajectory])
     assert isinstance(scored, ScoredTrajectory)
     sample = to_training_sample(scored)
     assert sample.token_ids == prompt.token_ids + token_array(ids)

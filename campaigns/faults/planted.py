@@ -57,8 +57,8 @@ def _delivers(change: Callable[[list[Any]], list[Any]]) -> Callable[[Any], Any]:
     """The reward stage passes on what ``change`` makes of its outcomes."""
 
     def make(before: Any) -> Any:
-        async def deliver(self: Any, answered: Any, scored: Any) -> None:
-            await before(self, change(list(answered)), scored)
+        async def deliver(self: Any, answered: Any) -> None:
+            await before(self, change(list(answered)))
 
         return deliver
 
@@ -66,9 +66,9 @@ def _delivers(change: Callable[[list[Any]], list[Any]]) -> Callable[[Any], Any]:
 
 
 def _delivers_by_chance(before: Any) -> Any:
-    async def deliver(self: Any, answered: Any, scored: Any) -> None:
+    async def deliver(self: Any, answered: Any) -> None:
         await anyio.sleep(os.urandom(1)[0] / 10_000)
-        await before(self, answered, scored)
+        await before(self, answered)
 
     return deliver
 
@@ -177,15 +177,15 @@ def _ends_nobody(before: Any) -> Any:
 
 
 _REWARD, _RANKS = "streamrl.stages.reward:", "streamrl.run.trainer_ranks:TrainerRanks."
-_REMOTE, _ROLLOUT = "streamrl.engines.remote_engine:RemoteEngine.", "streamrl.stages.rollout:"
+_REMOTE, _EPISODES = "streamrl.engines.remote_engine:RemoteEngine.", "streamrl.stages.episodes:"
 PLANTED = (
     Planted("an outcome is lost", "accounting", f"{_REWARD}RewardStage._deliver", _delivers(lambda all_: all_[:-1])),
     Planted("a group is handed out twice", "once", f"{_RANKS}train_group", _trained_twice),
     Planted("a failure becomes reward 0", "rewards", f"{_REWARD}outcome_of", _outcome(_failure_is_zero)),
     Planted("a reward is rounded", "rewards", f"{_REWARD}outcome_of", _outcome(_rounded)),
     Planted("acknowledged before it is live", "weights", f"{_RANKS}close_batch", _acknowledged_early),
-    Planted("version spans are not kept", "versions", f"{_ROLLOUT}join_completions", _newest_span),
-    Planted("a joined completion loses a token", "tokens", f"{_ROLLOUT}join_completions", _drops_first_token),
+    Planted("version spans are not kept", "versions", f"{_EPISODES}join_completions", _newest_span),
+    Planted("a joined completion loses a token", "tokens", f"{_EPISODES}join_completions", _drops_first_token),
     Planted("completions are mixed up", "tokens", f"{_REMOTE}_accept", _mixed_up),
     Planted("a refusal has no outcome", "progress", f"{_REMOTE}_accept", _refusal_swallowed),
     Planted("a wake-up is lost", "progress", "streamrl.base.notifier:Notifier.notify", _lost_wakeup),

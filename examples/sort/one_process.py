@@ -51,8 +51,8 @@ from streamrl.run.checkpoints import CheckpointKeeper
 from streamrl.run.controller import Controller, RunRecord
 from streamrl.run.plain_push import PlainPush
 from streamrl.run.trainer_ranks import TrainerRanks
+from streamrl.stages.episodes import Episodes
 from streamrl.stages.reward import RewardSettings, RewardStage
-from streamrl.stages.rollout import RolloutStage
 from streamrl.stages.training import run_training
 
 HERE = Path(__file__).resolve().parent
@@ -139,11 +139,8 @@ async def train(recipe: Recipe, directory: Path, engines: Sequence[Engine]) -> s
     pool = EnginePool({f"engine-{index}": engine for index, engine in enumerate(engines)})
     tokenizer = SortTokenizer()
     trainer = TorchTrainer(trainer_options(recipe, 0, recipe.run.name, ""), FilePublisher.into(directory))
-    rollout = RolloutStage(pool, recipe.sampling)
     scoring = RewardSettings(functions="sort", per_group=False, timeout_s=30.0, concurrency=64)
     rewards = RewardStage(scoring, [partial(reward_worker, recipe, tokenizer)])
-    # For all that is in flight: control waits for no stage.
-    orders, trajectories, scored = (memory_stream(2 * control.rules.slots + WINDOW) for _ in range(3))
     batches, reports = memory_stream(WINDOW), memory_stream(WINDOW)
 
     async def serve_rank() -> None:
@@ -157,7 +154,7 @@ async def train(recipe: Recipe, directory: Path, engines: Sequence[Engine]) -> s
         await ranks.ready()
         parts.start_soon(ranks.run)
         controller = Controller(
-            RunRecord(control, TrajectoryStore(), Journal()),
+            RunRecord(control, TrajectoryStore(), journal := Journal()),
             prompts=SortPrompts(tokenizer),
             trainer=ranks,
             sync=PlainPush(engines, keep=continuous),
@@ -166,9 +163,8 @@ async def train(recipe: Recipe, directory: Path, engines: Sequence[Engine]) -> s
             observers=[StepLines(engines)],
             waits=Waits(),
         )
-        parts.start_soon(rollout.run, orders[1], trajectories[0])
-        parts.start_soon(rewards.run, trajectories[1], scored[0])
-        reason = await controller.run(orders[0], scored[1])
+        async with rewards.running():
+            reason = await controller.run(Episodes(pool, recipe.sampling, rewards, journal))
         await pool.aclose()
     return reason
 

@@ -1,11 +1,9 @@
-"""Messages between control, rollout and reward inside the controller: control -> rollout -> reward -> control; and
-between the reward stage and its workers: ``RewardOrder`` there, ``RewardResult`` back. Every trajectory that is
-launched comes back exactly once: scored, failed, or lost."""
+"""Launch and outcome of a trajectory. Each that is launched has one outcome: scored, failed, or lost."""
 
 from __future__ import annotations
 
 from streamrl.base.messages import Message
-from streamrl.base.types import Completion, Prompt, Record, RewardFailure, ScoredTrajectory, Trajectory, TrajectoryId
+from streamrl.base.types import Completion, Prompt, Record, RewardFailure, ScoredTrajectory, TrajectoryId
 
 
 class SampledSoFar(Record, frozen=True):
@@ -31,68 +29,32 @@ class LaunchTrajectory(Message, frozen=True):
     done: SampledSoFar | None = None
 
 
-class CancelTrajectories(Message, frozen=True):
-    """Stop these trajectories; each still ends once, as ``TrajectoryLost``."""
-
-    ids: tuple[TrajectoryId, ...]
-
-
-class PauseTrajectories(Message, frozen=True):
-    """Stop these trajectories and keep their tokens until they are resumed or cancelled; each that was still running
-    answers with ``TrajectoryPaused``. Control orders it, and the rollout stage gets the same message."""
-
-    ids: tuple[TrajectoryId, ...]
-
-
-class ResumeTrajectories(Message, frozen=True):
-    """Resume paused trajectories, from their tokens, under the live version. Other ids are ignored."""
-
-    ids: tuple[TrajectoryId, ...]
-
-
-RolloutOrder = LaunchTrajectory | CancelTrajectories | PauseTrajectories | ResumeTrajectories
-
-
-class FinishedTrajectory(Message, frozen=True):
-    """A trajectory on its way to the reward stage."""
-
-    trajectory: Trajectory
-    group_size: int
-
-
 class TrajectoryLost(Message, frozen=True):
     """A launched trajectory that ends without a completion: cancelled, or the engine could not serve it."""
 
     id: TrajectoryId
-    group_size: int
     cancelled: bool
     reason: str
     tokens: int = 0
-    evaluation: bool = False
 
 
 class TrajectoryPaused(Message, frozen=True):
-    """A trajectory that was paused with ``tokens`` sampled so far, which are in ``done`` (None: nothing). It comes
-    back once more: finished or lost."""
+    """A trajectory that was paused, with ``tokens`` sampled so far. It still has its outcome."""
 
     id: TrajectoryId
     tokens: int
-    done: SampledSoFar | None = None
-
-
-RolloutOutcome = FinishedTrajectory | TrajectoryLost | TrajectoryPaused
 
 
 class Scored(Message, frozen=True):
-    """The outcome of one trajectory, on its way back to control. ``reward_s``: since it reached the reward stage."""
+    """The outcome of a trajectory that was sampled whole. ``reward_s``: since it reached the reward stage."""
 
     outcome: ScoredTrajectory | RewardFailure
     reward_s: float = 0.0
 
 
-RewardOutcome = Scored | TrajectoryLost | TrajectoryPaused
 EndedOutcome = Scored | TrajectoryLost
-"""What a trajectory comes back as in the end. Held-out ones are never paused."""
+TrajectoryOutcome = EndedOutcome | TrajectoryPaused
+"""What is heard of a trajectory: how it ended, once, and before that each time that it was paused."""
 
 
 class RolloutStatistics(Record, frozen=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from streamrl.base.stage_messages import PauseTrajectories as PauseTrajectories
-from streamrl.base.stage_messages import ResumeTrajectories as ResumeTrajectories
 from streamrl.base.types import DropReason, Record, TrajectoryId
 
 
@@ -39,6 +37,18 @@ class Drop(Action, frozen=True):
     ids: tuple[TrajectoryId, ...]
     reason: DropReason
     abort: bool = False
+
+
+class PauseTrajectories(Action, frozen=True):
+    """Stop these trajectories and keep their tokens until they are resumed or dropped."""
+
+    ids: tuple[TrajectoryId, ...]
+
+
+class ResumeTrajectories(Action, frozen=True):
+    """Resume paused trajectories, from their tokens, under the live version. Other ids are ignored."""
+
+    ids: tuple[TrajectoryId, ...]
 
 
 class PauseEngines(Action, frozen=True):

@@ -31,7 +31,7 @@ from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.run.evaluate.evaluation import HeldOutEvaluations
 from streamrl.run.evaluate.sample_files import TrainingSamples
 from streamrl.run.journal.recover import Resumption
-from streamrl.stages.rollout import RolloutStage
+from streamrl.stages.episodes import Episodes
 
 
 def run_observers(
@@ -39,7 +39,7 @@ def run_observers(
     run_directory: Path,
     processes: Processes,
     record: JournalledRun,
-    rollout: RolloutStage,
+    episodes: Episodes,
     evaluations: HeldOutEvaluations,
     users: Sequence[UserObserver],
     watch: Watchdog,
@@ -64,7 +64,7 @@ def run_observers(
         emit,
         record.control,
         record.store,
-        rollout.statistics,
+        episodes.statistics,
         capacity(recipe, processes),
         load=processes.pool.load,
         serving=lambda: len(processes.pool.serving),

@@ -2,30 +2,29 @@
 
 ::
 
-    prompts -> CONTROL --orders--> ROLLOUT --trajectories--> REWARD --scored--> CONTROL
-                 ^  |              engines               user functions           | rollout buffer
-       reports,  |  '--weight push --'                                            v
-       weights --'------------------------- TRAINING <------- groups, then "close" -'
+    prompts -> CONTROL --launch, pause, cancel--> EPISODES: sample (engines), record (journal), score (user functions)
+                 ^  | ^--------- outcomes ----------'
+       reports,  |  '--weight push -> engines
+       weights --'--- groups, then "close" --> TRAINING
 
 ===============  =======================  =========================================  ====================
 stream           from -> to               item                                       bounded by
 ===============  =======================  =========================================  ====================
-orders           control -> rollout       ``LaunchTrajectory``, ``CancelTrajectories``  slots
-trajectories     rollout -> reward        ``FinishedTrajectory``, ``TrajectoryLost``    slots
-scored           reward -> control        ``Scored``, ``TrajectoryLost``                slots
-engine orders    rollout -> engine host   ``EngineOrder``, answered by ``EngineEvent``  slots
+engine orders    episodes -> engine host  ``EngineOrder``, answered by ``EngineEvent``  slots
+reward orders    reward -> reward worker  ``RewardOrder``, answered by ``RewardResult``  slots
 batches          control -> trainer rank  ``TrainGroup`` ..., then ``CloseBatch``       one batch in flight
 reports          trainer rank -> control  ``StepReport``                             one per step
 weights          trainer rank -> engine   an anchor or a delta, as a transaction     one in flight
 steps            control -> parent        ``ParentMessage``                          steps
 ===============  =======================  =========================================  ====================
 
-Every trajectory that control launches comes back on ``scored`` exactly once: as a value, a recorded failure, or lost.
-Control ends ``orders``; each stage ends its output when its input ended; ranks and engines end when their orders end.
+A trajectory is one coroutine of the controller (``stages.episodes``), from its launch to its outcome. It has exactly
+one: a value, a recorded failure, or lost. Slots bound how many there are. Ranks, engines and reward workers end when
+their orders end.
 
 A supervisor without torch is the parent of the controller, the engine hosts, the trainer ranks and the reward workers
 (``streamrl.launch.pipeline.Pipeline``). The controller's process runs ``run_controller``: it connects to the others,
-trains (``_train``: control between the stages, with its observers), and ends them."""
+trains (``_train``: control with its observers, and the episodes that it launches), and ends them."""
 
 from __future__ import annotations
 
@@ -33,16 +32,12 @@ import signal
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import anyio
 import anyio.abc
 import anyio.to_thread
 
 from streamrl.base.run_events import RunEvent, RunFinished, RunStarted
-from streamrl.base.stage_messages import RewardOutcome, RolloutOrder, RolloutOutcome
-from streamrl.comm.memory_stream import memory_stream
-from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_sender
 from streamrl.control.actions import Decision
 from streamrl.control.settings import control_settings
@@ -51,7 +46,7 @@ from streamrl.launch.observers import run_observers
 from streamrl.launch.processes import Emit, Processes, connect_processes, connect_ranks
 from streamrl.launch.reward_workers import change_rewards
 from streamrl.launch.run_record import JournalledRun, open_record
-from streamrl.launch.sampling import open_rollout, open_weight_sync, training_prompts
+from streamrl.launch.sampling import open_episodes, open_weight_sync, training_prompts
 from streamrl.launch.steering.steering import SteeringService
 from streamrl.launch.steering.steering_messages import SteeringReply
 from streamrl.launch.steering.steering_requests import steering_endpoint
@@ -72,11 +67,6 @@ from streamrl.run.checkpoints import CheckpointKeeper
 from streamrl.run.controller import Controller
 from streamrl.run.evaluate.evaluation import HeldOut, HeldOutEvaluations, read_held_out
 from streamrl.run.evaluate.sample_files import write_evaluation
-from streamrl.run.journal.run_journal import JournalledOutcomes
-
-T = TypeVar("T")
-
-StreamPair = tuple[SendStream[T], ReceiveStream[T]]
 
 
 async def run_controller(context: ChildContext) -> None:
@@ -132,16 +122,16 @@ async def run_controller(context: ChildContext) -> None:
 async def _train(
     context: ChildContext, processes: Processes, watch: Watchdog, events: TraceEvents, emit: Emit, publish: Publish
 ) -> None:
-    """Control, rollout and reward, from the version that the trainer holds to the end of the run."""
+    """Control and the episodes that it launches, from the version that the trainer holds to the end of the run."""
     recipe, topology, run_directory = context.recipe, context.topology, context.run_directory
     # The record: what control knows, here or from an earlier life of the run, and the journal that it is written into.
     version, trainer = processes.rank.policy_version, processes.trainer
     held_out = await read_held_out(recipe, processes.tokenizer, in_flight=processes.ready.max_num_seqs)
-    rollout, reward = await open_rollout(recipe, processes, held_out, emit), processes.reward
     record = await anyio.to_thread.run_sync(open_record, recipe, control_settings(recipe), run_directory, version)
+    episodes, reward = await open_episodes(recipe, processes, record.journal, held_out, emit), processes.reward
     # What the controller asks: for prompts, for a push of weights, for a checkpoint, for an evaluation.
     prompts = training_prompts(recipe, processes.tokenizer, start=record.control.state.prompts.drawn)
-    sync = await open_weight_sync(recipe, processes, rollout, watch.waits)
+    sync = await open_weight_sync(recipe, processes, episodes, watch.waits)
     saved, score = run_directory / "checkpoints", next(iter(held_out.sets), "")
     limit = recipe.evaluation.regular[1]
     keeper = CheckpointKeeper(trainer, saved, recipe.checkpoint, held=version, limit=limit, score=score)
@@ -150,7 +140,7 @@ async def _train(
     # Who is called with what happens.
     users = [await anyio.to_thread.run_sync(UserObserver, spec) for spec in recipe.run.observers]
     report, observers = run_observers(
-        recipe, run_directory, processes, record, rollout, evaluations, users, watch, events, emit, publish
+        recipe, run_directory, processes, record, episodes, evaluations, users, watch, events, emit, publish
     )
     steering = SteeringService(recipe, record.journal, watch, report.waits, emit)
     controller = Controller(
@@ -164,26 +154,20 @@ async def _train(
         waits=watch.waits,
     )
     watch.follow(
-        controller.state, rollout.statistics, processes.pool.load, reward.in_flight, trainer.answers, report.waits
+        controller.state, episodes.statistics, processes.pool.load, reward.in_flight, trainer.answers, report.waits
     )
-    # Everything in flight fits into the windows, so control never waits for a stage to take an order.
-    window = 2 * record.control.rules.slots + held_out.in_flight + 64
-    orders: StreamPair[RolloutOrder] = memory_stream(window)
-    trajectories: StreamPair[RolloutOutcome] = memory_stream(window)
-    scored: StreamPair[RewardOutcome] = memory_stream(window)
     try:
-        async with anyio.create_task_group() as stages:
-            _start_beside(stages, recipe, run_directory, controller)
-            stages.start_soon(record.run)
-            stages.start_soon(steering.serve, steering_endpoint(topology), controller.state, controller.notify)
-            stages.start_soon(sync.run)
-            stages.start_soon(rollout.run, orders[1], JournalledOutcomes(record.journal, trajectories[0]))
-            stages.start_soon(reward.run, trajectories[1], scored[0])
+        async with anyio.create_task_group() as beside:
+            _start_beside(beside, recipe, run_directory, controller)
+            beside.start_soon(record.run)
+            beside.start_soon(steering.serve, steering_endpoint(topology), controller.state, controller.notify)
+            beside.start_soon(sync.run)
             note = partial(_note_rewards, record)
-            stages.start_soon(change_rewards, topology, processes.attached, run_directory, note)
-            reason = await controller.run(orders[0], scored[1])
+            beside.start_soon(change_rewards, topology, processes.attached, run_directory, note)
+            async with reward.running():
+                reason = await controller.run(episodes)
             await emit(RunFinished(reason=reason, step=controller.state.live_version))
-            stages.cancel_scope.cancel()
+            beside.cancel_scope.cancel()
     finally:
         report.close()
         await record.aclose()
@@ -206,13 +190,13 @@ def _note_rewards(record: JournalledRun, version: int, rewards: tuple[str, ...],
     record.journal.decided(Decision(subject="rewards", reason=reason))
 
 
-def _start_beside(stages: anyio.abc.TaskGroup, recipe: Recipe, run_directory: Path, controller: Controller) -> None:
+def _start_beside(beside: anyio.abc.TaskGroup, recipe: Recipe, run_directory: Path, controller: Controller) -> None:
     """Start what acts on ``controller`` from outside until the run ends."""
-    stages.start_soon(_stop_on_sigterm, controller)
+    beside.start_soon(_stop_on_sigterm, controller)
     if recipe.rollout.rounds is RoundKind.AUTO:
         from streamrl.simulate.adviser import advise  # predicts kinds of rounds
 
-        stages.start_soon(advise, run_directory, recipe, lambda: controller.state.live_version, controller.notify)
+        beside.start_soon(advise, run_directory, recipe, lambda: controller.state.live_version, controller.notify)
 
 
 async def _stop_on_sigterm(controller: Controller) -> None:

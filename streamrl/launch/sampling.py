@@ -1,4 +1,4 @@
-"""Prompts of a run, the stage that samples their completions, and the push of weights that they are sampled with."""
+"""Prompts of a run, what samples their completions, and the push of weights that they are sampled with."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import anyio.to_thread
 from streamrl.base.run_events import RunWarning
 from streamrl.base.types import token_array
 from streamrl.base.waits import Waits
+from streamrl.contracts import Journal
 from streamrl.engines.push.verify import canary_of
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.vllm.batch_invariance import PROBES, batch_invariant
@@ -20,7 +21,7 @@ from streamrl.run.evaluate.evaluation import HeldOut
 from streamrl.run.prompts.mixed_prompts import MixedPrompts
 from streamrl.run.prompts.prompt_spec import prompt_sources
 from streamrl.run.prompts.prompts import OpenPrompts, open_prompts
-from streamrl.stages.rollout import RolloutStage
+from streamrl.stages.episodes import Episodes
 
 
 def training_prompts(recipe: Recipe, tokenizer: Tokenizer, *, start: int) -> OpenPrompts:
@@ -31,9 +32,11 @@ def training_prompts(recipe: Recipe, tokenizer: Tokenizer, *, start: int) -> Ope
     return MixedPrompts(opened(), mix.domain_column, mix.domains, start) if mix.domains else opened(start=start)
 
 
-async def open_rollout(recipe: Recipe, processes: Processes, held_out: HeldOut, emit: Emit) -> RolloutStage:
-    """Return the rollout stage. In a deterministic run an engine that samples other bits in a batch than alone gets one
-    request at a time, and the run says so."""
+async def open_episodes(
+    recipe: Recipe, processes: Processes, journal: Journal, held_out: HeldOut, emit: Emit
+) -> Episodes:
+    """Return what samples, records and scores trajectories. In a deterministic run an engine that samples other bits in
+    a batch than alone gets one request at a time, and the run says so."""
     alone = False
     if recipe.run.deterministic and recipe.compares_logprobs:
         probes = [prompt.token_ids for prompt in held_out.prompts[:PROBES]] or [token_array((1, 2, 3))]
@@ -41,9 +44,11 @@ async def open_rollout(recipe: Recipe, processes: Processes, held_out: HeldOut, 
     if alone:
         message = "engines sample other bits in a batch than alone: run.deterministic gives them one request at a time"
         await emit(RunWarning(step=0, message=message))
-    return RolloutStage(
+    return Episodes(
         processes.pool,
         recipe.sampling,
+        processes.reward,
+        journal,
         verifies_deferred=recipe.tail_batching.verifies(deterministic=recipe.run.deterministic),
         one_at_a_time=alone,
         capacity=capacity(recipe, processes),
@@ -55,14 +60,14 @@ def capacity(recipe: Recipe, processes: Processes) -> int:
     return min(processes.ready.max_num_seqs, recipe.batch_trajectories)
 
 
-async def open_weight_sync(recipe: Recipe, processes: Processes, rollout: RolloutStage, waits: Waits) -> WeightSync:
+async def open_weight_sync(recipe: Recipe, processes: Processes, episodes: Episodes, waits: Waits) -> WeightSync:
     """Return what makes versions live on the engines, also on those that start later."""
     sync = WeightSync(
         processes.pool.attached,
         processes.trainer.publish_anchor,
         in_flight=recipe.rollout.in_flight,
         timeout_s=recipe.weights.push_timeout_s,
-        on_pause=rollout.engines_paused,
+        on_pause=episodes.engines_paused,
         on_failure=processes.hosts.on_failure,
         canary=await anyio.to_thread.run_sync(canary_of, recipe, installed_device()),
         waits=waits,

@@ -1,4 +1,4 @@
-"""The async shell around the pure core: streams and answers become events, actions become orders.
+"""The async shell around the pure core: outcomes and answers become events, actions become calls.
 
 Everything that may take long (drawing prompts, a step, a push, an evaluation, a checkpoint) is a child of the
 controller's task group and comes back as an event. The loop itself only sends."""
@@ -18,20 +18,17 @@ from streamrl.base.errors import CannotContinue, StreamRLError
 from streamrl.base.messages import StepReport, WeightAnnouncement
 from streamrl.base.seeds import derive_seed
 from streamrl.base.stage_messages import (
-    CancelTrajectories,
     EndedOutcome,
     LaunchTrajectory,
-    RewardOutcome,
-    RolloutOrder,
     Scored,
     TrajectoryLost,
+    TrajectoryOutcome,
     TrajectoryPaused,
 )
 from streamrl.base.types import DropReason, RewardFailure, ScoredTrajectory
 from streamrl.base.waits import Waits
 from streamrl.buffers.trajectory_store import TrajectoryStore
-from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.contracts import Evaluations, Journal, Observer, PromptSource, PushReport, WeightPush
+from streamrl.contracts import EpisodeRunner, Evaluations, Journal, Observer, PromptSource, PushReport, WeightPush
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.machine import Control
@@ -52,7 +49,7 @@ class RunRecord(msgspec.Struct, frozen=True):
 
 
 class Controller:
-    """Runs ``record.control`` against a trainer, a weight push and the two stages. ``run`` once. ``save`` writes a
+    """Runs ``record.control`` against a trainer, a weight push and a rollout. ``run`` once. ``save`` writes a
     checkpoint with what control needs to go on from it. ``observers`` see everything, in this order."""
 
     def __init__(
@@ -95,13 +92,12 @@ class Controller:
         with suppress(anyio.ClosedResourceError):
             self._event_sender.send_nowait(event)
 
-    async def run(self, orders: SendStream[RolloutOrder], scored: ReceiveStream[RewardOutcome]) -> str:
-        """Make the first version live, train, and return why the run ended. Ends ``orders`` and the ranks' batches."""
+    async def run(self, episodes: EpisodeRunner) -> str:
+        """Make the first version live, train, and return why the run ended. Ends the ranks' batches."""
         reason = ""
-        async with self._event_sender, self._events, anyio.create_task_group() as children:
-            children.start_soon(self._receive_outcomes, scored)
+        async with self._event_sender, self._events, anyio.create_task_group() as children, episodes.running():
             self._sync.on_version_left = partial(
-                start_unless_ending, children, self._evaluations.cancel, orders, "no engine holds it any more"
+                start_unless_ending, children, self._evaluations.cancel, episodes, "no engine holds it any more"
             )
             for observer in self._observers:
                 await observer.prepare()
@@ -116,19 +112,18 @@ class Controller:
                 children.start_soon(observer.run, self.notify)
             if self._resumed:
                 for action in await self._continue(version):
-                    reason = await self._perform(action, orders, children) or reason
+                    reason = await self._perform(action, episodes, children) or reason
             else:
                 self._event_sender.send_nowait(on.RunBegan(version, self._control.settings.steps))
             while not reason:
                 event = await self._events.receive()
                 for action in await self._handle(event):
-                    reason = await self._perform(action, orders, children) or reason
+                    reason = await self._perform(action, episodes, children) or reason
                 await self._progress()
             for observer in self._observers:
                 observer.end()
             self._sync.on_version_left = lambda: None  # no evaluation waits for an engine that joins now
             await self._journal.settled()
-            await orders.aclose()
         # Not before the last reward of a dropped trajectory came back: the supervisor misses ranks that ended long ago.
         await self._trainer.aclose()
         return reason
@@ -161,7 +156,7 @@ class Controller:
             self._store.forget_other_prompts(lambda: prompts_needed(self.state))
         return actions
 
-    async def _perform(self, action: do.ControlAction, orders: SendStream[RolloutOrder], children: TaskGroup) -> str:
+    async def _perform(self, action: do.ControlAction, episodes: EpisodeRunner, children: TaskGroup) -> str:
         """Carry out one action. Returns the reason when it is the last one."""
         for observer in self._observers:
             await observer.on_action(action)
@@ -169,13 +164,15 @@ class Controller:
             case do.DrawPrompts():
                 children.start_soon(self._draw, action.count)
             case do.LaunchGroup():
-                await self._launch(action, orders)
+                self._launch(action, episodes)
             case do.Drop():
                 self._store.forget(action.ids)
                 if action.abort:
-                    await orders.send(CancelTrajectories(ids=action.ids))
-            case do.PauseTrajectories() | do.ResumeTrajectories():
-                await orders.send(action)
+                    episodes.cancel(action.ids)
+            case do.PauseTrajectories():
+                episodes.pause(action.ids)
+            case do.ResumeTrajectories():
+                episodes.resume(action.ids)
             case do.PauseEngines():  # before anything is submitted: a running engine would sample it by the old weights
                 await self._sync.pause()
             case do.TrainGroupNow():
@@ -190,9 +187,9 @@ class Controller:
                 children.start_soon(self._publish, action)
             case do.Evaluate():
                 self._evaluations.begin(action.policy_version, action.limit)
-                children.start_soon(self._evaluate, action.policy_version, orders)
+                children.start_soon(self._evaluate, action.policy_version, episodes)
             case do.CancelEvaluation():
-                await self._evaluations.cancel(orders)
+                await self._evaluations.cancel(episodes)
             case do.WriteCheckpoint():
                 beside = fork_point(self._control.snapshot(), self._store)
                 children.start_soon(self._checkpoint, action.policy_version, beside)
@@ -202,24 +199,20 @@ class Controller:
                 return action.reason
         return ""
 
-    async def _receive_outcomes(self, scored: ReceiveStream[RewardOutcome]) -> None:
-        async for item in scored:
-            if not isinstance(item, TrajectoryPaused) and _is_held_out(item):
-                self._evaluations.take(item)
-                await self._progress()
-                continue
-            for observer in self._observers:
-                observer.on_outcome(item)
-            if isinstance(item, TrajectoryPaused):
-                continue
-            if isinstance(item, Scored) and isinstance(item.outcome, ScoredTrajectory):
-                identity = item.outcome.trajectory.id
-                if self.state.buffer.member(identity) is None:
-                    self._store.forget((identity,))
-                    continue  # cancelled while it was scored
-                self._store.add(item.outcome)
-                self._journal.scored(item.outcome)
-            await self._event_sender.send(event_of(item))
+    async def _take(self, item: TrajectoryOutcome) -> None:
+        """Report to control what became of a trajectory, unless control has dropped it."""
+        for observer in self._observers:
+            observer.on_outcome(item)
+        if isinstance(item, TrajectoryPaused):
+            return
+        if isinstance(item, Scored) and isinstance(item.outcome, ScoredTrajectory):
+            identity = item.outcome.trajectory.id
+            if self.state.buffer.member(identity) is None:
+                self._store.forget((identity,))
+                return  # cancelled while it was scored
+            self._store.add(item.outcome)
+            self._journal.scored(item.outcome)
+        self.notify(event_of(item))
 
     async def _progress(self) -> None:
         for observer in self._observers:
@@ -238,21 +231,16 @@ class Controller:
             )
         )
 
-    async def _launch(self, action: do.LaunchGroup, orders: SendStream[RolloutOrder]) -> None:
-        prompt = self._store.prompts[action.ids[0].prompt_id]
+    def _launch(self, action: do.LaunchGroup, episodes: EpisodeRunner) -> None:
+        prompt, size = self._store.prompts[action.ids[0].prompt_id], len(action.ids)
         for trajectory in action.ids:
             # Not derived from the group: a prompt that is launched again with its seed draws the same completions.
             seed = derive_seed(self._control.settings.seed, prompt.prompt_id, action.seed_base, trajectory.sample)
-            await orders.send(
-                LaunchTrajectory(
-                    id=trajectory,
-                    prompt=prompt,
-                    group_size=len(action.ids),
-                    seed=seed,
-                    sampling=action.sampling,
-                    done=self._store.done(trajectory),
-                )
+            done = self._store.done(trajectory)
+            order = LaunchTrajectory(
+                id=trajectory, prompt=prompt, group_size=size, seed=seed, sampling=action.sampling, done=done
             )
+            episodes.launch(order, self._take)
 
     async def _step(
         self, action: do.StepOptimizer, gather: Callable[[], Awaitable[list[StepReport]]], batch: list[ScoredTrajectory]
@@ -284,9 +272,9 @@ class Controller:
             await observer.on_weights_live(push, last=action.last)
         await self._event_sender.send(on.WeightsLive(policy_version=policy_version))
 
-    async def _evaluate(self, policy_version: int, orders: SendStream[RolloutOrder]) -> None:
+    async def _evaluate(self, policy_version: int, episodes: EpisodeRunner) -> None:
         with self._waits.waiting_for(f"the evaluation of version {policy_version}"):
-            store = await self._evaluations.run(orders)
+            store = await self._evaluations.run(episodes, self._progress)
         await self._event_sender.send(on.EvaluationDone(policy_version=policy_version))
         await store()  # a newer version may be published now: it must not wait for the disk
 
@@ -295,10 +283,6 @@ class Controller:
             await self._journal.settled()  # a resumed run must not find a version that its journal does not know
             await self._save(policy_version, beside)
         await self._event_sender.send(on.CheckpointDone(policy_version=policy_version))
-
-
-def _is_held_out(item: EndedOutcome) -> bool:
-    return item.evaluation if isinstance(item, TrajectoryLost) else item.outcome.trajectory.evaluation
 
 
 def event_of(item: EndedOutcome) -> on.TrajectoryFailed | on.TrajectoryScored:

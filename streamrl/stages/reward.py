@@ -1,4 +1,4 @@
-"""The reward stage: trajectories in, one outcome out for each, computed by reward workers in their own processes.
+"""The reward stage: one outcome for each trajectory, computed by reward workers in their own processes.
 
 A worker that must be replaced (a function that cannot be stopped) shows as a broken stream: what it had been scoring
 for longer than the time limit is recorded as timed out, the rest is scored again by its successor.
@@ -12,8 +12,9 @@ when the first of a group arrives scores all of the group, because siblings are 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from asyncio import Future, get_running_loop
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 
 import anyio
@@ -21,8 +22,8 @@ import msgspec
 
 from streamrl.base.errors import RecipeError, StreamBroken, StreamEnded
 from streamrl.base.notifier import Notifier
-from streamrl.base.stage_messages import RewardOutcome, RolloutOutcome, Scored, TrajectoryLost, TrajectoryPaused
-from streamrl.base.types import RewardFailureKind, Trajectory
+from streamrl.base.stage_messages import Scored
+from streamrl.base.types import RewardFailureKind, Trajectory, TrajectoryId
 from streamrl.comm.stream import ReceiveStream, SendStream, converse, exchange_hello
 from streamrl.recipe.rewards import FailurePolicy, Reward
 from streamrl.rewards.reward_exchange import OrderMessage, outcome_of
@@ -66,7 +67,7 @@ class RewardSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardStage:
-    """Feeds reward workers. ``run`` once, as a child of the nursery. ``limits``: what they learnt of time limits;
+    """Feeds reward workers; a ``Scorer`` while it is ``running``. ``limits``: what they learnt of time limits;
     ``notify``: gets what a person should know of the completions."""
 
     def __init__(
@@ -82,6 +83,7 @@ class RewardStage:
         self._open = list(workers)
         self._waiting = ScoringOrder()
         self._gathering: dict[int, list[Trajectory]] = {}
+        self._answers: dict[TrajectoryId, Future[Scored]] = {}
         self._heard: dict[int, int] = {}
         self._next_order = 0
         self._open_orders = 0
@@ -101,16 +103,29 @@ class RewardStage:
         """Trajectories, or groups, that wait for their reward or are being scored."""
         return self._open_orders
 
-    async def run(self, trajectories: ReceiveStream[RolloutOutcome], scored: SendStream[RewardOutcome]) -> None:
-        """Score until ``trajectories`` ends and every order was answered; then end ``scored``."""
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Score for the block, which ends when every order was answered and every worker has ended."""
         async with anyio.create_task_group() as children:
             for open_worker in self._open:
-                children.start_soon(self._serve, open_worker, scored)
-            async for outcome in trajectories:
-                await self._arrived(outcome, scored)
+                children.start_soon(self._serve, open_worker)
+            yield
             self._ended = True
             self._changed.notify()
-        await scored.aclose()
+
+    async def score(self, trajectory: Trajectory, group_size: int) -> Scored:
+        """Return the outcome of a trajectory. Functions of groups score it when its last sibling was sampled."""
+        answer: Future[Scored] = get_running_loop().create_future()
+        self._answers[trajectory.id] = answer
+        self._gathering.setdefault(group_id := trajectory.id.group_id, []).append(trajectory)
+        self._ended_sampling(group_id, group_size)
+        return await answer
+
+    async def lost(self, trajectory: TrajectoryId, group_size: int) -> None:
+        """Note that a sibling will not be scored, and score those that have waited for it."""
+        self._ended_sampling(group_id := trajectory.group_id, group_size)
+        await self._close_unused(self._versions.ended(group_id, last=self._waiting.ended(group_id)))
+        self._changed.notify()
 
     async def load(self, version: int, rewards: tuple[Reward, ...], noted: Callable[[], None]) -> None:
         """Attach other functions; groups of which something has arrived are scored by those that were attached then.
@@ -169,38 +184,24 @@ class RewardStage:
 
     # ---- what arrives ----------------------------------------------------------------------------
 
-    async def _arrived(self, outcome: RolloutOutcome, scored: SendStream[RewardOutcome]) -> None:
-        """Make the order that ``outcome`` completes, if any. A paused one comes again: its group waits for it."""
-        if isinstance(outcome, TrajectoryPaused):
-            await scored.send(outcome)
-            return
-        group_id = outcome.id.group_id if isinstance(outcome, TrajectoryLost) else outcome.trajectory.id.group_id
+    def _ended_sampling(self, group_id: int, group_size: int) -> None:
+        """Make the order that one more of a group completes, if any. One that is paused comes later: its group waits
+        for it."""
         attachment = self._versions.of(group_id)
-        self._waiting.launched(group_id, outcome.group_size)
+        self._waiting.launched(group_id, group_size)
         heard = self._heard[group_id] = self._heard.get(group_id, 0) + 1
-        if heard >= outcome.group_size:
+        if whole := heard >= group_size:
             del self._heard[group_id]
-        if not isinstance(outcome, TrajectoryLost):
-            if not attachment.per_group:
-                self._order([outcome.trajectory], attachment.version)
-                return
-            self._gathering.setdefault(group_id, []).append(outcome.trajectory)
-        if heard >= outcome.group_size and (gathered := self._gathering.pop(group_id, None)):
-            self._order(gathered, attachment.version)
-        if isinstance(outcome, TrajectoryLost):
-            await scored.send(outcome)
-            await self._close_unused(self._versions.ended(group_id, last=self._waiting.ended(group_id)))
+        if (whole or not attachment.per_group) and (gathered := self._gathering.pop(group_id, None)):
+            self._next_order += 1
+            self._open_orders += 1
+            now = anyio.current_time()
+            self._waiting.add(WaitingOrder(self._next_order, tuple(gathered), attachment.version, now))
             self._changed.notify()
-
-    def _order(self, trajectories: list[Trajectory], version: int) -> None:
-        self._next_order += 1
-        self._open_orders += 1
-        self._waiting.add(WaitingOrder(self._next_order, tuple(trajectories), version, anyio.current_time()))
-        self._changed.notify()
 
     # ---- workers ---------------------------------------------------------------------------------
 
-    async def _serve(self, open_worker: OpenWorker, scored: SendStream[RewardOutcome]) -> None:
+    async def _serve(self, open_worker: OpenWorker) -> None:
         """One worker and its successors."""
         unanswered: Unanswered = {}
         while True:
@@ -210,14 +211,14 @@ class RewardStage:
                     try:
                         await converse(
                             partial(self._give_orders, worker, unanswered),
-                            partial(self._take_answers, worker, results, unanswered, scored),
+                            partial(self._take_answers, worker, results, unanswered),
                         )
                     finally:
                         self._workers.discard(worker)
                         worker.loaded.set()
                     return
             except StreamBroken:
-                await self._after_break(unanswered, scored)
+                await self._after_break(unanswered)
             if self._ended and not self._open_orders:
                 return  # it may have ended well: nobody would answer
 
@@ -261,11 +262,7 @@ class RewardStage:
                 await worker.orders.send(RememberLimits(reward_version=version, slowest_s=remembered))
 
     async def _take_answers(
-        self,
-        worker: _Worker,
-        results: ReceiveStream[RewardResult],
-        unanswered: Unanswered,
-        scored: SendStream[RewardOutcome],
+        self, worker: _Worker, results: ReceiveStream[RewardResult], unanswered: Unanswered
     ) -> None:
         async for result in results:
             match result:
@@ -282,28 +279,26 @@ class RewardStage:
                         for group in result.groups
                         if (order := unanswered.pop(group.order_id, None)) is not None
                     ]
-                    await self._deliver(known, scored)
+                    await self._deliver(known)
 
-    async def _deliver(
-        self, answered: Iterable[tuple[WaitingOrder, Sequence[SampleReward]]], scored: SendStream[RewardOutcome]
-    ) -> None:
-        """Pass on what was scored, all of it even where the conversation with its worker breaks meanwhile."""
+    async def _deliver(self, answered: Iterable[tuple[WaitingOrder, Sequence[SampleReward]]]) -> None:
+        """Answer those who wait for what was scored."""
         now = anyio.current_time()
         unused: set[_Attachment] = set()
-        with anyio.CancelScope(shield=True):  # ``scored`` has room for everything that is in flight
-            for order, rewards in answered:
-                seconds = now - order.arrived_at
-                for trajectory, reward in zip(order.trajectories, rewards, strict=True):
-                    outcome = outcome_of(trajectory, reward, order.reward_version)
-                    await scored.send(Scored(outcome=outcome, reward_s=seconds))
-                    last = self._waiting.ended(group_id := trajectory.id.group_id)
-                    unused.add(self._versions.ended(group_id, last=last))
-                self._open_orders -= 1
+        for order, rewards in answered:
+            for trajectory, reward in zip(order.trajectories, rewards, strict=True):
+                outcome = outcome_of(trajectory, reward, order.reward_version)
+                answer = self._answers.pop(trajectory.id)
+                if not answer.done():  # its trajectory was cancelled
+                    answer.set_result(Scored(outcome=outcome, reward_s=now - order.arrived_at))
+                last = self._waiting.ended(group_id := trajectory.id.group_id)
+                unused.add(self._versions.ended(group_id, last=last))
+            self._open_orders -= 1
         self._changed.notify()
         for attachment in unused:
             await self._close_unused(attachment)
 
-    async def _after_break(self, unanswered: Unanswered, scored: SendStream[RewardOutcome]) -> None:
+    async def _after_break(self, unanswered: Unanswered) -> None:
         now = anyio.current_time()
         left, limit = list(unanswered.values()), self._settings.timeout_s
         unanswered.clear()
@@ -314,7 +309,7 @@ class RewardStage:
                 continue
             failure = _timed_out(self._settings, now - started)
             late.append((work, (failure,) * len(work.trajectories)))
-        await self._deliver(late, scored)
+        await self._deliver(late)
 
 
 def _timed_out(settings: RewardSettings, seconds: float) -> SampleReward:

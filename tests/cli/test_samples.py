@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Path:
             file.write('{"type":"Compl')
     outcomes: list[EndedOutcome] = [Scored(outcome=scored(n, f"held out {n}", n / 10, group=-1 - n)) for n in range(4)]
     one = TrajectoryId(prompt_id="p9", group_id=-9, sample=0)
-    outcomes.append(TrajectoryLost(id=one, group_size=1, cancelled=False, reason="too long"))
+    outcomes.append(TrajectoryLost(id=one, cancelled=False, reason="too long"))
     anyio.run(write_evaluation, tmp_path / "evaluations", decode, 2, outcomes)
     return tmp_path
 

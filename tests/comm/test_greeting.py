@@ -53,10 +53,14 @@ async def test_the_successor_of_a_worker_that_died_while_it_connected_hears_the_
     topology = Topology(processes=(), endpoints={"reward-0.orders": orders_at, "reward-0.results": results_at})
     settings = RewardSettings(functions="length", per_group=False, timeout_s=300.0, concurrency=4)
     stage = RewardStage(settings, [partial(open_worker, topology, 0)])
-    give, trajectories = memory_stream(1)
-    scored, outcomes = memory_stream(1)
     async with anyio.create_task_group() as group:
-        group.start_soon(stage.run, trajectories, scored)
+        ended = anyio.Event()
+
+        async def run() -> None:
+            async with stage.running():
+                await ended.wait()
+
+        group.start_soon(run)
         async with zmq_receiver(RewardOrder, orders_at, bind=False) as dying:
             while dying._end.window != ORDERS_WINDOW:  # until it knows the other end
                 await anyio.sleep(0.01)
@@ -66,8 +70,6 @@ async def test_the_successor_of_a_worker_that_died_while_it_connected_hears_the_
             zmq_receiver(RewardOrder, orders_at, bind=False) as orders,
         ):
             await results.send(RewardWorkerReady(worker=0))
-            await give.aclose()
+            ended.set()
             with pytest.raises(StreamEnded):
                 await orders.receive()
-    with pytest.raises(StreamEnded):
-        await outcomes.receive()

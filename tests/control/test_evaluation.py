@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -16,14 +17,7 @@ import pytest
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.run_events import RunEvent
-from streamrl.base.stage_messages import (
-    CancelTrajectories,
-    LaunchTrajectory,
-    RewardOutcome,
-    RolloutOrder,
-    Scored,
-    TrajectoryLost,
-)
+from streamrl.base.stage_messages import EndedOutcome, LaunchTrajectory, Scored, TrajectoryLost
 from streamrl.base.types import (
     Prompt,
     RewardFailure,
@@ -33,6 +27,7 @@ from streamrl.base.types import (
     TrajectoryId,
     token_array,
 )
+from streamrl.contracts import TakeOutcome
 from streamrl.observe.report.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Evaluation as EvaluationSettings
@@ -57,7 +52,7 @@ def trajectory(prompt: int, sample: int, tokens: int = 2) -> Trajectory:
     )
 
 
-def rewarded(prompt: int, *rewards: float) -> list[RewardOutcome]:
+def rewarded(prompt: int, *rewards: float) -> list[EndedOutcome]:
     return [
         Scored(
             outcome=ScoredTrajectory(trajectory=trajectory(prompt, sample), reward=reward, reward_parts={"r": reward})
@@ -75,7 +70,7 @@ def failed(prompt: int, sample: int) -> Scored:
 
 
 def lost(prompt: int, sample: int) -> TrajectoryLost:
-    return TrajectoryLost(id=trajectory(prompt, sample).id, group_size=1, cancelled=False, reason="too long")
+    return TrajectoryLost(id=trajectory(prompt, sample).id, cancelled=False, reason="too long")
 
 
 # ---- figures -------------------------------------------------------------------------------------
@@ -183,30 +178,34 @@ def held_out(prompts: int, samples: int, in_flight: int) -> HeldOut:
     return HeldOut(prompts=rows, settings=settings, in_flight=in_flight)
 
 
-class Orders:
-    """Where an evaluation sends its orders."""
+class Launched:
+    """What an evaluation launches, and ``end``s when the test says so."""
 
     def __init__(self) -> None:
         self.launched: list[LaunchTrajectory] = []
         self.cancelled: set[TrajectoryId] = set()
+        self.ended = 0
 
-    async def send(self, order: RolloutOrder) -> None:
-        if isinstance(order, CancelTrajectories):
-            self.cancelled.update(order.ids)
-        else:
-            self.launched.append(order)
+    def launch(self, order: LaunchTrajectory, take: TakeOutcome) -> None:
+        self.launched.append(order)
+        self.take = take
 
+    def cancel(self, ids: Collection[TrajectoryId]) -> None:
+        self.cancelled.update(ids)
 
-def end(evaluation: EvaluationRun, order: LaunchTrajectory) -> None:
-    evaluation.take(TrajectoryLost(id=order.id, group_size=1, cancelled=False, reason="x", evaluation=True))
+    async def end(self, order: LaunchTrajectory) -> None:
+        await self.take(TrajectoryLost(id=order.id, cancelled=False, reason="x"))
+
+    async def note(self) -> None:
+        self.ended += 1
 
 
 async def test_at_most_so_many_requests_are_open_and_every_sample_is_its_own() -> None:
-    evaluation, orders = EvaluationRun(held_out(4, 3, in_flight=5), 7, limit=3, seed=1), Orders()
+    evaluation, orders = EvaluationRun(held_out(4, 3, in_flight=5), 7, limit=3, seed=1), Launched()
     figures: dict[str, float] = {}
 
     async def run() -> None:
-        figures.update(await evaluation.run(orders))  # type: ignore[arg-type]
+        figures.update(await evaluation.run(orders, orders.note))  # type: ignore[arg-type]
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run)
@@ -214,7 +213,8 @@ async def test_at_most_so_many_requests_are_open_and_every_sample_is_its_own() -
             await anyio.wait_all_tasks_blocked()
             assert len(orders.launched) == min(ended + 5, 9)
             assert not figures
-            end(evaluation, orders.launched[ended])
+            assert orders.ended == ended
+            await orders.end(orders.launched[ended])
     assert evaluation.wanted == 9
     assert len({order.seed for order in orders.launched}) == len({str(order.id) for order in orders.launched}) == 9
     assert [(o.id.prompt_id, o.id.sample) for o in orders.launched] == [
@@ -260,7 +260,7 @@ async def test_of_several_sets_those_are_asked_that_are_due_and_each_has_its_fig
         store=partial(write_evaluation, tmp_path, None),
     )
     evaluations.begin(version, limit)
-    orders = Orders()
+    orders = Launched()
 
     async def answer() -> None:
         await anyio.wait_all_tasks_blocked()
@@ -268,12 +268,12 @@ async def test_of_several_sets_those_are_asked_that_are_due_and_each_has_its_fig
             number = -1 - order.id.group_id
             sampled = msgspec.structs.replace(trajectory(number, 0), id=order.id)
             reward = {"reward": float(number), "reward_parts": {"r": float(number)}}
-            evaluations.take(Scored(outcome=ScoredTrajectory(trajectory=sampled, **reward)))
+            await orders.take(Scored(outcome=ScoredTrajectory(trajectory=sampled, **reward)))
 
     with anyio.fail_after(60):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(answer)
-            await (await evaluations.run(orders))()  # type: ignore[arg-type]
+            await (await evaluations.run(orders, orders.note))()  # type: ignore[arg-type]
     assert [order.prompt.prompt_id for order in orders.launched] == [one for ids in asked.values() for one in ids]
     figures = events[0].metrics if events else {}  # type: ignore[union-attr]
     means = {name: sum(int(one[1:]) for one in ids) / len(ids) for name, ids in asked.items()}
@@ -286,27 +286,28 @@ async def test_of_several_sets_those_are_asked_that_are_due_and_each_has_its_fig
 
 
 async def test_a_cancelled_evaluation_ends_when_what_was_launched_has_ended() -> None:
-    evaluation, orders = EvaluationRun(held_out(9, 1, in_flight=3), 7, limit=0, seed=1), Orders()
+    evaluation, orders = EvaluationRun(held_out(9, 1, in_flight=3), 7, limit=0, seed=1), Launched()
     ended = anyio.Event()
 
     async def run() -> None:
-        await evaluation.run(orders)  # type: ignore[arg-type]
+        await evaluation.run(orders, orders.note)  # type: ignore[arg-type]
         ended.set()
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run)
         await anyio.wait_all_tasks_blocked()
-        await evaluation.cancel(orders)  # type: ignore[arg-type]
+        evaluation.cancel(orders)  # type: ignore[arg-type]
         assert orders.cancelled == {order.id for order in orders.launched}
         for order in list(orders.launched):
             await anyio.wait_all_tasks_blocked()
             assert not ended.is_set()
-            end(evaluation, order)
+            await orders.end(order)
     assert len(orders.launched) == 3
 
 
 async def test_an_evaluation_of_nothing_ends() -> None:
-    figures = await EvaluationRun(HeldOut(), 0, limit=0, seed=1).run(Orders())  # type: ignore[arg-type]
+    orders = Launched()
+    figures = await EvaluationRun(HeldOut(), 0, limit=0, seed=1).run(orders, orders.note)  # type: ignore[arg-type]
     assert figures["eval/held_out/prompts"] == 0
 
 

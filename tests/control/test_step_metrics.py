@@ -83,7 +83,7 @@ def scored(
 
 
 def lost(trajectory_id: TrajectoryId, tokens: int, *, cancelled: bool = True) -> TrajectoryLost:
-    return TrajectoryLost(id=trajectory_id, group_size=2, cancelled=cancelled, reason="cancelled", tokens=tokens)
+    return TrajectoryLost(id=trajectory_id, cancelled=cancelled, reason="cancelled", tokens=tokens)
 
 
 # ---- signal within groups --------------------------------------------------------------------------

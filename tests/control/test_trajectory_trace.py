@@ -153,7 +153,7 @@ def test_a_trajectory_has_its_engine_and_the_time_that_it_was_queued_and_paused(
     stats.on_outcome(TrajectoryPaused(id=ids[1], tokens=3), 15.5)  # that pause was taken back before it was answered
     stats.routed("1.0.0", "engine-2", 15.1)
     for number, trajectory in enumerate(ids):
-        lost = TrajectoryLost(id=trajectory, group_size=3, cancelled=True, reason="cancelled")
+        lost = TrajectoryLost(id=trajectory, cancelled=True, reason="cancelled")
         stats.on_outcome(lost, 17.0 + number)
     stats.close(20.0)
     trace.close()

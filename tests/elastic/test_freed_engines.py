@@ -7,14 +7,13 @@ from collections.abc import Awaitable, Callable, Sequence
 import anyio
 import msgspec
 import pytest
-from builders import InstantClock
+from builders import InstantClock, episodes_on
 
 from streamrl.base.errors import EngineError
 from streamrl.base.messages import EngineLoad, WeightAnnouncement
-from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory, Scored, TrajectoryLost
-from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId, token_array
+from streamrl.base.stage_messages import LaunchTrajectory, Scored, TrajectoryLost, TrajectoryOutcome
+from streamrl.base.types import Prompt, Trajectory, TrajectoryId, token_array
 from streamrl.buffers.trajectory_store import TrajectoryStore
-from streamrl.comm.memory_stream import memory_stream
 from streamrl.control.actions import Decision, LaunchGroup, StepOptimizer
 from streamrl.control.events import StopRequested
 from streamrl.engines.elastic.elastic_engines import ElasticEngines
@@ -24,9 +23,7 @@ from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.recipe.scheduling import InFlight
-from streamrl.recipe.sections import Sampling
 from streamrl.recipe.topology import PreparedSet
-from streamrl.stages.rollout import RolloutStage
 
 
 class PacedEngine(SimulatedEngine):
@@ -80,7 +77,7 @@ class Rounds:
             share_cores=self.share_cores,
         )
         self.version = -1
-        self.finished: list[FinishedTrajectory] = []
+        self.finished: list[Trajectory] = []
         self.looks: list[Decision] = []
 
     def lose(self, name: str) -> None:
@@ -102,31 +99,30 @@ class Rounds:
 
     async def run(self) -> None:
         """One round, on the next version."""
-        give, orders = memory_stream(64)
-        outcomes, take = memory_stream(64)
         await self.next_version()
-        stage = RolloutStage(self.pool, Sampling(max_tokens=300))
+        episodes = episodes_on(self.pool)
         self.finished, self.looks = [], []
         ids = [TrajectoryId(prompt_id="p", group_id=n // 4, sample=n % 4, attempt=self.version) for n in range(32)]
         async with anyio.create_task_group() as group:
-            group.start_soon(stage.run, orders, outcomes)
             group.start_soon(self.elastic.run, print)
             await self.elastic.on_action(launch(ids, self.version))
-            for number, identity in enumerate(ids):
-                prompt = Prompt(prompt_id="p", token_ids=token_array([2, 3 + number // 4]))
-                await give.send(LaunchTrajectory(id=identity, prompt=prompt, group_size=4, seed=number))
-            await give.aclose()
-            async for outcome in take:
-                assert isinstance(outcome, FinishedTrajectory)
-                self.finished.append(outcome)
-                self.elastic.on_outcome(Scored(outcome=ScoredTrajectory(trajectory=outcome.trajectory, reward=0.0)))
+            async with episodes.running():
+                for number, identity in enumerate(ids):
+                    prompt = Prompt(prompt_id="p", token_ids=token_array([2, 3 + number // 4]))
+                    order = LaunchTrajectory(id=identity, prompt=prompt, group_size=4, seed=number)
+                    episodes.launch(order, self.take)
             await self.elastic.on_action(
                 StepOptimizer(batch_id=0, policy_version=1, groups=8, samples=32, trained_tokens=1)
             )
             group.cancel_scope.cancel()
-        assert len({o.trajectory.id for o in self.finished}) == len(self.finished) == 32
-        for outcome in self.finished:
-            assert outcome.trajectory.oldest_version == outcome.trajectory.newest_version == self.version
+        assert len({trajectory.id for trajectory in self.finished}) == len(self.finished) == 32
+        for trajectory in self.finished:
+            assert trajectory.oldest_version == trajectory.newest_version == self.version
+
+    async def take(self, outcome: TrajectoryOutcome) -> None:
+        assert isinstance(outcome, Scored)
+        self.finished.append(outcome.outcome.trajectory)
+        self.elastic.on_outcome(outcome)
 
 
 async def started(rounds: Rounds) -> Rounds:
@@ -249,7 +245,7 @@ async def test_a_lost_trajectory_counts_as_finished() -> None:
         await rounds.elastic.on_action(launch(ids, 0))
         group.start_soon(rounds.elastic.run, print)
         for identity in ids[:3]:
-            rounds.elastic.on_outcome(TrajectoryLost(id=identity, group_size=10, cancelled=True, reason="", tokens=0))
+            rounds.elastic.on_outcome(TrajectoryLost(id=identity, cancelled=True, reason="", tokens=0))
         await anyio.wait_all_tasks_blocked()
         group.cancel_scope.cancel()
     assert len(rounds.elastic.freed) == 2

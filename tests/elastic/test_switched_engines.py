@@ -107,7 +107,7 @@ class World:
             )
             for identity in half:
                 self.chooser.ended(identity, 400)
-            self.elastic.on_outcome(TrajectoryLost(id=half[0], group_size=8, cancelled=True, reason="", tokens=0))
+            self.elastic.on_outcome(TrajectoryLost(id=half[0], cancelled=True, reason="", tokens=0))
         await self.elastic.on_action(CLOSE)
         self.now += 50.0  # training is no part of a round
         return decided[0] if decided else None

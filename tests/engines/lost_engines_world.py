@@ -11,13 +11,13 @@ from pathlib import Path
 
 import anyio
 import anyio.abc
+from builders import episodes_on
 from recovery_host import LENGTHS
 
 from streamrl.base.messages import Generate, WeightAnnouncement, WeightSource
 from streamrl.base.run_events import EngineBack, EngineLost, SupervisorOrder
-from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory, RolloutOutcome
+from streamrl.base.stage_messages import EndedOutcome, LaunchTrajectory, Scored, TrajectoryOutcome, TrajectoryPaused
 from streamrl.base.types import Prompt, TokenArray, TrajectoryId, token_array
-from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.elastic.hosts import EngineHosts
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
@@ -26,9 +26,8 @@ from streamrl.engines.simulated.text import UniformText
 from streamrl.launch.supervise.engine_orders import EngineOrders
 from streamrl.launch.supervise.supervisor import Supervisor
 from streamrl.recipe.scheduling import InFlight
-from streamrl.recipe.sections import Engines, Sampling
+from streamrl.recipe.sections import Engines
 from streamrl.recipe.topology import ProcessPlan, Role, Topology
-from streamrl.stages.rollout import RolloutStage
 
 HOST = Path(__file__).with_name("recovery_host.py")
 MAX_TOKENS = 200
@@ -63,11 +62,11 @@ class Controller:
         self.hosts = EngineHosts(endpoints, settings, order=self.order, emit=self.emit)
         self.ordered: list[SupervisorOrder] = []
         self.events: list[EngineLost | EngineBack] = []
-        self.outcomes: list[RolloutOutcome] = []
+        self.outcomes: list[EndedOutcome] = []
         self.launched: dict[TrajectoryId, int] = {}
         self.live = -1
         self.asked: list[int] = []
-        self.changed = anyio.Event()
+        self.changed, self.closing = anyio.Event(), anyio.Event()
 
     async def order(self, order: SupervisorOrder) -> None:
         self.ordered.append(order)
@@ -94,17 +93,19 @@ class Controller:
         self.hosts.set_weight_sync(self.sync)
         self.live = 0
         await self.sync.push(announced(0, None))
-        stage = RolloutStage(self.pool, Sampling(max_tokens=MAX_TOKENS))
-        self.orders, orders = memory_stream(4096)
-        outcomes, self.come = memory_stream(4096)
-        group.start_soon(stage.run, orders, outcomes)
-        group.start_soon(self._receive)
+        self.episodes = episodes_on(self.pool, MAX_TOKENS)
+        await group.start(self._run)
         return self.pool
 
-    async def _receive(self) -> None:
-        async for outcome in self.come:
-            self.outcomes.append(outcome)
-            self.notify()
+    async def _run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        async with self.episodes.running():
+            task_status.started()
+            await self.closing.wait()
+
+    async def _take(self, outcome: TrajectoryOutcome) -> None:
+        assert not isinstance(outcome, TrajectoryPaused)
+        self.outcomes.append(outcome)
+        self.notify()
 
     async def launch(self, count: int, *, seeds: Callable[[int], int] = lambda index: 7000 + index) -> None:
         for _ in range(count):
@@ -112,7 +113,8 @@ class Controller:
             identity = TrajectoryId(prompt_id=f"p{index}", group_id=index, sample=0, attempt=0)
             self.launched[identity] = seeds(index)
             prompt = Prompt(prompt_id=identity.prompt_id, token_ids=prompt_tokens(index), columns={})
-            await self.orders.send(LaunchTrajectory(id=identity, prompt=prompt, group_size=1, seed=seeds(index)))
+            order = LaunchTrajectory(id=identity, prompt=prompt, group_size=1, seed=seeds(index))
+            self.episodes.launch(order, self._take)
 
     async def push(self) -> None:
         self.live += 1
@@ -135,18 +137,18 @@ class Controller:
         return self.supervisor.children[name].process.pid
 
     async def close(self) -> None:
-        await self.orders.aclose()
+        self.closing.set()
         await self.until(lambda: len(self.outcomes) >= len(self.launched))
         await self.hosts.aclose()
         await self.pool.aclose()
 
     def assert_whole(self, *, refused: Sequence[int] = ()) -> None:
         """Every trajectory came back once, as an engine that nothing happens to samples it."""
-        identities = [o.trajectory.id if isinstance(o, FinishedTrajectory) else o.id for o in self.outcomes]
+        identities = [o.outcome.trajectory.id if isinstance(o, Scored) else o.id for o in self.outcomes]
         assert sorted(identities, key=str) == sorted(self.launched, key=str)
         for outcome in self.outcomes:
-            if isinstance(outcome, FinishedTrajectory):
-                trajectory = outcome.trajectory
+            if isinstance(outcome, Scored):
+                trajectory = outcome.outcome.trajectory
                 assert trajectory.segments[0].token_ids == undisturbed(self.launched[trajectory.id])
             else:
                 assert self.launched[outcome.id] in refused, outcome

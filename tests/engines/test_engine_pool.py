@@ -8,23 +8,20 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 import pytest
-from builders import InstantClock
+from builders import InstantClock, episodes_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.base.errors import EngineError
 from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
-from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory
-from streamrl.base.types import Completion, FinishReason, Prompt, TrajectoryId, token_array
-from streamrl.comm.memory_stream import memory_stream
+from streamrl.base.stage_messages import LaunchTrajectory, Scored, TrajectoryOutcome
+from streamrl.base.types import Completion, FinishReason, Prompt, Trajectory, TrajectoryId, token_array
 from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.resumption import part_id
 from streamrl.engines.routing import REMEMBERED_PROMPTS, SIBLING_SLACK
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.recipe.scheduling import InFlight
-from streamrl.recipe.sections import Sampling
-from streamrl.stages.rollout import RolloutStage
 
 MakeRequest = Callable[..., Generate]
 
@@ -137,7 +134,7 @@ async def test_engines_of_one_pool_are_of_one_model() -> None:
 
 
 class Roll:
-    """A rollout stage over a pool of ``count`` engines with trajectories under way."""
+    """Episodes on a pool of ``count`` engines with trajectories under way."""
 
     def __init__(self, count: int, trajectories: int, **options: object) -> None:
         lengths = LengthMixture(median=120.0, sigma=0.3, long_share=0.0)
@@ -145,22 +142,21 @@ class Roll:
         self.pool = pool_of(self.engines)
         self.launched = trajectories
         self.version = 0
-        self.finished: list[FinishedTrajectory] = []
+        self.finished: list[Trajectory] = []
 
     async def run(self, during: Callable[[], Awaitable[None]]) -> None:
-        give, orders = memory_stream(64)
-        outcomes, take = memory_stream(64)
         await self.pool.start()
-        stage = RolloutStage(self.pool, Sampling(max_tokens=300))
-        async with anyio.create_task_group() as group:
-            group.start_soon(stage.run, orders, outcomes)
+        episodes = episodes_on(self.pool)
+        async with episodes.running():
             for sample in range(self.launched):
-                await give.send(self.launch(sample))
+                episodes.launch(self.launch(sample), self.take)
             await self.until(lambda: self.pool.load().running == self.launched)
             await during()
-            await give.aclose()
-            self.finished = [outcome async for outcome in take]
         self.check()
+
+    async def take(self, outcome: TrajectoryOutcome) -> None:
+        assert isinstance(outcome, Scored)
+        self.finished.append(outcome.outcome.trajectory)
 
     @staticmethod
     def launch(sample: int) -> LaunchTrajectory:
@@ -189,13 +185,13 @@ class Roll:
 
     def check(self) -> None:
         """Each ends once; its parts, in order, wherever they ran, are its tokens; spans follow the parts."""
-        assert Counter(o.trajectory.id for o in self.finished) == {self.launch(i).id: 1 for i in range(self.launched)}
+        assert Counter(o.id for o in self.finished) == {self.launch(i).id: 1 for i in range(self.launched)}
         asked = Counter(request for engine in self.engines for request in engine.asked)
         assert set(asked.values()) == {1}, "nothing is asked for twice"
         pieces = {request: piece for engine in self.engines for request, piece in engine.pieces.items()}
-        for outcome in self.finished:
-            [segment] = outcome.trajectory.segments
-            parts = [part_id(str(outcome.trajectory.id), part) for part in range(len(pieces))]
+        for trajectory in self.finished:
+            [segment] = trajectory.segments
+            parts = [part_id(str(trajectory.id), part) for part in range(len(pieces))]
             mine = [pieces[part] for part in parts if part in pieces]
             assert segment.token_ids == sum((piece.token_ids for piece in mine[1:]), mine[0].token_ids)
             assert all(piece.finish_reason is FinishReason.ABORT for piece in mine[:-1])
@@ -225,7 +221,7 @@ async def test_a_drained_engine_ends_empty_and_what_it_served_goes_on_elsewhere(
         assert roll.engines[1]._policy_version == 1
 
     await roll.run(during)
-    moved_versions = {s.policy_version for o in roll.finished for s in o.trajectory.segments[0].version_spans}
+    moved_versions = {s.policy_version for o in roll.finished for s in o.segments[0].version_spans}
     assert moved_versions == {0, 1}
 
 

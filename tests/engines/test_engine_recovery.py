@@ -17,7 +17,7 @@ from recovery_host import POISON
 
 from streamrl.base.messages import Generate
 from streamrl.base.run_events import EngineBack, EngineLost, KillEngine
-from streamrl.base.stage_messages import FinishedTrajectory
+from streamrl.base.stage_messages import Scored
 from streamrl.base.types import FinishReason, token_array
 from streamrl.comm import socket_options
 
@@ -153,7 +153,7 @@ async def test_a_request_that_engines_die_of_is_refused_in_the_end() -> None:
         await one.launch(6, seeds=lambda index: POISON if index == 2 else 7000 + index)
         await one.until(lambda: len(one.outcomes) == 6)
         assert one.lost("engine-0") + one.lost("engine-1") == 3
-        refused = {o.id.prompt_id: o.reason for o in one.outcomes if not isinstance(o, FinishedTrajectory)}
+        refused = {o.id.prompt_id: o.reason for o in one.outcomes if not isinstance(o, Scored)}
         assert "2.0.0 was being sampled when 3 engines died" in refused["p2"]
     one.assert_whole(refused=[POISON, *range(7000, 7006)])
 

@@ -13,23 +13,17 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
+from builders import ZeroRewards
 
 from streamrl.base.messages import Generate, WeightAnnouncement
-from streamrl.base.stage_messages import (
-    FinishedTrajectory,
-    LaunchTrajectory,
-    PauseTrajectories,
-    ResumeTrajectories,
-    TrajectoryPaused,
-)
-from streamrl.base.types import Completion, FinishReason, Prompt, TokenArray, TrajectoryId, token_array
-from streamrl.comm.memory_stream import memory_stream
-from streamrl.contracts import Engine, Sampler
+from streamrl.base.stage_messages import LaunchTrajectory, Scored, TrajectoryOutcome, TrajectoryPaused
+from streamrl.base.types import Completion, FinishReason, Prompt, TokenArray, Trajectory, TrajectoryId, token_array
+from streamrl.contracts import Engine, Journal, Sampler
 from streamrl.engines.pool import UNAVAILABLE, EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.sections import Sampling
-from streamrl.stages.rollout import RolloutStage
+from streamrl.stages.episodes import Episodes
 from streamrl.weights.publish.publisher import Published, ShardSpec
 from streamrl.weights.publish.publisher import WeightPublisher as RankPublisher
 from tests.engines.conftest import owned
@@ -150,59 +144,50 @@ async def unending(bench: Bench, count: int, name: str) -> tuple[list[TokenArray
 
 
 class Roll:
-    """A stage with one trajectory for each prompt."""
+    """Episodes, one trajectory for each prompt."""
 
     def __init__(self, engine: Sampler, prompts: list[TokenArray]) -> None:
-        self.stage = RolloutStage(engine, Sampling(max_tokens=LONGEST, temperature=0.0))
+        self.stage = Episodes(engine, Sampling(max_tokens=LONGEST, temperature=0.0), ZeroRewards(), Journal())
         self.prompts = [Prompt(prompt_id=f"p{i}", token_ids=tokens) for i, tokens in enumerate(prompts)]
         self.ids = [TrajectoryId(prompt_id=p.prompt_id, group_id=i, sample=0) for i, p in enumerate(self.prompts)]
-        self.give, self.orders = memory_stream(64)
-        self.outcomes, self.take = memory_stream(64)
         self.paused: dict[int, int] = {}
-        self.finished: dict[int, FinishedTrajectory] = {}
+        self.finished: dict[int, Trajectory] = {}
 
-    def start(self, group: anyio.abc.TaskGroup) -> None:
-        group.start_soon(self.stage.run, self.orders, self.outcomes)
-        group.start_soon(self._collect)
-
-    async def launch(self) -> None:
+    def launch(self) -> None:
         for identity, prompt in zip(self.ids, self.prompts, strict=True):
-            await self.give.send(LaunchTrajectory(id=identity, prompt=prompt, group_size=1, seed=3))
+            self.stage.launch(LaunchTrajectory(id=identity, prompt=prompt, group_size=1, seed=3), self._take)
 
-    async def _collect(self) -> None:
-        async for outcome in self.take:
-            if isinstance(outcome, TrajectoryPaused):
-                assert outcome.id.group_id not in self.paused
-                self.paused[outcome.id.group_id] = outcome.tokens
-            else:
-                assert isinstance(outcome, FinishedTrajectory) and outcome.trajectory.id.group_id not in self.finished
-                self.finished[outcome.trajectory.id.group_id] = outcome
+    async def _take(self, outcome: TrajectoryOutcome) -> None:
+        if isinstance(outcome, TrajectoryPaused):
+            assert outcome.id.group_id not in self.paused
+            self.paused[outcome.id.group_id] = outcome.tokens
+        else:
+            assert isinstance(outcome, Scored) and outcome.outcome.trajectory.id.group_id not in self.finished
+            self.finished[outcome.outcome.trajectory.id.group_id] = outcome.outcome.trajectory
 
     def spans(self, index: int) -> list[tuple[int, int, int]]:
-        spans = self.finished[index].trajectory.segments[0].version_spans
+        spans = self.finished[index].segments[0].version_spans
         return [(span.start, span.end, span.policy_version) for span in spans]
 
     def tokens(self, index: int) -> TokenArray:
-        return self.finished[index].trajectory.segments[0].token_ids
+        return self.finished[index].segments[0].token_ids
 
 
 async def test_paused_trajectories_leave_the_engine_and_go_on_from_their_tokens(bench: Bench) -> None:
     prompts, whole = await unending(bench, 12, "pause")
     roll = Roll(bench.engine, prompts)
     old = bench.weights.version
-    async with anyio.create_task_group() as group:
-        roll.start(group)
-        await roll.launch()
+    async with roll.stage.running():
+        roll.launch()
         await until(lambda: bench.engine.load().running == 12)
-        await roll.give.send(PauseTrajectories(ids=tuple(roll.ids[:8])))
+        roll.stage.pause(roll.ids[:8])
         await until(lambda: len(roll.paused) == 8)
         await until(lambda: bench.engine.load().running == 4 or len(roll.finished) == 4)
         assert roll.stage.statistics().running <= 4
         await until(lambda: len(roll.finished) == 4)
         await until(lambda: bench.engine.load().running == 0)
         await bench.push()
-        await roll.give.send(ResumeTrajectories(ids=tuple(roll.ids)))
-        await roll.give.aclose()
+        roll.stage.resume(roll.ids)
     assert len(roll.finished) == 12
     cut = [i for i in range(8) if roll.paused[i]]
     assert len(cut) == 8, "the pause came before their first token"
@@ -256,7 +241,7 @@ async def test_an_engine_joins_takes_over_and_stops_while_trajectories_run(
     await pool.start()
     with tempfile.TemporaryDirectory(prefix="srl") as directory:
         options = msgspec.structs.replace(tiny_options(Path(directory)), name="engine-1")
-        async with hosted(options, Path(directory)) as (late, process), anyio.create_task_group() as group:
+        async with hosted(options, Path(directory)) as (late, process):
             await pool.attach("engine-1", late)
             await bench.sync.admit("engine-1", late)
             assert await late.checksums() == await bench.engine.checksums()
@@ -266,17 +251,16 @@ async def test_an_engine_joins_takes_over_and_stops_while_trajectories_run(
             prompts, whole = await unending(bench, 12, "join")
             roll = Roll(pool, prompts)
             pool.readmit("engine-1", UNAVAILABLE)
-            roll.start(group)
-            await roll.launch()
-            await until(lambda: late.load().running > 0)
-            await pool.migrate([f"{roll.ids[0]}/0", f"{roll.ids[1]}/0"], to="engine-1")
-            await until(lambda: late.load().running > 2)
-            await pool.drain("engine-1", "test")
-            bench.sync.remove(pool.detach("engine-1"))
-            await late.aclose()
-            assert await process.wait() == 0
-            await bench.push()
-            await roll.give.aclose()
+            async with roll.stage.running():
+                roll.launch()
+                await until(lambda: late.load().running > 0)
+                await pool.migrate([f"{roll.ids[0]}/0", f"{roll.ids[1]}/0"], to="engine-1")
+                await until(lambda: late.load().running > 2)
+                await pool.drain("engine-1", "test")
+                bench.sync.remove(pool.detach("engine-1"))
+                await late.aclose()
+                assert await process.wait() == 0
+                await bench.push()
     assert len(roll.finished) == 12
     old, new = bench.weights.version - 1, bench.weights.version
     for index in range(12):

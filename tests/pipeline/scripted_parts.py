@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +31,6 @@ from streamrl.base.messages import (
     WeightSource,
 )
 from streamrl.base.run_events import EvaluationFinished, RunEvent, StepFinished
-from streamrl.base.stage_messages import FinishedTrajectory, RewardOutcome, RolloutOrder, RolloutOutcome
 from streamrl.base.types import Prompt, RewardFailureKind, TrainingSample, Trajectory, token_array
 from streamrl.base.waits import Waits
 from streamrl.buffers.trajectory_store import TrajectoryStore
@@ -71,11 +70,11 @@ from streamrl.run.evaluate.evaluation import HeldOut, HeldOutEvaluations
 from streamrl.run.evaluate.sample_files import write_evaluation
 from streamrl.run.journal.log import JournalFile, read_journal
 from streamrl.run.journal.recover import RecoveredRun, Resumption, recovered_run
-from streamrl.run.journal.run_journal import JournalledOutcomes, RunJournal
+from streamrl.run.journal.run_journal import RunJournal
 from streamrl.run.journal.summary import RunSummary, summarize
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
+from streamrl.stages.episodes import Episodes
 from streamrl.stages.reward import RewardSettings, RewardStage
-from streamrl.stages.rollout import RolloutStage
 
 RUN = {"steps": 6, "batch_groups": 4, "group_size": 4, "max_failed_share": 0.5, "failure_window": 64}
 
@@ -88,30 +87,24 @@ class Killed(Exception):
     """The controller is gone, as after SIGKILL."""
 
 
-def _let_die(journal: RunJournal, events: int) -> None:
-    """Let the controller die when it journals one event more than ``events``."""
-    on_event, count = journal.on_event, itertools.count()
+def _let_die(journal: RunJournal, events: int, sampled: int, held_out: list[Trajectory]) -> None:
+    """Let the controller die when it journals one event more than ``events``, or once ``sampled`` trajectories left the
+    engines (0: never). Those that are held out are noted."""
+    on_event, record, count, left = journal.on_event, journal.sampled, itertools.count(), itertools.count(1)
 
     def on_event_or_die(event: ControlEvent, control: Control) -> None:
         on_event(event, control)
         if next(count) >= events:
             raise Killed
 
-    journal.on_event = on_event_or_die  # type: ignore[method-assign]
-
-
-class MortalOutcomes(JournalledOutcomes):
-    """The controller dies when so many trajectories have left the engines."""
-
-    def __init__(self, journal: RunJournal, outcomes: SendStream[RolloutOutcome], left: int) -> None:
-        super().__init__(journal, outcomes)
-        self._left = left
-
-    async def send(self, item: RolloutOutcome) -> None:
-        await super().send(item)
-        self._left -= 1
-        if not self._left:
+    async def record_or_die(trajectory: Trajectory) -> None:
+        await record(trajectory)
+        if trajectory.evaluation:
+            held_out.append(trajectory)
+        if next(left) == sampled:
             raise Killed
+
+    journal.on_event, journal.sampled = on_event_or_die, record_or_die  # type: ignore[method-assign]
 
 
 class CountedPrompts:
@@ -226,13 +219,6 @@ class ParityScorer:
         self.returned[f"{completion.group_id}.{completion.sample}.{completion.attempt}"] = reward
         return SampleReward(reward=reward)
 
-    async def noting_held_out(self, outcomes: ReceiveStream[RolloutOutcome]) -> AsyncIterator[RolloutOutcome]:
-        """What comes to the reward stage, with a note of what is held out."""
-        async for outcome in outcomes:
-            if isinstance(outcome, FinishedTrajectory) and outcome.trajectory.evaluation:
-                self.held_out.append(outcome.trajectory)
-            yield outcome
-
 
 class PacedEngine(SimulatedEngine):
     """Says that a token takes a second, of the real clock: what runs has no token yet, as far as is known."""
@@ -328,7 +314,6 @@ class SimulatedRun:
             {f"engine-{index}": engine for index, engine in enumerate(self.engines)}, unavailable=unavailable
         )
         await pool.start()
-        rollout = RolloutStage(pool, Sampling(max_tokens=64))
         async with anyio.create_task_group() as parts:
             streams: list[RankStreams] = []
             for rank in self.ranks:
@@ -347,7 +332,12 @@ class SimulatedRun:
             journal = RunJournal(file, contents, recovered)
             if recovered is not None:
                 self._prompts.go_on(recovered.state.prompts.drawn)
-            _let_die(journal, self.events_to_live)
+            _let_die(journal, self.events_to_live, self.outcomes_to_live, self.scorer.held_out)
+            reward = RewardStage(
+                RewardSettings(functions="parity", per_group=False, timeout_s=300, concurrency=8),
+                [scorer_streams(self.scorer, parts)],
+            )
+            episodes = Episodes(pool, Sampling(max_tokens=64), reward, journal)
 
             async def emit(event: RunEvent) -> None:
                 self.events.append(event)
@@ -377,7 +367,7 @@ class SimulatedRun:
                 emit,
                 control,
                 contents,
-                rollout.statistics,
+                episodes.statistics,
                 64,
                 load=pool.load,
                 figures=lambda: elastic.figures,
@@ -399,17 +389,9 @@ class SimulatedRun:
                 observers=[elastic, audit, report, *([resumption] if resumption else [])],
                 waits=waits,
             )
-            orders: tuple[SendStream[RolloutOrder], ReceiveStream[RolloutOrder]] = memory_stream(256)
-            outcomes: tuple[SendStream[RolloutOutcome], ReceiveStream[RolloutOutcome]] = memory_stream(256)
-            scored: tuple[SendStream[RewardOutcome], ReceiveStream[RewardOutcome]] = memory_stream(256)
-            reward = RewardStage(
-                RewardSettings(functions="parity", per_group=False, timeout_s=300, concurrency=8),
-                [scorer_streams(self.scorer, parts)],
-            )
-            parts.start_soon(rollout.run, orders[1], MortalOutcomes(journal, outcomes[0], self.outcomes_to_live))
-            parts.start_soon(reward.run, self.scorer.noting_held_out(outcomes[1]), scored[0])
             try:
-                reason = await self.controller.run(orders[0], scored[1])
+                async with reward.running():
+                    reason = await self.controller.run(episodes)
                 assert not (found := violations(control.state, control.rules)), found
                 return reason
             except BaseException:

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.base.stage_messages import FinishedTrajectory, Scored
+from streamrl.base.stage_messages import Scored
 from streamrl.base.types import ScoredTrajectory, Trajectory
 from streamrl.cli.main import main
 from streamrl.comm.memory_stream import memory_stream
@@ -84,8 +84,6 @@ async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
     async def accept(recipe: Recipe, reward: Reward) -> None:
         checked.append(reward.label)
 
-    give, incoming = memory_stream(COUNT)
-    scored, take = memory_stream(COUNT)
     outcomes: list[Any] = []
     endpoint = f"ipc://{tmp_path}/changes"
     async with anyio.create_task_group() as group:
@@ -108,10 +106,13 @@ async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
             async with zmq_receiver(RewardRequest, endpoint, bind=False, name="changes") as changes:
                 await attached.run(changes, note)
 
+        async def score(trajectory: Trajectory) -> None:
+            outcomes.append(await stage.score(trajectory, 5))
+
         async def flow() -> None:
             for sample in range(COUNT):
                 trajectory = make_trajectory("ab", sample=sample, group=sample // 5)
-                await give.send(FinishedTrajectory(trajectory=trajectory, group_size=5))
+                group.start_soon(score, trajectory)
                 await asyncio.sleep(0)
                 if sample in (60, 120, 180, 240):
                     await reached[sample].wait()
@@ -120,7 +121,8 @@ async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
         settings = RewardSettings(functions="length", per_group=False, timeout_s=300.0, concurrency=4)
         stage = RewardStage(settings, [open_worker])
         attached = AttachedRewards(recipe, stage, fresh_rewards(recipe), reply, accept)
-        group.start_soon(stage.run, incoming, scored)
+        running = stage.running()
+        await running.__aenter__()
         changing = anyio.CancelScope()
         group.start_soon(listen)
         group.start_soon(flow)
@@ -130,7 +132,8 @@ async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
                 await attachments.run(endpoint)
 
         group.start_soon(change)
-        outcomes.append(await take.receive())
+        while not outcomes:
+            await asyncio.sleep(0)
         assert await attachments.attach(f"{KILLERS}:half", weight=2.0) == 1
         reached[60].set()
         with pytest.raises(RecipeError, match="no_such"):
@@ -142,9 +145,9 @@ async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
         reached[180].set()
         assert await attachments.detach("half") == version + 1
         reached[240].set()
-        outcomes += [await take.receive() for _ in range(COUNT - 1)]
-        await give.aclose()
-        assert [outcome async for outcome in take] == []
+        while len(outcomes) < COUNT:
+            await asyncio.sleep(0)
+        await running.__aexit__(None, None, None)
         listed = await attachments.attached()
         assert listed.reward_version == version + 1
         assert [(r.name, r.since, r.trusted) for r in listed.rewards] == [("three", version, True)]

@@ -21,10 +21,8 @@ import pytest
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.stage_messages import FinishedTrajectory, Scored
 from streamrl.base.types import ScoredTrajectory, Trajectory
 from streamrl.cli.main import main
-from streamrl.comm.memory_stream import memory_stream
 from streamrl.launch.attached_rewards import AttachedRewards
 from streamrl.launch.control_socket import serving_control
 from streamrl.launch.pipeline import carry_out
@@ -55,8 +53,6 @@ class LiveRun:
         self.stage: RewardStage
         self.attached: AttachedRewards
         self.worker: subprocess.Popen[bytes]
-        self._give, self._incoming = memory_stream(1000)
-        self._scored, self._take = memory_stream(1000)
 
     def start_worker(self) -> None:
         given = self.run_directory / "recipe.json"
@@ -65,14 +61,16 @@ class LiveRun:
         self.worker = subprocess.Popen([sys.executable, WORKER, given, *streams])
 
     async def score(self, *trajectories: Trajectory, group_size: int = 1) -> list[ScoredTrajectory]:
-        for trajectory in trajectories:
-            await self._give.send(FinishedTrajectory(trajectory=trajectory, group_size=group_size))
         found: list[ScoredTrajectory] = []
-        for _ in trajectories:
-            scored = await self._take.receive()
-            assert isinstance(scored, Scored)
+
+        async def score(trajectory: Trajectory) -> None:
+            scored = await self.stage.score(trajectory, group_size)
             assert isinstance(scored.outcome, ScoredTrajectory), scored
             found.append(scored.outcome)
+
+        async with anyio.create_task_group() as tasks:
+            for trajectory in trajectories:
+                tasks.start_soon(score, trajectory)
         return found
 
     async def streamrl(self, *arguments: str) -> int:
@@ -104,12 +102,10 @@ class LiveRun:
                     partial(carry_out, self.attachments, lambda: self.log.append((-1, (), "drain"))),
                 ),
             ):
-                tasks.start_soon(self.stage.run, self._incoming, self._scored)
                 tasks.start_soon(change_rewards, self.topology, self.attached, self.run_directory, note)
                 tasks.start_soon(self.attachments.run, rewards_endpoint(self.topology))
-                yield self
-                await self._give.aclose()
-                assert [left async for left in self._take] == []
+                async with self.stage.running():
+                    yield self
                 self.attachments.close()
                 tasks.cancel_scope.cancel()
         finally:

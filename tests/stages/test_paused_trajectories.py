@@ -9,27 +9,16 @@ from typing import Any
 
 import anyio
 import pytest
-from builders import InstantClock
+from builders import InstantClock, episodes_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.base.errors import RequestRefused
 from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
-from streamrl.base.stage_messages import (
-    CancelTrajectories,
-    FinishedTrajectory,
-    LaunchTrajectory,
-    PauseTrajectories,
-    ResumeTrajectories,
-    RolloutOrder,
-    TrajectoryLost,
-    TrajectoryPaused,
-)
-from streamrl.base.types import Completion, FinishReason, Prompt, TrajectoryId, VersionSpan, token_array
-from streamrl.comm.memory_stream import memory_stream
+from streamrl.base.stage_messages import LaunchTrajectory, Scored, TrajectoryLost, TrajectoryOutcome, TrajectoryPaused
+from streamrl.base.types import Completion, FinishReason, Prompt, Trajectory, TrajectoryId, VersionSpan, token_array
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.recipe.sections import Sampling
-from streamrl.stages.rollout import RolloutStage
+from streamrl.stages.episodes import Episodes
 
 LONG = LengthMixture(median=200, sigma=0.01, long_share=0.0)
 
@@ -43,16 +32,19 @@ def launch(sample: int) -> LaunchTrajectory:
     return LaunchTrajectory(id=identity(sample), prompt=prompt, group_size=2, seed=7 + sample)
 
 
-def pause(*samples: int) -> PauseTrajectories:
-    return PauseTrajectories(ids=tuple(identity(sample) for sample in samples))
+Order = Callable[[Episodes], None]
 
 
-def resume(*samples: int) -> ResumeTrajectories:
-    return ResumeTrajectories(ids=tuple(identity(sample) for sample in samples))
+def pause(sample: int) -> Order:
+    return lambda episodes: episodes.pause([identity(sample)])
 
 
-def cancel(*samples: int) -> CancelTrajectories:
-    return CancelTrajectories(ids=tuple(identity(sample) for sample in samples))
+def resume(sample: int) -> Order:
+    return lambda episodes: episodes.resume([identity(sample)])
+
+
+def cancel(sample: int) -> Order:
+    return lambda episodes: episodes.cancel([identity(sample)])
 
 
 class RecordingEngine(SimulatedEngine):
@@ -80,22 +72,23 @@ class RecordingEngine(SimulatedEngine):
 
 
 class Bench:
-    """A rollout stage that runs, with what came out of it so far."""
+    """Episodes that run, with what was heard of them so far."""
 
     def __init__(self, engine: RecordingEngine, capacity: float = math.inf) -> None:
         self.engine = engine
-        self.stage = RolloutStage(engine, Sampling(max_tokens=300), capacity=capacity)
-        self.give, self.orders = memory_stream(64)
-        self.outcomes, self.take = memory_stream(64)
+        self.stage = episodes_on(engine, capacity=capacity)
         self.seen: list[Any] = []
 
-    async def collect(self) -> None:
-        async for outcome in self.take:
-            self.seen.append(outcome)
+    async def take(self, outcome: TrajectoryOutcome) -> None:
+        self.seen.append(outcome)
 
-    async def order(self, *orders: RolloutOrder) -> None:
+    def launch(self, *samples: int) -> None:
+        for sample in samples:
+            self.stage.launch(launch(sample), self.take)
+
+    def order(self, *orders: Order) -> None:
         for order in orders:
-            await self.give.send(order)
+            order(self.stage)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(100_000):
@@ -127,15 +120,12 @@ async def roll(
     """Launch, let ``during`` interfere once all run, end the orders, and wait for every outcome."""
     bench = Bench(engine or RecordingEngine(lengths), capacity)
     await bench.engine.start()
-    async with anyio.create_task_group() as group:
-        group.start_soon(bench.stage.run, bench.orders, bench.outcomes)
-        group.start_soon(bench.collect)
-        await bench.order(*(launch(sample) for sample in range(launched)))
+    async with bench.stage.running():
+        bench.launch(*range(launched))
         await bench.until(lambda: bench.engine.load().running == launched)
         await during(bench)
-        await bench.give.aclose()
     ends = Counter(
-        outcome.trajectory.id if isinstance(outcome, FinishedTrajectory) else outcome.id
+        outcome.outcome.trajectory.id if isinstance(outcome, Scored) else outcome.id
         for outcome in bench.seen
         if not isinstance(outcome, TrajectoryPaused)
     )
@@ -144,10 +134,10 @@ async def roll(
     return bench
 
 
-def assert_joined(bench: Bench, sample: int) -> FinishedTrajectory:
+def assert_joined(bench: Bench, sample: int) -> Trajectory:
     """The finished trajectory is its parts in order, each asked for with all tokens before it and a seed of its own."""
-    [finished] = [o for o in bench.of(FinishedTrajectory) if o.trajectory.id.sample == sample]
-    [segment] = finished.trajectory.segments
+    [finished] = [o.outcome.trajectory for o in bench.of(Scored) if o.outcome.trajectory.id.sample == sample]
+    [segment] = finished.segments
     tokens = token_array()
     seeds = set()
     for part in range(len([i for i in bench.engine.asked if i.startswith(f"{identity(sample)}/")])):
@@ -163,6 +153,7 @@ def assert_joined(bench: Bench, sample: int) -> FinishedTrajectory:
     assert len(segment.behavior_logprobs) == len(tokens)
     assert [span.start for span in segment.version_spans] == [0, *(span.end for span in segment.version_spans[:-1])]
     assert segment.version_spans[-1].end == len(tokens)
+    assert isinstance(finished, Trajectory)
     return finished
 
 
@@ -171,36 +162,36 @@ async def test_what_is_paused_leaves_the_engine_and_goes_on_from_its_tokens_unde
 
     async def during(bench: Bench) -> None:
         await bench.steps(40)
-        await bench.order(pause(0))
+        bench.order(pause(0))
         await bench.until(lambda: bool(bench.paused))
         assert bench.engine.load().running == 1
         assert bench.stage.statistics().running == 1
         await bench.engine.push(1)
-        await bench.until(lambda: bool(bench.of(FinishedTrajectory)))
+        await bench.until(lambda: bool(bench.of(Scored)))
         assert bench.engine.load().running == 0, "the paused one is not in the engine"
         at_pause.append(bench.stage.statistics().busy_seconds)
         await bench.engine.push(2)
-        await bench.order(resume(0))
-        await bench.until(lambda: len(bench.of(FinishedTrajectory)) == 2)
+        bench.order(resume(0))
+        await bench.until(lambda: len(bench.of(Scored)) == 2)
 
     bench = await roll(during)
     finished = assert_joined(bench, 0)
     prefix = bench.engine.pieces["0.0.0/0"]
     assert bench.paused == {0: len(prefix.token_ids)} and 15 <= len(prefix.token_ids) <= 25
-    [segment] = finished.trajectory.segments
+    [segment] = finished.segments
     assert segment.version_spans == (
         VersionSpan(start=0, end=bench.paused[0], policy_version=0),
         VersionSpan(start=bench.paused[0], end=len(segment.token_ids), policy_version=2),
     )
-    assert [span.policy_version for span in assert_joined(bench, 1).trajectory.segments[0].version_spans] == [0, 1]
+    assert [span.policy_version for span in assert_joined(bench, 1).segments[0].version_spans] == [0, 1]
 
 
 async def test_a_paused_trajectory_that_is_cancelled_is_lost_with_its_tokens() -> None:
     async def during(bench: Bench) -> None:
         await bench.steps(20)
-        await bench.order(pause(0))
+        bench.order(pause(0))
         await bench.until(lambda: bool(bench.paused))
-        await bench.order(cancel(0))
+        bench.order(cancel(0))
         await bench.until(lambda: bool(bench.of(TrajectoryLost)))
 
     bench = await roll(during)
@@ -228,13 +219,12 @@ async def test_a_resume_that_overtakes_the_abort_of_its_pause_loses_nothing() ->
 
     async def during(bench: Bench) -> None:
         await bench.steps(20)
-        await bench.order(pause(0), resume(0), pause(0), resume(0), pause(1))
+        bench.order(pause(0), resume(0), pause(0), resume(0), pause(1))
         await bench.until(lambda: len(engine.late) == 3)
         await engine.let_through()
-        await bench.until(lambda: len(bench.of(TrajectoryPaused)) == 3)
-        assert [o.id.sample for o in bench.of(TrajectoryPaused)].count(0) == 2, "each pause is answered"
-        await bench.until(lambda: bool(bench.of(FinishedTrajectory)))
-        await bench.order(resume(1))
+        await bench.until(lambda: bool(bench.paused))
+        await bench.until(lambda: bool(bench.of(Scored)))
+        bench.order(resume(1))
 
     bench = await roll(during, engine=engine)
     for sample in (0, 1):
@@ -244,46 +234,44 @@ async def test_a_resume_that_overtakes_the_abort_of_its_pause_loses_nothing() ->
 async def test_a_push_that_aborts_keeps_paused_what_is_paused() -> None:
     async def during(bench: Bench) -> None:
         await bench.steps(20)
-        await bench.order(pause(0))
+        bench.order(pause(0))
         await bench.engine.pause(PauseMode.ABORT, clear_cache=True)  # races with the pause
         await bench.engine.resume()
         await bench.until(lambda: bool(bench.paused))
         parts = [request for request in bench.engine.asked if request.startswith("0.0.0/")]
         await bench.engine.pause(PauseMode.ABORT, clear_cache=True)
         await bench.engine.resume()
-        await bench.until(lambda: bool(bench.of(FinishedTrajectory)))
+        await bench.until(lambda: bool(bench.of(Scored)))
         assert parts == [request for request in bench.engine.asked if request.startswith("0.0.0/")]
-        await bench.order(resume(0))
+        bench.order(resume(0))
 
     bench = await roll(during)
     for sample in (0, 1):
         assert_joined(bench, sample)
 
 
-async def test_what_is_paused_at_the_end_of_the_orders_is_lost_and_the_stage_ends() -> None:
+async def test_what_is_paused_at_the_end_is_lost_and_the_episodes_end() -> None:
     async def during(bench: Bench) -> None:
         await bench.steps(20)
-        await bench.order(pause(0))
+        bench.order(pause(0))
         await bench.until(lambda: bool(bench.paused))
-        await bench.order(pause(1))  # this one ends while its abort is under way
+        bench.order(pause(1))  # this one ends while its abort is under way
 
     bench = await roll(during)
     assert {(o.id.sample, o.cancelled, o.reason) for o in bench.of(TrajectoryLost)} == {
-        (sample, True, "paused when the orders ended") for sample in (0, 1)
+        (sample, True, "paused when the run ended") for sample in (0, 1)
     }
 
 
 async def test_a_trajectory_may_be_paused_or_cancelled_as_soon_as_it_is_launched() -> None:
     bench = Bench(RecordingEngine())
     await bench.engine.start()
-    async with anyio.create_task_group() as group:
-        await bench.order(launch(0), pause(0), launch(1), cancel(1))
-        group.start_soon(bench.stage.run, bench.orders, bench.outcomes)
-        group.start_soon(bench.collect)
+    async with bench.stage.running():
+        bench.launch(0, 1)
+        bench.order(pause(0), cancel(1))
         await bench.until(lambda: bool(bench.paused) and bool(bench.of(TrajectoryLost)))
         assert bench.engine.load().running == 0
-        await bench.order(resume(0))
-        await bench.give.aclose()
+        bench.order(resume(0))
     assert_joined(bench, 0)
 
 
@@ -315,15 +303,16 @@ class RefusingEngine(RecordingEngine):
 async def test_a_part_that_is_refused_tells_the_tokens_that_it_had() -> None:
     bench = Bench(RefusingEngine())
     await bench.engine.start()
-    async with anyio.create_task_group() as group:
-        group.start_soon(bench.stage.run, bench.orders, bench.outcomes)
-        group.start_soon(bench.collect)
-        await bench.order(launch(0))
+    async with bench.stage.running():
+        bench.launch(0)
         await bench.steps(20)
-        await bench.order(pause(0), resume(0))
-        await bench.give.aclose()
+        bench.order(pause(0), resume(0))
     [lost] = bench.of(TrajectoryLost)
-    assert (lost.cancelled, lost.reason, lost.tokens) == (False, "planted", bench.paused[0])
+    assert (lost.cancelled, lost.reason, lost.tokens) == (
+        False,
+        "planted",
+        len(bench.engine.pieces["0.0.0/0"].token_ids),
+    )
 
 
 @pytest.mark.parametrize("between", range(4))
@@ -365,11 +354,11 @@ async def test_whatever_is_ordered_each_trajectory_ends_once_and_whole(script: l
             match word:
                 case "pause":
                     pauses[sample] += 1
-                    await bench.order(pause(sample))
+                    bench.order(pause(sample))
                 case "resume":
-                    await bench.order(resume(sample))
+                    bench.order(resume(sample))
                 case "cancel":
-                    await bench.order(cancel(sample))
+                    bench.order(cancel(sample))
                 case "abort":
                     await bench.engine.pause(PauseMode.ABORT, clear_cache=True)
                     await bench.engine.resume()
@@ -384,7 +373,7 @@ async def test_whatever_is_ordered_each_trajectory_ends_once_and_whole(script: l
     cancelled = {o.id.sample for o in bench.of(TrajectoryLost)}
     assert all(o.cancelled for o in bench.of(TrajectoryLost))
     for sample in set(range(4)) - cancelled:
-        assert assert_joined(bench, sample).trajectory.finish_reason is not FinishReason.ABORT
+        assert assert_joined(bench, sample).finish_reason is not FinishReason.ABORT
     answers = Counter(o.id.sample for o in bench.of(TrajectoryPaused))
     assert all(answers[sample] <= pauses[sample] for sample in range(4))
 

@@ -1,21 +1,19 @@
-"""The rollout stage keeps what a race cancelled, and verifies it when the same draw is launched again."""
+"""Episodes keep what a race cancelled, and verifies it when the same draw is launched again."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 import msgspec
-from builders import InstantClock
+from builders import InstantClock, episodes_on
 
 from streamrl.base.messages import PauseMode
-from streamrl.base.stage_messages import CancelTrajectories, FinishedTrajectory, LaunchTrajectory
+from streamrl.base.stage_messages import LaunchTrajectory, Scored, TrajectoryLost, TrajectoryOutcome
 from streamrl.base.types import Prompt, Trajectory, TrajectoryId, token_array
-from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.recipe.sections import Sampling
-from streamrl.stages.rollout import RolloutStage
 
 PROMPT = Prompt(prompt_id="p", token_ids=token_array([2, 3]))
 LONG = LengthMixture(median=200, sigma=0.01, long_share=0.0)
@@ -28,45 +26,50 @@ def launch(group: int, sample: int = 0, seed: int = 7, **changes: Any) -> Launch
 
 
 class Rollout:
-    """A stage on a simulated engine in virtual time."""
+    """Episodes on a simulated engine in virtual time."""
 
     def __init__(self, *, verifies: bool = True) -> None:
         self.clock = InstantClock()
         self.engine = SimulatedEngine(
             SimulationOptions(lengths=LONG, policy_version=3), clock=self.clock.now, sleep=self.clock.sleep
         )
-        self.stage = RolloutStage(self.engine, Sampling(max_tokens=300), verifies_deferred=verifies)
-        self.give, self.orders = memory_stream(8)
-        self.outcomes, self.take = memory_stream(8)
+        self.stage = episodes_on(self.engine, verifies_deferred=verifies)
+        self._outcomes: asyncio.Queue[TrajectoryOutcome] = asyncio.Queue()
 
     async def __aenter__(self) -> Rollout:
         await self.engine.start()
-        self.group = anyio.create_task_group()
-        await self.group.__aenter__()
-        self.group.start_soon(self.stage.run, self.orders, self.outcomes)
+        self.running = self.stage.running()
+        await self.running.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self.give.aclose()
-        await self.group.__aexit__(None, None, None)
+        await self.running.__aexit__(None, None, None)
+
+    def launch(self, order: LaunchTrajectory) -> None:
+        self.stage.launch(order, self._outcomes.put)
+
+    async def lost(self) -> TrajectoryLost:
+        """What was cancelled."""
+        outcome = await self._outcomes.get()
+        assert isinstance(outcome, TrajectoryLost)
+        return outcome
 
     async def finish(self, order: LaunchTrajectory) -> tuple[Trajectory, float]:
         """The whole trajectory, and the seconds that it took."""
         began = self.clock.now()
-        await self.give.send(order)
-        outcome = await self.take.receive()
-        assert isinstance(outcome, FinishedTrajectory)
-        return outcome.trajectory, self.clock.now() - began
+        self.launch(order)
+        outcome = await self._outcomes.get()
+        assert isinstance(outcome, Scored)
+        return outcome.outcome.trajectory, self.clock.now() - began
 
     async def lose(self, order: LaunchTrajectory, tokens: int) -> int:
         """Cancelled once it has about so many tokens; returns how many it had."""
         before = self.engine.load().decode_tokens
-        await self.give.send(order)
+        self.launch(order)
         while self.engine.load().decode_tokens < before + tokens:
             await anyio.lowlevel.checkpoint()
-        await self.give.send(CancelTrajectories(ids=(order.id,)))
-        lost = await self.take.receive()
-        return int(lost.tokens)
+        self.stage.cancel([order.id])
+        return (await self.lost()).tokens
 
 
 async def test_a_deferred_prompt_that_is_launched_again_continues_where_it_was() -> None:
@@ -107,7 +110,7 @@ async def test_a_complete_member_of_a_group_that_loses_is_kept_too() -> None:
     async with Rollout() as rollout:
         first, _ = await rollout.finish(launch(0))
         await rollout.lose(launch(0, sample=1), 60)
-        await rollout.give.send(CancelTrajectories(ids=(launch(0).id,)))
+        rollout.stage.cancel([launch(0).id])
         again, _ = await rollout.finish(launch(4))
         statistics = rollout.stage.statistics()
     assert again.segments[0].token_ids == first.segments[0].token_ids
@@ -118,7 +121,7 @@ async def test_a_complete_member_of_a_group_that_loses_is_kept_too() -> None:
 async def test_only_tokens_of_the_first_noise_are_kept() -> None:
     """What a drained engine cut goes on with a seed of its own, whose noise begins elsewhere."""
     async with Rollout() as rollout:
-        await rollout.give.send(launch(0))
+        rollout.launch(launch(0))
         while rollout.engine.load().decode_tokens < 50:
             await anyio.lowlevel.checkpoint()
         cut_at = rollout.engine.load().decode_tokens
@@ -126,7 +129,7 @@ async def test_only_tokens_of_the_first_noise_are_kept() -> None:
         await rollout.engine.resume()
         while rollout.engine.load().decode_tokens < 90:
             await anyio.lowlevel.checkpoint()
-        await rollout.give.send(CancelTrajectories(ids=(launch(0).id,)))
-        await rollout.take.receive()
+        rollout.stage.cancel([launch(0).id])
+        await rollout.lost()
         await rollout.finish(launch(1))
         assert cut_at <= rollout.stage.statistics().verified_tokens <= cut_at + 1

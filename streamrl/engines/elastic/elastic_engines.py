@@ -21,7 +21,7 @@ import msgspec
 
 from streamrl.base.errors import EngineError, StreamRLError
 from streamrl.base.messages import EngineLoad
-from streamrl.base.stage_messages import EndedOutcome, RewardOutcome, TrajectoryLost, TrajectoryPaused
+from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost, TrajectoryOutcome, TrajectoryPaused
 from streamrl.base.types import TrajectoryId
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.contracts import Observer, PushReport
@@ -154,7 +154,7 @@ class ElasticEngines(Observer):
             await self._decided(plan.because, self._step, True)
             self._switch_planned.set()
 
-    def on_outcome(self, outcome: RewardOutcome) -> None:
+    def on_outcome(self, outcome: TrajectoryOutcome) -> None:
         """Note the length of what ended."""
         if isinstance(outcome, TrajectoryPaused):
             return

@@ -10,16 +10,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from math import sqrt
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
-from typing import Any
 
 import msgspec
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.stage_messages import EndedOutcome, FinishedTrajectory, Scored, TrajectoryLost
-from streamrl.base.types import ScoredTrajectory, Trajectory
-from streamrl.comm.memory_stream import memory_stream
-from streamrl.contracts import Sampler, WatchedEngine
+from streamrl.base.stage_messages import EndedOutcome, Scored
+from streamrl.base.types import ScoredTrajectory, Trajectory, TrajectoryId
+from streamrl.contracts import Journal, Sampler, WatchedEngine
 from streamrl.engines.vllm.options import max_model_len, model_config
 from streamrl.launch.roles import engine_of
 from streamrl.pretrained.tokenizer import Tokenizer
@@ -30,7 +28,7 @@ from streamrl.rewards.signature import needed_columns
 from streamrl.run.evaluate.evaluation import EvaluationRun, HeldOut, read_held_out, scores_by_prompt, values_by_prompt
 from streamrl.run.prompts.prompt_spec import prompt_sources
 from streamrl.run.prompts.prompts import check_prompts
-from streamrl.stages.rollout import RolloutStage
+from streamrl.stages.episodes import Episodes
 
 _WIDTH = NormalDist().inv_cdf(0.975)
 Ended = Callable[[EvaluationRun], None]
@@ -82,37 +80,33 @@ async def evaluate_model(
             return [await _pass(recipe, one, version, engine, rewards, ended) for one in chosen]
 
 
+class _RewardsHere:
+    """A ``Scorer`` of functions in this process."""
+
+    def __init__(self, rewards: RewardSet) -> None:
+        self._rewards = rewards
+
+    async def score(self, trajectory: Trajectory, group_size: int) -> Scored:
+        (outcome,) = await self._rewards.score([trajectory])
+        return Scored(outcome=outcome)
+
+    async def lost(self, trajectory: TrajectoryId, group_size: int) -> None:
+        return None
+
+
 async def _pass(
     recipe: Recipe, held_out: HeldOut, version: int, engine: Sampler, rewards: RewardSet, ended: Ended
 ) -> EvaluatedPass:
-    """The stages of a run, without control between them."""
+    """The episodes of a run, without control."""
     settings, sampling = held_out.settings, recipe.sampling
     evaluation = EvaluationRun(held_out, version, limit=settings.limit, seed=recipe.run.seed)
-    rollout = RolloutStage(engine, sampling)
-    orders: tuple[Any, Any] = memory_stream(held_out.in_flight)
-    finished: tuple[Any, Any] = memory_stream(held_out.in_flight)
+    episodes = Episodes(engine, sampling, _RewardsHere(rewards), Journal())
 
-    def take(outcome: EndedOutcome) -> None:
-        evaluation.take(outcome)
+    async def progressed() -> None:
         ended(evaluation)
 
-    async def score(trajectory: Trajectory) -> None:
-        (outcome,) = await rewards.score([trajectory])
-        take(Scored(outcome=outcome))
-
-    async def score_all() -> None:
-        async with asyncio.TaskGroup() as scoring:
-            async for outcome in finished[1]:
-                if isinstance(outcome, FinishedTrajectory):
-                    scoring.create_task(score(outcome.trajectory))
-                elif isinstance(outcome, TrajectoryLost):
-                    take(outcome)
-
-    async with asyncio.TaskGroup() as stages:
-        stages.create_task(rollout.run(orders[1], finished[0]))
-        stages.create_task(score_all())
-        figures = await evaluation.run(orders[0])
-        await orders[0].aclose()
+    async with episodes.running():
+        figures = await evaluation.run(episodes, progressed)
     scores: dict[str, dict[str, ScoreOfPrompts]] = {}
     for name, numbers in evaluation.sets.items():
         own = evaluation.outcomes_of(numbers)

@@ -20,7 +20,7 @@ from streamrl.base.run_events import (
     RunWarning,
     StepFinished,
 )
-from streamrl.base.stage_messages import RewardOutcome, RolloutStatistics, Scored
+from streamrl.base.stage_messages import RolloutStatistics, Scored, TrajectoryOutcome
 from streamrl.base.types import DropReason, ScoredTrajectory
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.contracts import Observer, PushReport
@@ -183,7 +183,7 @@ class RunReport(Observer):
             case do.PublishWeights():
                 self._timer.publishing()
 
-    def on_outcome(self, outcome: RewardOutcome) -> None:
+    def on_outcome(self, outcome: TrajectoryOutcome) -> None:
         """Count an outcome and the calls of rewards in it."""
         if isinstance(outcome, Scored):
             self._rewards.on_outcome(outcome)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from streamrl.base.stage_messages import EndedOutcome, RewardOutcome, Scored, TrajectoryLost, TrajectoryPaused
+from streamrl.base.stage_messages import EndedOutcome, Scored, TrajectoryLost, TrajectoryOutcome, TrajectoryPaused
 from streamrl.base.types import DropReason, FinishReason, RewardCall, RewardFailure, ScoredTrajectory, TrajectoryId
 from streamrl.buffers.rollout_buffer import Group
 from streamrl.control.actions import LaunchGroup
@@ -81,7 +81,7 @@ class TrajectoryStats:
         oldest = min((one.policy_version for one in self._open.values()), default=policy_version)
         self._live = {version: at for version, at in self._live.items() if version >= oldest}
 
-    def on_outcome(self, item: RewardOutcome, now: float) -> None:
+    def on_outcome(self, item: TrajectoryOutcome, now: float) -> None:
         """Note an outcome."""
         if isinstance(item, TrajectoryPaused):
             if (one := self._open.get(item.id)) is not None and one.pausing:

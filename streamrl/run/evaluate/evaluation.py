@@ -15,16 +15,15 @@ import msgspec
 from streamrl.base.run_events import EvaluationFinished, RunEvent, RunWarning
 from streamrl.base.seeds import derive_seed
 from streamrl.base.stage_messages import (
-    CancelTrajectories,
     EndedOutcome,
     LaunchTrajectory,
-    RolloutOrder,
     Scored,
     TrajectoryLost,
+    TrajectoryOutcome,
+    TrajectoryPaused,
 )
 from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId
-from streamrl.comm.stream import SendStream
-from streamrl.contracts import Evaluations
+from streamrl.contracts import EpisodeRunner, Evaluations
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe import sections
 from streamrl.run.prompts.prompt_spec import prompt_sources
@@ -79,9 +78,8 @@ async def read_held_out(recipe: sections.Recipe, tokenizer: Tokenizer, in_flight
 
 
 class EvaluationRun:
-    """One evaluation of one policy version, on the first ``limit`` prompts (0: all). ``run`` once; outcomes arrive
-    through ``take``. Held-out groups have negative ids: they belong to no group of the run. ``sets``: numbers of its
-    prompts."""
+    """One evaluation of one policy version, on the first ``limit`` prompts (0: all). ``run`` once. Held-out groups have
+    negative ids: they belong to no group of the run. ``sets``: numbers of its prompts."""
 
     def __init__(self, held_out: HeldOut, policy_version: int, *, limit: int, seed: int) -> None:
         self.policy_version = policy_version
@@ -100,15 +98,22 @@ class EvaluationRun:
         """Completions of this evaluation."""
         return sum(map(len, self.sets.values())) * self._held_out.settings.samples
 
-    async def run(self, orders: SendStream[RolloutOrder]) -> dict[str, float]:
-        """Launch everything and wait for every outcome; figures are named ``eval/SET/*``."""
+    async def run(self, episodes: EpisodeRunner, ended: Callable[[], Awaitable[None]]) -> dict[str, float]:
+        """Launch everything and wait for every outcome; figures are named ``eval/SET/*``. ``ended`` is called
+        after each outcome."""
+
+        async def take(outcome: TrajectoryOutcome) -> None:
+            assert not isinstance(outcome, TrajectoryPaused), "control never pauses what is held out"
+            self._ended(outcome)
+            await ended()
+
         started = anyio.current_time()
         for launch in self._launches():
             await self._room.acquire()
             if self.cancelled:
                 break
             self._open.add(launch.id)
-            await orders.send(launch)
+            episodes.launch(launch, take)
         while self._open:
             self._settled = anyio.Event()
             await self._settled.wait()
@@ -124,18 +129,17 @@ class EvaluationRun:
         """The outcomes of the prompts of a set."""
         return [outcome for outcome in self.outcomes if -1 - identity(outcome).group_id in numbers]
 
-    def take(self, outcome: EndedOutcome) -> None:
-        """One outcome of this evaluation."""
+    def _ended(self, outcome: EndedOutcome) -> None:
         self.outcomes.append(outcome)
         self._open.discard(identity(outcome))
         self._room.release()
         if not self._open:
             self._settled.set()
 
-    async def cancel(self, orders: SendStream[RolloutOrder]) -> None:
+    def cancel(self, episodes: EpisodeRunner) -> None:
         """Launch no more and stop what runs; ``run`` returns when all that was launched has ended."""
         self.cancelled = True
-        await orders.send(CancelTrajectories(ids=tuple(self._open)))
+        episodes.cancel(self._open)
 
     def _launches(self) -> Iterator[LaunchTrajectory]:
         temperature = self._held_out.settings.temperature
@@ -183,11 +187,11 @@ class HeldOutEvaluations(Evaluations):
         """``run`` evaluates this version, on the first ``limit`` prompts (0: all)."""
         self.running = EvaluationRun(self._held_out, policy_version, limit=limit, seed=self._seed)
 
-    async def run(self, orders: SendStream[RolloutOrder]) -> Callable[[], Awaitable[None]]:
+    async def run(self, episodes: EpisodeRunner, ended: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
         """Return when all of the evaluation that was begun has ended; what is returned stores it, which may be slow."""
         evaluation = self.running
         assert evaluation is not None
-        figures = await evaluation.run(orders)
+        figures = await evaluation.run(episodes, ended)
         version, self.running = evaluation.policy_version, None
         finished = not evaluation.cancelled and bool(evaluation.sets)  # there may be none that is due
         if finished:
@@ -202,19 +206,14 @@ class HeldOutEvaluations(Evaluations):
 
         return store
 
-    def take(self, outcome: EndedOutcome) -> None:
-        """One outcome of the evaluation that runs."""
-        if self.running is not None:
-            self.running.take(outcome)
-
-    async def cancel(self, orders: SendStream[RolloutOrder], why: str = "") -> None:
+    async def cancel(self, episodes: EpisodeRunner, why: str = "") -> None:
         """Cancel the evaluation that runs, if one does, and say ``why`` in a warning."""
         evaluation = self.running
         if evaluation is None or (why and evaluation.cancelled):
             return
         if why:
             await self.warn_cancelled(evaluation.policy_version, why)
-        await evaluation.cancel(orders)
+        evaluation.cancel(episodes)
 
     async def warn_cancelled(self, policy_version: int, why: str) -> None:
         """The evaluation of ``policy_version`` has no figures."""

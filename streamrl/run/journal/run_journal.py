@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from streamrl.base.stage_messages import FinishedTrajectory, RolloutOutcome, TrajectoryPaused
-from streamrl.base.types import Prompt, ScoredTrajectory
+from streamrl.base.stage_messages import SampledSoFar
+from streamrl.base.types import Prompt, ScoredTrajectory, Trajectory, TrajectoryId
 from streamrl.buffers.trajectory_store import TrajectoryStore
-from streamrl.comm.stream import SendStream
 from streamrl.contracts import Journal
 from streamrl.control.actions import Decision
 from streamrl.control.events import CheckpointDone, ControlEvent
@@ -57,14 +56,18 @@ class RunJournal(Journal):
         for prompt in prompts:
             self._append(JournalPrompt(prompt=prompt))
 
-    def on_outcome(self, outcome: RolloutOutcome) -> None:
-        """A trajectory left the engines: whole, or stopped."""
-        if isinstance(outcome, FinishedTrajectory) and not outcome.trajectory.evaluation:
-            self._store.add(outcome.trajectory)
-            self._append(sampled_record(outcome.trajectory))
-        elif isinstance(outcome, TrajectoryPaused) and outcome.done is not None:
-            self._store.add_part(outcome.id, outcome.done)
-            self._append(JournalPaused(id=outcome.id, done=outcome.done))
+    async def sampled(self, trajectory: Trajectory) -> None:
+        """Append a trajectory that has left the engines, before it is scored. Waits while the disk is behind."""
+        await self._room()
+        if not trajectory.evaluation:
+            self._store.add(trajectory)
+            self._append(sampled_record(trajectory))
+
+    async def paused(self, trajectory: TrajectoryId, done: SampledSoFar) -> None:
+        """Append what a paused trajectory has. Waits while the disk is behind."""
+        await self._room()
+        self._store.add_part(trajectory, done)
+        self._append(JournalPaused(id=trajectory, done=done))
 
     def scored(self, scored: ScoredTrajectory) -> None:
         """Append a reward before control knows of it."""
@@ -98,7 +101,7 @@ class RunJournal(Journal):
         if self._journal is not None and self._last:
             await self._journal.durable(self._last)
 
-    async def room(self) -> None:
+    async def _room(self) -> None:
         """Wait while more waits to be written than memory should hold."""
         if self._journal is not None:
             await self._journal.room()
@@ -120,23 +123,3 @@ class RunJournal(Journal):
     def _append(self, record: JournalRecord) -> None:
         if self._journal is not None and self._begun:  # the first base says what was before it
             self._last = self._journal.append(self._codec.encode(record))
-
-
-class JournalledOutcomes:
-    """The stream from rollout to reward, with each outcome in the journal before it goes on."""
-
-    def __init__(self, journal: RunJournal, outcomes: SendStream[RolloutOutcome]) -> None:
-        self._journal = journal
-        self._outcomes = outcomes
-
-    async def send(self, item: RolloutOutcome) -> None:
-        """Append and send an outcome. Waits while the disk is behind."""
-        await self._journal.room()
-        self._journal.on_outcome(item)
-        await self._outcomes.send(item)
-
-    async def aclose(self) -> None:
-        await self._outcomes.aclose()
-
-    async def watch(self) -> None:
-        await self._outcomes.watch()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from itertools import repeat
 from typing import Any
@@ -14,8 +14,8 @@ import pytest
 from builders import trajectory
 
 from streamrl.base.errors import RecipeError, StreamEnded
-from streamrl.base.stage_messages import FinishedTrajectory, Scored, TrajectoryLost, TrajectoryPaused
-from streamrl.base.types import Prompt, RewardFailure, RewardFailureKind, TrajectoryId, token_array
+from streamrl.base.stage_messages import Scored
+from streamrl.base.types import Prompt, RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory, token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.wire import WireCodec
 from streamrl.recipe.rewards import Reward
@@ -52,17 +52,35 @@ def opener(group: anyio.abc.TaskGroup, lives: Iterator[Script], *, most_orders: 
     return open_worker
 
 
-async def score(settings: RewardSettings, scripts: list[Script], incoming: list[Any]) -> list[Any]:
-    """Run the stage with one worker whose successive lives follow ``scripts``."""
-    lives = iter(scripts)
+class Scores:
+    """What a stage has answered, as trajectories come to it."""
+
+    def __init__(self, stage: RewardStage, group: anyio.abc.TaskGroup) -> None:
+        self.stage, self.outcomes = stage, list[Scored]()
+        self._group = group
+
+    def come(self, done: Trajectory, group_size: int) -> None:
+        self._group.start_soon(self._score, done, group_size)
+
+    async def _score(self, done: Trajectory, group_size: int) -> None:
+        self.outcomes.append(await self.stage.score(done, group_size))
+
+
+@asynccontextmanager
+async def scoring(settings: RewardSettings, lives: Iterable[Script], *, most_orders: int = 8) -> AsyncIterator[Scores]:
+    """Run the stage with one worker whose successive lives follow ``lives``."""
     async with anyio.create_task_group() as group:
-        give, trajectories = memory_stream(16)
-        scored, take = memory_stream(16)
-        group.start_soon(RewardStage(settings, [opener(group, lives)]).run, trajectories, scored)
-        for item in incoming:
-            await give.send(item)
-        await give.aclose()
-        return [outcome async for outcome in take]
+        stage = RewardStage(settings, [opener(group, iter(lives), most_orders=most_orders)])
+        async with stage.running(), anyio.create_task_group() as waiting:
+            yield Scores(stage, waiting)
+
+
+async def score(settings: RewardSettings, scripts: list[Script], count: int) -> list[Scored]:
+    """Score ``count`` siblings that come at once."""
+    async with scoring(settings, scripts) as scores:
+        for sample in range(count):
+            scores.come(trajectory(sample), count)
+    return scores.outcomes
 
 
 async def answer_everything(orders: Any, results: Any) -> None:
@@ -92,9 +110,8 @@ async def test_what_a_replaced_worker_had_not_overdone_is_scored_by_its_successo
         await orders.abort("killed")
         await results.abort("killed")
 
-    incoming = [FinishedTrajectory(trajectory=trajectory(i), group_size=3) for i in range(3)]
-    outcomes = await score(settings(), [die_at_once, answer_everything], incoming)
-    assert sorted(o.outcome.reward for o in outcomes if isinstance(o, Scored)) == [0.0, 1.0, 2.0]
+    outcomes = await score(settings(), [die_at_once, answer_everything], 3)
+    assert sorted(o.outcome.reward for o in outcomes if isinstance(o.outcome, ScoredTrajectory)) == [0.0, 1.0, 2.0]
 
 
 async def test_a_worker_whose_stream_breaks_after_its_last_answer_has_no_successor() -> None:
@@ -104,8 +121,7 @@ async def test_a_worker_whose_stream_breaks_after_its_last_answer_has_no_success
             await results.send(scored_as(order, lambda completion: float(completion.sample)))
         await results.abort("its process had ended")
 
-    incoming = [FinishedTrajectory(trajectory=trajectory(i), group_size=2) for i in range(2)]
-    assert len(await score(settings(), [break_at_the_end], incoming)) == 2
+    assert len(await score(settings(), [break_at_the_end], 2)) == 2
 
 
 async def test_what_hung_for_longer_than_its_limit_is_recorded_as_timed_out() -> None:
@@ -115,8 +131,7 @@ async def test_what_hung_for_longer_than_its_limit_is_recorded_as_timed_out() ->
         await orders.abort("killed")
         await results.abort("killed")
 
-    incoming = [FinishedTrajectory(trajectory=trajectory(i), group_size=1) for i in range(2)]
-    outcomes = await score(settings(timeout_s=0.01), [hang_then_die, answer_everything], incoming)
+    outcomes = await score(settings(timeout_s=0.01), [hang_then_die, answer_everything], 2)
     failures = [o.outcome for o in outcomes if isinstance(o.outcome, RewardFailure)]
     assert failures and all(f.kind is RewardFailureKind.TIMED_OUT for f in failures)
     assert len(outcomes) == 2
@@ -132,57 +147,13 @@ async def test_a_function_that_scores_groups_gets_whole_groups_even_when_a_sibli
             await results.send(scored_as(order, lambda completion: 0.0))
         await results.aclose()
 
-    lost = TrajectoryLost(
-        id=TrajectoryId(prompt_id="p", group_id=1, sample=0), group_size=3, cancelled=False, reason="planted"
-    )
-    incoming = [
-        FinishedTrajectory(trajectory=trajectory(0), group_size=2),
-        FinishedTrajectory(trajectory=trajectory(1, group=1), group_size=3),
-        lost,
-        FinishedTrajectory(trajectory=trajectory(1), group_size=2),
-        FinishedTrajectory(trajectory=trajectory(2, group=1), group_size=3),
-    ]
-    outcomes = await score(settings(per_group=True), [note_sizes], incoming)
-    assert sorted(seen) == [2, 2] and len(outcomes) == 5
-
-
-async def test_a_held_trajectory_is_reported_at_once_and_its_group_waits_for_it() -> None:
-    held = TrajectoryPaused(id=TrajectoryId(prompt_id="p", group_id=0, sample=1), tokens=5)
-    incoming = [
-        FinishedTrajectory(trajectory=trajectory(0), group_size=2),
-        held,
-        FinishedTrajectory(trajectory=trajectory(1), group_size=2),
-    ]
-    outcomes = await score(settings(per_group=True), [answer_everything], incoming)
-    assert outcomes[0] == held
-    assert sorted(o.outcome.reward for o in outcomes[1:]) == [0.0, 1.0]
-
-
-async def test_what_was_scored_is_passed_on_although_its_worker_breaks_meanwhile() -> None:
-    broken = anyio.Event()
-
-    async def answer_then_die(orders: Any, results: Any) -> None:
-        order = await orders.receive()
-        await results.send(scored_as(order, lambda completion: float(completion.sample)))
-        await anyio.wait_all_tasks_blocked()  # the stage is passing on the first of them
-        await orders.abort("killed")
-        await results.abort("killed")
-        await anyio.wait_all_tasks_blocked()
-        broken.set()
-
-    lives = iter([answer_then_die, answer_everything])
-    async with anyio.create_task_group() as group:
-        give, trajectories = memory_stream(16)
-        scored, take = memory_stream(1)
-        group.start_soon(RewardStage(settings(per_group=True), [opener(group, lives)]).run, trajectories, scored)
-        for sample in range(4):
-            await give.send(FinishedTrajectory(trajectory=trajectory(sample), group_size=4))
-        await broken.wait()
-        await give.send(FinishedTrajectory(trajectory=trajectory(4, group=1), group_size=1))
-        await anyio.wait_all_tasks_blocked()  # it was refused: the conversation is over
-        await give.aclose()
-        outcomes = [outcome async for outcome in take]
-    assert [o.outcome.trajectory.id.sample for o in outcomes] == [0, 1, 2, 3, 4]
+    async with scoring(settings(per_group=True), [note_sizes]) as scores:
+        scores.come(trajectory(0), 2)
+        scores.come(trajectory(1, group=1), 3)
+        await scores.stage.lost(trajectory(0, group=1).id, 3)
+        scores.come(trajectory(1), 2)
+        scores.come(trajectory(2, group=1), 3)
+    assert sorted(seen) == [2, 2] and len(scores.outcomes) == 4
 
 
 async def test_what_comes_together_travels_together_and_what_closes_a_round_soonest_goes_first() -> None:
@@ -203,23 +174,17 @@ async def test_what_comes_together_travels_together_and_what_closes_a_round_soon
         await results.aclose()
 
     sizes = {1: 5, 2: 2, 3: 1}
-    async with anyio.create_task_group() as group:
-        give, trajectories = memory_stream(64)
-        scored, take = memory_stream(64)
-        stage = RewardStage(settings(concurrency=64), [opener(group, repeat(take_slowly), most_orders=1)])
-        group.start_soon(stage.run, trajectories, scored)
-        await give.send(FinishedTrajectory(trajectory=trajectory(0, group=1), group_size=5))
+    async with scoring(settings(concurrency=64), repeat(take_slowly), most_orders=1) as scores:
+        scores.come(trajectory(0, group=1), 5)
         await anyio.wait_all_tasks_blocked()
         assert messages == [[(1, 0)]], "the first one goes alone, at once"
-        await give.send(FinishedTrajectory(trajectory=trajectory(1, group=1), group_size=5))
+        scores.come(trajectory(1, group=1), 5)
         await anyio.wait_all_tasks_blocked()  # it waits in the stream; what comes now gathers
         for number, sample in [(1, 2), (2, 0), (1, 3), (3, 0), (2, 1)]:
-            done = trajectory(sample, group=number)
-            await give.send(FinishedTrajectory(trajectory=done, group_size=sizes[number]))
+            scores.come(trajectory(sample, group=number), sizes[number])
             await anyio.wait_all_tasks_blocked()
         many.set()
-        await give.aclose()
-        outcomes = [outcome async for outcome in take]
+    outcomes = scores.outcomes
     assert messages == [[(1, 0)], [(1, 1)], [(1, 2)], [(3, 0), (2, 0), (2, 1), (1, 3)]]
     assert len(outcomes) == len({str(o.outcome.trajectory.id) for o in outcomes}) == 7
 
@@ -243,9 +208,7 @@ async def test_of_a_batch_whose_worker_dies_each_is_scored_once_and_an_answer_co
                 await results.send(scored_as(order, lambda completion: 2.0))
         await results.aclose()
 
-    incoming = [FinishedTrajectory(trajectory=trajectory(i), group_size=12) for i in range(12)]
-    lives = [answer_half_twice_and_die, answer_the_rest]
-    outcomes = await score(settings(concurrency=64), lives, incoming)
+    outcomes = await score(settings(concurrency=64), [answer_half_twice_and_die, answer_the_rest], 12)
     rewards = {o.outcome.trajectory.id.sample: o.outcome.reward for o in outcomes}
     assert len(outcomes) == len(rewards) == 12
     first, rest = seen[0], [sample for batch in seen[1:] for sample in batch]
@@ -286,17 +249,15 @@ async def test_what_gathers_goes_in_messages_that_a_stream_takes(tests: object) 
             group.start_soon(take_from_a_wire, orders_out, results_in)
             yield orders_in, results_out
 
-        give, trajectories = memory_stream(64)
-        scored, take = memory_stream(64)
-        for number in range(16):
-            prompt = Prompt(prompt_id=f"p{number}", token_ids=token_array([2, 3]), columns={"tests": tests})
-            for sample in range(4):
-                done = msgspec.structs.replace(trajectory(sample, group=number), prompt=prompt)
-                await give.send(FinishedTrajectory(trajectory=done, group_size=4))
-        await give.aclose()
-        group.start_soon(RewardStage(settings(concurrency=64), [open_worker]).run, trajectories, scored)
-        outcomes = [outcome async for outcome in take]
-    assert len(outcomes) == 64
+        stage = RewardStage(settings(concurrency=64), [open_worker])
+        async with stage.running(), anyio.create_task_group() as waiting:
+            scores = Scores(stage, waiting)
+            for number in range(16):
+                prompt = Prompt(prompt_id=f"p{number}", token_ids=token_array([2, 3]), columns={"tests": tests})
+                for sample in range(4):
+                    done = msgspec.structs.replace(trajectory(sample, group=number), prompt=prompt)
+                    scores.come(done, 4)
+    assert len(scores.outcomes) == 64
     assert 1 < len(messages) <= 16, "a prompt travels with all of its completions that wait"
 
 
@@ -334,22 +295,20 @@ class VersionedWorker:
 
 async def test_functions_are_replaced_between_orders_and_each_sample_is_scored_by_one_version() -> None:
     worker = VersionedWorker()
-    outcomes: list[Any] = []
     noted: list[int] = []
-    async with anyio.create_task_group() as group:
-        give, trajectories = memory_stream(64)
-        scored, take = memory_stream(64)
-        stage = RewardStage(settings(), [opener(group, repeat(worker.run))])
-        group.start_soon(stage.run, trajectories, scored)
+    async with scoring(settings(), repeat(worker.run)) as scores:
+        stage = scores.stage
 
         async def flow(first: int) -> None:
             for number in range(first, first + 10):
                 # Groups of two, each begun in one flow and completed in the next.
                 done = trajectory(number, group=(number + 1) // 2)
-                await give.send(FinishedTrajectory(trajectory=done, group_size=1 if number in (0, 29) else 2))
+                scores.come(done, 1 if number in (0, 29) else 2)
+                await anyio.lowlevel.checkpoint()
 
         await flow(0)
-        outcomes += [await take.receive() for _ in range(3)]
+        while len(scores.outcomes) < 3:
+            await anyio.lowlevel.checkpoint()
         reward = Reward(function="other:function")
         async with anyio.create_task_group() as both:
             both.start_soon(flow, 10)
@@ -359,8 +318,7 @@ async def test_functions_are_replaced_between_orders_and_each_sample_is_scored_b
             await stage.load(2, (reward,), lambda: noted.append(-1))
         assert stage.reward_version == 1
         await flow(20)
-        await give.aclose()
-        outcomes += [outcome async for outcome in take]
+    outcomes = scores.outcomes
     assert sorted(o.outcome.trajectory.id.sample for o in outcomes) == list(range(30))
     assert sorted(sample for sample, _ in worker.scored) == list(range(30))  # none twice, none by both
     assert {(o.outcome.trajectory.id.sample, o.outcome.reward_version) for o in outcomes} == set(worker.scored)
@@ -393,18 +351,13 @@ async def test_functions_that_end_each_process_that_loads_them_are_refused_after
                 await results.send(scored_as(order, lambda completion: 1.0))
         await results.aclose()
 
-    async with anyio.create_task_group() as group:
-        give, trajectories = memory_stream(8)
-        scored, take = memory_stream(8)
-        stage = RewardStage(settings(), [opener(group, repeat(die_of_loading))])
-        group.start_soon(stage.run, trajectories, scored)
+    async with scoring(settings(), repeat(die_of_loading)) as scores:
         if deadly_loads == 1:
-            await stage.load(1, (Reward(function="other:function"),), lambda: None)
+            await scores.stage.load(1, (Reward(function="other:function"),), lambda: None)
         else:
             with pytest.raises(RecipeError, match="ended, 2 times, when they were to load function: see the log"):
-                await stage.load(1, (Reward(function="other:function"),), lambda: None)
-        await give.send(FinishedTrajectory(trajectory=trajectory(0), group_size=1))
-        await give.aclose()
-        (outcome,) = [outcome async for outcome in take]
+                await scores.stage.load(1, (Reward(function="other:function"),), lambda: None)
+        scores.come(trajectory(0), 1)
+    (outcome,) = scores.outcomes
     assert asked == [1, 1]
     assert outcome.outcome.reward_version == (1 if deadly_loads == 1 else 0)
