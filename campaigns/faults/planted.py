@@ -54,7 +54,7 @@ def every(times: int) -> Callable[[], bool]:
 
 
 def _delivers(change: Callable[[list[Any]], list[Any]]) -> Callable[[Any], Any]:
-    """The reward stage passes on what ``change`` makes of its outcomes."""
+    """The reward stage answers with what ``change`` makes of its outcomes."""
 
     def make(before: Any) -> Any:
         async def deliver(self: Any, answered: Any) -> None:

@@ -64,7 +64,7 @@ class TrajectoryStore:
             self.trajectories.pop(trajectory, None)
 
     def done(self, trajectory: TrajectoryId) -> SampledSoFar | None:
-        """Return what was sampled of a trajectory before the controller restarted, or None, for the rollout stage."""
+        """Return what was sampled of a trajectory before the controller restarted, or None."""
         content = self.trajectories.get(trajectory)
         if content is None or isinstance(content, SampledSoFar):
             return content

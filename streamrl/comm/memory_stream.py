@@ -1,4 +1,4 @@
-"""Streams inside one event loop, for tests and simulation. Same contract as ``zmq_stream``, no bytes."""
+"""Streams inside one event loop, for tests and for runs in one process. Same contract as ``zmq_stream``, no bytes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""The controller's process: what flows between the stages and the other processes, and who runs it.
+"""The controller's process: what flows between it and the other processes, and who runs it.
 
 ::
 
-    prompts -> CONTROL --launch, pause, cancel--> EPISODES: sample (engines), record (journal), score (user functions)
-                 ^  | ^--------- outcomes ----------'
-       reports,  |  '--weight push -> engines
-       weights --'--- groups, then "close" --> TRAINING
+    prompts -> CONTROL <--launch, outcome--> EPISODES: sampled (engines), recorded (journal), scored (user functions)
+                 ^  '--groups, then "close"--> TRAINING --weight push--> engines
+                 '---------reports------------'
 
 ===============  =======================  =========================================  ====================
 stream           from -> to               item                                       bounded by

@@ -240,8 +240,8 @@ class Episodes:
         del self._open[order.id]
         self._keep(trajectory)
         if (done := turn.done) is None or not trajectory.segments or trajectory.cancelled or refused:
-            reason, tokens = refused or trajectory.cancelled, turn.tokens
-            lost = TrajectoryLost(id=order.id, cancelled=bool(trajectory.cancelled), reason=reason, tokens=tokens)
+            reason = refused or trajectory.cancelled or "its episode sampled nothing"
+            lost = TrajectoryLost(id=order.id, cancelled=bool(trajectory.cancelled), reason=reason, tokens=turn.tokens)
             await trajectory.take(lost)
             await self._scorer.lost(order.id, order.group_size)
             return

@@ -156,6 +156,27 @@ async def test_a_function_that_scores_groups_gets_whole_groups_even_when_a_sibli
     assert sorted(seen) == [2, 2] and len(scores.outcomes) == 4
 
 
+async def test_an_answer_that_nobody_waits_for_any_more_ends_nothing() -> None:
+    asked = anyio.Event()
+    answers = anyio.Event()
+
+    async def answer_late(orders: Any, results: Any) -> None:
+        async for order in orders:
+            asked.set()
+            await answers.wait()
+            await results.send(scored_as(order, lambda completion: 1.0))
+        await results.aclose()
+
+    async with scoring(settings(), [answer_late]) as scores:
+        async with anyio.create_task_group() as ending:
+            ending.start_soon(scores.stage.score, trajectory(0), 2)
+            await asked.wait()
+            ending.cancel_scope.cancel()
+        answers.set()
+        scores.come(trajectory(1), 2)
+    assert [outcome.outcome.trajectory.id.sample for outcome in scores.outcomes] == [1]
+
+
 async def test_what_comes_together_travels_together_and_what_closes_a_round_soonest_goes_first() -> None:
     messages: list[list[tuple[int, int]]] = []
     many = anyio.Event()

@@ -65,7 +65,7 @@ class _Trained(msgspec.Struct):
 class RunReport(Observer):
     """Turns what happens into ``RunEvent`` messages, which ``emit`` is given.
 
-    ``control`` and ``store``: of the run, only read. ``rollout``: counters of the rollout stage; ``capacity``:
+    ``control`` and ``store``: of the run, only read. ``rollout``: counters of the episodes; ``capacity``:
     trajectories that the engines can run at once, for the shares of free slots; ``load``: of all engines together;
     ``serving``: the number of engines that are sent requests; ``rewards_in_flight``: what the reward stage holds;
     ``loop_lag``: longest time without an answer of this loop since the last call; ``figures``: more metrics of a step,

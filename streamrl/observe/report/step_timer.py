@@ -38,7 +38,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimer:
-    """Notes the moments of the open step. ``rollout``: what the rollout stage has counted; ``capacity``: trajectories
+    """Notes the moments of the open step. ``rollout``: what the episodes have counted; ``capacity``: trajectories
     that the engines can run at once, in the rollout and in the whole step."""
 
     def __init__(self, clock: Callable[[], float], rollout: Callable[[], RolloutStatistics], capacity: int) -> None:
