@@ -23,7 +23,7 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.contracts import Journal, Sampler
+from streamrl.contracts import Journal, Sampler, Scorer
 from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Sampling
 from streamrl.stages.episodes import Episodes
 
@@ -72,9 +72,9 @@ class ZeroRewards:
     async def lost(self, trajectory: TrajectoryId, group_size: int) -> None: ...
 
 
-def episodes_on(engine: Sampler, max_tokens: int = 300, **options: Any) -> Episodes:
-    """Trajectories on ``engine``, scored with 0 and not recorded."""
-    return Episodes(engine, Sampling(max_tokens=max_tokens), ZeroRewards(), Journal(), **options)
+def episodes_on(engine: Sampler, max_tokens: int = 300, scorer: Scorer | None = None, **options: Any) -> Episodes:
+    """Trajectories on ``engine``, scored with 0 where there is no ``scorer``, and not recorded."""
+    return Episodes(engine, Sampling(max_tokens=max_tokens), scorer or ZeroRewards(), Journal(), **options)
 
 
 def tokenizer_json(special: Sequence[str], characters: Iterable[str], *, bos: int | None = None) -> dict[str, Any]:

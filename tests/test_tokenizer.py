@@ -364,21 +364,17 @@ async def test_ids_that_text_cannot_carry_reach_the_trainer(tmp_path: Path) -> N
     engine = RecordingEngine(options, clock=clock.now, sleep=clock.sleep)
     engine.sampled = []
     await engine.start()
-    episodes, outcomes = episodes_on(engine), list[TrajectoryOutcome]()
-
-    async def take(outcome: TrajectoryOutcome) -> None:
-        outcomes.append(outcome)
-
+    episodes, outcomes = episodes_on(engine), asyncio.Queue[TrajectoryOutcome]()
     async with episodes.running():
         identity = TrajectoryId(prompt_id="p", group_id=0, sample=0)
-        episodes.launch(LaunchTrajectory(id=identity, prompt=prompt, group_size=1, seed=7), take)
+        episodes.launch(LaunchTrajectory(id=identity, prompt=prompt, group_size=1, seed=7), outcomes.put)
         while engine.load().running < 1:
             await anyio.lowlevel.checkpoint()
         for _ in range(20):
             await anyio.lowlevel.checkpoint()
         await engine.pause(PauseMode.ABORT, clear_cache=True)
         await engine.resume()
-    [finished] = outcomes
+    finished = outcomes.get_nowait()
     assert isinstance(finished, Scored)
     assert len(engine.sampled) == 2
     ids = [token for completion in engine.sampled for token in completion.token_ids]

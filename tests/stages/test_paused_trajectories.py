@@ -1,15 +1,16 @@
-"""Trajectories that control pauses and resumes: nothing lost, nothing twice, tokens and version spans kept."""
+"""Trajectories that control pauses, resumes and cancels: nothing lost, nothing twice, tokens and version spans kept."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import anyio
 import pytest
-from builders import InstantClock, episodes_on
+from builders import InstantClock, ZeroRewards, episodes_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
 from streamrl.base.stage_messages import LaunchTrajectory, Scored, TrajectoryLost, TrajectoryOutcome, TrajectoryPaused
 from streamrl.base.types import Completion, FinishReason, Prompt, Trajectory, TrajectoryId, VersionSpan, token_array
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.stages.episodes import Episodes
+from streamrl.stages.episodes import EpisodeCancelled, EpisodeModel, Episodes, one_completion
 
 LONG = LengthMixture(median=200, sigma=0.01, long_share=0.0)
 
@@ -74,9 +75,9 @@ class RecordingEngine(SimulatedEngine):
 class Bench:
     """Episodes that run, with what was heard of them so far."""
 
-    def __init__(self, engine: RecordingEngine, capacity: float = math.inf) -> None:
+    def __init__(self, engine: RecordingEngine, **options: Any) -> None:
         self.engine = engine
-        self.stage = episodes_on(engine, capacity=capacity)
+        self.stage = episodes_on(engine, **options)
         self.seen: list[Any] = []
 
     async def take(self, outcome: TrajectoryOutcome) -> None:
@@ -118,7 +119,7 @@ async def roll(
     capacity: float = math.inf,
 ) -> Bench:
     """Launch, let ``during`` interfere once all run, end the orders, and wait for every outcome."""
-    bench = Bench(engine or RecordingEngine(lengths), capacity)
+    bench = Bench(engine or RecordingEngine(lengths), capacity=capacity)
     await bench.engine.start()
     async with bench.stage.running():
         bench.launch(*range(launched))
@@ -390,3 +391,75 @@ async def test_what_runs_beyond_the_capacity_does_not_count_as_busy() -> None:
         await bench.engine.resume()
 
     await roll(during, launched=6, capacity=2)
+
+
+# ---- how episodes end ----------------------------------------------------------------------------
+
+
+class Rewards(ZeroRewards):
+    """Rewards that come when they are let through, and what was heard of siblings that are lost."""
+
+    def __init__(self) -> None:
+        self.through, self.lost_ones = anyio.Event(), list[TrajectoryId]()
+
+    async def score(self, trajectory: Trajectory, group_size: int) -> Scored:
+        await self.through.wait()
+        return await super().score(trajectory, group_size)
+
+    async def lost(self, trajectory: TrajectoryId, group_size: int) -> None:
+        self.lost_ones.append(trajectory)
+
+
+async def samples_nothing(model: EpisodeModel) -> None: ...
+
+
+async def survives_its_end(model: EpisodeModel) -> None:
+    with suppress(EpisodeCancelled):
+        await model.sample()
+
+
+@pytest.mark.parametrize("episode", [one_completion, survives_its_end, samples_nothing])
+async def test_an_episode_without_a_whole_completion_is_lost_once_and_its_siblings_hear_of_it(episode: Any) -> None:
+    bench = Bench(RecordingEngine(), scorer=(rewards := Rewards()), episode=episode)
+    await bench.engine.start()
+    async with bench.stage.running():
+        bench.launch(0)
+        if episode is not samples_nothing:
+            await bench.steps(20)
+        bench.order(cancel(0))
+    [lost] = bench.of(TrajectoryLost)
+    assert lost.id == identity(0) and lost.cancelled and (lost.tokens >= 20) == (episode is not samples_nothing)
+    assert rewards.lost_ones == [identity(0)]
+    assert bench.engine.load().running == bench.stage.statistics().running == 0
+
+
+async def test_a_trajectory_that_waits_for_its_reward_holds_no_engine() -> None:
+    bench = Bench(RecordingEngine(), scorer=(rewards := Rewards()), one_at_a_time=True)
+    await bench.engine.start()
+    async with bench.stage.running():
+        bench.launch(0, 1)
+        await bench.until(lambda: len(bench.engine.pieces) == 2)  # although the first has no reward yet
+        await bench.until(lambda: bench.stage.statistics().running == 0)
+        assert not bench.seen
+        bench.order(cancel(0), cancel(1))  # too late: what is scored has its outcome
+        rewards.through.set()
+    assert len(bench.of(Scored)) == len(bench.seen) == 2
+
+
+async def test_what_is_cancelled_after_its_last_token_is_lost_with_all_of_them() -> None:
+    sampled, ends = anyio.Event(), anyio.Event()
+
+    async def works_on(model: EpisodeModel) -> None:
+        await model.sample()
+        sampled.set()
+        await ends.wait()
+
+    bench = Bench(RecordingEngine(), episode=works_on)
+    await bench.engine.start()
+    async with bench.stage.running():
+        bench.launch(0)
+        await sampled.wait()
+        bench.order(cancel(0))
+        ends.set()
+    [lost] = bench.seen
+    assert isinstance(lost, TrajectoryLost) and lost.cancelled and lost.tokens == bench.engine.load().generated_tokens

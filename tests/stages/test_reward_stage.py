@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from itertools import repeat
 from typing import Any
@@ -33,31 +33,14 @@ from streamrl.rewards.reward_messages import (
 )
 from streamrl.stages.reward import RewardSettings, RewardStage
 
-PROMPT = Prompt(prompt_id="p", token_ids=token_array([2, 3]))
-
-
 Script = Callable[[Any, Any], Awaitable[None]]
-
-
-def opener(group: anyio.abc.TaskGroup, lives: Iterator[Script], *, most_orders: int = 8) -> Any:
-    """What opens the worker of a stage: each time the next of ``lives``."""
-
-    @asynccontextmanager
-    async def open_worker() -> AsyncIterator[Any]:
-        orders_in, orders_out = memory_stream(most_orders)
-        results_in, results_out = memory_stream(8)
-        group.start_soon(next(lives), orders_out, results_in)
-        yield orders_in, results_out
-
-    return open_worker
 
 
 class Scores:
     """What a stage has answered, as trajectories come to it."""
 
     def __init__(self, stage: RewardStage, group: anyio.abc.TaskGroup) -> None:
-        self.stage, self.outcomes = stage, list[Scored]()
-        self._group = group
+        self.stage, self.outcomes, self._group = stage, list[Scored](), group
 
     def come(self, done: Trajectory, group_size: int) -> None:
         self._group.start_soon(self._score, done, group_size)
@@ -69,8 +52,17 @@ class Scores:
 @asynccontextmanager
 async def scoring(settings: RewardSettings, lives: Iterable[Script], *, most_orders: int = 8) -> AsyncIterator[Scores]:
     """Run the stage with one worker whose successive lives follow ``lives``."""
+    scripts = iter(lives)
+
+    @asynccontextmanager
+    async def open_worker() -> AsyncIterator[Any]:
+        orders_in, orders_out = memory_stream(most_orders)
+        results_in, results_out = memory_stream(8)
+        group.start_soon(next(scripts), orders_out, results_in)
+        yield orders_in, results_out
+
     async with anyio.create_task_group() as group:
-        stage = RewardStage(settings, [opener(group, iter(lives), most_orders=most_orders)])
+        stage = RewardStage(settings, [open_worker])
         async with stage.running(), anyio.create_task_group() as waiting:
             yield Scores(stage, waiting)
 
@@ -157,8 +149,7 @@ async def test_a_function_that_scores_groups_gets_whole_groups_even_when_a_sibli
 
 
 async def test_an_answer_that_nobody_waits_for_any_more_ends_nothing() -> None:
-    asked = anyio.Event()
-    answers = anyio.Event()
+    asked, answers = anyio.Event(), anyio.Event()
 
     async def answer_late(orders: Any, results: Any) -> None:
         async for order in orders:

@@ -34,7 +34,7 @@ class Rollout:
             SimulationOptions(lengths=LONG, policy_version=3), clock=self.clock.now, sleep=self.clock.sleep
         )
         self.stage = episodes_on(self.engine, verifies_deferred=verifies)
-        self._outcomes: asyncio.Queue[TrajectoryOutcome] = asyncio.Queue()
+        self.outcomes: asyncio.Queue[TrajectoryOutcome] = asyncio.Queue()
 
     async def __aenter__(self) -> Rollout:
         await self.engine.start()
@@ -45,31 +45,24 @@ class Rollout:
     async def __aexit__(self, *error: object) -> None:
         await self.running.__aexit__(None, None, None)
 
-    def launch(self, order: LaunchTrajectory) -> None:
-        self.stage.launch(order, self._outcomes.put)
-
-    async def lost(self) -> TrajectoryLost:
-        """What was cancelled."""
-        outcome = await self._outcomes.get()
-        assert isinstance(outcome, TrajectoryLost)
-        return outcome
-
     async def finish(self, order: LaunchTrajectory) -> tuple[Trajectory, float]:
         """The whole trajectory, and the seconds that it took."""
         began = self.clock.now()
-        self.launch(order)
-        outcome = await self._outcomes.get()
+        self.stage.launch(order, self.outcomes.put)
+        outcome = await self.outcomes.get()
         assert isinstance(outcome, Scored)
         return outcome.outcome.trajectory, self.clock.now() - began
 
     async def lose(self, order: LaunchTrajectory, tokens: int) -> int:
         """Cancelled once it has about so many tokens; returns how many it had."""
         before = self.engine.load().decode_tokens
-        self.launch(order)
+        self.stage.launch(order, self.outcomes.put)
         while self.engine.load().decode_tokens < before + tokens:
             await anyio.lowlevel.checkpoint()
         self.stage.cancel([order.id])
-        return (await self.lost()).tokens
+        lost = await self.outcomes.get()
+        assert isinstance(lost, TrajectoryLost)
+        return lost.tokens
 
 
 async def test_a_deferred_prompt_that_is_launched_again_continues_where_it_was() -> None:
@@ -121,7 +114,7 @@ async def test_a_complete_member_of_a_group_that_loses_is_kept_too() -> None:
 async def test_only_tokens_of_the_first_noise_are_kept() -> None:
     """What a drained engine cut goes on with a seed of its own, whose noise begins elsewhere."""
     async with Rollout() as rollout:
-        rollout.launch(launch(0))
+        rollout.stage.launch(launch(0), rollout.outcomes.put)
         while rollout.engine.load().decode_tokens < 50:
             await anyio.lowlevel.checkpoint()
         cut_at = rollout.engine.load().decode_tokens
@@ -130,6 +123,6 @@ async def test_only_tokens_of_the_first_noise_are_kept() -> None:
         while rollout.engine.load().decode_tokens < 90:
             await anyio.lowlevel.checkpoint()
         rollout.stage.cancel([launch(0).id])
-        await rollout.lost()
+        await rollout.outcomes.get()
         await rollout.finish(launch(1))
         assert cut_at <= rollout.stage.statistics().verified_tokens <= cut_at + 1
