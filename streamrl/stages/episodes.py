@@ -113,10 +113,8 @@ class _OpenTrajectory:
 
 
 class EpisodeModel:
-    """The policy, as an episode samples it. What it samples becomes the trajectory.
-
-    ``sample`` samples a completion of the prompt, whatever cuts it. It raises ``EpisodeCancelled``, and
-    ``RequestRefused`` where the engine cannot serve it."""
+    """The policy, as an episode samples it: what it samples becomes the trajectory. ``sample`` returns a completion of
+    the prompt, whatever cuts it. It raises ``EpisodeCancelled``, and ``RequestRefused`` where no engine can serve it."""
 
     def __init__(self, sample: Callable[[], Awaitable[Completion]]) -> None:
         self.sample = sample
@@ -154,12 +152,10 @@ class Episodes:
         self._kept = CancelledCompletions() if verifies_deferred else None
         self._sampling = structs.asdict(sampling)
         self._open: dict[TrajectoryId, _OpenTrajectory] = {}
-        self._waiting = 0
-        self._engines_paused = False
+        self._waiting, self._engines_paused = 0, False
         self._launched = self._generated_tokens = 0
         self._verified_tokens = self._accepted_tokens = 0
-        self._busy_seconds = self._working_seconds = 0.0
-        self._counted_at = 0.0
+        self._busy_seconds = self._working_seconds = self._counted_at = 0.0
         self._tasks: TaskGroup
 
     @asynccontextmanager

@@ -185,8 +185,7 @@ class RewardStage:
     # ---- what arrives ----------------------------------------------------------------------------
 
     def _ended_sampling(self, group_id: int, group_size: int) -> None:
-        """Make the order that one more of a group completes, if any. One that is paused comes later: its group waits
-        for it."""
+        """Make the order that one more of a group completes, if any. A group waits for those that are paused."""
         attachment = self._versions.of(group_id)
         self._waiting.launched(group_id, group_size)
         heard = self._heard[group_id] = self._heard.get(group_id, 0) + 1
