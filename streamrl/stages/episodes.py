@@ -113,8 +113,8 @@ class _OpenTrajectory:
 
 
 class EpisodeModel:
-    """The policy, as an episode samples it: what it samples becomes the trajectory. ``sample`` returns a completion of
-    the prompt, whatever cuts it. It raises ``EpisodeCancelled``, and ``RequestRefused`` where no engine can serve it."""
+    """The policy, as an episode samples it: what it samples becomes the trajectory. ``sample`` gives a completion of
+    the prompt, whatever cuts it, and raises ``EpisodeCancelled``, or ``RequestRefused`` where no engine serves it."""
 
     def __init__(self, sample: Callable[[], Awaitable[Completion]]) -> None:
         self.sample = sample
