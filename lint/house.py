@@ -27,10 +27,10 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 64_522,
-    "lines of tests": 49_641,
+    "lines of streamrl": 64_490,
+    "lines of tests": 49_640,
     "lines of campaigns": 8_096,
-    "lines of benchmarks": 7_060,
+    "lines of benchmarks": 7_049,
     "files of streamrl": 491,
     "words of README": 800,
     "keys of a recipe in view": 122,
