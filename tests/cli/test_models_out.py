@@ -175,7 +175,7 @@ def test_eval_of_a_run_is_the_evaluation_that_the_run_had(run: Path, tmp_path: P
     report = json.loads(capfd.readouterr().out)
     ours = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()][:6]
     theirs = [json.loads(line) for line in (run / "evaluations/step-000002.jsonl").read_text().splitlines()]
-    assert sorted(ours, key=lambda line: (line["prompt"], line["sample"])) == theirs
+    assert sorted(ours, key=lambda line: (line["number"], line["sample"])) == theirs
     listed = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (last,) = [line for line in listed if line["kind"] == "evaluation" and line["step"] == 2]
     scores = {
@@ -198,7 +198,7 @@ def test_an_export_is_served_by_vllm_and_its_greedy_completions_are_those_of_tra
     assert done.returncode == 0, done.stderr
     sampled, greedy = json.loads(done.stdout)["passes"]
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    solved = [sum(line["reward"] == 1 for line in lines[:24] if line["prompt"] == n) for n in range(3)]
+    solved = [sum(line["reward"] == 1 for line in lines[:24] if line["number"] == n) for n in range(3)]
     by_hand = {k: fmean(1 - comb(8 - c, k) / comb(8, k) for c in solved) for k in (1, 2, 4, 8)}
     assert {k: sampled["scores"]["held_out"][f"pass@{k}"]["value"] for k in by_hand} == pytest.approx(by_hand)
     assert 0 < sum(solved) < 24 and greedy["temperature"] == 0.0 and len(lines) == 24 + 3

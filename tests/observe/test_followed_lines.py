@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import LineFile, read_lines
 from streamrl.observe.follow.followed_lines import Cursor, FollowedLines
-from streamrl.observe.follow.run_files import RunFiles, run_files
+from streamrl.observe.follow.run_files import MetricLine, RunFiles, run_files
 
 
 @pytest.fixture(autouse=True)
@@ -119,14 +119,14 @@ def test_a_run_directory_is_read_whatever_is_left_of_it(tmp_path: Path) -> None:
     (run / "recipe.toml").write_text('of_another_version = 1\n[run]\nsteps = 2\n[model]\npath = "m"\n')
     (run / "metrics.jsonl").write_text('{"kind":"step","step":2,"time":5.0}\n{"kind":"step","st')
     found = run_files(run)
-    last = found.last_lines()
-    assert (last["step"]["step"], found.state(last["step"]), [*found.evaluations()]) == (2, "finished", [10])
+    (last,) = found.metric_lines()
+    assert (last.step, found.state(last), [*found.evaluations()]) == (2, "finished", [10])
     assert found.recipe() == {"of_another_version": 1, "run.steps": 2, "model.path": "m"} and found.started()
-    assert found.state({"step": 2, "run/steps": 5.0}) == "stopped", "`streamrl set` gave it more"
+    assert found.state(MetricLine("step", 2, 5.0, {"run/steps": 5.0})) == "stopped", "`streamrl set` gave it more"
     (run / "recipe.toml").write_text("half a reci")
-    assert (run_files(run).recipe(), found.state(last["step"])) == ({}, "stopped")
+    assert (run_files(run).recipe(), found.state(last)) == ({}, "stopped")
     (run / "metrics.jsonl").unlink()
     with pytest.raises(StreamRLError, match=r"sort-20261101-101500 is not the directory of a run .*runs/latest"):
         run_files(run)
     assert RunFiles(tmp_path / "exp-12345678-123456").started() is None
-    assert RunFiles(run / "gone").last_lines() == {} and RunFiles(run / "gone").logs() == {}
+    assert [*RunFiles(run / "gone").metric_lines()] == [] and RunFiles(run / "gone").logs() == {}

@@ -13,6 +13,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from streamrl.base.errors import StreamRLError
+from streamrl.observe.follow.run_files import MetricLine
 from streamrl.observe.telemetry import Telemetry, TelemetryPublisher, TelemetrySubscriber
 from streamrl.observe.top.application import ORDERS, TopApplication
 from streamrl.observe.top.boxes import BOXES, screen
@@ -194,7 +195,7 @@ def test_a_run_that_dies_or_is_stopped_is_said_and_its_last_picture_stays() -> N
 def test_curves_go_on_from_the_files_and_are_filtered() -> None:
     picture = Picture()
     for step in (1, 2):
-        picture.remember({"kind": "step", "time": 1.0, "step": step, "reward/mean": step / 4, "optim/lr": None})
+        picture.remember(MetricLine("step", step, 1.0, {"reward/mean": step / 4}))
     assert picture.points("reward/mean") == ((1.0, 0.25), (2.0, 0.5))
     for message in MESSAGES:
         picture.take(message)

@@ -131,8 +131,8 @@ async def test_evaluation_samples_are_on_disk_and_agree_with_the_figure(tmp_path
     await run.run()
     assert sorted(p.name for p in (tmp_path / "evaluations").iterdir()) == ["step-000001.jsonl", "step-000002.jsonl"]
     lines = [json.loads(line) for line in (tmp_path / "evaluations" / "step-000002.jsonl").read_text().splitlines()]
-    assert [(line["prompt"], line["sample"]) for line in lines] == [(p, s) for p in range(5) for s in range(3)]
-    assert all(line["policy_version"] == 2 and line["reward"] == len(line["token_ids"]) % 2 for line in lines)
+    assert [(line["number"], line["sample"]) for line in lines] == [(p, s) for p in range(5) for s in range(3)]
+    assert all(line["step"] == 2 and line["reward"] == len(line["token_ids"]) % 2 for line in lines)
     assert len({tuple(line["token_ids"]) for line in lines}) == 15, "samples share a seed"
     assert run.scores.keys() == {1, 2}
     assert run.scored_on == {1: 2, 2: 0}  # on all at the end

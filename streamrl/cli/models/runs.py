@@ -34,7 +34,7 @@ class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     model: str
     tags: tuple[str, ...]
-    metrics: dict[str, float | None]
+    metrics: dict[str, float]
     scores: dict[str, float]
     recipe: dict[str, str]
 
@@ -72,23 +72,23 @@ class Runs(Command, frozen=True):
 def listed_run(directory: Path) -> ListedRun:
     """The run in ``directory``. Raises ``StreamRLError`` where it is none, or where its recipe cannot be read."""
     run = RunFiles(directory)
-    last, recipe = run.last_lines(), run.recipe()
+    last, recipe = {line.kind: line for line in run.metric_lines()}, run.recipe()
     if not {"run.steps", "model.path"} <= recipe.keys():
         raise StreamRLError(
             f"{directory} is not the directory of a run (its recipe.toml cannot be read): name one, such as runs/latest"
         )
-    step, model, started = last.get("step", {}), recipe["model.path"], run.started()
+    step, scored, model, started = last.get("step"), last.get("evaluation"), recipe["model.path"], run.started()
     return ListedRun(
         run=run.run_id,
         directory=str(directory.resolve()),
         started=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)) if started else "",
         state=run.state(step),
-        step=step.get("step", 0),
+        step=step.step if step else 0,
         steps=run.steps(step) or 0,
         model=hub_name(model) or Path(model).name,
         tags=tuple(recipe.get("run.tags", ())),
-        metrics={name: value for name, value in step.items() if name not in ("kind", "time")},
-        scores={name: value for name, value in last.get("evaluation", {}).items() if SCORE.fullmatch(name)},
+        metrics=step.values if step else {},
+        scores={name: value for name, value in (scored.values if scored else {}).items() if SCORE.fullmatch(name)},
         recipe={name: toml_value(value) for name, value in recipe.items()},
     )
 

@@ -7,12 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.line_file import read_lines
 from streamrl.cli.control import DRAINING
 from streamrl.cli.watch import Watch
 from streamrl.comm.zmq_sockets import has_ipc_listener
@@ -45,7 +43,7 @@ class Top(Watch, frozen=True):
         endpoint, here = self.endpoint(), Path(self.where)
         picture = Picture(lambda: not endpoint.startswith("ipc://") or has_ipc_listener(endpoint))
         files = RunFiles(here) if here.is_dir() else None
-        for line in deque(read_lines(files.metrics, dict[str, Any]), MOST_STEPS) if files else ():
+        for line in deque(files.metric_lines(), MOST_STEPS) if files else ():
             picture.remember(line)
         why_not = self._why_not()
         with TelemetrySubscriber(endpoint) as subscriber:

@@ -6,11 +6,9 @@ import hashlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from streamrl.base.line_file import read_lines
 from streamrl.launch.models.saved_model import SavedModel
 from streamrl.launch.run_directory import INPUTS_FILE, RunInputs
 from streamrl.observe.follow.run_files import RunFiles
@@ -76,8 +74,8 @@ def _facts(saved: SavedModel, recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _scores(saved: SavedModel) -> Iterator[tuple[re.Match[str], float]]:
     """Scores of the last evaluation of this version."""
-    last: dict[str, Any] = {}
-    for line in read_lines(RunFiles(saved.run).metrics, dict[str, Any]):
-        if line.get("kind") == "evaluation" and line.get("policy_version") == saved.version:
-            last = line
-    yield from ((found, float(value)) for name, value in last.items() if (found := SCORE.fullmatch(name)))
+    last: dict[str, float] = {}
+    for line in RunFiles(saved.run).metric_lines():
+        if line.kind == "evaluation" and line.step == saved.version:
+            last = line.values
+    yield from ((found, value) for name, value in last.items() if (found := SCORE.fullmatch(name)))

@@ -60,7 +60,7 @@ def read_place(text: str) -> StreamPlace | None:
 def news(view: RunView, place: StreamPlace) -> Iterator[tuple[str, Any]]:
     """Events after ``place``, which moves with them."""
     timeline, metrics = view.timeline, view.metrics
-    is_new = metrics.last_step().get("step", -1) > place.step  # else nothing is computed of a long run
+    is_new = max(metrics.steps.step[-1:], default=-1) > place.step  # else nothing is computed of a long run
     found: dict[str, Any] = metrics.answer(place.step) if is_new else {"step": ()}
     traced = {step.policy_version: step for step in timeline.steps} if is_new else {}
     for at, step in enumerate(found["step"]):

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.base.line_file import decoded_lines
 from streamrl.observe.follow.followed_lines import FollowedLines
 from streamrl.observe.follow.metric_help import help_of
-from streamrl.observe.follow.run_files import LINE_HEAD, RunFiles
+from streamrl.observe.follow.run_files import MetricLine, RunFiles, metric_lines
 from streamrl.run.wait_reason import WAIT_METRICS
 
 NAN = float("nan")
@@ -28,21 +27,17 @@ class MetricColumns:
         self.time_s: list[float] = []
         self.values: dict[str, list[float]] = {}
 
-    def take(self, line: dict[str, Any]) -> None:
-        """Append a line of ``metrics.jsonl``."""
-        step, time = line.get("step"), line.get("time")
-        if not isinstance(step, int) or not isinstance(time, int | float):
-            return
-        if self.step and step <= self.step[-1]:
-            self._keep(bisect_right(self.step, step - 1))
-        self.began = self.began or time
+    def take(self, line: MetricLine) -> None:
+        """Append a step or an evaluation."""
+        if self.step and line.step <= self.step[-1]:
+            self._keep(bisect_right(self.step, line.step - 1))
+        self.began = self.began or line.time
         count = len(self.step)
-        self.step.append(step)
-        self.time_s.append(time - self.began)
-        for name, value in line.items():
-            if name not in LINE_HEAD and isinstance(value, int | float | None):
-                column = self.values.setdefault(name, [])
-                column += [NAN] * (count - len(column)) + [NAN if value is None else value]
+        self.step.append(line.step)
+        self.time_s.append(line.time - self.began)
+        for name, value in line.values.items():
+            column = self.values.setdefault(name, [])
+            column += [NAN] * (count - len(column)) + [value]
         for column in self.values.values():
             if len(column) == count:
                 column.append(NAN)
@@ -66,14 +61,19 @@ class RunMetrics:
         self._lines = FollowedLines(files.metrics)
         began = files.started() or 0.0
         self.steps, self.evaluations = MetricColumns(began), MetricColumns(began)
+        self.last_step: MetricLine | None = None
         self.lock = RLock()
 
     def refresh(self) -> None:
         """Read what the run has appended."""
         with self.lock:
             while lines := self._lines.read():
-                for line in decoded_lines(lines, dict[str, Any]):
-                    (self.steps if line.get("kind") == "step" else self.evaluations).take(line)
+                for line in metric_lines(lines):
+                    if line.kind == "step":
+                        self.steps.take(line)
+                        self.last_step = line
+                    else:
+                        self.evaluations.take(line)
 
     def answer(self, after: int) -> dict[str, Any]:
         """Steps after step ``after``; evaluations of ``after``, which may end later, are among it."""
@@ -102,11 +102,3 @@ class RunMetrics:
 
     def _values(self, name: str) -> NDArray[np.float64]:
         return np.array(self.steps.values.get(name, [NAN] * len(self.steps.step)), dtype=float)
-
-    def last_step(self) -> dict[str, Any]:
-        """Number, time and steps to make of the last step, as ``RunFiles.state`` takes it; empty before the first."""
-        with self.lock:
-            if not self.steps.step:
-                return {}
-            last, steps = {"step": self.steps.step[-1], "time": self.steps.time_s[-1] + self.steps.began}, "run/steps"
-            return last if np.isnan(of_run := self._values(steps)[-1]) else last | {steps: int(of_run)}

@@ -43,7 +43,7 @@ class RunView:
 
     def summary(self) -> dict[str, Any]:
         """Name, place and state of the run."""
-        last, header = self.metrics.last_step(), self.timeline.header
+        last, header = self.metrics.last_step, self.timeline.header
         return {
             "run": self.number,
             "name": self.recipe.get("run.name", self.files.run_id),
@@ -53,7 +53,7 @@ class RunView:
             "directory": str(self.files.directory),
             "state": self.files.state(last),
             "started": self.files.started(),
-            "step": last.get("step", 0),
+            "step": last.step if last else 0,
             "steps": self.files.steps(last),
             "engine_kind": self.recipe.get("engines.kind", header.engine_kind if header else ""),
         }
@@ -86,7 +86,7 @@ class RunView:
         """The recipe, processes and their restarts, alarms, and the end of each log."""
         events = self.timeline.events
         logs = {name: _tail(path) for name, path in self.files.logs().items()}
-        state = self.files.state(self.metrics.last_step())
+        state = self.files.state(self.metrics.last_step)
         back = Counter(one.text.partition(",")[0] for one in events if one.kind == "engine back")
         unread = self.timeline.unread
         notes = [f"{unread} lines of {self.files.trace} are not of a trace that this streamrl reads"] if unread else []

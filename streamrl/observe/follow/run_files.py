@@ -6,7 +6,8 @@ from __future__ import annotations
 import re
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,12 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.line_file import read_lines
+from streamrl.base.line_file import decoded_lines, open_rotated
 from streamrl.recipe.check_fields import leaves
 from streamrl.run.journal.log import writer_of
 
 METRICS = "metrics.jsonl"
-LINE_HEAD = frozenset({"kind", "time", "step", "policy_version"})
-"""Names in a line of ``METRICS`` that are no metrics."""
+_HEAD = frozenset({"kind", "time", "step", "policy_version"})
 _STARTED = re.compile(r"-(\d{8}-\d{6})(-\d+)?$")
 
 
@@ -32,6 +32,25 @@ class RunStatus(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     STOPPED = "stopped"
+
+
+class MetricLine(msgspec.Struct, frozen=True):
+    """A line of ``METRICS``: of a ``step``, or of an ``evaluation`` of its version. ``time``: seconds since 1970;
+    ``values``: those that are finite, by name."""
+
+    kind: str
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+def metric_lines(lines: Iterable[bytes]) -> Iterator[MetricLine]:
+    """``lines`` of ``METRICS``, without those that cannot be read."""
+    for line in decoded_lines(lines, dict[str, Any]):
+        step, time_s = line.get("step"), line.get("time")
+        if isinstance(step, int) and isinstance(time_s, int | float):
+            values = {name: one for name, one in line.items() if name not in _HEAD and isinstance(one, int | float)}
+            yield MetricLine("step" if line.get("kind") == "step" else "evaluation", step, time_s, values)
 
 
 class RunFiles(msgspec.Struct, frozen=True):
@@ -96,21 +115,24 @@ class RunFiles(msgspec.Struct, frozen=True):
         except (ValueError, OverflowError):  # digits that are no time
             return None
 
-    def last_lines(self) -> dict[str, dict[str, Any]]:
-        """The last line of each kind (``step``, ``evaluation``) of its metrics."""
-        return {line.get("kind", ""): line for line in read_lines(self.metrics, dict[str, Any])}
+    def metric_lines(self) -> Iterator[MetricLine]:
+        """The lines of its metrics, with those of the older part; none where there is no file."""
+        with ExitStack() as stack:
+            for file in [stack.enter_context(file) for file in open_rotated(self.metrics)]:
+                yield from metric_lines(file)
 
-    def steps(self, last_step: Mapping[str, Any]) -> int | None:
+    def steps(self, last_step: MetricLine | None) -> int | None:
         """Steps that it is to make, which may have changed since it was started. ``last_step``: as for ``state``."""
-        steps = last_step["run/steps"] if "run/steps" in last_step else self.recipe().get("run.steps")
+        changed = last_step.values.get("run/steps") if last_step else None
+        steps = changed if changed is not None else self.recipe().get("run.steps")
         return None if steps is None else int(steps)
 
-    def state(self, last_step: Mapping[str, Any]) -> RunStatus:
-        """Its state now. ``last_step``: the last line of a step of its metrics, or none of its fields."""
+    def state(self, last_step: MetricLine | None) -> RunStatus:
+        """Its state now. ``last_step``: the last line of a step of its metrics, where there is one."""
         if writer_of(self.directory) is not None:  # the lock of the run, which its supervisor holds
             return RunStatus.RUNNING
-        steps, last_s = self.steps(last_step), last_step.get("time", 0.0)
-        if steps is not None and last_step.get("step", 0) >= steps:
+        steps, last_s = self.steps(last_step), last_step.time if last_step else 0.0
+        if steps is not None and last_step is not None and last_step.step >= steps:
             return RunStatus.FINISHED
         failed = any(changed_s(bundle) > last_s for bundle in self.directory.glob("crash/*.zip"))
         return RunStatus.FAILED if failed else RunStatus.STOPPED

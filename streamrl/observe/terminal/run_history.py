@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
-from streamrl.base.line_file import read_lines
 from streamrl.base.run_events import RunStarted, StepFinished
+from streamrl.observe.follow.run_files import RunFiles
 from streamrl.observe.terminal.curve import Curve, terminal_plot
 from streamrl.observe.terminal.step_line import HELD_OUT, duration
 from streamrl.recipe.learning_rate import learning_rate_notice
@@ -66,11 +66,18 @@ class RunHistory:
         self._first_step = version
         if self.directory is None or self.rewards or not version:
             return
-        for record in read_records(self.directory / "metrics.jsonl", version):
-            if record["kind"] == "step":
-                self._take_reward(record["step"], record)
+        rewards, scores = {}, {}  # of a step that a run made twice the last
+        for line in RunFiles(self.directory).metric_lines():
+            if line.step > version:
+                continue
+            if line.kind == "step":
+                rewards[line.step] = {"reward/mean": line.values.get("reward/mean")}
             else:
-                self.evaluated(record["step"], record)
+                scores[line.step] = line.values
+        for step in sorted(rewards):
+            self._take_reward(step, rewards[step])
+        for step in sorted(scores):
+            self.evaluated(step, scores[step])
 
     def stepped(self, event: StepFinished) -> tuple[float, float]:
         """Take in a step. Returns (seconds of this step, seconds that the remaining steps will take)."""
@@ -169,15 +176,3 @@ class RunHistory:
         found = [f"  model  {model}"] if model.is_dir() else []
         ended = reason == "finished" or not (self.directory / "journal").is_dir()
         return found if ended else [*found, f"  go on with  streamrl resume {self.directory}"]
-
-
-def read_records(path: Path, version: int) -> list[dict[str, Any]]:
-    """Steps (their reward alone) and evaluations of ``metrics.jsonl`` up to ``version``, ascending; of two lines of a
-    step, which a kill leaves, the last. Lines that cannot be read are left out."""
-    records: dict[tuple[int, str], dict[str, Any]] = {}
-    for line in read_lines(path, dict[str, Any]):
-        kind, step = line.get("kind"), line.get("step")
-        if isinstance(step, int) and step <= version and kind in ("step", "evaluation"):
-            short = {"kind": kind, "step": step, "reward/mean": line.get("reward/mean")}
-            records[step, kind] = line if kind == "evaluation" else short
-    return [records[key] for key in sorted(records)]

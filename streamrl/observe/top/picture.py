@@ -12,6 +12,7 @@ import msgspec
 
 from streamrl.base import run_events
 from streamrl.base.printable import one_line
+from streamrl.observe.follow.run_files import MetricLine
 from streamrl.observe.telemetry import Telemetry, to_run_event
 from streamrl.observe.terminal.step_line import duration, evaluation_line
 from streamrl.observe.top.live_figures import Live
@@ -62,13 +63,9 @@ class Picture:
         elif (event := to_run_event(message)) is not None:
             self._take_event(message, event)
 
-    def remember(self, line: Mapping[str, Any]) -> None:
+    def remember(self, line: MetricLine) -> None:
         """Take a line of ``metrics.jsonl`` in, from before the first message."""
-        if isinstance(step := line.get("step"), int):
-            where = self.scores if line.get("kind") == "evaluation" else self.history
-            where[step] = {
-                name: value for name, value in line.items() if "/" in name and isinstance(value, int | float)
-            }
+        (self.scores if line.kind == "evaluation" else self.history)[line.step] = line.values
 
     def _take_event(self, message: Telemetry, event: run_events.RunEvent) -> None:
         match event:

@@ -18,7 +18,7 @@ from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.line_file import decoded_lines, read_lines
 from streamrl.base.run_events import CompletionSampled
 from streamrl.observe.follow.followed_lines import Cursor, FollowedLines
-from streamrl.observe.follow.run_files import LINE_HEAD, RunFiles, changed_s
+from streamrl.observe.follow.run_files import RunFiles, changed_s, metric_lines
 from streamrl.observe.trackers.installed import make_tracker, name_and_options
 from streamrl.observe.trackers.tracker import RunInfo, Tracker
 
@@ -134,13 +134,10 @@ class Follower:
         return len(lines)
 
     def _take_metrics(self, lines: Sequence[bytes]) -> None:
-        for line in decoded_lines(lines, dict[str, Any]):
-            step, time_s = line.get("step"), line.get("time")
-            if not isinstance(step, int) or not isinstance(time_s, int | float):
-                continue
-            self._tracker.metrics(step, time_s, figures(line))
-            if line.get("kind") == "evaluation":
-                self._evaluated[step] = time_s
+        for line in metric_lines(lines):
+            self._tracker.metrics(line.step, line.time, line.values)
+            if line.kind == "evaluation":
+                self._evaluated[line.step] = line.time
 
     def _send_evaluations(self) -> bool:
         """Send the completions of evaluations whose file, which the run writes after the line, has come."""
@@ -177,11 +174,6 @@ class Follower:
                     self._tracker.histograms(step, {name: column for name, column in columns.items() if column})
             elif kind == "event":
                 self._tracker.event(step, str(line.get("kind", "")), str(line.get("text", "")))
-
-
-def figures(line: dict[str, Any]) -> dict[str, float]:
-    """Finite metrics of a line of ``metrics.jsonl``."""
-    return {name: float(value) for name, value in line.items() if name not in LINE_HEAD and _is_finite(value)}
 
 
 def _is_finite(value: Any) -> bool:

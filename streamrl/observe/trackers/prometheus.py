@@ -9,10 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.line_file import read_lines
 from streamrl.observe.follow.metric_help import find_metric
-from streamrl.observe.follow.run_files import METRICS
-from streamrl.observe.trackers.follower import figures
+from streamrl.observe.follow.run_files import RunFiles
 from streamrl.observe.trackers.tracker import RunInfo, Tracker
 
 PORT = 9464
@@ -35,8 +33,8 @@ class Prometheus(Tracker):
         registry.register(self)
         self._run, self._values, self._lock = run.run_id, {"step": 0.0}, threading.Lock()
         self._events: Counter[str] = Counter()
-        for line in read_lines(run.directory / METRICS, dict[str, Any]):  # what the process before this had
-            self.metrics(line.get("step", 0), 0.0, figures(line))
+        for line in RunFiles(run.directory).metric_lines():  # what the process before this had
+            self.metrics(line.step, line.time, line.values)
         port, address = int(run.options.get("port", PORT)), run.options.get("address", "127.0.0.1")
         try:
             self._server, self._thread = start_http_server(port, addr=address, registry=registry)
