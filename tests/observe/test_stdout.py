@@ -406,14 +406,12 @@ def test_a_run_without_a_shape_gets_no_plot(tmp_path: Path, rewards: list[float]
 def lived(directory: Path, steps: int) -> None:
     """What a life left that was killed in step ``steps`` + 1, after it had been killed once before."""
     lines: list[dict[str, object]] = [
-        {"kind": "evaluation", "time": 1.0, "step": 0, "eval/held_out/avg@1": 0.1, "eval/held_out/standard_error": 0.01}
+        {"kind": "evaluation", "step": 0, "eval/held_out/avg@1": 0.1, "eval/held_out/standard_error": 0.01}
     ]
     # Some stand there twice, and the last two were not in the journal.
     told = (*range(1, steps), *range(steps - 2, steps + 3))
-    lines += [
-        {"kind": "step", "time": 1.0, "step": step, "reward/mean": 0.01 * step, "policy/x": None} for step in told
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
+    lines += [{"kind": "step", "step": step, "reward/mean": 0.01 * step, "policy/x": None} for step in told]
+    text = "".join(json.dumps({"time": 1.0} | line) + "\n" for line in lines)
     (directory / "metrics.jsonl").write_text(text + '{"kind": "step", "st')
 
 

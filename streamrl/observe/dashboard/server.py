@@ -153,7 +153,7 @@ def serve(places: Sequence[Path], port: int, ready: Callable[[str], object]) -> 
     there is no run, or the port is in use (0: any free one)."""
     dashboard = DashboardServer(places)
     views = dashboard.views()
-    opened = next((view for view in views if view.files.state({}) is RunStatus.RUNNING), views[-1])
+    opened = next((view for view in views if view.files.state(None) is RunStatus.RUNNING), views[-1])
     Thread(target=opened.refresh, daemon=True).start()  # the page begins with this run, and need not wait for it then
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
