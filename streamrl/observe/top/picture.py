@@ -114,10 +114,8 @@ class Picture:
         if self.ended:
             return self.ended, "bold green"
         if self.gone:
-            return (
-                f"DIED: no process publishes any more; the picture is of {at}" if self.run_id else "no run there",
-                "bold red",
-            )
+            died = f"DIED: no process publishes any more; the picture is of {at}"
+            return (died if self.run_id else "no run there: it has ended, or has not begun", "bold red")
         if not self.run_id:
             return "nothing has come yet", "yellow"
         if self.live is None:
