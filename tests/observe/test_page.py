@@ -41,7 +41,7 @@ UPLOT = {
 HOSTILE = "<img src=x onerror=\"window.taken='yes'\"><script>window.taken='yes'</script>"
 STEPS, PROMPTS, SIZE, SLOW_STEP, UNSOLVED = 12, 8, 4, 7, "prompt-3"
 PANELS = [
-    "overview", "curves", "timeline", "waits", "step", "engines", "lengths", "races", "weights", "prompts", "samples",
+    "overview", "findings", "curves", "timeline", "waits", "step", "engines", "lengths", "races", "weights", "prompts", "samples",
     "events", "processes", "recipe",
 ]  # fmt: skip
 
@@ -216,6 +216,13 @@ def reads_as_written(visit: Visit) -> None:
     assert f"step {SLOW_STEP}" in visit.text("step") and "tail 6.00 s more" in visit.text("step")
     assert f"1 of {PROMPTS} prompts were never solved" in visit.text("prompts") and UNSOLVED in visit.text("prompts")
     assert f"lost_race\t{STEPS * PROMPTS}\t25 %" in visit.text("races")
+    for found in (
+        "engine-1 takes 1.33 times",
+        f"Step {SLOW_STEP} took 10.5 s, 2.33 times the median step: tail 6.00 s more; the last completion, of 480 tokens",
+        f"1 of {PROMPTS} prompts were never solved: {UNSOLVED} in 36 tries",
+        "of sampled tokens were not trained: lost_race 96 trajectories",
+    ):
+        assert found in visit.text("findings")
 
 
 @needs_chromium

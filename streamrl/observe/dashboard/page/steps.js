@@ -17,20 +17,15 @@ panel("step", "One step", "What took the time of one step, against the median st
   (body, [run], [[waits, columns]]) => {
     const { steps } = columns.head, typical = median(steps.map(step => step.step_s));
     if (!steps.length) return false;
-    const step = steps.find(one => one.step === chosenStep) ?? steps.reduce((most, one) => one.step_s > most.step_s ? one : most), place = steps.indexOf(step), at = waits.step.indexOf(step.step);
-    const go = by => () => pickStep(steps[Math.max(0, Math.min(steps.length - 1, place + by))].step);
-    const reasons = Object.entries(waits.reasons).map(([name, values]) => ({ name, took: values[at], more: (values[at] ?? 0) - (median(values) ?? 0) })).filter(one => one.took > 0);
-    const most = reasons.reduce((found, one) => one.more > (found?.more ?? 0) ? one : found, null), rows = [];
-    columns.between(step.time_s - step.step_s, step.time_s, i => { if (columns.ended[i] > step.time_s - step.step_s && columns.rollout_end[i] <= step.time_s) rows.push(i); });
-    rows.sort((a, b) => columns.reward_end[b] - columns.reward_end[a]);
+    const step = steps.find(one => one.step === chosenStep) ?? steps.reduce((most, one) => one.step_s > most.step_s ? one : most), place = steps.indexOf(step);
+    const go = by => () => pickStep(steps[Math.max(0, Math.min(steps.length - 1, place + by))].step), { reasons, most, rows, begin } = causeOf(columns, waits, step);
     body.replaceChildren(element("div", { class: "controls" }, element("button", { onclick: go(-1), disabled: place === 0 }, "◂ step before"), element("b", {}, `step ${step.step}`), element("button", { onclick: go(1), disabled: place === steps.length - 1 }, "step after ▸"),
       element("span", {}, `${seconds(step.step_s)}, ${number(step.step_s / typical)} times the median step (${seconds(typical)}). `, most && most.more > 0.02 * typical ? element("span", {}, "Most of the difference: ", element("b", {}, `${most.name} ${seconds(most.more)} more`),
         ` (${REASONS[most.name]?.[1] ?? ""}). To change it: ${REASONS[most.name]?.[2] ?? ""}.`) : "No reason stands out.")),
-    element("div", { class: "pair" },
       table([{ head: "waited for", of: one => one.name, text: name => element("span", {}, swatch(reasonColour(name)), name) }, { head: "seconds", of: one => one.took, text: seconds }, { head: "more than the median step", of: one => one.more, text: value => Math.abs(value) < 0.005 ? "–" : (value > 0 ? "+" : "") + seconds(value) },
         { head: "which is", of: one => REASONS[one.name]?.[1] }], reasons, { sort: 1 }),
-      table([{ head: "finished last", of: i => columns.reward_end[i] - step.time_s + step.step_s, text: value => seconds(value), help: "seconds after the step began, with its reward" }, { head: "in reward", of: i => columns.reward_end[i] - columns.rollout_end[i], text: seconds }, { head: "tokens", of: i => columns.tokens[i] }, { head: "a token", of: i => pace(columns, i), text: seconds },
-        { head: "engine", of: i => columns.engineOf(i) }, { head: "outcome", of: i => columns.head.outcomes[columns.outcome[i]] }, { head: "prompt", of: i => promptName(columns, columns.prompt[i]) }], rows, { sort: 0, most: 8, onrow: i => openSamples({ prompt: promptName(columns, columns.prompt[i]), step: "" }) })));
+      table([{ head: "finished last", of: i => columns.reward_end[i] - begin, text: seconds, help: "after the step began, with its reward" }, { head: "sampled after", of: i => columns.rollout_end[i] - begin, text: seconds }, { head: "in reward", of: i => rewardTime(columns, i), text: seconds }, { head: "tokens", of: i => columns.tokens[i] }, { head: "a token", of: i => pace(columns, i), text: seconds },
+        { head: "engine", of: i => columns.engineOf(i) }, { head: "outcome", of: i => columns.head.outcomes[columns.outcome[i]] }, { head: "prompt", of: i => promptName(columns, columns.prompt[i]) }], rows, { sort: 0, most: 8, onrow: i => openSamples({ prompt: promptName(columns, columns.prompt[i]), step: "" }) }));
   });
 
 const promptName = (columns, place) => columns.head.prompts[place] ?? "#" + place;
@@ -38,21 +33,11 @@ const pace = (columns, i) => columns.tokens[i] > 0 ? (columns.rollout_end[i] - c
 
 panel("engines", "Engines", "What each engine did and at what pace: an engine whose seconds a token are well above the others' is slow. Below, requests and KV cache of all engines over time.", { paths: ["timeline"], without: "no trajectory has ended, or trace.jsonl is gone." },
   (body, [run], [[columns]]) => {
-    const { engines: load } = columns.head, found = new Map();
-    for (let i = 0; i < columns.count; i++) {
-      const engine = columns.engineOf(i);
-      if (!found.has(engine)) found.set(engine, { engine, count: 0, tokens: 0, busy: 0, queued: [], paces: [] });
-      const one = found.get(engine), thin = columns.count > 50000 && i % 16;
-      one.count++;
-      one.tokens += columns.tokens[i];
-      one.busy += columns.rollout_end[i] - columns.begun[i];
-      if (!thin) { one.paces.push(pace(columns, i)); one.queued.push(columns.begun[i] - columns.launched[i]); }
-    }
-    const rows = [...found.values()].map(one => ({ ...one, pace: median(one.paces), wait: median(one.queued), lanes: columns.head.slots.find(slot => slot.engine === one.engine)?.lanes })), typical = median(rows.map(row => row.pace));
+    const { engines: load } = columns.head, rows = enginesOf(columns);
     if (!rows.length) return false;
     body.list ??= body.appendChild(element("div"));
-    body.list.replaceChildren(table([{ head: "engine", of: row => row.engine || "unknown" }, { head: "trajectories", of: row => row.count, text: number }, { head: "tokens", of: row => row.tokens, text: number }, { head: "seconds a token, median", of: row => row.pace, text: seconds },
-      { head: "against the median engine", of: row => row.pace / typical, text: value => element("span", { class: value > 1.15 ? "bad" : "" }, number(value) + (value > 1.15 ? " slow" : "")) }, { head: "queued, median", of: row => row.wait, text: seconds },
+    body.list.replaceChildren(table([{ head: "engine", of: row => row.engine || "unknown" }, { head: "trajectories", of: row => row.count, text: number }, { head: "tokens", of: row => row.tokens, text: number }, { head: "time a token, median", of: row => row.pace, text: seconds },
+      { head: "against the median engine", of: row => row.slower, text: value => element("span", { class: value > 1.15 ? "bad" : "" }, number(value) + (value > 1.15 ? " slow" : "")) }, { head: "queued, median", of: row => row.wait, text: seconds },
       { head: "slots taken", of: row => row.lanes ? row.busy / row.lanes / columns.end : null, text: percent, help: "sampling time of its trajectories over time of its slots" }], rows, { sort: 0, down: false }));
     body.pair ??= body.appendChild(element("div", { class: "pair" }));
     const every = Math.ceil(load.time_s.length / 1500), pick = values => values?.filter((value, index) => index % every === 0), time = pick(load.time_s);
@@ -90,9 +75,10 @@ panel("races", "What was not trained", "Trajectories by what became of them, and
     lost.none.textContent = "Every one that ended was trained.";
     lost.stack(steps.map(step => step.step), outcomes.map((name, place) => ({ label: name, values: [...counts[place]], colour: outcomeColour(name) })).filter(one => one.label !== "trained"),
       { onpick: index => pickStep(steps[index].step) });
-    body.list ??= body.appendChild(element("div"));
+    body.list ??= body.appendChild(element("div", { class: "wide" }));
+    const tokens = sum(totals.map(one => one.tokens));
     body.list.replaceChildren(table([{ head: "outcome", of: one => one.name, text: name => element("span", { title: OUTCOMES[name]?.[1] }, swatch(outcomeColour(name)), name) }, { head: "trajectories", of: one => one.count, text: number }, { head: "share", of: one => one.count / columns.count, text: percent },
-      { head: "mean tokens", of: one => one.tokens / one.count, text: number }, { head: "mean reward", of: one => one.rewarded ? one.reward / one.rewarded : null, text: number },
+      { head: "share of tokens", of: one => one.tokens / tokens, text: percent }, { head: "mean tokens", of: one => one.tokens / one.count, text: number }, { head: "mean reward", of: one => one.rewarded ? one.reward / one.rewarded : null, text: number },
       { head: "prompt came back after", of: one => median(one.back), text: (value, one) => known(value) ? `${seconds(value)} (${number(one.back.length)} times)` : "–", help: "median time until its prompt was launched again" }], totals.filter(one => one.count), { sort: 1 }));
   });
 
@@ -107,22 +93,10 @@ panel("weights", "Staleness and pushes", "How many versions old trained samples 
 
 panel("prompts", "Prompts", "Each prompt with its rewards over the run. Those at the top were tried most and never had a reward above their lowest: too hard, or a broken reward. Click one for its samples.", { paths: ["timeline"], without: "no trajectory has ended, or trace.jsonl is gone." },
   (body, [run], [[columns]]) => {
-    const found = new Map();
-    let [low, high] = [Infinity, -Infinity];
-    for (let i = 0; i < columns.count; i++) {
-      if (!known(columns.reward[i])) continue;
-      const key = columns.prompt[i], reward = columns.reward[i];
-      let one = found.get(key);
-      if (!one) found.set(key, one = { key, tries: 0, total: 0, best: -Infinity, latest: 0, tokens: 0 });
-      one.tries++; one.total += reward; one.tokens += columns.tokens[i]; one.latest = reward;
-      if (reward > one.best) one.best = reward;
-      if (reward < low) low = reward;
-      if (reward > high) high = reward;
-    }
-    const rows = [...found.values()], never = rows.filter(row => row.best <= low && high > low), always = rows.filter(row => row.total / row.tries >= high && high > low);
+    const { rows, low, high, never, always } = promptsOf(columns);
     if (!rows.length) return false;
     body.replaceChildren(element("p", {}, element("b", {}, `${number(never.length)} of ${number(rows.length)} prompts were never solved`), ` (no reward above ${number(low)}), ${number(always.length)} always (each reward is ${number(high)}): both teach nothing.`),
-      table([{ head: "prompt", of: row => promptName(columns, row.key) }, { head: "tries", of: row => row.tries }, { head: "mean reward", of: row => row.total / row.tries, text: number }, { head: "best", of: row => row.best, text: number },
+      table([{ head: "prompt", of: row => promptName(columns, row.key) }, { head: "sampled", of: row => row.sampled, help: "trajectories, those without a reward too" }, { head: "tries", of: row => row.tries, help: "trajectories with a reward" }, { head: "mean reward", of: row => row.total / row.tries, text: number }, { head: "best", of: row => row.best, text: number },
         { head: "mean tokens", of: row => row.tokens / row.tries, text: number }, { head: "never solved", of: row => row.best <= low && high > low ? row.tries : 0, text: value => value ? `${value} tries` : "" }],
-      rows, { sort: 5, most: 12, onrow: row => openSamples({ prompt: promptName(columns, row.key), step: "" }) }));
+      rows, { sort: 6, most: 12, onrow: row => openSamples({ prompt: promptName(columns, row.key), step: "" }) }));
   });
