@@ -1,4 +1,4 @@
-// What stands out in the runs that are shown, in sentences, each with the panel that shows more.
+// What stands out in the runs that are shown, in sentences that lead to their panels.
 "use strict";
 
 const MOST_RUNS = 4;  // timelines are large
@@ -16,7 +16,7 @@ function enginesOf(columns) {
     if (!thin) { one.paces.push(pace(columns, i)); one.queued.push(columns.begun[i] - columns.launched[i]); }
   }
   const rows = [...found.values()].map(one => ({ ...one, pace: median(one.paces), wait: median(one.queued), lanes: columns.head.slots.find(slot => slot.engine === one.engine)?.lanes }));
-  const typical = median(rows.map(row => row.pace));
+  const typical = rows.map(row => row.pace).filter(known).sort((a, b) => a - b)[(rows.length - 1) >> 1];  // of two: the faster
   return rows.map(row => ({ ...row, slower: row.pace / typical }));
 }
 
@@ -92,7 +92,7 @@ function findingsOf(run, metrics, waits, columns) {
   return found;
 }
 
-panel("findings", "What stands out", "Of all runs that are shown, the worst first. Click a line for the panel that shows more.", { of: "all", paths: ["metrics", "waits"], without: "no step has ended." }, async (body, runs, data) => {
+panel("findings", "What stands out", "Of each run that is shown: what differs from the rest of it, or is far from what it could be. Click a line for its panel.", { of: "all", paths: ["metrics", "waits"], without: "no step has ended." }, async (body, runs, data) => {
   const found = [];
   for (const [place, run] of runs.slice(0, MOST_RUNS).entries()) {
     const columns = await page.data(run, "timeline").catch(() => null);  // its panel says what is wrong

@@ -79,7 +79,7 @@ panel("overview", "Overview", "The newest figures of the run. A small line shows
       bar.append(part);
     }
     const [first] = shares;
-    tiles.push(tile("The last step waited for", first ? `${first[0]} ${percent(first[1] / whole)}` : "–", first ? `${REASONS[first[0]]?.[1] ?? ""}. To change it: ${REASONS[first[0]]?.[2] ?? ""}.` : "no step yet", bar));
+    tiles.push(tile("The last step waited for", first ? `${first[0]} ${percent(first[1] / whole)}` : "–", first ? `${REASONS[first[0]]?.[1] ?? ""}. To change it, where nothing else stands out: ${REASONS[first[0]]?.[2] ?? ""}.` : "no step yet", bar));
     tiles.at(-1).classList.add("wide");
     const alarms = details.alarms ?? [], alarm = alarms.at(-1);
     tiles.push(tile("Alarms", String(alarms.length), alarm ? `${known(alarm.step) ? "step " + alarm.step + ": " : ""}${alarm.text}` : "none"));

@@ -1,10 +1,10 @@
 // Completions with their rewards, versions and logprobs; events, processes and recipes. All of their text is hostile: textContent alone.
 "use strict";
 
-const wanted = { step: "", least: "", most: "", prompt: "", offset: 0 }, PAGE_OF_SAMPLES = 20;
+const wanted = { step: "", least: "", most: "", prompt: "", offset: 0, like: null }, PAGE_OF_SAMPLES = 20;
 
 function openSamples(filter) {
-  Object.assign(wanted, { least: "", most: "", offset: 0 }, filter);
+  Object.assign(wanted, { least: "", most: "", offset: 0, like: null }, filter);
   const one = panels.find(each => each.id === "samples");
   for (const field of one.section.querySelectorAll("input[name]")) field.value = wanted[field.name];
   one.section.scrollIntoView({ behavior: "smooth" });
@@ -52,7 +52,7 @@ panel("samples", "Samples", "Completions that the run kept, with their rewards. 
       body.colours = choice("colour by", ["logprob", "version", "plain"], body.by, value => { body.by = value; body.open?.(); })), body.list = element("div"), body.one = element("div", { class: "compared" }));
     body.again = again;
   }
-  const run = page.focus, { total, rows } = await samplesOf(run, { ...wanted, limit: PAGE_OF_SAMPLES });
+  const run = page.focus, { total, rows } = await samplesOf(run, { ...wanted, like: "", limit: PAGE_OF_SAMPLES }), { like } = wanted;
   const open = async row => {
     const others = await Promise.all(runs.filter(other => other !== run).map(async other => [other, (await samplesOf(other, { step: "", least: "", most: "", prompt: row.prompt_id || row.prompt, offset: 0, limit: 1 }).catch(() => ({ rows: [] }))).rows[0]]));
     body.open = () => body.one.replaceChildren(sample(row, body.by, others.length ? run.name : ""), ...others.map(([other, found]) => found ? sample(found, body.by, other.name) : element("p", { class: "none" }, `${other.name} kept no sample of this prompt.`)));
@@ -66,7 +66,9 @@ panel("samples", "Samples", "Completions that the run kept, with their rewards. 
   body.colours.hidden = !rows.some(row => row.token_texts);
   if (body.chosen) return;  // what a person reads stays while the list goes on
   body.one.replaceChildren();
-  if (rows.length) await open(rows[0]);
+  const clicked = like && rows.find(row => row.tokens === like.tokens && Math.abs((row.reward ?? 0) - (like.reward || 0)) < 1e-4);
+  if (rows.length) await open(clicked ?? rows[0]);
+  if (like && !clicked) body.one.prepend(element("p", { class: "none" }, "The run did not keep the completion that was clicked" + (rows.length ? "; this is another one of its prompt." : ".")));
 });
 
 panel("events", "Events", "Evaluations, checkpoints, pauses, restarts, alarms and changed settings, newest first. Click one to see it in the timeline.", { paths: ["timeline", "details"], without: "nothing was recorded." }, (body, [run], [[columns, details]]) => {

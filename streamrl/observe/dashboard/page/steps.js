@@ -61,6 +61,8 @@ panel("races", "What was not trained", "Trajectories by what became of them, and
   (body, [run], [[columns]]) => {
     const { steps, outcomes } = columns.head, counts = outcomes.map(() => new Float64Array(steps.length)), totals = outcomes.map(name => ({ name, count: 0, tokens: 0, reward: 0, rewarded: 0, back: [] })), gone = new Map();
     if (!columns.count || !steps.length) return false;
+    const trained = new Set();
+    for (let i = 0; i < columns.count; i++) if (outcomes[columns.outcome[i]] === "trained") trained.add(columns.group[i]);
     for (let i = 0; i < columns.count; i++) {
       const one = totals[columns.outcome[i]], before = gone.get(columns.prompt[i]);
       if (before && columns.launched[i] > before.time && columns.group[i] !== before.group) { before.one.back.push(columns.launched[i] - before.time); gone.delete(columns.prompt[i]); }
@@ -68,7 +70,7 @@ panel("races", "What was not trained", "Trajectories by what became of them, and
       one.count++;
       one.tokens += columns.tokens[i];
       if (known(columns.reward[i])) { one.reward += columns.reward[i]; one.rewarded++; }
-      if (one.name === "lost_race" || one.name === "cut") gone.set(columns.prompt[i], { time: columns.ended[i], group: columns.group[i], one });
+      if ((one.name === "lost_race" || one.name === "cut") && !trained.has(columns.group[i])) gone.set(columns.prompt[i], { time: columns.ended[i], group: columns.group[i], one });
     }
     body.className = "body pair";
     const lost = chart(body, "outcomes", "Not trained", "trajectories a step, by reason", 200);
@@ -79,7 +81,7 @@ panel("races", "What was not trained", "Trajectories by what became of them, and
     const tokens = sum(totals.map(one => one.tokens));
     body.list.replaceChildren(table([{ head: "outcome", of: one => one.name, text: name => element("span", { title: OUTCOMES[name]?.[1] }, swatch(outcomeColour(name)), name) }, { head: "trajectories", of: one => one.count, text: number }, { head: "share", of: one => one.count / columns.count, text: percent },
       { head: "share of tokens", of: one => one.tokens / tokens, text: percent }, { head: "mean tokens", of: one => one.tokens / one.count, text: number }, { head: "mean reward", of: one => one.rewarded ? one.reward / one.rewarded : null, text: number },
-      { head: "prompt came back after", of: one => median(one.back), text: (value, one) => known(value) ? `${seconds(value)} (${number(one.back.length)} times)` : "–", help: "median time until its prompt was launched again" }], totals.filter(one => one.count), { sort: 1 }));
+      { head: "whole groups: sampled again after", of: one => median(one.back), text: (value, one) => known(value) ? `${seconds(value)} (${number(one.back.length)} times)` : "–", help: "of groups without a trained sibling: median time until their prompt was launched again, from its start" }], totals.filter(one => one.count), { sort: 1 }));
   });
 
 panel("weights", "Staleness and pushes", "How many versions old trained samples were, and what a new version of the weights cost: bytes, seconds, elements that changed.", { paths: ["metrics"], without: "no step has ended, or metrics.jsonl is gone." }, (body, [run], [[metrics]]) => {

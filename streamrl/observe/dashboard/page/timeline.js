@@ -326,7 +326,8 @@ class Timeline {
     if (found.step) return pickStep(found.step.step);
     if (found.row == null) return;
     if (event.pointerType === "touch") showTip(event, describe(this.columns, found.row));
-    openSamples({ prompt: this.columns.head.prompts[this.columns.prompt[found.row]] ?? "", step: "" });
+    const { head, prompt, tokens, reward } = this.columns, row = found.row;
+    openSamples({ prompt: head.prompts[prompt[row]] ?? "", step: "", like: { tokens: tokens[row], reward: reward[row] } });
   }
 }
 
