@@ -38,7 +38,7 @@ class TemplateFacts(msgspec.Struct, frozen=True):
     opens_reasoning: bool
 
     def problems(self) -> list[str]:
-        """What a run with turns must know, a sentence each; empty: each message is appended and tools are shown."""
+        """List what a run with turns must know, a sentence each; empty: each message is appended, tools are shown."""
         found = [
             f"a message of {'the user' if name.startswith('user') else 'a tool'}{name[4:]} {effect}"
             for name, effect in self.effects.items()
