@@ -41,8 +41,8 @@ UPLOT = {
 HOSTILE = "<img src=x onerror=\"window.taken='yes'\"><script>window.taken='yes'</script>"
 STEPS, PROMPTS, SIZE, SLOW_STEP, UNSOLVED = 12, 8, 4, 7, "prompt-3"
 PANELS = [
-    "overview", "findings", "curves", "timeline", "waits", "step", "engines", "lengths", "races", "weights", "prompts", "samples",
-    "events", "processes", "recipe",
+    "overview", "findings", "curves", "timeline", "waits", "step", "engines", "lengths", "races", "weights",
+    "prompts", "samples", "events", "processes", "recipe",
 ]  # fmt: skip
 
 needs_chromium = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is missing: apt-get install chromium")
@@ -218,7 +218,7 @@ def reads_as_written(visit: Visit) -> None:
     assert f"lost_race\t{STEPS * PROMPTS}\t25 %" in visit.text("races")
     for found in (
         "engine-1 takes 2.03 times as long a token",
-        f"Step {SLOW_STEP} took 10.5 s, 2.33 times the median step: tail 6.00 s more; the last completion, of 480 tokens",
+        f"Step {SLOW_STEP} took 10.5 s, 2.33 times the median step: tail 6.00 s more; the last completion, of 480",
         f"1 of {PROMPTS} prompts were never solved: {UNSOLVED} in 36 tries",
         "of sampled tokens were not trained: lost_race 96 trajectories",
     ):
