@@ -90,8 +90,6 @@ def by_name(rows: Sequence[tuple[int, Iterable[str]]]) -> dict[str, list[int]]:
 
 READERS = {"tensorboard": of_tensorboard, "wandb": of_wandb, "trackio": of_trackio}
 
-# ---- runs ------------------------------------------------------------------------------------------
-
 
 def train(root: Path, steps: int, pace_s: float, **more: object) -> subprocess.Popen[bytes]:
     """A small run below ``root`` whose rewards take ``pace_s``."""
@@ -164,14 +162,15 @@ def shots(arguments: argparse.Namespace, folder: Path, disks: ExitStack) -> Iter
     shot.wait()
     wait_until(lambda: not processes_of(root))
     run = latest(root)
-    for name in READERS if os.geteuid() == 0 else ():
-        (run / name).mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", run / name], check=True)
-        disks.callback(os.system, f"umount -l {run / name}")
+    full = [run / name for name in READERS] if os.geteuid() == 0 else []
+    for disk in full:
+        disk.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], check=True)
+        disks.callback(os.system, f"umount -l {disk}")
     trackers = [*READERS, f"prometheus?port={chance.randrange(20_000, 30_000)}"]
     resume = [*STREAMRL, "resume", run, "--set", f"metrics.report_to={json.dumps([*trackers, 'sleeper'])}"]
     shot = start(root, resume)
-    left, due_s, seen_s = (dict.fromkeys(trackers, value) for value in (kills, 0.0, time.monotonic()))
+    left, due_s, seen_s = (dict.fromkeys(trackers, value) for value in (kills, 0.0, time.monotonic() + 30))
     own: list[psutil.Process] = []
     while any(left.values()):
         for name in [name for name in left if left[name]]:
@@ -186,9 +185,9 @@ def shots(arguments: argparse.Namespace, folder: Path, disks: ExitStack) -> Iter
             elif not living and now_s > seen_s[name] + 3:  # it was given up, or waits
                 follower = [sys.executable, "-P", "-m", "streamrl.observe.trackers", name, run]
                 own.append(psutil.Process(start(root, follower).pid))
-        if sum(left.values()) == 2 * kills:
-            for name in READERS if os.geteuid() == 0 else ():
-                subprocess.run(["mount", "-o", "remount,size=1g", run / name], check=True)
+        if sum(left.values()) <= 2 * kills:
+            while full:
+                subprocess.run(["mount", "-o", "remount,size=1g", full.pop()], check=True)
             kill(processes_of(root, "sleeper"), signal.SIGSTOP)
         time.sleep(0.1)
     yield "end before all was killed (raise --steps): code", shot.poll()
@@ -205,7 +204,7 @@ def shots(arguments: argparse.Namespace, folder: Path, disks: ExitStack) -> Iter
     yield "weights that differ", weights_of(folder / "alone") != weights_of(root)
     for name, reader in READERS.items():
         code = start(root, [*STREAMRL, "sync", run, "--to", name]).wait()
-        steps = reader(run)["reward/mean"]
+        steps = reader(run).get("reward/mean")
         yield f"steps in {name} missing or twice", code or (steps != [*range(1, arguments.steps + 1)] and steps)
 
 
