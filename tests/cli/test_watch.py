@@ -63,8 +63,11 @@ def test_what_a_run_says_at_its_end_counts_from_where_it_was_resumed_and_tells_h
     assert "drained: 13 of 300 steps" in drained[1]
     assert f"  go on with  streamrl resume {tmp_path}" in drained
     (tmp_path / "checkpoints" / "latest" / "hf").mkdir(parents=True)
-    model, page = f"  model  {tmp_path}/checkpoints/latest/hf", f"  page  streamrl dashboard {tmp_path}"
-    assert history.summary("finished")[-2:] == [model, page]
+    model, more = (
+        f"  model  {tmp_path}/checkpoints/latest/hf",
+        f"  go on with  streamrl resume {tmp_path} run.steps=600",
+    )
+    assert history.summary("finished")[-3:] == [model, more, f"  page  streamrl dashboard {tmp_path}"]
 
 
 def test_the_time_left_is_not_of_the_moment_at_which_a_watcher_came() -> None:

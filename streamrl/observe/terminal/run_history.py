@@ -174,5 +174,5 @@ class RunHistory:
             return []
         model = self.directory / "checkpoints" / "latest" / "hf"
         found = [f"  model  {model}"] if model.is_dir() else []
-        ended = reason == "finished" or not (self.directory / "journal").is_dir()
-        return found if ended else [*found, f"  go on with  streamrl resume {self.directory}"]
+        more = f" run.steps={2 * self.steps}" if reason == "finished" else ""
+        return found + [f"  go on with  streamrl resume {self.directory}{more}"] * (self.directory / "journal").is_dir()
