@@ -28,7 +28,7 @@ from rooms import (
 
 LIMITS = {
     "lines of streamrl": 64_480,
-    "lines of tests": 49_649,
+    "lines of tests": 49_650,
     "lines of campaigns": 8_095,
     "lines of benchmarks": 7_049,
     "files of streamrl": 491,

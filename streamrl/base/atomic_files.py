@@ -40,13 +40,11 @@ MOST_BYTES = 64 << 20
 
 def remove_oldest(paths: Iterable[Path], most_bytes: int = MOST_BYTES) -> None:
     """Remove the first of ``paths`` in the order of their names until the others, at least one, have ``most_bytes``."""
-    sizes = {path: path.stat().st_size for path in sorted(paths)}
-    total = sum(sizes.values())
-    for path in list(sizes)[:-1]:
-        if total <= most_bytes:
-            break
-        path.unlink(missing_ok=True)
-        total -= sizes[path]
+    total = 0
+    for place, path in enumerate(sorted(paths, reverse=True)):
+        total += path.stat().st_size
+        if place and total > most_bytes:
+            path.unlink(missing_ok=True)
 
 
 def append_whole(file: IO[bytes], content: bytes) -> None:

@@ -134,6 +134,8 @@ class CheckedTable:
         return pairs + [(name, value, True) for name, value in below.items()]
 
     def _check_value(self, key: Key, value: Any, written: str, path: str, good: dict[str, Any]) -> None:
+        if isinstance(value, str) and written in self._origin.overridden and expected(key.kind) == "a list of strings":
+            value = [part.strip() for part in value.split(",")]
         try:
             made = msgspec.convert(value, key.annotation)
         except (msgspec.ValidationError, UnicodeError) as error:  # of an override: bytes that are no text

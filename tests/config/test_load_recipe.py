@@ -185,6 +185,7 @@ def test_overrides(tmp_path: Path) -> None:
     overrides = [
         "rollout.group_size=4",
         "run.name = try-2",
+        "run.tags=one, two",
         "rewards.0.weight=2",
         "rewards.1.function=other:length",
         'engines.cores=["0-1"]',
@@ -196,7 +197,7 @@ def test_overrides(tmp_path: Path) -> None:
     ]
     recipe = load_recipe(write(tmp_path, GOOD), overrides)
     assert recipe.rollout.group_size == 4
-    assert recipe.run.name == "try-2"
+    assert (recipe.run.name, recipe.run.tags) == ("try-2", ("one", "two"))
     assert [reward.weight for reward in recipe.rewards] == [2.0, 1.0]
     assert recipe.rewards[1].function == "other:length"
     assert recipe.engines.cores == ("0-1",)
