@@ -27,11 +27,11 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 64_480,
-    "lines of tests": 49_650,
+    "lines of streamrl": 64_692,
+    "lines of tests": 49_818,
     "lines of campaigns": 8_095,
     "lines of benchmarks": 7_049,
-    "files of streamrl": 491,
+    "files of streamrl": 493,
     "words of README": 800,
     "keys of a recipe in view": 122,
     "rooms": 16,

@@ -64,6 +64,7 @@ WINGS = {
     "observe/top": ("observe/follow", "observe/terminal"),
     "observe/trackers": ("observe/follow",),
     "observe/report": ("run/evaluate", "run/journal"),
+    "run/environments": ("pretrained/turns",),
     "run/evaluate": ("run/prompts",),
     "recipe/rules": ("recipe/cells", "recipe/dialects"),
     "rewards/builtin": ("rewards/judge", "rewards/sandbox"),

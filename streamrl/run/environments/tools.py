@@ -1,0 +1,210 @@
+"""Tools of a user: typed functions, or classes whose public methods are typed, sync or async. Their schemas come from
+signatures and docstrings; arguments that a model wrote are checked by the same types before anything is called."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from enum import StrEnum
+from functools import partial
+from typing import Annotated, Any, get_type_hints
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from streamrl.base.errors import RecipeError
+from streamrl.pretrained.turns.tool_calls import ToolCall
+
+CONTEXT = "context"
+"""A parameter of this name gets the ``ToolContext``, and is not in the schema."""
+
+
+class ToolContext(msgspec.Struct, frozen=True):
+    """A caller, as a tool may know it: the trajectory, the turn from 0, and a seed that is the same on a resume."""
+
+    trajectory: str
+    turn: int
+    seed: int
+
+
+class ToolLimits(msgspec.Struct, frozen=True):
+    """``seconds`` of a call, ``characters`` of its result."""
+
+    seconds: float = 30.0
+    characters: int = 8_000
+
+
+class ToolEnd(StrEnum):
+    """Ends of a call. All but ``DONE`` and ``CUT`` give the model a text that begins with ``error``."""
+
+    DONE = "done"
+    CUT = "cut"
+    UNKNOWN = "unknown"
+    REFUSED = "refused"
+    RAISED = "raised"
+    LATE = "late"
+
+
+class ToolResult(msgspec.Struct, frozen=True):
+    """``text``: for the model; ``seconds``: that the call took."""
+
+    text: str
+    end: ToolEnd
+    seconds: float = 0.0
+
+
+class _Tool(msgspec.Struct, frozen=True):
+    """``arguments``: a struct of the parameters, made of their types; ``method``: of the class ``owner`` (None: a
+    function)."""
+
+    name: str
+    schema: Mapping[str, Any]
+    arguments: type[msgspec.Struct]
+    call: Callable[..., Any]
+    owner: type | None
+    takes_context: bool
+
+
+class ToolBox:
+    """The tools of a run. ``schemas``: what a chat template is given. Raises ``RecipeError`` with every problem: a
+    parameter without a type or with one that JSON has not, no docstring, a name twice."""
+
+    def __init__(self, tools: Sequence[Any], limits: ToolLimits | None = None) -> None:
+        self._limits = limits or ToolLimits()
+        self._tools: dict[str, _Tool] = {}
+        problems: list[str] = []
+        for given in tools:
+            for name, function in _functions(given):
+                try:
+                    tool = _tool(name, function, given if inspect.isclass(given) else None)
+                except (TypeError, NameError) as error:
+                    problems.append(f"tool {name}: {error}")
+                    continue
+                if name in self._tools:
+                    problems.append(f"tool {name}: two tools have this name: rename one")
+                self._tools[name] = tool
+        if problems:
+            raise RecipeError(*problems)
+        self.schemas: tuple[Mapping[str, Any], ...] = tuple(tool.schema for tool in self._tools.values())
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[OpenTools]:
+        """Make the classes, one instance of each, for one trajectory; those that are context managers are entered, and
+        left at the end whatever happens."""
+        async with AsyncExitStack() as stack:
+            made: dict[type, Any] = {}
+            for owner in dict.fromkeys(tool.owner for tool in self._tools.values() if tool.owner is not None):
+                made[owner] = instance = owner()
+                if hasattr(instance, "__aenter__"):
+                    await stack.enter_async_context(instance)
+                elif hasattr(instance, "__enter__"):
+                    stack.enter_context(instance)
+            yield OpenTools(self._tools, made, self._limits)
+
+
+class OpenTools:
+    """The tools of one trajectory."""
+
+    def __init__(self, tools: Mapping[str, _Tool], made: Mapping[type, Any], limits: ToolLimits) -> None:
+        self._tools, self._made, self._limits = tools, made, limits
+
+    async def run(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        """Run one call. A failure of the tool is a result; nothing is raised but cancellation."""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self._tools)
+            return ToolResult(f"error: there is no tool {call.name!r}: call one of {known}", ToolEnd.UNKNOWN)
+        try:
+            given = msgspec.convert(call.arguments, tool.arguments)
+        except msgspec.ValidationError as error:
+            return ToolResult(f"error: {call.name}: {str(error).replace('`', '')}", ToolEnd.REFUSED)
+        named = {field: getattr(given, field) for field in tool.arguments.__struct_fields__}
+        if tool.takes_context:
+            named[CONTEXT] = context
+        own = () if tool.owner is None else (self._made[tool.owner],)
+        began = anyio.current_time()
+        with anyio.move_on_after(self._limits.seconds) as scope:
+            text, end = await _answer(partial(tool.call, *own, **named))
+        seconds = anyio.current_time() - began
+        if scope.cancelled_caught:
+            return ToolResult(f"error: {call.name} took more than {self._limits.seconds:g} s", ToolEnd.LATE, seconds)
+        if len(text) > (most := self._limits.characters):
+            text = f"{text[:most]} [{len(text) - most} characters more are left out]"
+            end = ToolEnd.CUT if end is ToolEnd.DONE else end
+        return ToolResult(text, end, seconds)
+
+
+async def _answer(call: Callable[[], Any]) -> tuple[str, ToolEnd]:
+    try:
+        if inspect.iscoroutinefunction(call.func if isinstance(call, partial) else call):
+            value = await call()
+        else:
+            value = await anyio.to_thread.run_sync(call, abandon_on_cancel=True)
+            value = await value if isinstance(value, Awaitable) else value
+        return value if isinstance(value, str) else msgspec.json.encode(value).decode(), ToolEnd.DONE
+    except Exception as error:  # noqa: BLE001 (code of a user)
+        return f"error: {type(error).__name__}: {error}", ToolEnd.RAISED
+
+
+def _functions(given: Any) -> list[tuple[str, Callable[..., Any]]]:
+    """Names and functions of a tool: itself, or public methods of a class."""
+    if not inspect.isclass(given):
+        return [(getattr(given, "__name__", repr(given)), given)]
+    members = inspect.getmembers(given, inspect.isfunction)
+    return [(name, method) for name, method in members if not name.startswith("_") and name not in {"reset", "close"}]
+
+
+def _tool(name: str, function: Callable[..., Any], owner: type | None) -> _Tool:
+    """Raises ``TypeError`` with the remedy."""
+    description, of_parameters = _docstring(function)
+    if not description:
+        raise TypeError("it has no docstring, which tells the model what it does: write one")
+    hints = get_type_hints(function, include_extras=True)
+    fields: list[Any] = []
+    parameters = list(inspect.signature(function).parameters.values())[owner is not None :]
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise TypeError(f"parameter {parameter.name}: a model gives arguments by name: write them one by one")
+        if parameter.name == CONTEXT:
+            continue
+        if parameter.name not in hints:
+            raise TypeError(f"parameter {parameter.name} has no type: annotate it, such as {parameter.name}: int")
+        kind = hints[parameter.name]
+        if text := of_parameters.get(parameter.name):
+            kind = Annotated[kind, msgspec.Meta(description=text)]
+        default = () if parameter.default is parameter.empty else (parameter.default,)
+        fields.append((parameter.name, kind, *default))
+    arguments = msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
+    try:
+        (shape,), components = msgspec.json.schema_components([arguments], ref_template="#/$defs/{name}")
+    except TypeError as error:
+        raise TypeError(f"a type that JSON has not: {error}") from None
+    own = dict(components.pop(shape.get("$ref", "/").rpartition("/")[2], shape))
+    own.pop("title", None)
+    if components:
+        own["$defs"] = components
+    schema = {"type": "function", "function": {"name": name, "description": description, "parameters": own}}
+    return _Tool(name, schema, arguments, function, owner, any(one.name == CONTEXT for one in parameters))
+
+
+_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
+_PARAMETER = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
+
+
+def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """Description and texts of parameters of a docstring in Google's style."""
+    head, *sections = _SECTION.split(inspect.getdoc(function) or "")
+    found: dict[str, str] = {}
+    for title, body in zip(sections[::2], sections[1::2], strict=True):
+        if title not in {"Args", "Arguments", "Parameters"}:
+            continue
+        name = ""
+        for line in filter(str.strip, body.splitlines()):
+            if match := _PARAMETER.match(line):
+                name, found[match[1]] = match[1], match[2].strip()
+            elif name:
+                found[name] += f" {line.strip()}"
+    return " ".join(head.split()), found
