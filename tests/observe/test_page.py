@@ -220,7 +220,7 @@ def reads_as_written(visit: Visit) -> None:
         "engine-1 takes 2.03 times as long a token",
         f"Step {SLOW_STEP} took 10.5 s, 2.33 times the median step: tail 6.00 s more; the last completion, of 480",
         f"1 of {PROMPTS} prompts were never solved: {UNSOLVED} in 36 tries",
-        "of sampled tokens were not trained: lost_race 96 trajectories",
+        ") were not trained: lost_race 96 trajectories",
     ):
         assert found in visit.text("findings"), visit.text("findings")
 

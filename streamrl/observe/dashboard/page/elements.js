@@ -123,6 +123,14 @@ function fold(body, name, text, open = false) {
   return node;
 }
 
+// Those out of sight too, in turns: text of another run must not be found, printed or copied there.
+async function drawUnseen() {
+  for (const one of panels) {
+    await one.refresh(true);
+    await new Promise(done => setTimeout(done));  // what was drawn is shown before the next one
+  }
+}
+
 const invalidate = (...paths) => panels.forEach(one => {
   const listed = paths.includes(one.id) && !one.section.matches(":hover, :has(:focus-visible)");  // rows do not move under a pointer
   if (!paths.length || listed || one.needs.paths.some(path => paths.includes(path))) { one.dirty = true; one.refresh(); }

@@ -81,10 +81,10 @@ function findingsOf(run, metrics, waits, columns) {
       lost[columns.outcome[i]]++;
     }
     const worst = lost.indexOf(Math.max(...lost));
-    if (without > 0.1 * all) add("races", `${percent(without / all)} of sampled tokens were not trained: ${outcomes[worst]} ${number(lost[worst])} trajectories (${OUTCOMES[outcomes[worst]]?.[1] ?? ""}).`);
+    if (without > 0.1 * all) add("races", `${percent(without / all)} of sampled tokens (${number(without)}) were not trained: ${outcomes[worst]} ${number(lost[worst])} trajectories (${OUTCOMES[outcomes[worst]]?.[1] ?? ""}).`);
   }
   const free = median(waits.bubble_step.slice(-20)), shares = Object.entries(waits.reasons).map(([name, values]) => [name, sum(values.slice(-20))]).sort((a, b) => b[1] - a[1]);
-  if (free > 0.5 && shares.length) add("waits", `${percent(free)} of the engines' slots stood free in the last steps; the run waited most for ${shares[0][0]} (${REASONS[shares[0][0]]?.[1] ?? ""}).`);
+  if (free > 0.5 && shares.length) add("waits", `${percent(free)} of the engines' slots stood free in the last steps; the run waited most for ${shares.slice(0, 3).map(([name, took]) => `${name} (${percent(took / sum(shares.map(one => one[1])))})`).join(", ")}.`);
   if (recent("reward/zero_std_ratio") > 0.4) add("prompts", `${percent(recent("reward/zero_std_ratio"))} of groups have equal rewards and teach nothing: rollout.dynamic_sampling, or other prompts.`);
   if (recent("completion/truncated_ratio") > 0.2) add("lengths", `${percent(recent("completion/truncated_ratio"))} of trained completions were cut at sampling.max_tokens.`);
   const held = heldOut(metrics.evaluations), best = held ? Math.max(...held.values.filter(known)) : 0;
@@ -98,7 +98,7 @@ panel("findings", "What stands out", "Of each run that is shown: what differs fr
     const columns = await page.data(run, "timeline").catch(() => null);  // its panel says what is wrong
     found.push(...findingsOf(run, ...data[place], columns));
   }
-  const go = ({ run, id, act }) => () => { page.focus = run; drawHeader(); invalidate(); act?.(); byId(id).scrollIntoView({ behavior: "smooth" }); };
+  const go = ({ run, id, act }) => () => { lookAt(run); act?.(); byId(id).scrollIntoView({ behavior: "smooth" }); };
   const more = runs.length > MOST_RUNS ? [element("p", { class: "dim" }, `Of the first ${MOST_RUNS} runs that are shown.`)] : [];
   body.replaceChildren(...(found.length ? [element("ul", { class: "findings" }, found.map(one => element("li", {}, element("button", { onclick: go(one) }, swatch(runColour(one.run)), runs.length > 1 ? element("b", {}, one.run.name + " ") : null, one.text))))] :
     [element("p", { class: "none" }, "Nothing: engines are equally fast, no step took twice the median, each prompt was solved, and nearly all that was sampled was trained.")]), ...more);

@@ -22,6 +22,14 @@ const reasonColour = name => REASONS[name]?.[0] ?? RUN_COLOURS[7];
 const runStart = run => known(run.started) ? run.started : 0;
 const sinceStart = (run, time) => !known(time) ? null : time > 1e8 ? time - runStart(run) : time;  // the files have both
 
+function lookAt(run) {
+  page.focus = run;
+  page.follow(run);
+  drawHeader();
+  invalidate();
+  drawUnseen();
+}
+
 function drawHeader() {
   const chosen = page.runs.map(run => [run.name, run === page.focus, page.hidden.has(run.run)]).join();
   if (chosen !== page.chosen) byId("runs").replaceChildren(...page.runs.map(run => {
@@ -30,7 +38,7 @@ function drawHeader() {
       others ? element("input", { type: "checkbox", checked: run === page.focus || !page.hidden.has(run.run), title: "in charts of several runs", "aria-label": `show ${run.name} beside others`,
         onchange: event => { page.hidden[event.target.checked ? "delete" : "add"](run.run); invalidate(); } }) : null,
       element("button", { title: [run.directory, run.run_id, run.project, ...(run.tags ?? [])].filter(Boolean).join("\n"), "aria-pressed": String(run === page.focus),
-        onclick: () => { page.focus = run; page.follow(run); drawHeader(); invalidate(); } }, swatch(runColour(run)), run.name || run.run_id));
+        onclick: () => lookAt(run) }, swatch(runColour(run)), run.name || run.run_id));
   }));
   page.chosen = chosen;
   const run = page.focus, place = byId("state");

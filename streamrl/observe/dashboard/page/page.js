@@ -56,8 +56,5 @@ async function moreRuns() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
   let wide = innerWidth, timer = null;
   addEventListener("resize", () => { if (innerWidth !== wide) { wide = innerWidth; clearTimeout(timer); timer = setTimeout(() => invalidate("lengths"), 200); } });
-  for (const one of panels) {  // those out of sight too, once: then nothing moves under a person who scrolls
-    await one.refresh(true);
-    await new Promise(done => setTimeout(done));  // what was drawn is shown before the next one
-  }
+  await drawUnseen();
 })();

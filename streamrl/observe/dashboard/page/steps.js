@@ -81,7 +81,7 @@ panel("races", "What was not trained", "Trajectories by what became of them, and
     const tokens = sum(totals.map(one => one.tokens));
     body.list.replaceChildren(table([{ head: "outcome", of: one => one.name, text: name => element("span", { title: OUTCOMES[name]?.[1] }, swatch(outcomeColour(name)), name) }, { head: "trajectories", of: one => one.count, text: number }, { head: "share", of: one => one.count / columns.count, text: percent },
       { head: "share of tokens", of: one => one.tokens / tokens, text: percent }, { head: "mean tokens", of: one => one.tokens / one.count, text: number }, { head: "mean reward", of: one => one.rewarded ? one.reward / one.rewarded : null, text: number },
-      { head: "whole groups: sampled again after", of: one => median(one.back), text: (value, one) => known(value) ? `${seconds(value)} (${number(one.back.length)} times)` : "–", help: "of groups without a trained sibling: median time until their prompt was launched again, from its start" }], totals.filter(one => one.count), { sort: 1 }));
+      { head: "whole groups: sampled again after", of: one => median(one.back), text: (value, one) => known(value) ? `${seconds(value)} (${number(one.back.length)} times)` : "–", help: "of groups without a trained sibling: median time from their loss until their prompt was launched again" }], totals.filter(one => one.count), { sort: 1 }));
   });
 
 panel("weights", "Staleness and pushes", "How many versions old trained samples were, and what a new version of the weights cost: bytes, seconds, elements that changed.", { paths: ["metrics"], without: "no step has ended, or metrics.jsonl is gone." }, (body, [run], [[metrics]]) => {
