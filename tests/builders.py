@@ -72,9 +72,11 @@ class ZeroRewards:
     async def lost(self, trajectory: TrajectoryId, group_size: int) -> None: ...
 
 
-def episodes_on(engine: Sampler, max_tokens: int = 300, scorer: Scorer | None = None, **options: Any) -> Episodes:
-    """Trajectories on ``engine``, scored with 0 where there is no ``scorer``, and not recorded."""
-    return Episodes(engine, Sampling(max_tokens=max_tokens), scorer or ZeroRewards(), Journal(), **options)
+def episodes_on(
+    engine: Sampler, max_tokens: int = 300, scorer: Scorer | None = None, journal: Journal | None = None, **options: Any
+) -> Episodes:
+    """Trajectories on ``engine``, scored with 0 where there is no ``scorer``, and not recorded without ``journal``."""
+    return Episodes(engine, Sampling(max_tokens=max_tokens), scorer or ZeroRewards(), journal or Journal(), **options)
 
 
 def tokenizer_json(special: Sequence[str], characters: Iterable[str], *, bos: int | None = None) -> dict[str, Any]:

@@ -46,10 +46,18 @@ class EpisodeCancelled(Exception):
 
 class _Turn:
     """One completion, sampled in as many parts as it is cut into. ``kept``: tokens of an earlier attempt that are
-    verified; ``own_seed_tokens``: tokens that were sampled with its own seed."""
+    verified; ``own_seed_tokens``: tokens that were sampled with its own seed; ``first_part``: its place in the ids of
+    the trajectory's requests."""
 
-    def __init__(self, identity: TrajectoryId, request: Generate, kept: TokenArray, done: SampledSoFar | None) -> None:
-        self._identity, self._seed = identity, request.seed
+    def __init__(
+        self,
+        identity: TrajectoryId,
+        request: Generate,
+        kept: TokenArray,
+        done: SampledSoFar | None = None,
+        first_part: int = 0,
+    ) -> None:
+        self._identity, self._seed, self._first_part = identity, request.seed, first_part
         self.request = request if not kept else with_kept(request, kept)
         self.kept = kept
         self.own_seed_tokens = 0
@@ -83,21 +91,33 @@ class _Turn:
             self.request,
             piece,
             seed=derive_seed(self._seed, self.parts) if piece.token_ids else self.request.seed,
-            request_id=part_id(str(self._identity), self.parts),
+            request_id=part_id(str(self._identity), self._first_part + self.parts),
         )
 
 
 class _OpenTrajectory:
-    """A trajectory that is sampled: what it has, and what control wants of it. ``waits``: it is paused and has left the
+    """A trajectory that is sampled: what it has, and what control wants of it. ``turns``: the last one is sampled, or
+    is to be; ``segments``: turns that are whole, and what stands between them. ``waits``: it is paused and has left the
     engine."""
 
     def __init__(self, order: LaunchTrajectory, turn: _Turn, take: TakeOutcome) -> None:
-        self.order, self.turn, self.take = order, turn, take
+        self.order, self.take = order, take
+        self.turns = [turn]
         self.segments: list[Segment] = []
+        self.finish: FinishReason | None = None
         self.cancelled = ""
         self.paused = False
         self.waits = False
         self.resumed = anyio.Event()
+
+    @property
+    def turn(self) -> _Turn:
+        return self.turns[-1]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were sampled so far."""
+        return sum(turn.tokens for turn in self.turns)
 
     def pause(self) -> None:
         if not self.paused:
@@ -113,11 +133,14 @@ class _OpenTrajectory:
 
 
 class EpisodeModel:
-    """The policy, as an episode samples it: what it samples becomes the trajectory. ``sample`` gives a completion of
-    the prompt, whatever cuts it, and raises ``EpisodeCancelled``, or ``RequestRefused`` where no engine serves it."""
+    """The policy, as an episode samples it: what it samples, and what is put between, becomes the trajectory.
 
-    def __init__(self, sample: Callable[[], Awaitable[Completion]]) -> None:
-        self.sample = sample
+    ``sample`` gives the next turn, whatever cuts it: a completion of the prompt and all that came after. It raises
+    ``EpisodeCancelled``, or ``RequestRefused`` where no engine serves it. ``append`` puts token ids behind a turn that
+    are not trained; the next turn goes on from them."""
+
+    def __init__(self, sample: Callable[[], Awaitable[Completion]], append: Callable[[TokenArray], None]) -> None:
+        self.sample, self.append = sample, append
 
 
 Episode = Callable[[EpisodeModel], Awaitable[object]]
@@ -225,9 +248,9 @@ class Episodes:
 
     async def _live(self, trajectory: _OpenTrajectory) -> None:
         """The life of one trajectory: sampled, recorded, scored."""
-        order, turn, refused = trajectory.order, trajectory.turn, ""
+        order, refused = trajectory.order, ""
         try:
-            await self._episode(EpisodeModel(partial(self._complete, trajectory)))
+            await self._episode(EpisodeModel(partial(self._complete, trajectory), partial(self._append, trajectory)))
         except RequestRefused as error:
             refused = str(error)
         except EpisodeCancelled:
@@ -235,26 +258,31 @@ class Episodes:
         self._count()
         del self._open[order.id]
         self._keep(trajectory)
-        if (done := turn.done) is None or not trajectory.segments or trajectory.cancelled or refused:
-            reason = refused or trajectory.cancelled or "its episode sampled nothing"
-            lost = TrajectoryLost(id=order.id, cancelled=bool(trajectory.cancelled), reason=reason, tokens=turn.tokens)
+        if (finish := trajectory.finish) is None or trajectory.cancelled or refused:
+            reason, tokens = refused or trajectory.cancelled or "its episode sampled nothing", trajectory.tokens
+            lost = TrajectoryLost(id=order.id, cancelled=bool(trajectory.cancelled), reason=reason, tokens=tokens)
             await trajectory.take(lost)
             await self._scorer.lost(order.id, order.group_size)
             return
+        if not trajectory.segments[-1].trained:
+            trajectory.segments.pop()  # nothing was sampled behind it
         sampled = Trajectory(
             id=order.id,
             prompt=order.prompt,
             segments=tuple(trajectory.segments),
-            finish_reason=done.finish_reason,
-            rollout_seconds=turn.seconds,
+            finish_reason=finish,
+            rollout_seconds=sum(turn.seconds for turn in trajectory.turns),
             evaluation=order.evaluation,
         )
         await self._journal.sampled(sampled)
         await trajectory.take(await self._scorer.score(sampled, order.group_size))
 
     async def _complete(self, trajectory: _OpenTrajectory) -> Completion:
-        """Sample until the turn ends by itself or was cancelled, going on after every other cut."""
+        """Sample until the turn ends by itself or was cancelled, going on after every other cut. Raises ``ValueError``
+        where the turn before was not answered."""
         turn = trajectory.turn
+        if trajectory.segments and trajectory.segments[-1].trained:
+            raise ValueError("an episode samples another turn, and has appended nothing to the one before")
         while not trajectory.cancelled and not turn.whole:
             if trajectory.paused:
                 await self._until_resumed(trajectory)
@@ -271,14 +299,33 @@ class Episodes:
         done, tokens, logprobs = turn.done, turn.done.token_ids, turn.done.behavior_logprobs
         segment = Segment(token_ids=tokens, trained=True, behavior_logprobs=logprobs, version_spans=done.version_spans)
         trajectory.segments.append(segment)
+        trajectory.finish = done.finish_reason
         return done
+
+    def _append(self, trajectory: _OpenTrajectory, token_ids: TokenArray) -> None:
+        """Put untrained tokens behind a turn. Raises ``ValueError`` where there is none."""
+        if not trajectory.segments or not trajectory.segments[-1].trained:
+            raise ValueError("an episode appends tokens, and has sampled no turn before them")
+        order, number = trajectory.order, len(trajectory.turns)
+        trajectory.segments.append(Segment(token_ids=token_ids, trained=False))
+        tokens = token_array(order.prompt.token_ids)
+        for segment in trajectory.segments:
+            tokens.extend(segment.token_ids)
+        first_part = sum(turn.parts for turn in trajectory.turns)
+        request = structs.replace(
+            self._request(order),
+            request_id=part_id(str(order.id), first_part),
+            token_ids=tokens,
+            seed=derive_seed(order.seed, "turn", number),
+        )
+        trajectory.turns.append(_Turn(order.id, request, token_array(), first_part=first_part))
 
     async def _until_resumed(self, trajectory: _OpenTrajectory) -> None:
         identity, turn, resumed = trajectory.order.id, trajectory.turn, trajectory.resumed
-        if turn.done is not None:
+        if turn.done is not None and len(trajectory.turns) == 1:  # of several turns a later life samples all again
             done = SampledSoFar(completion=turn.done, parts=turn.parts, seconds=turn.seconds)
             await self._journal.paused(identity, done)
-        await trajectory.take(TrajectoryPaused(id=identity, tokens=turn.tokens))
+        await trajectory.take(TrajectoryPaused(id=identity, tokens=trajectory.tokens))
         self._count()
         trajectory.waits = True
         self._waiting += 1
@@ -308,7 +355,7 @@ class Episodes:
         """Keep the tokens of a trajectory that ended. It may be launched again, if it was cancelled or its group still
         loses."""
         order, turn = trajectory.order, trajectory.turn
-        if self._kept is None or turn.done is None or order.evaluation:
+        if self._kept is None or turn.done is None or order.evaluation or len(trajectory.turns) > 1:
             return
         tokens = turn.done.token_ids[: turn.own_seed_tokens]
         if turn.whole and len(tokens) == turn.tokens:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -16,10 +15,18 @@ from hypothesis import strategies as st
 
 from streamrl.base.errors import RequestRefused
 from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
-from streamrl.base.stage_messages import LaunchTrajectory, Scored, TrajectoryLost, TrajectoryOutcome, TrajectoryPaused
+from streamrl.base.stage_messages import (
+    LaunchTrajectory,
+    SampledSoFar,
+    Scored,
+    TrajectoryLost,
+    TrajectoryOutcome,
+    TrajectoryPaused,
+)
 from streamrl.base.types import Completion, FinishReason, Prompt, Trajectory, TrajectoryId, VersionSpan, token_array
+from streamrl.contracts import Journal
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.stages.episodes import EpisodeCancelled, EpisodeModel, Episodes, one_completion
+from streamrl.stages.episodes import Episode, EpisodeCancelled, EpisodeModel, Episodes, one_completion
 
 LONG = LengthMixture(median=200, sigma=0.01, long_share=0.0)
 
@@ -111,15 +118,30 @@ class Bench:
         return {outcome.id.sample: outcome.tokens for outcome in self.of(TrajectoryPaused)}
 
 
+ANSWER = token_array([9, 9, 8])
+
+
+def talk(turns: int) -> Episode:
+    """An episode of so many turns, with ``ANSWER`` between them."""
+
+    async def episode(model: EpisodeModel) -> None:
+        await model.sample()
+        for _ in range(turns - 1):
+            model.append(ANSWER)
+            await model.sample()
+
+    return episode
+
+
 async def roll(
     during: Callable[[Bench], Awaitable[None]],
     lengths: LengthMixture = LONG,
     launched: int = 2,
     engine: RecordingEngine | None = None,
-    capacity: float = math.inf,
+    **options: Any,
 ) -> Bench:
     """Launch, let ``during`` interfere once all run, end the orders, and wait for every outcome."""
-    bench = Bench(engine or RecordingEngine(lengths), capacity=capacity)
+    bench = Bench(engine or RecordingEngine(lengths), **options)
     await bench.engine.start()
     async with bench.stage.running():
         bench.launch(*range(launched))
@@ -138,23 +160,28 @@ async def roll(
 def assert_joined(bench: Bench, sample: int) -> Trajectory:
     """The finished trajectory is its parts in order, each asked for with all tokens before it and a seed of its own."""
     [finished] = [o.outcome.trajectory for o in bench.of(Scored) if o.outcome.trajectory.id.sample == sample]
-    [segment] = finished.segments
-    tokens = token_array()
+    turns, segments = [token_array()], finished.segments
     seeds = set()
-    for part in range(len([i for i in bench.engine.asked if i.startswith(f"{identity(sample)}/")])):
+    parts = len([i for i in bench.engine.asked if i.startswith(f"{identity(sample)}/")])
+    for part in range(parts):
         request = bench.engine.asked[f"{identity(sample)}/{part}"]
-        assert request.token_ids == token_array([2, 3]) + tokens
-        assert request.prefix_length == len(tokens)
+        assert request.token_ids == sum(turns, token_array([2, 3]))
+        assert request.prefix_length == len(turns[-1])
         piece = bench.engine.pieces[request.request_id]
         if piece.token_ids:
             assert request.seed not in seeds, "noise is never repeated"
             seeds.add(request.seed)
-        tokens += piece.token_ids
-    assert segment.token_ids == tokens
-    assert len(segment.behavior_logprobs) == len(tokens)
-    assert [span.start for span in segment.version_spans] == [0, *(span.end for span in segment.version_spans[:-1])]
-    assert segment.version_spans[-1].end == len(tokens)
-    assert isinstance(finished, Trajectory)
+        turns[-1] += piece.token_ids
+        if piece.finish_reason is not FinishReason.ABORT and part < parts - 1:
+            turns += [ANSWER, token_array()]
+    assert [(segment.token_ids, segment.trained) for segment in segments] == [
+        (tokens, place % 2 == 0) for place, tokens in enumerate(turns)
+    ]
+    for segment in segments[::2]:
+        assert len(segment.behavior_logprobs) == len(segment.token_ids)
+        assert [span.start for span in segment.version_spans] == [0, *(span.end for span in segment.version_spans[:-1])]
+        assert segment.version_spans[-1].end == len(segment.token_ids)
+    assert isinstance(finished, Trajectory) and finished.generated_tokens == sum(map(len, turns[::2]))
     return finished
 
 
@@ -345,8 +372,11 @@ Step = tuple[str, int]
         max_size=25,
     ),
     seed=st.integers(0, 3),
+    turns=st.integers(1, 3),
 )
-async def test_whatever_is_ordered_each_trajectory_ends_once_and_whole(script: list[Step], seed: int) -> None:
+async def test_whatever_is_ordered_each_trajectory_ends_once_and_whole(
+    script: list[Step], seed: int, turns: int
+) -> None:
     pauses: Counter[int] = Counter()
 
     async def during(bench: Bench) -> None:
@@ -370,11 +400,14 @@ async def test_whatever_is_ordered_each_trajectory_ends_once_and_whole(script: l
                     for _ in range(5 * sample + seed):
                         await anyio.lowlevel.checkpoint()
 
-    bench = await roll(during, LengthMixture(median=60, sigma=0.5), 4)
+    bench = await roll(during, LengthMixture(median=60 // turns**2, sigma=0.5), 4, episode=talk(turns))
     cancelled = {o.id.sample for o in bench.of(TrajectoryLost)}
-    assert all(o.cancelled for o in bench.of(TrajectoryLost))
+    for lost in bench.of(TrajectoryLost):
+        pieces = [piece for name, piece in bench.engine.pieces.items() if name.startswith(f"{lost.id}/")]
+        assert lost.cancelled and lost.tokens == sum(len(piece.token_ids) for piece in pieces)
     for sample in set(range(4)) - cancelled:
-        assert assert_joined(bench, sample).finish_reason is not FinishReason.ABORT
+        finished = assert_joined(bench, sample)
+        assert finished.finish_reason is not FinishReason.ABORT and len(finished.segments) == 2 * turns - 1
     answers = Counter(o.id.sample for o in bench.of(TrajectoryPaused))
     assert all(answers[sample] <= pauses[sample] for sample in range(4))
 
@@ -411,6 +444,56 @@ class Rewards(ZeroRewards):
 
 
 async def samples_nothing(model: EpisodeModel) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("turns", "error"),
+    [("append", "has sampled no turn"), ("sample sample", "has appended nothing"), ("sample append", "")],
+)
+async def test_turns_come_in_order_and_what_nothing_is_sampled_behind_is_left_out(turns: str, error: str) -> None:
+    raised: list[str] = []
+
+    async def episode(model: EpisodeModel) -> None:
+        try:
+            for turn in turns.split():
+                await model.sample() if turn == "sample" else model.append(ANSWER)
+        except ValueError as wrong:
+            raised.append(str(wrong))
+            await samples_nothing(model)
+
+    bench = Bench(RecordingEngine(), episode=episode)
+    await bench.engine.start()
+    async with bench.stage.running():
+        bench.launch(0)
+    assert error in "".join(raised) and len(raised) == bool(error)
+    if "sample" in turns:
+        assert len(assert_joined(bench, 0).segments) == 1
+
+
+class PausesKept(Journal):
+    """Remembers what is recorded of paused trajectories."""
+
+    def __init__(self) -> None:
+        self.kept: list[SampledSoFar] = []
+
+    async def paused(self, trajectory: TrajectoryId, done: SampledSoFar) -> None:
+        self.kept.append(done)
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+async def test_a_later_life_is_given_only_what_was_sampled_of_a_first_turn(turns: int) -> None:
+    async def during(bench: Bench) -> None:
+        await bench.until(lambda: len(bench.engine.asked) == turns)
+        await bench.steps(5)
+        bench.order(pause(0))
+        await bench.until(lambda: bool(bench.paused))
+        bench.order(resume(0))
+
+    bench = await roll(during, launched=1, journal=(journal := PausesKept()), episode=talk(turns))
+    assert len(assert_joined(bench, 0).segments) == 2 * turns - 1
+    assert [done.completion.token_ids for done in journal.kept] == (
+        [bench.engine.pieces["0.0.0/0"].token_ids] if turns == 1 else []
+    )
 
 
 async def survives_its_end(model: EpisodeModel) -> None:
