@@ -205,7 +205,7 @@ async def test_the_budget_is_whole_again_after_long_service(
                 before = supervisor.children[name]
                 before.process.kill()
                 await until(lambda before=before: supervisor.children[before.name] is not before)  # type: ignore[misc]
-                await until(lambda: all(lives(child.process.pid) for child in supervisor.children.values()))
+                await until(lambda: {child.process.pid for child in supervisor.children.values()} <= {*one.pids()})
     one.assert_nothing_left()
 
 

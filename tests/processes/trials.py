@@ -61,7 +61,7 @@ class Trial:
         (self.directory / name).touch()
 
     def assert_nothing_left(self) -> None:
-        assert self.left() == []
+        assert not (left := self.left()), left
 
     def left(self) -> list[str]:
         """Processes, shared memory and sockets that outlived the run."""

@@ -75,7 +75,8 @@ def test_a_run_is_seen_in_a_terminal_and_on_the_page_and_its_death_is_said(
             state = visit.page.locator("#state")
             visit.until(lambda: "running · step" in state.inner_text(), "it runs")
             visit.until(lambda: visit.empty() == ["races"], "every panel is filled, but none lost a race")
-            assert visit.page.evaluate("panels.map(one => one.body.childElementCount > 0)") == [True] * len(PANELS)
+            drawn = "panels.map(one => one.body.childElementCount > 0)"
+            visit.until(lambda: visit.page.evaluate(drawn) == [True] * len(PANELS), "those out of sight, too")
             step, bars = state.inner_text(), visit.page.evaluate("[...timelines][0].columns.count")
             visit.until(lambda: state.inner_text() != step, "it goes on")
             visit.until(lambda: visit.page.evaluate("[...timelines][0].columns.count") > bars, "new bars")

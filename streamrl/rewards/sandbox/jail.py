@@ -22,7 +22,9 @@ from streamrl.rewards.sandbox import syscalls as sc
 
 _NOBODY = 65534
 _KILL_ROUNDS = 1000
-_AWAITED = {signal.SIGCHLD, signal.SIGTERM}  # SIGTERM: the zygote wants no more of this run
+AWAITED = {signal.SIGCHLD, signal.SIGTERM}
+"""Signals that a watcher has blocked when it is forked: only ``_wait`` takes them. SIGTERM: the zygote wants no more of
+this run. The first process of a namespace loses one that comes before it is blocked."""
 _MOST_ERROR_CHARACTERS = 500
 
 
@@ -70,7 +72,6 @@ def watch(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoReturn:
         sc.adopt_orphans()
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)  # blocked, not handled: only ``_wait`` takes them
         pid = os.fork()
         if pid == 0:
             _become(layers, limits, job, report_fd)
@@ -97,7 +98,7 @@ def _enter(layers: Layers, limits: Limits, job: Job, report_fd: int) -> None:
 def _become(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoReturn:
     """The life of the code's process, as far as it is ours."""
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for target, fd in enumerate(job.stdio):
@@ -188,7 +189,7 @@ def _wait(pid: int, seconds: float, *, alone: bool) -> dict[str, Any]:
             timed_out = left <= 0
             os.kill(pid, signal.SIGKILL)
             left = 1.0
-        heard = signal.sigtimedwait(_AWAITED, left)
+        heard = signal.sigtimedwait(AWAITED, left)
         unwanted = unwanted or (heard is not None and heard.si_signo == signal.SIGTERM)
     took = time.monotonic() - started
     if not alone:

@@ -271,15 +271,17 @@ class _Serving:
     def _watch(self, job: jail.Job, limits: jail.Limits) -> tuple[int, int]:
         """Start a watcher: the pipe on which it reports, and its pid."""
         readable, writable = os.pipe()
+        signal.pthread_sigmask(signal.SIG_BLOCK, jail.AWAITED)
         try:
             pid = self._fork()
+            if pid == 0:
+                jail.watch(self._layers, limits, job, writable)
         except OSError:
             os.close(readable)
-            os.close(writable)
             raise
-        if pid == 0:
-            jail.watch(self._layers, limits, job, writable)
-        os.close(writable)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, jail.AWAITED)
+            os.close(writable)
         return readable, pid
 
     def _fork(self) -> int:
