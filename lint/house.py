@@ -27,8 +27,8 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 64_742,
-    "lines of tests": 49_906,
+    "lines of streamrl": 64_746,
+    "lines of tests": 49_907,
     "lines of campaigns": 8_095,
     "lines of benchmarks": 7_049,
     "files of streamrl": 493,

@@ -7,8 +7,8 @@ from streamrl.base.types import Completion, Prompt, Record, RewardFailure, Score
 
 
 class SampledSoFar(Record, frozen=True):
-    """Tokens of a trajectory until now: ``completion``, whose finish reason is abort unless it is whole; sampled in
-    ``parts`` requests, during which it was in the engines for ``seconds``."""
+    """Tokens of the first turn of a trajectory until now: ``completion``, whose finish reason is abort unless it is
+    whole; sampled in ``parts`` requests, during which it was in the engines for ``seconds``."""
 
     completion: Completion
     parts: int
@@ -30,7 +30,7 @@ class LaunchTrajectory(Message, frozen=True):
 
 
 class TrajectoryLost(Message, frozen=True):
-    """A launched trajectory that ends without a completion: cancelled, or the engine could not serve it."""
+    """A launched trajectory without a completion: cancelled, not served by an engine, or nothing was sampled."""
 
     id: TrajectoryId
     cancelled: bool

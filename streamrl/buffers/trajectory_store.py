@@ -64,12 +64,15 @@ class TrajectoryStore:
             self.trajectories.pop(trajectory, None)
 
     def done(self, trajectory: TrajectoryId) -> SampledSoFar | None:
-        """Return what was sampled of a trajectory before the controller restarted, or None."""
+        """Return what was sampled of a trajectory before the controller restarted, or None. One of several turns is
+        sampled again."""
         content = self.trajectories.get(trajectory)
         if content is None or isinstance(content, SampledSoFar):
             return content
         whole = content.trajectory if isinstance(content, ScoredTrajectory) else content
-        (segment,) = whole.segments
+        segment, *more = whole.segments
+        if more:
+            return None
         completion = Completion(
             token_ids=segment.token_ids,
             behavior_logprobs=segment.behavior_logprobs,

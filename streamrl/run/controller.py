@@ -49,7 +49,7 @@ class RunRecord(msgspec.Struct, frozen=True):
 
 
 class Controller:
-    """Runs ``record.control`` against a trainer, a weight push and a rollout. ``run`` once. ``save`` writes a
+    """Runs ``record.control`` against a trainer, a weight push and episodes. ``run`` once. ``save`` writes a
     checkpoint with what control needs to go on from it. ``observers`` see everything, in this order."""
 
     def __init__(

@@ -1,1 +1,1 @@
-"""The coroutines of rollout, reward and training: each reads one stream and writes one."""
+"""Trajectories from their launch to their outcome (a coroutine each), their rewards, and the coroutine of training."""

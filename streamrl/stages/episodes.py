@@ -2,9 +2,9 @@
 recorded and scored.
 
 A request that the engine cut (a pause that aborts, a drained engine) goes on from its tokens with a seed of its own. A
-trajectory that control paused waits, outside of the engine, until it is resumed; only one that was cancelled, or that
-the engine refused, ends as ``TrajectoryLost``. Where deferred completions are verified, the tokens of what was
-cancelled are kept until the same draw is launched again (``engines/resumption.py``)."""
+trajectory that control paused waits, outside of the engine, until it is resumed; only one that was cancelled, that the
+engine refused, or whose episode sampled nothing ends as ``TrajectoryLost``. Where deferred completions are verified,
+the tokens of what was cancelled are kept until the same draw is launched again (``engines/resumption.py``)."""
 
 from __future__ import annotations
 
@@ -135,9 +135,9 @@ class _OpenTrajectory:
 class EpisodeModel:
     """The policy, as an episode samples it: what it samples, and what is put between, becomes the trajectory.
 
-    ``sample`` gives the next turn, whatever cuts it: a completion of the prompt and all that came after. It raises
-    ``EpisodeCancelled``, or ``RequestRefused`` where no engine serves it. ``append`` puts token ids behind a turn that
-    are not trained; the next turn goes on from them."""
+    ``sample`` gives the next turn, a completion of the prompt and all that came after; it asks again for what an engine
+    aborted, and raises ``EpisodeCancelled``, or ``RequestRefused`` where no engine serves it. ``append`` adds token ids
+    after a turn that are not trained; the next turn goes on from them."""
 
     def __init__(self, sample: Callable[[], Awaitable[Completion]], append: Callable[[TokenArray], None]) -> None:
         self.sample, self.append = sample, append

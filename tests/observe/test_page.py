@@ -217,7 +217,7 @@ def reads_as_written(visit: Visit) -> None:
     assert f"1 of {PROMPTS} prompts were never solved" in visit.text("prompts") and UNSOLVED in visit.text("prompts")
     assert f"lost_race\t{STEPS * PROMPTS}\t25 %" in visit.text("races")
     for found in (
-        "engine-1 takes 2.03 times as long a token",
+        "engine-1 takes 19.7 ms a token, 2.03 times",
         f"Step {SLOW_STEP} took 10.5 s, 2.33 times the median step: tail 6.00 s more; the last completion, of 480",
         f"1 of {PROMPTS} prompts were never solved: {UNSOLVED} in 36 tries",
         ") were not trained: lost_race 96 trajectories",

@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.pretrained.turns.tool_calls import FORMS, ToolCall, parse_turn
 
-NAMES = {"a": {"type": "integer"}, "b": {"type": "integer"}, "text": {"type": "string"}}
+NAMES = {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "text": {"type": "string"}}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": NAMES}}}
     for name in ("add", "say")

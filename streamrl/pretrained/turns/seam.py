@@ -73,8 +73,8 @@ class ChatSeams:
         appended: Sequence[ChatMessage],
         last: int | None,
     ) -> Seam:
-        """Return what continues a chat behind a sampled turn. ``history``: its messages before the turn, or its first
-        ones to one of the user, with equal results; ``calls``: of the turn; ``appended``: messages behind it; ``last``:
+        """Return what continues a chat behind a sampled turn. ``history``: its messages before the turn, of which those
+        up to the first one of the user are enough; ``calls``: of the turn; ``appended``: messages behind it; ``last``:
         the last sampled token (None: there is none). Raises ``CannotContinueError``."""
         text = self.text(history, calls, appended)
         ids = self._tokenizer.encode_fragment(text)

@@ -116,7 +116,7 @@ def _qwen_xml(content: str, functions: Functions) -> Found:
 
 
 def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    if schema.get("type", "string") == "string":
+    if not schema or schema.get("type") == "string":
         return text
     try:
         return _loads(text)

@@ -269,7 +269,8 @@ class _Serving:
             os.close(fd)
 
     def _watch(self, job: jail.Job, limits: jail.Limits) -> tuple[int, int]:
-        """Start a watcher: the pipe on which it reports, and its pid."""
+        """Start a watcher: the pipe on which it reports, and its pid. Signals are blocked before the fork, so that it
+        loses none."""
         readable, writable = os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, jail.AWAITED)
         try:

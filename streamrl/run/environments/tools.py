@@ -23,7 +23,7 @@ CONTEXT = "context"
 
 
 class ToolContext(msgspec.Struct, frozen=True):
-    """A caller, as a tool may know it: the trajectory, the turn from 0, and a seed that is the same on a resume."""
+    """The caller of a tool: the trajectory, the turn from 0, and a seed that is the same on a resume."""
 
     trajectory: str
     turn: int

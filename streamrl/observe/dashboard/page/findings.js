@@ -65,7 +65,7 @@ function findingsOf(run, metrics, waits, columns) {
   const found = [], add = (id, text, act) => found.push({ run, id, text, act }), recent = name => median((metrics.values[name] ?? []).slice(-10));
   if (columns?.count) {
     const engines = enginesOf(columns), { rows, never } = promptsOf(columns), { steps, outcomes } = columns.head, typical = median(steps.map(step => step.step_s));
-    for (const one of engines) if (one.slower > 1.15 && engines.length > 1) add("engines", `${one.engine} takes ${number(one.slower)} times as long a token as the median engine (${seconds(one.pace)}).`);
+    for (const one of engines) if (one.slower > 1.15 && engines.length > 1) add("engines", `${one.engine} takes ${seconds(one.pace)} a token, ${number(one.slower)} times the time of the typical engine.`);
     for (const step of steps.filter(one => steps.length > 4 && one.step_s > 2 * typical).sort((a, b) => b.step_s - a.step_s).slice(0, 3)) {
       const cause = causeOf(columns, waits, step), { most } = cause;
       add("step", `Step ${step.step} took ${seconds(step.step_s)}, ${number(step.step_s / typical)} times the median step${most ? `: ${most.name} ${seconds(most.more)} more` : ""}${culprit(columns, cause)}.`, () => pickStep(step.step));
