@@ -36,6 +36,7 @@ from streamrl.engines.resumption import (
     part_id,
     resumed_request,
     with_kept,
+    without_kept,
 )
 from streamrl.recipe.sections import Sampling
 
@@ -306,17 +307,15 @@ class Episodes:
         """Put untrained tokens behind a turn. Raises ``ValueError`` where there is none."""
         if not trajectory.segments or not trajectory.segments[-1].trained:
             raise ValueError("an episode appends tokens, and has sampled no turn before them")
-        order, number = trajectory.order, len(trajectory.turns)
+        order, before = trajectory.order, without_kept(trajectory.turn.request)  # with all that was sampled
         trajectory.segments.append(Segment(token_ids=token_ids, trained=False))
-        tokens = token_array(order.prompt.token_ids)
-        for segment in trajectory.segments:
-            tokens.extend(segment.token_ids)
         first_part = sum(turn.parts for turn in trajectory.turns)
         request = structs.replace(
-            self._request(order),
+            before,
             request_id=part_id(str(order.id), first_part),
-            token_ids=tokens,
-            seed=derive_seed(order.seed, "turn", number),
+            token_ids=before.token_ids + token_ids,
+            prefix_length=0,
+            seed=derive_seed(order.seed, "turn", len(trajectory.turns)),
         )
         trajectory.turns.append(_Turn(order.id, request, token_array(), first_part=first_part))
 

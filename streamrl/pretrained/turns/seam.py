@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -27,11 +28,11 @@ class CannotContinueError(ChatError):
 
 
 class SeamKind(StrEnum):
-    """Meeting of the sampled tokens and the seam.
+    """Relation of the last sampled token to the one that the template writes after a turn of a history.
 
-    ``EXACT``: as the template writes it. ``CLOSED``: the turn ended without a token that ends it (its length, a stop),
-    and the seam closes it. ``OTHER_CLOSER``: it ended with another token than the template writes in a history.
-    ``OTHER_OPENER``: with a token that opens another message than the appended one."""
+    ``EXACT``: they are the same. ``CLOSED``: no end token was sampled (length limit, abort), so the seam has it.
+    ``OTHER_CLOSER``: another end token was sampled. ``OTHER_OPENER``: another end token was sampled, and the template's
+    one opens the appended message rather than closing the turn (GLM)."""
 
     EXACT = "exact"
     CLOSED = "closed"
@@ -40,14 +41,14 @@ class SeamKind(StrEnum):
 
 
 class Seam(msgspec.Struct, frozen=True):
-    """``token_ids``: int32, to be put behind the sampled ones; none of them is trained."""
+    """``token_ids``: int32, to be appended to the sampled ones; none of them is trained."""
 
     token_ids: TokenArray
     kind: SeamKind
 
 
 class CalledTool(msgspec.Struct, frozen=True):
-    """A call of a sampled turn, by what messages of tools refer to."""
+    """A tool call of a sampled turn. ``call_id``: that a tool message answers."""
 
     name: str
     call_id: str
@@ -73,32 +74,32 @@ class ChatSeams:
         appended: Sequence[ChatMessage],
         last: int | None,
     ) -> Seam:
-        """Return what continues a chat behind a sampled turn. ``history``: its messages before the turn, of which those
-        up to the first one of the user are enough; ``calls``: of the turn; ``appended``: messages behind it; ``last``:
-        the last sampled token (None: there is none). Raises ``CannotContinueError``."""
+        """Return the tokens between a sampled turn and the next one. ``history``: messages before the turn, of which
+        those up to the first user message are enough; ``calls``: of the turn; ``appended``: messages after it;
+        ``last``: the last sampled token (None: there is none). Raises ``CannotContinueError``."""
         text = self.text(history, calls, appended)
         ids = self._tokenizer.encode_fragment(text)
         if last not in self._stops:
             return Seam(ids, SeamKind.CLOSED)
         if ids[0] == last:
             return Seam(ids[1:], SeamKind.EXACT)
-        # One that opens the appended message does not stand behind a turn that is the last one.
+        # A stop token that opens the next message (GLM) is not written after a turn that is the last message.
         stop = self._stops.get(ids[0])
-        if stop and stop not in self._behind_turn(history, calls, (), generation_prompt=False):
+        if stop and stop not in self._after_turn(history, calls, (), generation_prompt=False):
             return Seam(ids, SeamKind.OTHER_OPENER)
         return Seam(ids[1:], SeamKind.OTHER_CLOSER)
 
     def text(self, history: Sequence[ChatMessage], calls: Sequence[CalledTool], appended: Sequence[ChatMessage]) -> str:
         """The text of the seam. Raises ``CannotContinueError``."""
-        behind = self._behind_turn(history, calls, appended)
+        after = self._after_turn(history, calls, appended)
         # A template may close turns of a history with a special token that never ends a sampled one.
         stops = [*self._stops.values(), self._closer]
-        places = [at for stop in stops if stop and (at := behind.find(stop)) >= 0]
+        places = [at for stop in stops if stop and (at := after.find(stop)) >= 0]
         if not places:
-            raise CannotContinueError("the model's chat template cannot be continued: it writes no token behind a turn")
-        return behind[min(places) :]
+            raise CannotContinueError("the model's chat template cannot be continued: it writes no token after a turn")
+        return after[min(places) :]
 
-    def _behind_turn(
+    def _after_turn(
         self,
         history: Sequence[ChatMessage],
         calls: Sequence[CalledTool],
@@ -106,9 +107,9 @@ class ChatSeams:
         *,
         generation_prompt: bool = True,
     ) -> str:
-        """Return what the template writes behind the texts of the turn."""
+        """Return what the template writes after the texts of the turn."""
         problems = []
-        for message, marks in _stand_ins(calls):
+        for message, marks in _placeholders(calls):
             try:
                 text = self._write([*_opening(history), message, *appended], generation_prompt=generation_prompt)
             except ChatError as error:
@@ -125,18 +126,18 @@ class ChatSeams:
             problems.append("it does not show the text of the turn")
         raise CannotContinueError(f"the model's chat template cannot be continued: {'; '.join(problems)}")
 
-    @property
+    @cached_property
     def _closer(self) -> str:
-        """The special token right behind a plain turn of a history; empty: there is none."""
+        """The special token right after a plain turn of a history; empty: there is none."""
         mark = _mark()
-        turns = [_said("x", role="user"), _said(mark), _said("x", role="user")]
+        turns = [_message("x", role="user"), _message(mark), _message("x", role="user")]
         try:
             text = self._write(turns)
         except ChatError:
             return ""
-        behind = self._tokenizer.encode_fragment(text[text.rfind(mark) + len(mark) :])
+        after = self._tokenizer.encode_fragment(text[text.rfind(mark) + len(mark) :])
         specials = self._tokenizer.special_token_ids
-        return next((self._tokenizer.token_text(one) for one in behind[:2] if one in specials), "")
+        return next((self._tokenizer.token_text(one) for one in after[:2] if one in specials), "")
 
     def _write(self, messages: Sequence[ChatMessage], *, generation_prompt: bool = True) -> str:
         write = self._tokenizer.write_chat
@@ -144,7 +145,7 @@ class ChatSeams:
 
 
 def _opening(history: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    """Messages to the first of the user: more of them cost time and do not change a seam."""
+    """Return the messages up to the first user message: more of them cost time and change no seam."""
     user = next((place for place, message in enumerate(history) if message.get("role") == "user"), len(history))
     return history[: user + 1]
 
@@ -153,24 +154,26 @@ def _mark() -> str:
     return "x" + secrets.token_hex(8)
 
 
-def _said(text: str, *, role: str = "assistant") -> dict[str, Any]:
+def _message(text: str, *, role: str = "assistant") -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
-def _stand_ins(calls: Sequence[CalledTool]) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Messages that may stand for the turn, the best first, each with its marks."""
+def _placeholders(calls: Sequence[CalledTool]) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """Messages to render in place of the turn, the best first, each with its marks."""
     if calls:
         marks = [_mark() for _ in calls]
-        yield _said("") | {"tool_calls": _called(calls, [{"x": mark} for mark in marks])}, marks
+        yield calling_message(calls, [{"x": mark} for mark in marks]), marks
         # A template that writes no call may show the text beside it; one that wants arguments as text refuses both.
         mark = _mark()
-        yield _said(mark) | {"tool_calls": _called(calls, [{} for _ in calls])}, [mark]
+        yield calling_message(calls, [{} for _ in calls], text=mark), [mark]
     mark = _mark()
-    yield _said(mark), [mark]
+    yield _message(mark), [mark]
 
 
-def _called(calls: Sequence[CalledTool], arguments: Sequence[Any]) -> list[dict[str, Any]]:
-    return [
+def calling_message(calls: Sequence[CalledTool], arguments: Sequence[Any], text: str = "") -> dict[str, Any]:
+    """Make the assistant's message that calls tools, as chat templates take it."""
+    written = [
         {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": given}}
         for call, given in zip(calls, arguments, strict=True)
     ]
+    return _message(text) | {"tool_calls": written}

@@ -11,7 +11,7 @@ import msgspec
 
 from streamrl.pretrained.chat_template import ChatError
 from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.pretrained.turns.seam import ChatMessage
+from streamrl.pretrained.turns.seam import CalledTool, ChatMessage, calling_message
 
 _MARKS = ("qxv", "zjk")
 _THOUGHT = "wqz"
@@ -66,17 +66,20 @@ def template_facts(
     begun = write(first)
     functions = [tool["function"] for tool in tools or ()]
     said = {"role": "assistant", "content": _MARKS[0]}
-    turns = {"user": (said, [{"role": "user", "content": "b"}])}
+    turns: dict[str, tuple[ChatMessage, list[ChatMessage]]] = {"user": (said, [{"role": "user", "content": "b"}])}
     if functions:
         turns["tool"] = _called(functions[0]["name"], 1)
     thought = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
     effects = {}
     for name, (turn, appended) in turns.items():
         effects[name] = _effect(write, first, turn, appended)
-        shown = _try(write, [*first, turn | thought], prompt=False)
+        shown = _try(write, [*first, {**turn, **thought}], prompt=False)
         if shown is not None and _THOUGHT in shown:
-            effects[f"{name} after reasoning"] = _effect(write, first, turn | thought, appended)
-    both = _try(write, [*first, *_flat(_called(functions[0]["name"], 2))]) if functions else None
+            effects[f"{name} after reasoning"] = _effect(write, first, {**turn, **thought}, appended)
+    both = None
+    if functions:
+        turn, results = _called(functions[0]["name"], 2)
+        both = _try(write, [*first, turn, *results])
     opened = begun.rfind("<think>")
     return TemplateFacts(
         effects,
@@ -103,19 +106,13 @@ def _effect(write: Any, first: Sequence[ChatMessage], turn: ChatMessage, appende
     return Appending.REWRITES_TURN if whole.startswith(history) else Appending.REWRITES_EARLIER
 
 
-def _called(name: str, count: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A turn with calls, and their results."""
-    ids = [f"call0000{number}" for number in range(count)]
-    calls = [
-        {"id": one, "type": "function", "function": {"name": name, "arguments": {"x": mark}}}
-        for one, mark in zip(ids, _MARKS, strict=False)
+def _called(name: str, count: int) -> tuple[ChatMessage, list[ChatMessage]]:
+    """Return a turn with ``count`` calls, and their results."""
+    calls = [CalledTool(name, f"call0000{number}") for number in range(count)]
+    results: list[ChatMessage] = [
+        {"role": "tool", "tool_call_id": call.call_id, "name": name, "content": "c"} for call in calls
     ]
-    results = [{"role": "tool", "tool_call_id": one, "name": name, "content": "c"} for one in ids]
-    return {"role": "assistant", "content": "", "tool_calls": calls}, results
-
-
-def _flat(turn: tuple[dict[str, Any], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    return [turn[0], *turn[1]]
+    return calling_message(calls, [{"x": mark} for mark in _MARKS[:count]]), results
 
 
 def without_special_tokens(tokenizer: Tokenizer, text: str) -> tuple[str, int]:
