@@ -134,7 +134,8 @@ class CheckedTable:
         return pairs + [(name, value, True) for name, value in below.items()]
 
     def _check_value(self, key: Key, value: Any, written: str, path: str, good: dict[str, Any]) -> None:
-        if isinstance(value, str) and written in self._origin.overridden and expected(key.kind) == "a list of strings":
+        item: Any = getattr(bare(key.kind), "item_type", None)
+        if isinstance(value, str) and written in self._origin.overridden and isinstance(bare(item), inspect.StrType):
             value = [part.strip() for part in value.split(",")]
         try:
             made = msgspec.convert(value, key.annotation)

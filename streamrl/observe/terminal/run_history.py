@@ -175,4 +175,5 @@ class RunHistory:
         model = self.directory / "checkpoints" / "latest" / "hf"
         found = [f"  model  {model}"] if model.is_dir() else []
         more = f" run.steps={2 * self.steps}" if reason == "finished" else ""
-        return found + [f"  go on with  streamrl resume {self.directory}{more}"] * (self.directory / "journal").is_dir()
+        resumed = f"  go on with  streamrl resume {self.directory}{more}"
+        return [*found, resumed] if (self.directory / "journal").is_dir() else found

@@ -139,7 +139,7 @@ class OpenTools:
 
 async def _answer(call: Callable[[], Any]) -> tuple[str, ToolEnd]:
     try:
-        if inspect.iscoroutinefunction(call.func if isinstance(call, partial) else call):
+        if inspect.iscoroutinefunction(call):
             value = await call()
         else:
             value = await anyio.to_thread.run_sync(call, abandon_on_cancel=True)

@@ -19,6 +19,7 @@ from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost
 from streamrl.base.types import RewardFailure, ScoredTrajectory, TokenArray, Trajectory, TrajectoryId
 from streamrl.recipe.sections import HELD_OUT
 
+Decode = Callable[[TokenArray], str]
 LONGEST_TEXT = 8_000
 """Characters of a prompt and of a completion there."""
 MOST_TOKENS = 2_000
@@ -39,7 +40,7 @@ class StoredSample(CompletionSampled, frozen=True, kw_only=True, omit_defaults=T
 class TrainingSamples:
     """Appends the best, the worst and a random completion of each batch to ``path``, after those of earlier lives."""
 
-    def __init__(self, path: Path, decode: Callable[[TokenArray], str], *, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, path: Path, decode: Decode, *, most_bytes: int = MOST_BYTES) -> None:
         self._decode = decode
         self._file = LineFile(path, most_bytes=most_bytes)
 
@@ -57,9 +58,7 @@ class TrainingSamples:
         self._file.close()
 
 
-def sample_of(
-    scored: ScoredTrajectory, decode: Callable[[TokenArray], str], *, step: int, chosen: str
-) -> CompletionSampled:
+def sample_of(scored: ScoredTrajectory, decode: Decode, *, step: int, chosen: str) -> CompletionSampled:
     """The completion as it is shown to people."""
     trajectory = scored.trajectory
     return CompletionSampled(
@@ -76,7 +75,7 @@ def sample_of(
     ).shortened(LONGEST_TEXT)
 
 
-def _stored(shown: CompletionSampled, scored: ScoredTrajectory, decode: Callable[[TokenArray], str]) -> StoredSample:
+def _stored(shown: CompletionSampled, scored: ScoredTrajectory, decode: Decode) -> StoredSample:
     stored = StoredSample(**msgspec.structs.asdict(shown))
     if shown.tokens > MOST_TOKENS:
         return stored
@@ -93,7 +92,7 @@ def _stored(shown: CompletionSampled, scored: ScoredTrajectory, decode: Callable
 
 async def write_evaluation(
     directory: Path,
-    decode: Callable[[TokenArray], str] | None,
+    decode: Decode | None,
     policy_version: int,
     outcomes: Sequence[EndedOutcome],
     sets: Mapping[str, range] | None = None,
@@ -105,8 +104,7 @@ async def write_evaluation(
     removed. Raises ``StreamRLError`` when the disk refuses."""
     path = directory / f"step-{policy_version:06d}.jsonl"
     try:
-        await anyio.to_thread.run_sync(_write_lines, path, list(outcomes), decode, sets or {})
-        await anyio.to_thread.run_sync(lambda: remove_oldest(directory.glob("step-*.jsonl"), most_bytes))
+        await anyio.to_thread.run_sync(_write_lines, path, list(outcomes), decode, sets or {}, most_bytes)
     except OSError as error:
         raise StreamRLError(
             f"the samples of the evaluation at step {policy_version} could not be written to {path}: {error}; "
@@ -115,7 +113,7 @@ async def write_evaluation(
 
 
 def _write_lines(
-    path: Path, outcomes: list[EndedOutcome], decode: Callable[[TokenArray], str] | None, sets: Mapping[str, range]
+    path: Path, outcomes: list[EndedOutcome], decode: Decode | None, sets: Mapping[str, range], most_bytes: int
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = sorted((sample_line(outcome, decode) for outcome in outcomes), key=lambda at: (at["number"], at["sample"]))
@@ -123,9 +121,10 @@ def _write_lines(
         name, numbers = next((name, numbers) for name, numbers in sets.items() if line["number"] in numbers)
         line |= {"set": name, "number": line["number"] - numbers.start}
     write_durable(path, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    remove_oldest(path.parent.glob("step-*.jsonl"), most_bytes)
 
 
-def sample_line(outcome: EndedOutcome, decode: Callable[[TokenArray], str] | None) -> dict[str, Any]:
+def sample_line(outcome: EndedOutcome, decode: Decode | None) -> dict[str, Any]:
     """One line with the names of ``CompletionSampled``: ``number`` is that of the held-out prompt (of ``set``, where
     there are several); ``reward`` is null where ``failure`` says why. Without ``decode`` it has no texts."""
     if isinstance(outcome, TrajectoryLost):
@@ -148,7 +147,7 @@ def _whose(trajectory: TrajectoryId) -> dict[str, Any]:
     }
 
 
-def _texts(trajectory: Trajectory, decode: Callable[[TokenArray], str] | None) -> dict[str, Any]:
+def _texts(trajectory: Trajectory, decode: Decode | None) -> dict[str, Any]:
     prompt, completion = trajectory.prompt.token_ids, _completion_of(trajectory)
     fields: dict[str, Any] = {
         "finish_reason": trajectory.finish_reason,

@@ -47,6 +47,18 @@ function causeOf(columns, waits, step) {
   return { reasons, rows, begin, most: reasons.reduce((found, one) => one.more > (found?.more ?? 0) ? one : found, null) };
 }
 
+// A row an outcome: {name, count, tokens, reward, rewarded}, in the order of the head's outcomes.
+function outcomesOf(columns) {
+  const rows = columns.head.outcomes.map(name => ({ name, count: 0, tokens: 0, reward: 0, rewarded: 0 }));
+  for (let i = 0; i < columns.count; i++) {
+    const one = rows[columns.outcome[i]], reward = columns.reward[i];
+    one.count++;
+    one.tokens += columns.tokens[i];
+    if (known(reward)) { one.reward += reward; one.rewarded++; }
+  }
+  return rows;
+}
+
 const rewardTime = (columns, i) => columns.reward_end[i] - columns.rollout_end[i];
 const greatest = (rows, of) => rows.reduce((best, i) => best == null || of(i) > of(best) ? i : best, null);
 
@@ -64,7 +76,7 @@ function culprit(columns, { most, rows, begin }) {
 function findingsOf(run, metrics, waits, columns) {
   const found = [], add = (id, text, act) => found.push({ run, id, text, act }), recent = name => median((metrics.values[name] ?? []).slice(-10));
   if (columns?.count) {
-    const engines = enginesOf(columns), { rows, never } = promptsOf(columns), { steps, outcomes } = columns.head, typical = median(steps.map(step => step.step_s));
+    const engines = enginesOf(columns), { rows, never } = promptsOf(columns), { steps } = columns.head, typical = median(steps.map(step => step.step_s));
     for (const one of engines) if (one.slower > 1.15 && engines.length > 1) add("engines", `${one.engine} takes ${seconds(one.pace)} a token, ${number(one.slower)} times the time of the typical engine.`);
     for (const step of steps.filter(one => steps.length > 4 && one.step_s > 2 * typical).sort((a, b) => b.step_s - a.step_s).slice(0, 3)) {
       const cause = causeOf(columns, waits, step), { most } = cause;
@@ -72,16 +84,9 @@ function findingsOf(run, metrics, waits, columns) {
     }
     const tried = never.filter(row => row.tries >= 8).sort((a, b) => b.tries - a.tries);
     if (tried.length) add("prompts", `${number(tried.length)} of ${number(rows.length)} prompts were never solved: ${tried.slice(0, 4).map(row => `${promptName(columns, row.key)} in ${row.tries} tries`).join(", ")}${tried.length > 4 ? ", ..." : ""}.`);
-    const lost = outcomes.map(() => 0);
-    let [all, without] = [0, 0];
-    for (let i = 0; i < columns.count; i++) {
-      all += columns.tokens[i];
-      if (["trained", "unfinished"].includes(outcomes[columns.outcome[i]])) continue;
-      without += columns.tokens[i];
-      lost[columns.outcome[i]]++;
-    }
-    const worst = lost.indexOf(Math.max(...lost));
-    if (without > 0.1 * all) add("races", `${percent(without / all)} of sampled tokens (${number(without)}) were not trained: ${outcomes[worst]} ${number(lost[worst])} trajectories (${OUTCOMES[outcomes[worst]]?.[1] ?? ""}).`);
+    const outcomes = outcomesOf(columns), lost = outcomes.filter(one => !["trained", "unfinished"].includes(one.name)).sort((a, b) => b.count - a.count);
+    const sampled = sum(outcomes.map(one => one.tokens)), untrained = sum(lost.map(one => one.tokens)), [worst] = lost;
+    if (untrained > 0.1 * sampled) add("races", `${percent(untrained / sampled)} of sampled tokens (${number(untrained)}) were not trained: ${worst.name} ${number(worst.count)} trajectories (${OUTCOMES[worst.name]?.[1] ?? ""}).`);
   }
   const free = median(waits.bubble_step.slice(-20)), shares = Object.entries(waits.reasons).map(([name, values]) => [name, sum(values.slice(-20))]).sort((a, b) => b[1] - a[1]);
   if (free > 0.5 && shares.length) add("waits", `${percent(free)} of the engines' slots stood free in the last steps; the run waited most for ${shares.slice(0, 3).map(([name, took]) => `${name} (${percent(took / sum(shares.map(one => one[1])))})`).join(", ")}.`);

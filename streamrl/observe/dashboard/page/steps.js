@@ -59,7 +59,7 @@ panel("lengths", "Lengths", "Histogram of completion lengths over steps, dark is
 
 panel("races", "What was not trained", "Trajectories by what became of them, and what the ones that were cut or lost a race had in common; when their prompt was launched again.", { paths: ["timeline"], without: "no trajectory has ended, or trace.jsonl is gone." },
   (body, [run], [[columns]]) => {
-    const { steps, outcomes } = columns.head, counts = outcomes.map(() => new Float64Array(steps.length)), totals = outcomes.map(name => ({ name, count: 0, tokens: 0, reward: 0, rewarded: 0, back: [] })), gone = new Map();
+    const { steps, outcomes } = columns.head, counts = outcomes.map(() => new Float64Array(steps.length)), totals = outcomesOf(columns).map(one => ({ ...one, back: [] })), gone = new Map();
     if (!columns.count || !steps.length) return false;
     const trained = new Set();
     for (let i = 0; i < columns.count; i++) if (outcomes[columns.outcome[i]] === "trained") trained.add(columns.group[i]);
@@ -67,9 +67,6 @@ panel("races", "What was not trained", "Trajectories by what became of them, and
       const one = totals[columns.outcome[i]], before = gone.get(columns.prompt[i]);
       if (before && columns.launched[i] > before.time && columns.group[i] !== before.group) { before.one.back.push(columns.launched[i] - before.time); gone.delete(columns.prompt[i]); }
       counts[columns.outcome[i]][columns.stepAt(columns.ended[i])]++;
-      one.count++;
-      one.tokens += columns.tokens[i];
-      if (known(columns.reward[i])) { one.reward += columns.reward[i]; one.rewarded++; }
       if ((one.name === "lost_race" || one.name === "cut") && !trained.has(columns.group[i])) gone.set(columns.prompt[i], { time: columns.ended[i], group: columns.group[i], one });
     }
     body.className = "body pair";
