@@ -39,7 +39,7 @@ MOST_BYTES = 64 << 20
 
 
 def remove_oldest(paths: Iterable[Path], most_bytes: int = MOST_BYTES) -> None:
-    """Remove the first of ``paths`` in the order of their names until the others, at least one, have ``most_bytes``."""
+    """Keep the newest of ``paths`` by name, at least one, within ``most_bytes``, and remove the others."""
     total = 0
     for place, path in enumerate(sorted(paths, reverse=True)):
         total += path.stat().st_size

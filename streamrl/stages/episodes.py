@@ -134,7 +134,7 @@ class _OpenTrajectory:
 
 
 class EpisodeModel:
-    """The policy, as an episode samples it: what it samples, and what is put between, becomes the trajectory.
+    """Access of an episode to the policy. What is sampled and appended through it becomes the trajectory.
 
     ``sample`` gives the next turn, a completion of the prompt and all that came after; it asks again for what an engine
     aborted, and raises ``EpisodeCancelled``, or ``RequestRefused`` where no engine serves it. ``append`` adds token ids

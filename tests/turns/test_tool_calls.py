@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.pretrained.turns.tool_calls import FORMS, ToolCall, parse_turn
+from streamrl.pretrained.turns.tool_calls import CALL_FORMATS, ToolCall, parse_turn
 
 NAMES = {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "text": {"type": "string"}}
 TOOLS = [
@@ -46,20 +46,20 @@ GOOD = [
 ]
 
 
-@pytest.mark.parametrize(("form", "text", "calls"), GOOD)
+@pytest.mark.parametrize(("call_format", "text", "calls"), GOOD)
 def test_a_good_call_is_read_and_no_prefix_of_it_calls_anything_else(
-    form: str, text: str, calls: list[ToolCall]
+    call_format: str, text: str, calls: list[ToolCall]
 ) -> None:
-    turn = parse_turn(text, form, TOOLS)
+    turn = parse_turn(text, call_format, TOOLS)
     assert (list(turn.calls), turn.problem, turn.reasoning) == (calls, "", "")
-    thought = parse_turn(f"<think>\nnot {text}\n</think>\n\n{text}", form, TOOLS)
+    thought = parse_turn(f"<think>\nnot {text}\n</think>\n\n{text}", call_format, TOOLS)
     assert (thought.calls, thought.text) == (turn.calls, turn.text)
     for length in range(len(text)):
-        begun = parse_turn(text[:length], form, TOOLS)
+        begun = parse_turn(text[:length], call_format, TOOLS)
         assert list(begun.calls) in ([], calls[:1] if len(calls) > 1 else []), text[:length]
-        assert not parse_turn(text[:length], form, TOOLS, ended=False).calls
-    assert not parse_turn(text, form, TOOLS, ended=False).calls
-    assert not parse_turn(text, form, TOOLS, thinks=True).calls, "it is still thinking"
+        assert not parse_turn(text[:length], call_format, TOOLS, ended=False).calls
+    assert not parse_turn(text, call_format, TOOLS, ended=False).calls
+    assert not parse_turn(text, call_format, TOOLS, in_reasoning=True).calls, "it is still thinking"
 
 
 HERMES = "<tool_call>{}</tool_call>"
@@ -80,15 +80,15 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("form", "text", "problem"), BAD)
-def test_a_bad_call_runs_nothing_and_tells_the_model_why(form: str, text: str, problem: str) -> None:
-    turn = parse_turn(text, form, TOOLS)
+@pytest.mark.parametrize(("call_format", "text", "problem"), BAD)
+def test_a_bad_call_runs_nothing_and_tells_the_model_why(call_format: str, text: str, problem: str) -> None:
+    turn = parse_turn(text, call_format, TOOLS)
     assert not turn.calls
     assert problem in turn.problem
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("call_format", CALL_FORMATS)
 @pytest.mark.parametrize("text", ["", "It is 46.", '{"answer": 46}', "a < b > c", "{", "]"])
-def test_an_answer_is_no_call(form: str, text: str) -> None:
-    turn = parse_turn(text, form, TOOLS)
+def test_an_answer_is_no_call(call_format: str, text: str) -> None:
+    turn = parse_turn(text, call_format, TOOLS)
     assert (turn.text, turn.calls, turn.problem) == (text, (), "")

@@ -110,17 +110,17 @@ def test_schemas_are_made_of_signatures_and_docstrings() -> None:
 
 CALLS = [
     ("add", {"a": 2, "b": 3}, "5", ToolEnd.DONE),
-    ("add", {"a": 2, "b": "3"}, "error: add: Expected int, got str - at $.b", ToolEnd.REFUSED),
-    ("add", {"a": 2}, "error: add: Object missing required field b", ToolEnd.REFUSED),
-    ("add", {"a": 2, "b": 3, "c": 4}, "error: add: Object contains unknown field c", ToolEnd.REFUSED),
-    ("add", {"a": 2, "b": 3, "way": "other"}, "error: add: Invalid enum value 'other' - at $.way", ToolEnd.REFUSED),
+    ("add", {"a": 2, "b": "3"}, "error: add: Expected int, got str - at $.b", ToolEnd.INVALID),
+    ("add", {"a": 2}, "error: add: Object missing required field b", ToolEnd.INVALID),
+    ("add", {"a": 2, "b": 3, "c": 4}, "error: add: Object contains unknown field c", ToolEnd.INVALID),
+    ("add", {"a": 2, "b": 3, "way": "other"}, "error: add: Invalid enum value 'other' - at $.way", ToolEnd.INVALID),
     ("sub", {}, "error: there is no tool 'sub': call one of add, who, big", ToolEnd.UNKNOWN),
     ("who", {"tags": ["x"]}, '{"of":"p/0","turn":2,"tags":["x"]}', ToolEnd.DONE),
-    ("big", {}, "x" * 50 + " [9999950 characters more are left out]", ToolEnd.CUT),
+    ("big", {}, "x" * 50 + " [9999950 characters more are left out]", ToolEnd.TRUNCATED),
     ("raises", {}, "error: KeyError: 'no such row'", ToolEnd.RAISED),
     ("odd", {}, "error: TypeError: Encoding objects of type object ", ToolEnd.RAISED),
-    ("hangs", {}, "error: hangs took more than 0.2 s", ToolEnd.LATE),
-    ("hangs_too", {}, "error: hangs_too took more than 0.2 s", ToolEnd.LATE),
+    ("hangs", {}, "error: hangs took more than 0.2 s", ToolEnd.TIMED_OUT),
+    ("hangs_too", {}, "error: hangs_too took more than 0.2 s", ToolEnd.TIMED_OUT),
 ]
 
 

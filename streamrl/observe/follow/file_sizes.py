@@ -8,5 +8,5 @@ of all logs with their older parts. The journal is cut at every checkpoint inste
 
 
 def most_bytes(most_mib: float, files: str) -> int:
-    """Bytes of ``files``: of those that are rotated (all but evaluations) the size at which one becomes the older part."""
+    """Bytes of ``files``: of those that are rotated (all but evaluations) the size at which one is rotated."""
     return int(most_mib * (1 << 20) * SHARES[files] / (1 if files == "evaluations" else 2))

@@ -36,18 +36,18 @@ class _MalformedError(ValueError):
 
 
 def parse_turn(
-    text: str, form: str, tools: Sequence[Mapping[str, Any]], *, ended: bool = True, thinks: bool = False
+    text: str, call_format: str, tools: Sequence[Mapping[str, Any]], *, ended: bool = True, in_reasoning: bool = False
 ) -> ParsedTurn:
-    """Return the parts of a turn. ``text``: with special tokens, but the one that ends the turn; ``form``: a name of
-    ``FORMS``; ``tools``: JSON schemas of what may be called; ``ended``: the model ended it (False: its length or a stop
-    did, and it calls nothing); ``thinks``: the prompt has opened its reasoning already. Raises ``KeyError``."""
+    """Return the parts of a turn. ``text``: with special tokens, without the end token; ``call_format``: a name of
+    ``CALL_FORMATS``; ``tools``: JSON schemas of what may be called; ``ended``: the model ended the turn (False: length
+    or abort, and no call counts); ``in_reasoning``: the prompt has opened the reasoning. Raises ``KeyError``."""
     reasoning, content = "", text
-    if thinks or text.lstrip().startswith(_THINK):
+    if in_reasoning or text.lstrip().startswith(_THINK):
         reasoning, _, content = text.lstrip().removeprefix(_THINK).partition(_THINK_END)
         reasoning = reasoning.strip("\n")
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     try:
-        said, calls = FORMS[form](content, functions)
+        said, calls = CALL_FORMATS[call_format](content, functions)
         if not calls:
             return ParsedTurn(content.strip(), reasoning)
         if not ended:
@@ -218,7 +218,7 @@ def _first_value(text: str) -> tuple[Any, int]:
         raise _MalformedError(f"the arguments are not JSON ({error})") from None
 
 
-FORMS: dict[str, Callable[[str, Functions], Found]] = {
+CALL_FORMATS: dict[str, Callable[[str, Functions], Found]] = {
     "hermes": _hermes,
     "qwen_xml": _qwen_xml,
     "llama_json": _llama_json,

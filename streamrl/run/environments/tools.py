@@ -38,14 +38,14 @@ class ToolLimits(msgspec.Struct, frozen=True):
 
 
 class ToolEnd(StrEnum):
-    """Ends of a call. All but ``DONE`` and ``CUT`` give the model a text that begins with ``error``."""
+    """Ends of a call. All but ``DONE`` and ``TRUNCATED`` give the model a text that begins with ``error``."""
 
     DONE = "done"
-    CUT = "cut"
+    TRUNCATED = "truncated"
     UNKNOWN = "unknown"
-    REFUSED = "refused"
+    INVALID = "invalid"
     RAISED = "raised"
-    LATE = "late"
+    TIMED_OUT = "timed_out"
 
 
 class ToolResult(msgspec.Struct, frozen=True):
@@ -120,20 +120,20 @@ class OpenTools:
         try:
             given = msgspec.convert(call.arguments, tool.arguments)
         except msgspec.ValidationError as error:
-            return ToolResult(f"error: {call.name}: {str(error).replace('`', '')}", ToolEnd.REFUSED)
+            return ToolResult(f"error: {call.name}: {str(error).replace('`', '')}", ToolEnd.INVALID)
         named = {field: getattr(given, field) for field in tool.arguments.__struct_fields__}
         if tool.takes_context:
             named[CONTEXT] = context
         own = () if tool.owner is None else (self._made[tool.owner],)
         began = anyio.current_time()
-        with anyio.move_on_after(self._limits.seconds) as scope:
+        with anyio.move_on_after(limit_s := self._limits.seconds) as scope:
             text, end = await _answer(partial(tool.call, *own, **named))
         seconds = anyio.current_time() - began
         if scope.cancelled_caught:
-            return ToolResult(f"error: {call.name} took more than {self._limits.seconds:g} s", ToolEnd.LATE, seconds)
+            return ToolResult(f"error: {call.name} took more than {limit_s:g} s", ToolEnd.TIMED_OUT, seconds)
         if len(text) > (most := self._limits.characters):
             text = f"{text[:most]} [{len(text) - most} characters more are left out]"
-            end = ToolEnd.CUT if end is ToolEnd.DONE else end
+            end = ToolEnd.TRUNCATED if end is ToolEnd.DONE else end
         return ToolResult(text, end, seconds)
 
 
