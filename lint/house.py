@@ -27,13 +27,13 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 64_746,
-    "lines of tests": 49_907,
-    "lines of campaigns": 8_095,
-    "lines of benchmarks": 7_049,
-    "files of streamrl": 493,
+    "lines of streamrl": 68_400,
+    "lines of tests": 52_500,
+    "lines of campaigns": 8_400,
+    "lines of benchmarks": 7_350,
+    "files of streamrl": 520,
     "words of README": 800,
-    "keys of a recipe in view": 122,
+    "keys of a recipe in view": 132,
     "rooms": 16,
     "arrows between rooms": 80,
     "imports against the order": 0,
