@@ -53,7 +53,7 @@ WINGS = {
         "engines/vllm", "observe/follow", "recipe/rules", "rewards/calls", "run/evaluate", "run/prompts",
     ),
     "launch/plan": (
-        "engines/vllm", "observe/trackers", "recipe/rules", "rewards/calls", "rewards/judge", "run/prompts",
+        "engines/vllm", "observe/trackers", "recipe/rules", "rewards/calls", "rewards/judge", "run/environments", "run/prompts",
         "weights/publish", "weights/pull", "weights/vllm",
     ),
     "launch/steering": ("control/steering", "launch/supervise", "recipe/rules", "run/journal"),
@@ -64,7 +64,7 @@ WINGS = {
     "observe/top": ("observe/follow", "observe/terminal"),
     "observe/trackers": ("observe/follow",),
     "observe/report": ("run/evaluate", "run/journal"),
-    "run/environments": ("pretrained/turns",),
+    "run/environments": ("pretrained/turns", "rewards/calls"),
     "run/evaluate": ("run/prompts",),
     "recipe/rules": ("recipe/cells", "recipe/dialects"),
     "rewards/builtin": ("rewards/judge", "rewards/sandbox"),

@@ -33,9 +33,10 @@ from streamrl.base.messages import (
     OrderDone,
     PauseMode,
     Published,
+    ReturnedCall,
     WeightAnnouncement,
 )
-from streamrl.base.stage_messages import LaunchTrajectory, SampledSoFar, Scored, TrajectoryOutcome
+from streamrl.base.stage_messages import LaunchTrajectory, SampledSoFar, Scored, TrajectoryOutcome, TurnSoFar
 from streamrl.base.types import Completion, Prompt, ScoredTrajectory, Trajectory, TrajectoryId
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
@@ -306,6 +307,10 @@ class Journal:
     async def sampled(self, trajectory: Trajectory) -> None: ...
 
     async def paused(self, trajectory: TrajectoryId, done: SampledSoFar) -> None: ...
+
+    async def turn(self, trajectory: TrajectoryId, number: int, turn: TurnSoFar) -> None: ...
+
+    def returned(self, trajectory: TrajectoryId, call: ReturnedCall) -> None: ...
 
     async def settled(self) -> None: ...
 

@@ -5,9 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
-from streamrl.base.types import Completion, Record, TokenArray, TrainingGroup
+from streamrl.base.types import (
+    Completion,
+    EnvironmentResult,
+    FinishReason,
+    Record,
+    RewardFailureKind,
+    TokenArray,
+    TrainingGroup,
+    token_array,
+)
 
 
 class Message(Record, frozen=True, tag=True):
@@ -307,3 +316,91 @@ class CheckpointSaved(Message, frozen=True):
 
 
 TrainingEvent = TrainerReady | StepReport | AnchorPublished | CheckpointSaved
+
+
+# ---- controller <-> environment worker -----------------------------------------------------------
+# An episode is numbered by the controller; its worker asks for turns, one after the other, and says once how it ended.
+
+
+class ReturnedCall(Record, frozen=True):
+    """A call of a tool that has returned ``text``. ``call``: its name and arguments as JSON; ``turn`` and ``place``: of
+    the turn that wrote it, and among the calls of that turn; ``end``: of ``run.environments.tools.ToolEnd``."""
+
+    turn: int
+    place: int
+    call: str
+    text: str
+    end: str
+    seconds: float = 0.0
+
+
+class BeginEpisode(Message, frozen=True):
+    """Run an episode for a prompt with these ``columns``. ``trajectory``: its id, as text; ``seed``: of its own
+    randomness; ``token_ids``: a prompt that the row gives as tokens; ``returned``: calls of an earlier run of the
+    episode, which are not made again."""
+
+    episode: int
+    trajectory: str
+    prompt_id: str
+    columns: dict[str, Any]
+    seed: int
+    evaluation: bool = False
+    token_ids: TokenArray = token_array()
+    returned: tuple[ReturnedCall, ...] = ()
+
+
+class TurnSampled(Message, frozen=True):
+    """The turn that the episode asked for, whole. ``turn``: its number, from 0; logprobs and versions stay with the
+    controller."""
+
+    episode: int
+    turn: int
+    token_ids: TokenArray
+    finish_reason: FinishReason
+
+
+class StopEpisode(Message, frozen=True):
+    """Cancel the episode: nothing is sampled for it any more, and nothing is expected of it."""
+
+    episode: int
+
+
+EnvironmentOrder = BeginEpisode | TurnSampled | StopEpisode
+
+
+class EnvironmentReady(Message, frozen=True):
+    """First message of an environment worker (again after a restart)."""
+
+    worker: int
+
+
+class SampleTurn(Message, frozen=True):
+    """Sample a turn. ``appended``: token ids before it that are not trained; ``after``: the number of the turn that it
+    goes on from (None: the newest; -1: none, it begins at the prompt); ``most_tokens``: of the turn (0: the recipe's
+    ``sampling.max_tokens``)."""
+
+    episode: int
+    appended: TokenArray
+    after: int | None = None
+    most_tokens: int = 0
+
+
+class CallReturned(Message, frozen=True):
+    """A tool has returned: an episode that begins again does not call it again."""
+
+    episode: int
+    call: ReturnedCall
+
+
+class EpisodeEnded(Message, frozen=True):
+    """The end of an episode. ``kind``: it failed, as a reward function may, and ``message`` says why; ``finish``: the
+    trajectory's finish reason, where that is not the one of its last turn."""
+
+    episode: int
+    result: EnvironmentResult = EnvironmentResult()
+    kind: RewardFailureKind | None = None
+    message: str = ""
+    finish: FinishReason | None = None
+
+
+EnvironmentEvent = EnvironmentReady | SampleTurn | CallReturned | EpisodeEnded

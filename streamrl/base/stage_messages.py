@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from streamrl.base.messages import Message
-from streamrl.base.types import Completion, Prompt, Record, RewardFailure, ScoredTrajectory, TrajectoryId
+from streamrl.base.messages import Message, ReturnedCall
+from streamrl.base.types import (
+    Completion,
+    Prompt,
+    Record,
+    RewardFailure,
+    ScoredTrajectory,
+    TokenArray,
+    Trajectory,
+    TrajectoryId,
+)
 
 
 class SampledSoFar(Record, frozen=True):
@@ -15,10 +24,27 @@ class SampledSoFar(Record, frozen=True):
     seconds: float
 
 
+class TurnSoFar(Record, frozen=True):
+    """A turn of an episode that is not over. ``appended`` and ``after``: that the episode asked for it with."""
+
+    appended: TokenArray
+    after: int | None
+    completion: Completion
+    seconds: float
+
+
+class EpisodeSoFar(Record, frozen=True):
+    """Turns of an episode that is not over, and the calls of tools that have returned."""
+
+    turns: tuple[TurnSoFar, ...] = ()
+    returned: tuple[ReturnedCall, ...] = ()
+
+
 class LaunchTrajectory(Message, frozen=True):
     """Sample one trajectory. ``group_size`` siblings share ``prompt``; ``seed`` is derived from its identity.
     ``sampling``: parameters of its requests that differ from the run's. ``done``: what it had in an earlier life of the
-    controller; one that is whole goes on to its reward."""
+    controller; one that is whole goes on to its reward. ``sampled``: the same, of a whole trajectory of an
+    environment; ``so_far``: the same, of an episode that begins again."""
 
     id: TrajectoryId
     prompt: Prompt
@@ -27,6 +53,8 @@ class LaunchTrajectory(Message, frozen=True):
     evaluation: bool = False
     sampling: dict[str, int | float] = {}
     done: SampledSoFar | None = None
+    sampled: Trajectory | None = None
+    so_far: EpisodeSoFar | None = None
 
 
 class TrajectoryLost(Message, frozen=True):

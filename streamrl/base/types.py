@@ -31,11 +31,13 @@ def float_array(values: Any = ()) -> FloatArray:
 
 
 class FinishReason(StrEnum):
-    """The engine's reason to stop sampling. Never mixed with ``DropReason``."""
+    """The reason to stop sampling: the engine's, or ``turns``, where an episode had as many as it may have. Never mixed
+    with ``DropReason``."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    TURNS = "turns"
 
 
 class DropReason(StrEnum):
@@ -96,16 +98,30 @@ class Completion(Record, frozen=True):
 
 class Segment(Record, frozen=True):
     """One turn of a trajectory. ``trained`` is its loss mask: model turns True, environment turns False.
-    ``behavior_logprobs`` is empty for an environment turn."""
+    ``behavior_logprobs`` is empty for an environment turn. ``follows``: index of the segment that it goes on from
+    (None: the one before it; -1: the prompt)."""
 
     token_ids: TokenArray
     trained: bool
     behavior_logprobs: FloatArray = msgspec.field(default_factory=float_array)
     version_spans: tuple[VersionSpan, ...] = ()
+    follows: int | None = None
+
+
+class EnvironmentResult(Record, frozen=True):
+    """The end of an episode as its environment said it. ``reward``: None: it gives none; ``seconds``: in which the
+    episode was not in the engines; ``calls``: of tools, counted by their end; ``notes``: what was counted beside, such
+    as special tokens that were broken."""
+
+    reward: float | None = None
+    seconds: float = 0.0
+    calls: dict[str, int] = {}
+    notes: dict[str, int] = {}
 
 
 class Trajectory(Record, frozen=True):
-    """The whole attempt at a prompt: one or more segments."""
+    """The whole attempt at a prompt: one or more segments. The first is not trained where an environment wrote it.
+    ``environment``: None: the run has none."""
 
     id: TrajectoryId
     prompt: Prompt
@@ -113,6 +129,7 @@ class Trajectory(Record, frozen=True):
     finish_reason: FinishReason
     rollout_seconds: float = 0.0
     evaluation: bool = False
+    environment: EnvironmentResult | None = None
 
     @property
     def generated_tokens(self) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Set
 
+from msgspec import structs
+
 from streamrl.base.errors import StreamRLError
-from streamrl.base.stage_messages import SampledSoFar
+from streamrl.base.messages import ReturnedCall
+from streamrl.base.stage_messages import EpisodeSoFar, SampledSoFar, TurnSoFar
 from streamrl.base.types import (
     Completion,
     Prompt,
@@ -19,8 +22,8 @@ from streamrl.base.types import (
 FEW_PROMPTS = 256
 """Unneeded prompts that may stay: a search for them costs more."""
 
-Content = SampledSoFar | Trajectory | ScoredTrajectory
-"""What there is of a trajectory: a part, the whole, the whole with its reward."""
+Content = SampledSoFar | EpisodeSoFar | Trajectory | ScoredTrajectory
+"""What there is of a trajectory: a part, turns, the whole, the whole with its reward."""
 
 
 class TrajectoryStore:
@@ -58,20 +61,37 @@ class TrajectoryStore:
         if isinstance(self.trajectories.get(trajectory, done), SampledSoFar):
             self.trajectories[trajectory] = done
 
+    def add_turn(self, trajectory: TrajectoryId, number: int, turn: TurnSoFar) -> None:
+        """Store turn ``number`` of an episode, in place of it and of all after it; does nothing where the whole
+        trajectory is stored."""
+        if (known := self.so_far(trajectory)) is not None:
+            self.trajectories[trajectory] = structs.replace(known, turns=(*known.turns[:number], turn))
+
+    def add_call(self, trajectory: TrajectoryId, call: ReturnedCall) -> None:
+        """Store a call of a tool that has returned; does nothing where the whole trajectory is stored."""
+        if (known := self.so_far(trajectory)) is not None:
+            self.trajectories[trajectory] = structs.replace(known, returned=(*known.returned, call))
+
+    def so_far(self, trajectory: TrajectoryId) -> EpisodeSoFar | None:
+        """Return the turns of an episode, none where nothing is stored of it; None: another thing is."""
+        content = self.trajectories.get(trajectory, EpisodeSoFar())
+        return content if isinstance(content, EpisodeSoFar) else None
+
     def forget(self, ids: Iterable[TrajectoryId]) -> None:
         """Remove trajectories that were trained or will not be. Unknown ids are ignored."""
         for trajectory in ids:
             self.trajectories.pop(trajectory, None)
 
     def done(self, trajectory: TrajectoryId) -> SampledSoFar | None:
-        """Return what was sampled of a trajectory before the controller restarted, or None. One of several turns is
-        sampled again."""
+        """Return what was sampled of a trajectory of one turn before the controller restarted, or None."""
         content = self.trajectories.get(trajectory)
         if content is None or isinstance(content, SampledSoFar):
             return content
+        if isinstance(content, EpisodeSoFar):
+            return None
         whole = content.trajectory if isinstance(content, ScoredTrajectory) else content
         segment, *more = whole.segments
-        if more:
+        if more or whole.environment is not None:
             return None
         completion = Completion(
             token_ids=segment.token_ids,
@@ -80,6 +100,12 @@ class TrajectoryStore:
             version_spans=segment.version_spans,
         )
         return SampledSoFar(completion=completion, parts=1, seconds=whole.rollout_seconds)
+
+    def whole(self, trajectory: TrajectoryId) -> Trajectory | None:
+        """Return a trajectory that was sampled with an environment before the controller restarted, or None."""
+        content = self.trajectories.get(trajectory)
+        whole = content.trajectory if isinstance(content, ScoredTrajectory) else content
+        return whole if isinstance(whole, Trajectory) and whole.environment is not None else None
 
     def scored(self, ids: Iterable[TrajectoryId]) -> list[ScoredTrajectory]:
         """Return the trajectories among ``ids`` that have a reward."""

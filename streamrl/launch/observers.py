@@ -78,10 +78,10 @@ def run_observers(
         samples=TrainingSamples(
             run_directory / "samples.jsonl", processes.tokenizer.decode, most_bytes=size("samples")
         ),
-        length_limit=recipe.sampling.max_tokens,
+        length_limit=recipe.most_tokens,
     )
     record.journal.elapsed = report.elapsed
-    pool, scoring, budget = processes.pool, processes.reward.in_flight, recipe.sampling.max_tokens
+    pool, scoring, budget = processes.pool, processes.reward.in_flight, recipe.most_tokens
     events.open(trace, report, (state := record.control.state).live_version, paused=state.steering.paused)
     pool.on_routed = events.routed
     return report, [
@@ -101,7 +101,7 @@ def _trace_header(recipe: Recipe, run_id: str, processes: Processes) -> TraceHea
         schema=TRACE_SCHEMA,
         run_id=run_id,
         seed=recipe.run.seed,
-        max_tokens=recipe.sampling.max_tokens,
+        max_tokens=recipe.most_tokens,
         max_model_len=processes.ready.max_model_len,
         temperature=recipe.sampling.temperature,
         prompts_per_batch=recipe.rollout.prompts_per_batch,
@@ -131,7 +131,7 @@ def _elastic_engines(recipe: Recipe, processes: Processes, record: JournalledRun
         set_chooser(recipe, rooms, processes.start_s),
         record.store,
         decided=decided,
-        freeing=None if recipe.engines.release is ReleaseKind.NEVER else Freeing(recipe.sampling.max_tokens),
+        freeing=None if recipe.engines.release is ReleaseKind.NEVER else Freeing(recipe.most_tokens),
         block_tokens=CPU_BLOCK_TOKENS,  # vLLM's are smaller on a GPU: there these are the more careful figure
         share_cores=processes.trainer.engines_freed,
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +14,18 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.base.concurrent_calls import BackgroundCall
-from streamrl.base.messages import EngineReady, TrainerReady, TrainingEvent, TrainingOrder
+from streamrl.base.messages import (
+    EngineReady,
+    EnvironmentEvent,
+    EnvironmentOrder,
+    TrainerReady,
+    TrainingEvent,
+    TrainingOrder,
+)
 from streamrl.base.run_events import RunEvent, StartProgress
 from streamrl.base.waits import Waits
 from streamrl.comm.guarded_sockets import KeyGuard
+from streamrl.comm.stream import exchange_hello
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.engines.elastic.hosts import EngineHosts
@@ -29,10 +37,11 @@ from streamrl.launch.reward_workers import open_reward_stage
 from streamrl.launch.steering.steering_messages import SteeringReply
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.sections import Recipe
-from streamrl.recipe.topology import Topology, prepared_sets
+from streamrl.recipe.topology import Role, Topology, prepared_sets
 from streamrl.rewards.judge.link import JudgeLink
 from streamrl.rewards.reward_messages import RewardReply
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
+from streamrl.stages.environment import EnvironmentStage, EnvironmentStreams
 from streamrl.stages.reward import RewardStage
 
 log = logging.getLogger(__name__)
@@ -42,7 +51,7 @@ Emit = Callable[[RunEvent | RewardReply | SteeringReply], Awaitable[None]]
 
 class Processes(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that are ready for a run. ``ready``: of the engines of the first set together, which needed
-    ``start_s`` seconds; ``rank``: of the first trainer rank."""
+    ``start_s`` seconds; ``rank``: of the first trainer rank; ``environment``: None: the run has none."""
 
     tokenizer: Tokenizer
     reward: RewardStage
@@ -54,6 +63,7 @@ class Processes(msgspec.Struct, frozen=True, kw_only=True):
     trainer: TrainerRanks
     rank: TrainerReady
     judge: JudgeLink
+    environment: EnvironmentStage | None
 
     async def aclose(self) -> None:
         """End the orders of all: a process ends when its orders end. Those of the ranks ended with the controller."""
@@ -97,6 +107,7 @@ async def connect_processes(
 
     nursery.start_soon(judge.run)
     loading = BackgroundCall(nursery, partial(anyio.to_thread.run_sync, load_tokenizer, recipe.model.path))
+    environment = _environment_stage(recipe, topology)
     scoring = BackgroundCall(nursery, partial(open_reward_stage, recipe, topology, run_directory, emit))
     training = BackgroundCall(nursery, ready_ranks)
     with waits.waiting_for("the engines to start"):
@@ -125,6 +136,7 @@ async def connect_processes(
         trainer=trainer,
         rank=hellos[0],
         judge=judge,
+        environment=environment,
     )
 
 
@@ -158,3 +170,21 @@ async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams:
         zmq_receiver(TrainingEvent, reports_at, bind=True, name=f"{name}.reports", guard=guard)
     )
     return batches, reports
+
+
+@asynccontextmanager
+async def _open_environment(topology: Topology, name: str) -> AsyncIterator[EnvironmentStreams]:
+    """Streams to an environment worker or to its successor, once it said that it is ready."""
+    orders_at, events_at = topology.endpoint(name, "orders"), topology.endpoint(name, "events")
+    async with (
+        zmq_sender(EnvironmentOrder, orders_at, bind=True, window=64, name=f"{name}.orders") as orders,
+        zmq_receiver(EnvironmentEvent, events_at, bind=True, name=f"{name}.events") as events,
+    ):
+        await exchange_hello(events.receive, orders)
+        yield orders, events
+
+
+def _environment_stage(recipe: Recipe, topology: Topology) -> EnvironmentStage | None:
+    """Return the stage that runs the episodes of a recipe with an environment; None where it has none."""
+    names = [process.name for process in topology.processes if process.role is Role.ENVIRONMENT]
+    return EnvironmentStage([partial(_open_environment, topology, name) for name in names]) if names else None

@@ -10,7 +10,14 @@ from typing import Any
 
 import msgspec
 
-from streamrl.base.messages import EngineEvent, EngineOrder, TrainingEvent, TrainingOrder
+from streamrl.base.messages import (
+    EngineEvent,
+    EngineOrder,
+    EnvironmentEvent,
+    EnvironmentOrder,
+    TrainingEvent,
+    TrainingOrder,
+)
 from streamrl.base.run_process import RUN_MARKER
 from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.transport_keys import KeyRole
@@ -32,7 +39,13 @@ def role_main(role: Role) -> RoleMain:
         from streamrl.launch.run_controller import run_controller
 
         return run_controller
-    return {Role.ENGINE: run_engine, Role.TRAINER: run_trainer, Role.REWARD: run_reward, Role.JUDGE: run_judge}[role]
+    return {
+        Role.ENGINE: run_engine,
+        Role.TRAINER: run_trainer,
+        Role.REWARD: run_reward,
+        Role.ENVIRONMENT: run_environment,
+        Role.JUDGE: run_judge,
+    }[role]
 
 
 @asynccontextmanager
@@ -139,6 +152,18 @@ async def run_reward(context: ChildContext) -> None:
     async with streams as (orders, results):
         tokenizer = load_tokenizer(context.recipe.model.path)
         await run_reward_worker(context.recipe, tokenizer, context.plan.index, orders, results)
+
+
+async def run_environment(context: ChildContext) -> None:
+    """Run episodes of the user's code, in a process that can be killed, until the orders end."""
+    from streamrl.pretrained.tokenizer import load_tokenizer
+    from streamrl.run.environments.worker import run_environment_worker
+
+    name, recipe = context.plan.name, context.recipe
+    streams = controller_streams(context.topology, name, ("orders", EnvironmentOrder), ("events", EnvironmentEvent))
+    async with streams as (orders, events):
+        tokenizer = load_tokenizer(recipe.model.path)
+        await run_environment_worker(recipe.environment, tokenizer, context.plan.index, orders, events)
 
 
 async def run_judge(context: ChildContext) -> None:

@@ -28,7 +28,7 @@ trains (``_train``: control with its observers, and the episodes that it launche
 from __future__ import annotations
 
 import signal
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -163,7 +163,8 @@ async def _train(
             beside.start_soon(sync.run)
             note = partial(_note_rewards, record)
             beside.start_soon(change_rewards, topology, processes.attached, run_directory, note)
-            async with reward.running():
+            environment = processes.environment
+            async with reward.running(), environment.running() if environment else nullcontext():
                 reason = await controller.run(episodes)
             await emit(RunFinished(reason=reason, step=controller.state.live_version))
             beside.cancel_scope.cancel()

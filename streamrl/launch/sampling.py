@@ -21,14 +21,15 @@ from streamrl.run.evaluate.evaluation import HeldOut
 from streamrl.run.prompts.mixed_prompts import MixedPrompts
 from streamrl.run.prompts.prompt_spec import prompt_sources
 from streamrl.run.prompts.prompts import OpenPrompts, open_prompts
-from streamrl.stages.episodes import Episodes
+from streamrl.stages.episodes import Episodes, one_completion
 
 
 def training_prompts(recipe: Recipe, tokenizer: Tokenizer, *, start: int) -> OpenPrompts:
     """Open the prompts that are trained on. ``start``: number of prompts that earlier lives of the run drew."""
     source, mix = recipe.prompts, recipe.tail_batching
     train = prompt_sources(recipe)["prompts.train"]
-    opened = partial(open_prompts, train, tokenizer, seed=recipe.run.seed, shuffle=source.shuffle)
+    reader = None if recipe.environment.given else tokenizer  # an environment writes the prompts
+    opened = partial(open_prompts, train, reader, seed=recipe.run.seed, shuffle=source.shuffle)
     return MixedPrompts(opened(), mix.domain_column, mix.domains, start) if mix.domains else opened(start=start)
 
 
@@ -49,6 +50,7 @@ async def open_episodes(
         recipe.sampling,
         processes.reward,
         journal,
+        episode=one_completion if processes.environment is None else processes.environment.episode,
         verifies_deferred=recipe.tail_batching.verifies(deterministic=recipe.run.deterministic),
         one_at_a_time=alone,
         capacity=capacity(recipe, processes),

@@ -65,6 +65,7 @@ def trainer_options(
     """Options of one rank. Without ``rendezvous`` several ranks meet at a file beside their ipc endpoints."""
     training, objective, sampling = recipe.training, recipe.objective_settings, structs.asdict(recipe.sampling)
     del sampling["stop"]
+    sampling["max_tokens"] = recipe.most_tokens
     if training.ranks > 1 and not rendezvous and weights_endpoint.startswith("ipc://"):
         directory = weights_endpoint.removeprefix("ipc://").rpartition("/")[0]
         rendezvous = f"file://{directory}/trainer.rendezvous"

@@ -52,6 +52,11 @@ class Tokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special) | {*ends.ids}
         self.vocabulary_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """Jinja sources of the model's chat templates by name; empty: it has none."""
+        return self._chat.templates
+
     def encode(self, text: str) -> TokenArray:
         """Token ids of ``text``, int32, with what the tokenizer's own post-processor adds (a BOS, for example). What it
         adds in front and the text begins with already is written once. Raises ``ChatError``."""

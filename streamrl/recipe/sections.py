@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 from msgspec.structs import replace
 
+from streamrl.recipe.environment import Environment
 from streamrl.recipe.fields import (
     Count,
     EngineDtype,
@@ -454,6 +455,7 @@ class Recipe(Section, frozen=True):
     model: Model
     prompts: Prompts
     rewards: tuple[Reward, ...]
+    environment: Environment = Environment()
     run: Run = Run()
     rollout: Rollout = Rollout()
     tail_batching: TailBatching = TailBatching()
@@ -482,6 +484,11 @@ class Recipe(Section, frozen=True):
     def max_in_flight(self) -> int:
         """Slots: trajectories that may be in flight at once."""
         return slots(self.rollout, self.tail_batching, self.length_sorted, self.group_sizing)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that are sampled for a trajectory, at most."""
+        return self.environment.max_tokens if self.environment.given else self.sampling.max_tokens
 
     @property
     def on_policy(self) -> bool:

@@ -24,6 +24,7 @@ class Role(StrEnum):
     ENGINE = "engine"
     TRAINER = "trainer"
     REWARD = "reward"
+    ENVIRONMENT = "environment"
     JUDGE = "judge"
 
 
@@ -94,6 +95,7 @@ STREAMS = {
     Role.ENGINE: ("orders", "completions"),
     Role.TRAINER: ("batches", "reports", "weights"),
     Role.REWARD: ("orders", "results"),
+    Role.ENVIRONMENT: ("orders", "events"),
     Role.JUDGE: ("orders", "reports"),
 }
 JUDGE = "judge-0"
@@ -154,6 +156,10 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
         ProcessPlan(role=Role.REWARD, index=i, restarts=recipe.run.restarts)
         for i in range(recipe.reward_limits.workers)
     ]
+    processes += [
+        ProcessPlan(role=Role.ENVIRONMENT, index=i, restarts=recipe.run.restarts)
+        for i in range(recipe.environment.workers if recipe.environment.given else 0)
+    ]
     last = prepared_sets(recipe)[-1]
     processes += [
         ProcessPlan(
@@ -175,7 +181,7 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
     tcp = recipe.transport.kind is TransportKind.TCP
     endpoints = {}
     for offset, name in enumerate(names):
-        # Reward workers, the judge and the controller are always children of this run, so they never need a port.
+        # Workers of user code, the judge and the controller are always children of this run, so they never need a port.
         if tcp and name.startswith((Role.ENGINE.value, Role.TRAINER.value)):
             endpoints[name] = f"tcp://{recipe.transport.host}:{recipe.transport.port + offset}"
         else:

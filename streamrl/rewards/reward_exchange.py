@@ -72,6 +72,8 @@ class OrderMessage:
             token_ids=trained_tokens(trajectory),
             finish_reason=trajectory.finish_reason,
             attempt=identity.attempt,
+            last_turn=_last_turn(trajectory),
+            environment_reward=None if trajectory.environment is None else trajectory.environment.reward,
         )
 
 
@@ -85,6 +87,11 @@ def score_message(trajectories: Sequence[Trajectory], *, order_id: int = 0, rank
 def _completion_bytes(trajectory: Trajectory) -> int:
     tokens = sum([len(s.token_ids) * s.token_ids.itemsize for s in trajectory.segments if s.trained])
     return tokens + _COMPLETION_BYTES
+
+
+def _last_turn(trajectory: Trajectory) -> int:
+    turns = [len(segment.token_ids) for segment in trajectory.segments if segment.trained]
+    return turns[-1] if len(turns) > 1 else 0
 
 
 def trained_tokens(trajectory: Trajectory) -> bytes:

@@ -71,7 +71,8 @@ class SampleValue(msgspec.Struct, frozen=True):
 
 
 class SampleTexts:
-    """The sampled tokens and texts of the completions of one order, decoded once. ``prompts``: of the whole message."""
+    """The sampled tokens of the completions of one order, and the texts of their last turns, decoded once.
+    ``prompts``: of the whole message."""
 
     def __init__(
         self, completions: Sequence[CompletionToScore], prompts: Sequence[Prompt], tokenizer: Detokenizer
@@ -79,7 +80,8 @@ class SampleTexts:
         self.completions = completions
         self.prompts = prompts
         self.token_ids = [_tokens_of(completion) for completion in completions]
-        self.texts = [tokenizer.decode(ids) for ids in self.token_ids]
+        self._turns = [ids[-one.last_turn :] for ids, one in zip(self.token_ids, completions, strict=True)]
+        self.texts = [tokenizer.decode(ids) for ids in self._turns]
         self._whole_texts: list[str] = []  # with special tokens, once they are asked for
         self._tokenizer = tokenizer
 
@@ -107,7 +109,7 @@ class SampleTexts:
         return [self._tokenizer.decode(token_array([token_id]), False) for token_id in sorted(found)]
 
     def _inner_tokens(self, member: int) -> TokenArray:
-        token_ids = self.token_ids[member]
+        token_ids = self._turns[member]
         ended = self.completions[member].finish_reason is FinishReason.STOP and len(token_ids) > 0
         return token_ids[:-1] if ended and token_ids[-1] in self._tokenizer.special_token_ids else token_ids
 
@@ -130,6 +132,9 @@ class SampleTexts:
             if "finish_reason" in wanted:
                 reasons = [self.completions[member].finish_reason.value for member in members]
                 provided["finish_reason"] = reasons if signature.per_group else reasons[0]
+            if "environment_reward" in wanted:
+                given = [self.completions[member].environment_reward for member in members]
+                provided["environment_reward"] = given if signature.per_group else given[0]
         return choose_arguments(signature, prompt.columns, provided)
 
     def groups(self) -> list[list[int]]:

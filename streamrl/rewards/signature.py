@@ -13,10 +13,12 @@ from typing import Any
 
 import msgspec
 
-PROVIDED = ("prompt", "prompt_id", "token_ids", "finish_reason")
+PROVIDED = ("prompt", "prompt_id", "token_ids", "finish_reason", "environment_reward")
 """What a function of one completion may ask for besides columns."""
 
-PROVIDED_OF_GROUPS = ("prompts", "completion_ids", "prompt_id", "token_ids", "finish_reason")
+PROVIDED_OF_GROUPS = (
+    "prompts", "completion_ids", "prompt_id", "token_ids", "finish_reason", "environment_reward",
+)  # fmt: skip
 """What a function of a group may ask for besides columns."""
 
 _NOT_GIVEN = {

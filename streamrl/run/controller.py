@@ -236,9 +236,15 @@ class Controller:
         for trajectory in action.ids:
             # Not derived from the group: a prompt that is launched again with its seed draws the same completions.
             seed = derive_seed(self._control.settings.seed, prompt.prompt_id, action.seed_base, trajectory.sample)
-            done = self._store.done(trajectory)
             order = LaunchTrajectory(
-                id=trajectory, prompt=prompt, group_size=size, seed=seed, sampling=action.sampling, done=done
+                id=trajectory,
+                prompt=prompt,
+                group_size=size,
+                seed=seed,
+                sampling=action.sampling,
+                done=self._store.done(trajectory),
+                sampled=self._store.whole(trajectory),
+                so_far=self._store.so_far(trajectory),
             )
             episodes.launch(order, self._take)
 

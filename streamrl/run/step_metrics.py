@@ -83,7 +83,7 @@ def part_values(scored: Iterable[ScoredTrajectory]) -> dict[str, list[float]]:
 
 
 def completion_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
-    """``completion/*``: lengths in sampled tokens, and how completions ended."""
+    """``completion/*``: lengths in sampled tokens, and how completions ended; ``environment/*`` where there is one."""
     lengths = [s.trajectory.generated_tokens for s in batch]
     reasons = [s.trajectory.finish_reason for s in batch]
     seconds = [s.trajectory.rollout_seconds for s in batch]
@@ -97,6 +97,36 @@ def completion_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
         "time/rollout_p50_s": percentile(seconds, 0.5),
         "time/rollout_p95_s": percentile(seconds, 0.95),
         "time/rollout_p99_s": percentile(seconds, 0.99),
+        **_environment_metrics(batch),
+    }
+
+
+def _environment_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
+    """``environment/*``: turns, time between them, and calls of tools; nothing of a run without an environment."""
+    found = [(s.trajectory, e) for s in batch if (e := s.trajectory.environment) is not None]
+    if not found:
+        return {}
+    turns = [sum(segment.trained for segment in trajectory.segments) for trajectory, _ in found]
+    appended = [sum(len(s.token_ids) for s in trajectory.segments if not s.trained) for trajectory, _ in found]
+    seconds = [environment.seconds for _, environment in found]
+    calls = Counter[str]()
+    notes = Counter[str]()
+    for _, environment in found:
+        calls.update(environment.calls)
+        notes.update(environment.notes)
+    limited = sum(trajectory.finish_reason is FinishReason.TURNS for trajectory, _ in found)
+    made = calls.total()
+    return {
+        "environment/turns_mean": fmean(turns),
+        "environment/turns_max": float(max(turns)),
+        "environment/turns_limit_ratio": limited / len(found),
+        "environment/appended_tokens_mean": fmean(appended),
+        "environment/seconds_mean": fmean(seconds),
+        "environment/seconds_p95": percentile(seconds, 0.95),
+        "environment/calls_mean": made / len(found),
+        "environment/calls_failed_ratio": 1 - (calls["done"] + calls["truncated"]) / made if made else 0.0,
+        **{f"environment/calls/{end}": float(count) for end, count in sorted(calls.items())},
+        **{f"environment/notes/{name}": float(count) for name, count in sorted(notes.items())},
     }
 
 

@@ -1,5 +1,5 @@
 """Trajectories under way: each is one coroutine from its launch to its outcome. An episode samples it, then it is
-recorded and scored.
+recorded and scored; one whose episode failed is a failure as a failed reward is.
 
 A request that the engine cut (a pause that aborts, a drained engine) goes on from its tokens with a seed of its own. A
 trajectory that control paused waits, outside of the engine, until it is resumed; only one that was cancelled, that the
@@ -12,22 +12,37 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
+from typing import Protocol
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup
 from msgspec import structs
 
 from streamrl.base.errors import RequestRefused
-from streamrl.base.messages import Generate
+from streamrl.base.messages import Generate, ReturnedCall
 from streamrl.base.seeds import derive_seed
 from streamrl.base.stage_messages import (
     LaunchTrajectory,
     RolloutStatistics,
     SampledSoFar,
+    Scored,
     TrajectoryLost,
     TrajectoryPaused,
+    TurnSoFar,
 )
-from streamrl.base.types import Completion, FinishReason, Segment, TokenArray, Trajectory, TrajectoryId, token_array
+from streamrl.base.types import (
+    Completion,
+    EnvironmentResult,
+    FinishReason,
+    RewardFailure,
+    RewardFailureKind,
+    Segment,
+    TokenArray,
+    Trajectory,
+    TrajectoryId,
+    token_array,
+)
 from streamrl.contracts import Journal, Sampler, Scorer, TakeOutcome
 from streamrl.engines.resumption import (
     CancelledCompletions,
@@ -40,6 +55,8 @@ from streamrl.engines.resumption import (
 )
 from streamrl.recipe.sections import Sampling
 
+_NOTHING = token_array()
+
 
 class EpisodeCancelled(Exception):
     """Control has cancelled the trajectory: the engines sample nothing of it any more."""
@@ -48,7 +65,7 @@ class EpisodeCancelled(Exception):
 class _Turn:
     """One completion, sampled in as many parts as it is cut into. ``kept``: tokens of an earlier attempt that are
     verified; ``own_seed_tokens``: tokens that were sampled with its own seed; ``first_part``: its place in the ids of
-    the trajectory's requests."""
+    the trajectory's requests; ``asked``: what stands before it and the turn that it goes on from."""
 
     def __init__(
         self,
@@ -57,8 +74,10 @@ class _Turn:
         kept: TokenArray,
         done: SampledSoFar | None = None,
         first_part: int = 0,
+        asked: tuple[TokenArray, int | None] = (_NOTHING, None),
     ) -> None:
         self._identity, self._seed, self._first_part = identity, request.seed, first_part
+        self.asked = asked
         self.request = request if not kept else with_kept(request, kept)
         self.kept = kept
         self.own_seed_tokens = 0
@@ -85,6 +104,11 @@ class _Turn:
             self.own_seed_tokens += len(piece.token_ids)
         self._take(piece, 1)
 
+    def know(self, known: TurnSoFar) -> None:
+        """Take the turn as an earlier life of the controller sampled it."""
+        self.seconds = known.seconds
+        self._take(known.completion, 1)
+
     def _take(self, piece: Completion, parts: int) -> None:
         self.done = piece if self.done is None else join_completions(self.done, piece)
         self.parts += parts
@@ -97,28 +121,37 @@ class _Turn:
 
 
 class _OpenTrajectory:
-    """A trajectory that is sampled: what it has, and what control wants of it. ``turns``: the last one is sampled, or
-    is to be; ``segments``: turns that are whole, and what stands between them. ``waits``: it is paused and has left the
-    engine."""
+    """A trajectory that is sampled: what it has, and what control wants of it. ``kept``: tokens of an earlier attempt
+    at its first turn; ``segments``: turns that are whole, and what stands between them; ``ends``: the place of each
+    turn in them; ``asked_for``: turns that the episode, which may have begun again, has asked for. ``samples``: a turn
+    is being sampled; ``waits``: it is paused and has left the engine."""
 
-    def __init__(self, order: LaunchTrajectory, turn: _Turn, take: TakeOutcome) -> None:
-        self.order, self.take = order, take
-        self.turns = [turn]
+    def __init__(self, order: LaunchTrajectory, request: Generate, kept: TokenArray, take: TakeOutcome) -> None:
+        self.order, self.kept, self.take = order, kept, take
+        self.first_request = request
+        self.turns: list[_Turn] = []
         self.segments: list[Segment] = []
+        self.ends: list[int] = []
+        self.asked_for = self._parts = 0
         self.finish: FinishReason | None = None
         self.cancelled = ""
         self.paused = False
-        self.waits = False
+        self.samples = self.waits = False
         self.resumed = anyio.Event()
-
-    @property
-    def turn(self) -> _Turn:
-        return self.turns[-1]
+        self.scope = anyio.CancelScope()
+        for known in order.so_far.turns if order.so_far else ():
+            turn = self.next_turn(known.appended, known.after, 0)
+            turn.know(known)
+            self.add(turn)
+        self.asked_for = 0
 
     @property
     def tokens(self) -> int:
         """Tokens that were sampled so far."""
         return sum(turn.tokens for turn in self.turns)
+
+    def begin_again(self) -> None:
+        self.asked_for = 0
 
     def pause(self) -> None:
         if not self.paused:
@@ -131,20 +164,120 @@ class _OpenTrajectory:
     def cancel(self, reason: str) -> None:
         self.cancelled = self.cancelled or reason
         self.resumed.set()
+        if not self.samples:  # it is in its environment
+            self.scope.cancel()
+
+    def next_turn(self, appended: TokenArray, after: int | None, most_tokens: int) -> _Turn:
+        """Begin a turn behind ``appended``. Raises ``ValueError`` for one that cannot be sampled."""
+        order, number = self.order, self.asked_for
+        if self.samples:
+            raise ValueError("an episode samples a turn while another one is sampled: await one after the other")
+        if after is not None and not -1 <= after < number:
+            raise ValueError(f"an episode samples after turn {after}, and has {number} turns")
+        if number < len(self.turns):  # of an episode that has begun again
+            if self.turns[number].asked == (appended, after):
+                self.asked_for += 1
+                return self.turns[number]
+            self._forget_turns(number)
+        newest = after is None or after == number - 1
+        if newest and number and not appended:
+            raise ValueError("an episode samples another turn, and has appended nothing to the one before")
+        request = self.first_request
+        if newest and number:
+            request = without_kept(self.turns[-1].request)  # with all that was sampled
+        elif not newest:
+            request = structs.replace(request, token_ids=request.token_ids + self._context(after))
+        if number:
+            seed = derive_seed(order.seed, "turn", number)
+            request = structs.replace(request, prefix_length=0, seed=seed)
+        if not request.token_ids and not appended:
+            raise ValueError("an episode samples from an empty prompt: append tokens to it")
+        most = min(most_tokens or self.first_request.max_tokens, self.first_request.max_tokens)
+        identity = part_id(str(order.id), self._parts)
+        request = structs.replace(request, request_id=identity, token_ids=request.token_ids + appended, max_tokens=most)
+        follows = None if newest else -1 if after == -1 else self.ends[after or 0]
+        if appended:
+            self.segments.append(Segment(token_ids=appended, trained=False, follows=follows))
+            follows = None
+        self.follows = follows
+        first = number == 0 and not self._parts
+        kept, done = (self.kept, order.done) if first else (_NOTHING, None)
+        turn = _Turn(order.id, request, kept, done, first_part=self._parts, asked=(appended, after))
+        self.turns.append(turn)
+        self.asked_for += 1
+        return turn
+
+    def _forget_turns(self, number: int) -> None:
+        """Forget turn ``number`` and all after it: the episode asks for another one in its place."""
+        start = self.ends[number] - bool(self.turns[number].asked[0])
+        del self.turns[number:], self.ends[number:], self.segments[start:]
+
+    def _context(self, after: int | None) -> TokenArray:
+        """Tokens between the prompt and the end of turn ``after``."""
+        tokens, place = token_array(), -1 if after in (None, -1) else self.ends[after or 0]
+        while place >= 0:
+            segment = self.segments[place]
+            tokens = segment.token_ids + tokens
+            place = place - 1 if segment.follows is None else segment.follows
+        return tokens
+
+    def add(self, turn: _Turn) -> None:
+        """Keep a turn that is whole."""
+        done = turn.done
+        assert done is not None
+        self._parts += turn.parts
+        self.ends.append(len(self.segments))
+        self.segments.append(
+            Segment(
+                token_ids=done.token_ids,
+                trained=True,
+                behavior_logprobs=done.behavior_logprobs,
+                version_spans=done.version_spans,
+                follows=self.follows,
+            )
+        )
+        self.finish = done.finish_reason
+
+
+class EpisodeEnd(msgspec.Struct, frozen=True):
+    """The end of an episode. ``result``: of its environment, where there is one; ``kind``: it failed, and ``message``
+    says why; ``finish``: the finish reason of the trajectory, where that is not the one of its last turn."""
+
+    result: EnvironmentResult | None = None
+    kind: RewardFailureKind | None = None
+    message: str = ""
+    finish: FinishReason | None = None
+
+
+class SampleTurns(Protocol):
+    """Access of an episode to the policy."""
+
+    async def __call__(
+        self, appended: TokenArray = ..., *, after: int | None = None, most_tokens: int = 0
+    ) -> Completion:
+        """Sample a turn behind ``appended``, token ids that are not trained. ``after``: number of the turn that it goes
+        on from (None: the newest; -1: the prompt); ``most_tokens``: of the turn (0: of the recipe). Asks again for what
+        an engine aborted. Raises ``EpisodeCancelled``, ``RequestRefused`` where no engine serves it, and ``ValueError``
+        for a turn that cannot be."""
+        ...
 
 
 class EpisodeModel:
-    """Access of an episode to the policy. What is sampled and appended through it becomes the trajectory.
+    """The model of one episode: ``order``, its launch, and ``sample``. What is sampled and appended becomes the
+    trajectory. ``begin_again``: an episode that begins once more gets the same answers for as long as it asks the
+    same; from the first difference on it is sampled anew. ``note``: records a call of a tool that has returned."""
 
-    ``sample`` gives the next turn, a completion of the prompt and all that came after; it asks again for what an engine
-    aborted, and raises ``EpisodeCancelled``, or ``RequestRefused`` where no engine serves it. ``append`` adds token ids
-    after a turn that are not trained; the next turn goes on from them."""
+    def __init__(
+        self,
+        order: LaunchTrajectory,
+        sample: SampleTurns,
+        begin_again: Callable[[], None],
+        note: Callable[[TrajectoryId, ReturnedCall], None],
+    ) -> None:
+        self.order, self.sample, self.begin_again, self.note = order, sample, begin_again, note
 
-    def __init__(self, sample: Callable[[], Awaitable[Completion]], append: Callable[[TokenArray], None]) -> None:
-        self.sample, self.append = sample, append
 
-
-Episode = Callable[[EpisodeModel], Awaitable[object]]
+Episode = Callable[[EpisodeModel], Awaitable[EpisodeEnd | None]]
 """How a trajectory comes about: samples with the model that it is given, and returns when the trajectory is whole."""
 
 
@@ -176,7 +309,7 @@ class Episodes:
         self._kept = CancelledCompletions() if verifies_deferred else None
         self._sampling = structs.asdict(sampling)
         self._open: dict[TrajectoryId, _OpenTrajectory] = {}
-        self._waiting, self._engines_paused = 0, False
+        self._sampling_now, self._engines_paused = 0, False
         self._launched = self._generated_tokens = 0
         self._verified_tokens = self._accepted_tokens = 0
         self._busy_seconds = self._working_seconds = self._counted_at = 0.0
@@ -197,8 +330,8 @@ class Episodes:
         """Begin a trajectory; ``take`` is called with its outcome, and with each pause before."""
         self._count()
         self._launched += 1
-        turn = _Turn(order.id, self._request(order), self._kept_of(order), order.done)
-        trajectory = self._open[order.id] = _OpenTrajectory(order, turn, take)
+        trajectory = _OpenTrajectory(order, self._request(order), self._kept_of(order), take)
+        self._open[order.id] = trajectory
         self._tasks.start_soon(self._live, trajectory)
 
     def pause(self, ids: Collection[TrajectoryId]) -> None:
@@ -221,12 +354,12 @@ class Episodes:
         self._abort(stopped)
 
     def statistics(self) -> RolloutStatistics:
-        """Counters since the start. Paused trajectories do not run."""
+        """Counters since the start. Trajectories that are paused, or in their environment, do not run."""
         self._count()
         return RolloutStatistics(
             launched=self._launched,
             finished=self._launched - len(self._open),
-            running=len(self._open) - self._waiting,
+            running=self._sampling_now,
             busy_seconds=self._busy_seconds,
             generated_tokens=self._generated_tokens,
             verified_tokens=self._verified_tokens,
@@ -244,94 +377,107 @@ class Episodes:
 
     def _abort(self, stopped: Collection[_OpenTrajectory]) -> None:
         """Have the engine stop what it samples of them, without waiting for it: control has more to order."""
-        if running := [one.turn.request.request_id for one in stopped if not one.waits]:
+        if running := [one.turns[-1].request.request_id for one in stopped if one.samples and not one.waits]:
             self._tasks.start_soon(self._engine.abort, running)
 
     async def _live(self, trajectory: _OpenTrajectory) -> None:
         """The life of one trajectory: sampled, recorded, scored."""
-        order, refused = trajectory.order, ""
-        try:
-            await self._episode(EpisodeModel(partial(self._complete, trajectory), partial(self._append, trajectory)))
-        except RequestRefused as error:
-            refused = str(error)
-        except EpisodeCancelled:
-            pass  # ``cancelled`` says why, also where an episode catches it
+        order, refused, end = trajectory.order, "", None
+        if order.sampled is None:
+            try:
+                with trajectory.scope:
+                    sample = partial(self._sample, trajectory)
+                    note = self._journal.returned
+                    end = await self._episode(EpisodeModel(order, sample, trajectory.begin_again, note))
+            except RequestRefused as error:
+                refused = str(error)
+            except EpisodeCancelled:
+                pass  # ``cancelled`` says why, also where an episode catches it
         self._count()
         del self._open[order.id]
         self._keep(trajectory)
-        if (finish := trajectory.finish) is None or trajectory.cancelled or refused:
+        sampled = order.sampled or self._whole(trajectory, end := end or EpisodeEnd())
+        if trajectory.cancelled or refused or (not sampled.segments and end is not None and end.kind is None):
             reason, tokens = refused or trajectory.cancelled or "its episode sampled nothing", trajectory.tokens
             lost = TrajectoryLost(id=order.id, cancelled=bool(trajectory.cancelled), reason=reason, tokens=tokens)
             await trajectory.take(lost)
             await self._scorer.lost(order.id, order.group_size)
-            return
-        if not trajectory.segments[-1].trained:
-            trajectory.segments.pop()  # nothing was sampled behind it
-        sampled = Trajectory(
+        elif end is not None and end.kind is not None:
+            failure = RewardFailure(trajectory=sampled, function="environment", kind=end.kind, message=end.message)
+            await trajectory.take(Scored(outcome=failure))
+            await self._scorer.lost(order.id, order.group_size)
+        else:
+            await self._journal.sampled(sampled)
+            await trajectory.take(await self._scorer.score(sampled, order.group_size))
+
+    def _whole(self, trajectory: _OpenTrajectory, end: EpisodeEnd) -> Trajectory:
+        order, segments = trajectory.order, trajectory.segments
+        if segments and not segments[-1].trained:
+            segments.pop()  # nothing was sampled behind it
+        return Trajectory(
             id=order.id,
             prompt=order.prompt,
-            segments=tuple(trajectory.segments),
-            finish_reason=finish,
+            segments=tuple(segments),
+            finish_reason=end.finish or trajectory.finish or FinishReason.ABORT,
             rollout_seconds=sum(turn.seconds for turn in trajectory.turns),
             evaluation=order.evaluation,
+            environment=end.result,
         )
-        await self._journal.sampled(sampled)
-        await trajectory.take(await self._scorer.score(sampled, order.group_size))
 
-    async def _complete(self, trajectory: _OpenTrajectory) -> Completion:
-        """Sample until the turn ends by itself or was cancelled, going on after every other cut. Raises ``ValueError``
-        where the turn before was not answered."""
-        turn = trajectory.turn
-        if trajectory.segments and trajectory.segments[-1].trained:
-            raise ValueError("an episode samples another turn, and has appended nothing to the one before")
-        while not trajectory.cancelled and not turn.whole:
-            if trajectory.paused:
-                await self._until_resumed(trajectory)
-                continue
-            async with self._alone:
-                if trajectory.cancelled or trajectory.paused:  # while it waited for its turn
+    async def _sample(
+        self,
+        trajectory: _OpenTrajectory,
+        appended: TokenArray = _NOTHING,
+        *,
+        after: int | None = None,
+        most_tokens: int = 0,
+    ) -> Completion:
+        """Sample until the turn ends by itself or was cancelled, going on after every other cut."""
+        turn = trajectory.next_turn(appended, after, most_tokens)
+        if len(trajectory.ends) == len(trajectory.turns) and turn.done is not None:
+            return turn.done  # of an episode that has begun again
+        trajectory.samples = True
+        self._changed_sampling(1)
+        try:
+            while not trajectory.cancelled and not turn.whole:
+                if trajectory.paused:
+                    await self._until_resumed(trajectory, turn)
                     continue
-                started = anyio.current_time()
-                piece = await self._engine.generate(turn.request)
-            self._generated_tokens += len(piece.token_ids) - self._accepted(turn, piece)
-            turn.add(piece, anyio.current_time() - started)
+                async with self._alone:
+                    if trajectory.cancelled or trajectory.paused:  # while it waited for its turn
+                        continue
+                    started = anyio.current_time()
+                    piece = await self._engine.generate(turn.request)
+                self._generated_tokens += len(piece.token_ids) - self._accepted(turn, piece)
+                turn.add(piece, anyio.current_time() - started)
+        finally:
+            self._changed_sampling(-1)
+            trajectory.samples = False
         if trajectory.cancelled or turn.done is None:
             raise EpisodeCancelled(trajectory.cancelled)
-        done, tokens, logprobs = turn.done, turn.done.token_ids, turn.done.behavior_logprobs
-        segment = Segment(token_ids=tokens, trained=True, behavior_logprobs=logprobs, version_spans=done.version_spans)
-        trajectory.segments.append(segment)
-        trajectory.finish = done.finish_reason
-        return done
+        trajectory.add(turn)
+        if self._episode is not one_completion and not trajectory.order.evaluation:
+            so_far = TurnSoFar(appended=appended, after=after, completion=turn.done, seconds=turn.seconds)
+            await self._journal.turn(trajectory.order.id, len(trajectory.ends) - 1, so_far)
+        return turn.done
 
-    def _append(self, trajectory: _OpenTrajectory, token_ids: TokenArray) -> None:
-        """Put untrained tokens behind a turn. Raises ``ValueError`` where there is none."""
-        if not trajectory.segments or not trajectory.segments[-1].trained:
-            raise ValueError("an episode appends tokens, and has sampled no turn before them")
-        order, before = trajectory.order, without_kept(trajectory.turn.request)  # with all that was sampled
-        trajectory.segments.append(Segment(token_ids=token_ids, trained=False))
-        first_part = sum(turn.parts for turn in trajectory.turns)
-        request = structs.replace(
-            before,
-            request_id=part_id(str(order.id), first_part),
-            token_ids=before.token_ids + token_ids,
-            prefix_length=0,
-            seed=derive_seed(order.seed, "turn", len(trajectory.turns)),
-        )
-        trajectory.turns.append(_Turn(order.id, request, token_array(), first_part=first_part))
-
-    async def _until_resumed(self, trajectory: _OpenTrajectory) -> None:
-        identity, turn, resumed = trajectory.order.id, trajectory.turn, trajectory.resumed
-        if turn.done is not None and len(trajectory.turns) == 1:  # of several turns a later life samples all again
+    async def _until_resumed(self, trajectory: _OpenTrajectory, turn: _Turn) -> None:
+        identity, resumed = trajectory.order.id, trajectory.resumed
+        # Of several turns, and of what an environment asks for, a later life samples all again.
+        if turn.done is not None and self._episode is one_completion:
             done = SampledSoFar(completion=turn.done, parts=turn.parts, seconds=turn.seconds)
             await self._journal.paused(identity, done)
         await trajectory.take(TrajectoryPaused(id=identity, tokens=trajectory.tokens))
-        self._count()
         trajectory.waits = True
-        self._waiting += 1
+        self._changed_sampling(-1)
         await resumed.wait()
-        self._count()
+        self._changed_sampling(1)
         trajectory.waits = False
-        self._waiting -= 1
+
+    def _changed_sampling(self, by: int) -> None:
+        """Count trajectories of which a turn is sampled."""
+        self._count()
+        self._sampling_now += by
 
     def _kept_of(self, order: LaunchTrajectory) -> TokenArray:
         """Return what was sampled of this draw before it was cancelled; empty where deferred completions are not
@@ -353,8 +499,11 @@ class Episodes:
     def _keep(self, trajectory: _OpenTrajectory) -> None:
         """Keep the tokens of a trajectory that ended. It may be launched again, if it was cancelled or its group still
         loses."""
-        order, turn = trajectory.order, trajectory.turn
-        if self._kept is None or turn.done is None or order.evaluation or len(trajectory.turns) > 1:
+        order = trajectory.order
+        if self._kept is None or order.evaluation or len(trajectory.turns) != 1:
+            return
+        turn = trajectory.turns[0]
+        if turn.done is None:
             return
         tokens = turn.done.token_ids[: turn.own_seed_tokens]
         if turn.whole and len(tokens) == turn.tokens:
@@ -374,7 +523,7 @@ class Episodes:
 
     def _count(self) -> None:
         now = anyio.current_time()
-        if not self._engines_paused and (running := len(self._open) - self._waiting):
+        if not self._engines_paused and (running := self._sampling_now):
             self._busy_seconds += min(running, self._capacity) * (now - self._counted_at)
             self._working_seconds += now - self._counted_at
         self._counted_at = now

@@ -127,8 +127,7 @@ def talk(turns: int) -> Episode:
     async def episode(model: EpisodeModel) -> None:
         await model.sample()
         for _ in range(turns - 1):
-            model.append(ANSWER)
-            await model.sample()
+            await model.sample(ANSWER)
 
     return episode
 
@@ -448,26 +447,36 @@ async def samples_nothing(model: EpisodeModel) -> None: ...
 
 @pytest.mark.parametrize(
     ("turns", "error"),
-    [("append", "has sampled no turn"), ("sample sample", "has appended nothing"), ("sample append", "")],
+    [("0 0", "has appended nothing"), ("0 1:5", "after turn 5, and has 1 turns"), ("0 1 1:-1 1:0", "")],
 )
-async def test_turns_come_in_order_and_what_nothing_is_sampled_behind_is_left_out(turns: str, error: str) -> None:
+async def test_turns_go_on_from_turns_that_there_are(turns: str, error: str) -> None:
+    """``1:0``: one token is appended to turn 0."""
     raised: list[str] = []
 
     async def episode(model: EpisodeModel) -> None:
         try:
             for turn in turns.split():
-                await model.sample() if turn == "sample" else model.append(ANSWER)
+                appended, _, after = turn.partition(":")
+                await model.sample(ANSWER[: int(appended)], after=int(after) if after else None)
         except ValueError as wrong:
             raised.append(str(wrong))
-            await samples_nothing(model)
 
     bench = Bench(RecordingEngine(), episode=episode)
     await bench.engine.start()
     async with bench.stage.running():
         bench.launch(0)
     assert error in "".join(raised) and len(raised) == bool(error)
-    if "sample" in turns:
+    if error:
         assert len(assert_joined(bench, 0).segments) == 1
+        return
+    [outcome] = bench.of(Scored)
+    segments = outcome.outcome.trajectory.segments
+    assert [segment.trained for segment in segments] == [True, False, True, False, True, False, True]
+    assert [segment.follows for segment in segments] == [None, None, None, -1, None, 0, None]
+    prompt, requests = token_array([2, 3]), list(bench.engine.asked.values())
+    assert requests[2].token_ids == prompt + ANSWER[:1]
+    assert requests[3].token_ids == prompt + segments[0].token_ids + ANSWER[:1]
+    assert len({request.seed for request in requests}) == len({request.request_id for request in requests}) == 4
 
 
 class PausesKept(Journal):
@@ -489,7 +498,8 @@ async def test_a_later_life_is_given_only_what_was_sampled_of_a_first_turn(turns
         await bench.until(lambda: bool(bench.paused))
         bench.order(resume(0))
 
-    bench = await roll(during, launched=1, journal=(journal := PausesKept()), episode=talk(turns))
+    episode = one_completion if turns == 1 else talk(turns)
+    bench = await roll(during, launched=1, journal=(journal := PausesKept()), episode=episode)
     assert len(assert_joined(bench, 0).segments) == 2 * turns - 1
     assert [done.completion.token_ids for done in journal.kept] == (
         [bench.engine.pieces["0.0.0/0"].token_ids] if turns == 1 else []

@@ -152,7 +152,8 @@ def max_model_len(recipe: Recipe, config: dict[str, Any]) -> int:
         raise RecipeError(
             f"engines.max_model_len: {asked} is more than the model's {positions} positions; lower it or set 0"
         )
-    wanted = asked or recipe.sampling.max_tokens + PROMPT_ALLOWANCE
+    talks = recipe.environment.given
+    wanted = asked or (recipe.most_tokens if talks else recipe.sampling.max_tokens + PROMPT_ALLOWANCE)
     context = min(wanted, positions) if positions else wanted
     if context <= recipe.sampling.max_tokens:
         raise RecipeError(

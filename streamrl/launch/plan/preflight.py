@@ -32,7 +32,7 @@ from streamrl.launch.plan.machine_check import (
     shared_memory,
 )
 from streamrl.launch.plan.memory import estimate_memory, gib
-from streamrl.launch.plan.probe import problems_of_object
+from streamrl.launch.plan.probe import look_at_environment, problems_of_object
 from streamrl.learning.state.durable_files import read_digests, surviving
 from streamrl.observe.trackers.installed import tracker_problems
 from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
@@ -140,6 +140,9 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None, see: SeePro
         path = f"rewards.{index}.function" if index < len(recipe.rewards) else "reward_limits.combine"
         yield from (f"{path}: {problem}" for problem in inspection.problems)
     columns = needed_columns([found.signature for found in inspections if found.signature is not None])
+    if recipe.environment.given:
+        problems, columns["environment"] = look_at_environment(recipe.environment, USER_CODE_TIMEOUT_S)
+        yield from problems
     tokenizer: Tokenizer | None = None
     if Path(recipe.model.path).is_dir():
         try:
@@ -149,7 +152,8 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None, see: SeePro
     longest = model.context - recipe.sampling.max_tokens if model else None
     for path, spec in prompt_sources(recipe).items():
         show = partial(see, tokenizer) if see and tokenizer and path == "prompts.train" else None
-        problems = check_prompts(spec, tokenizer, columns, longest, see=show) if tokenizer else missing_source(spec)
+        reader = None if recipe.environment.given else tokenizer
+        problems = check_prompts(spec, reader, columns, longest, see=show) if tokenizer else missing_source(spec)
         yield from (f"{path}: {problem}" for problem in problems)
 
 

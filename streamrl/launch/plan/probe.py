@@ -14,6 +14,7 @@ from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
 from streamrl.launch.plan.first_prompt import difference_from_transformers
 from streamrl.launch.user_calls import observer_class
+from streamrl.recipe.environment import Environment
 from streamrl.recipe.throwaway_process import ThrowawayAnswer, answer_parent, run_throwaway
 from streamrl.recipe.user_code import load_user_object
 
@@ -31,6 +32,7 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
 
     problems: tuple[str, ...] = ()
     differs: str = ""
+    columns: tuple[str, ...] = ()
 
 
 def problems_of_object(spec: str, timeout_s: float, *, kind: str = "object") -> Sequence[str]:
@@ -42,6 +44,15 @@ def problems_of_object(spec: str, timeout_s: float, *, kind: str = "object") -> 
     if ran.late:
         return [f"{spec} not imported within {timeout_s:g} s: move slow work out of the module's top level"]
     return [f"{spec} ended the process that imported it ({ran.failure or 'exit code 0'}): import it by hand"]
+
+
+def look_at_environment(environment: Environment, timeout_s: float) -> tuple[Sequence[str], tuple[str, ...]]:
+    """Return problems of what ``[environment]`` names, and the columns that it cannot do without."""
+    found, ran = _run_child("environment", msgspec.json.encode(environment).decode(), timeout_s)
+    if found is not None:
+        return found.problems, found.columns
+    how = f"not imported within {timeout_s:g} s" if ran.late else f"ended its process ({ran.failure or 'exit code 0'})"
+    return [f"environment: its code {how}: import it by hand"], ()
 
 
 def problem_of_model(
@@ -71,6 +82,15 @@ def _look_at(load: Callable[[str], object], spec: str) -> _Found:
     return _Found()
 
 
+def _look_at_environment(argument: str) -> _Found:
+    from streamrl.run.environments.forms import load_episode
+
+    try:
+        return _Found(columns=load_episode(msgspec.json.decode(argument, type=Environment))[1])
+    except RecipeError as error:
+        return _Found(problems=tuple(f"environment: {problem}" for problem in error.problems))
+
+
 def _look_at_model(argument: str) -> _Found:
     """Raises what says nothing about a real engine."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # vLLM warns of an engine that is none
@@ -93,6 +113,7 @@ def _look_at_model(argument: str) -> _Found:
 _KINDS: dict[str, Callable[[str], _Found]] = {
     "object": partial(_look_at, load_user_object),
     "observer": partial(_look_at, observer_class),
+    "environment": _look_at_environment,
     "model": _look_at_model,
 }
 

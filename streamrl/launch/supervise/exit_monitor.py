@@ -104,8 +104,9 @@ class ExitMonitor:
         return child.ended_for_s > limit_s and not self.finishing and not self.has_ended_well()
 
     def _asks(self, child: ChildProcess) -> bool:
-        """Return whether it is a reward worker that ended to be replaced."""
-        asks = child.exit_code == REWARD_RESTART_EXIT_CODE and child.plan.role is Role.REWARD
+        """Return whether it is a worker of user code that ended to be replaced."""
+        of_users = child.plan.role in (Role.REWARD, Role.ENVIRONMENT)
+        asks = child.exit_code == REWARD_RESTART_EXIT_CODE and of_users
         return asks and self._replacements_left > 0
 
     def has_ended_well(self) -> bool:

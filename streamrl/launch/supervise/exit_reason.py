@@ -104,7 +104,7 @@ def reason_of(role: Role, error: BaseException) -> ExitReason:
     reported = causes[0] if causes else found[0]
     kind = ExitKind.CAUSE if causes else ExitKind.CONSEQUENCE
     lasts = not isinstance(reported, _MAY_PASS) if role is Role.CONTROLLER else isinstance(reported, _LASTING)
-    if causes and lasts and role is not Role.REWARD:
+    if causes and lasts and role not in (Role.REWARD, Role.ENVIRONMENT):
         kind = ExitKind.VERDICT
     text = f"{type(reported).__name__}: {reported}" if str(reported) else type(reported).__name__
     return ExitReason(kind=kind, message=text[:_LONGEST_MESSAGE], monotonic_s=time.monotonic())

@@ -218,6 +218,18 @@ def _first_value(text: str) -> tuple[Any, int]:
         raise _MalformedError(f"the arguments are not JSON ({error})") from None
 
 
+def format_of_template(templates: Mapping[str, str]) -> str:
+    """Return the name of the format in which chat templates (jinja sources by name) write calls; empty: not known."""
+    text = templates.get("tool_use") or templates.get("default") or ""
+    marks = {
+        "mistral": "[TOOL_CALLS]",
+        "qwen_xml": "<function=",
+        "hermes": "<tool_call>",
+        "llama_json": '"parameters": ',
+    }
+    return next((name for name, mark in marks.items() if mark in text), "")
+
+
 CALL_FORMATS: dict[str, Callable[[str, Functions], Found]] = {
     "hermes": _hermes,
     "qwen_xml": _qwen_xml,

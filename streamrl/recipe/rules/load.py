@@ -12,6 +12,7 @@ from msgspec import structs
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.cells.python_recipe import python_table
 from streamrl.recipe.check_fields import CheckedTable
+from streamrl.recipe.environment import ENVIRONMENT_REWARD
 from streamrl.recipe.fields import as_table
 from streamrl.recipe.problems import Origin, problem
 from streamrl.recipe.rewards import PATH_OPTIONS, Reward
@@ -130,6 +131,8 @@ def _check(
     table: dict[str, Any], origin: Origin, overrides: Sequence[str], directory: Path
 ) -> tuple[Recipe, list[str]]:
     problems: list[str] = []
+    if "environment" in table:
+        table = {"rewards": [{"function": ENVIRONMENT_REWARD}]} | table
     places = {place for place in (_override(table, text, problems) for text in overrides) if place}
     origin, contradictions, system = apply_system(table, structs.replace(origin, overridden=frozenset(places)))
     checked = CheckedTable(table, origin, foreign_answer)
@@ -162,6 +165,13 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
         prompts=structs.replace(recipe.prompts, train=resolve_spec(recipe.prompts.train, directory)),
         rollout=structs.replace(recipe.rollout, policy=resolve_function(recipe.rollout.policy, directory)),
         rewards=tuple(resolved_reward(reward, directory) for reward in recipe.rewards),
+        environment=structs.replace(
+            environment := recipe.environment,
+            episode=resolve_function(environment.episode, directory),
+            env=resolve_function(environment.env, directory),
+            tools=tuple(resolve_function(tool, directory) for tool in environment.tools),
+            agent=tuple(_file_of_agent(word, directory) for word in environment.agent),
+        ),
         engines=structs.replace(
             recipe.engines,
             args=_arguments(recipe.engines.args, directory),
@@ -186,6 +196,11 @@ def resolved_reward(reward: Reward, directory: Path) -> Reward:
         for name, value in reward.options.items()
     }
     return structs.replace(reward, function=resolve_function(reward.function, directory), options=options)
+
+
+def _file_of_agent(word: str, directory: Path) -> str:
+    """``word`` of a command with the path of a file beside the recipe absolute."""
+    return str(directory / word) if (directory / word).is_file() else word
 
 
 def _arguments(arguments: dict[str, Any], directory: Path) -> dict[str, Any]:

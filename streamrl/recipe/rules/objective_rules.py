@@ -107,7 +107,7 @@ def groups_have_a_baseline(recipe: Recipe) -> Broken:
 def values_with_an_effect(recipe: Recipe) -> Broken:
     """Clips spare on-policy tokens; the KL is a penalty where it stands, and policies are not cut by top-p; the critic
     is trained; DAPO's soft punishment has a length that is not punished, and a penalty."""
-    objective, settings, limit = recipe.objective, recipe.objective_settings, recipe.sampling.max_tokens
+    objective, settings, limit = recipe.objective, recipe.objective_settings, recipe.most_tokens
     if 0 < objective.dual_clip <= 1:
         yield Problem(
             "objective.dual_clip",

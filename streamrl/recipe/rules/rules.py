@@ -4,6 +4,7 @@ from streamrl.recipe.dialects.foreign_keys import foreign_answer
 from streamrl.recipe.rules import (  # noqa: F401 - each registers its rules
     engine_arguments,
     engine_rules,
+    environment_rules,
     objective_rules,
     reward_rules,
     run_rules,

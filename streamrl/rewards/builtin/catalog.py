@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from streamrl.rewards.builtin.environment import ENVIRONMENT
 from streamrl.rewards.builtin.length import LENGTH
 from streamrl.rewards.builtin.mathematics import MATH
 from streamrl.rewards.builtin.reasoning_gym_task import REASONING_GYM
@@ -30,7 +31,9 @@ def _judge(**options: Any) -> RewardCallable:
 
 
 BUILTIN: Mapping[str, Callable[..., RewardCallable]] = {
-    **{reward.name: reward for reward in (EXACT, REGEX, MATH, REASONING_GYM, LENGTH, FORMAT, REWARD_MODEL)},
+    **{
+        reward.name: reward for reward in (EXACT, REGEX, MATH, REASONING_GYM, LENGTH, FORMAT, REWARD_MODEL, ENVIRONMENT)
+    },
     "code": _code,
     "judge": _judge,
 }

@@ -13,7 +13,12 @@ from streamrl.rewards.signature import PROVIDED, RewardSignature
 
 VERL_TEXT, VERL_EXTRA = "solution_str", "extra_info"
 _FIRST_OF_GROUPS = ("completion_ids", "prompts")  # what a function of TRL's form may look at instead
-_LISTS = {"completion_ids", "token_ids", "finish_reason"}  # arguments of a group that differ between siblings
+_LISTS = {
+    "completion_ids",
+    "token_ids",
+    "finish_reason",
+    "environment_reward",
+}  # arguments of a group that differ between siblings
 
 # A union with the other kind takes what it gets.
 _SINGLE = re.compile(r"(?!.*\|(list|List|Sequence)\b)(Optional\[)?(str|int|float|bool|dict|Dict|Mapping)\b")

@@ -91,25 +91,46 @@ class ToolBox:
         self.schemas: tuple[Mapping[str, Any], ...] = tuple(tool.schema for tool in self._tools.values())
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator[OpenTools]:
-        """Make the classes, one instance of each, for one trajectory; those that are context managers are entered, and
-        left at the end whatever happens."""
+    async def opened(self, columns: Mapping[str, Any] | None = None, seed: int = 0) -> AsyncIterator[OpenTools]:
+        """Make the classes, one instance of each, for one trajectory. Those that are context managers are entered, and
+        left at the end whatever happens; then ``close`` is called where there is one. ``reset`` is called with
+        ``columns``, and may return a text for the model."""
         async with AsyncExitStack() as stack:
             made: dict[type, Any] = {}
+            texts = []
             for owner in dict.fromkeys(tool.owner for tool in self._tools.values() if tool.owner is not None):
                 made[owner] = instance = owner()
+                if hasattr(instance, "close"):
+                    stack.push_async_callback(call_user, instance.close)
                 if hasattr(instance, "__aenter__"):
                     await stack.enter_async_context(instance)
                 elif hasattr(instance, "__enter__"):
                     stack.enter_context(instance)
-            yield OpenTools(self._tools, made, self._limits)
+                if hasattr(instance, "reset"):
+                    texts.append(
+                        await call_user(instance.reset, **TakenColumns(instance.reset).of(columns or {}, seed))
+                    )
+            yield OpenTools(self._tools, made, self._limits, "".join(text for text in texts if isinstance(text, str)))
 
 
 class OpenTools:
-    """The tools of one trajectory."""
+    """The tools of one trajectory. ``opening``: what its classes said when they were reset."""
 
-    def __init__(self, tools: Mapping[str, _Tool], made: Mapping[type, Any], limits: ToolLimits) -> None:
-        self._tools, self._made, self._limits = tools, made, limits
+    def __init__(
+        self, tools: Mapping[str, _Tool], made: Mapping[type, Any], limits: ToolLimits, opening: str = ""
+    ) -> None:
+        self._tools, self._made, self._limits, self.opening = tools, made, limits, opening
+
+    @property
+    def keeps_state(self) -> bool:
+        """Return whether tools are methods of objects: then a call is made again when an episode begins again."""
+        return bool(self._made)
+
+    @property
+    def reward(self) -> float | None:
+        """The sum of the attributes ``reward`` of the classes; None: no class has one."""
+        found = [value for one in self._made.values() if isinstance(value := getattr(one, "reward", None), int | float)]
+        return float(sum(found)) if found else None
 
     async def run(self, call: ToolCall, context: ToolContext) -> ToolResult:
         """Run one call. A failure of the tool is a result; nothing is raised but cancellation."""
@@ -137,13 +158,35 @@ class OpenTools:
         return ToolResult(text, end, seconds)
 
 
+async def call_user(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call code of a user: a coroutine function in this loop, any other in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **named)
+    value = await anyio.to_thread.run_sync(partial(function, *arguments, **named), abandon_on_cancel=True)
+    return await value if isinstance(value, Awaitable) else value
+
+
+class TakenColumns:
+    """Columns of a row that a function takes. ``needed``: those that it cannot do without. ``seed`` is given where no
+    column has the name: the same for all trajectories of a prompt."""
+
+    def __init__(self, function: Callable[..., Any], skip: int = 0) -> None:
+        """``skip``: so many parameters at the begin are given otherwise."""
+        parameters = list(inspect.signature(function).parameters.values())[skip:]
+        self._all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        self._names = {one.name for one in named}
+        self.needed = tuple(one.name for one in named if one.default is one.empty and one.name != "seed")
+
+    def of(self, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        """Return the arguments of a call."""
+        given = {"seed": seed} if "seed" in self._names else {}
+        return given | {name: value for name, value in columns.items() if self._all or name in self._names}
+
+
 async def _answer(call: Callable[[], Any]) -> tuple[str, ToolEnd]:
     try:
-        if inspect.iscoroutinefunction(call):
-            value = await call()
-        else:
-            value = await anyio.to_thread.run_sync(call, abandon_on_cancel=True)
-            value = await value if isinstance(value, Awaitable) else value
+        value = await call_user(call)
         return value if isinstance(value, str) else msgspec.json.encode(value).decode(), ToolEnd.DONE
     except Exception as error:  # noqa: BLE001 (code of a user)
         return f"error: {type(error).__name__}: {error}", ToolEnd.RAISED

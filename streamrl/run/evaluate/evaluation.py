@@ -66,7 +66,7 @@ async def read_held_out(recipe: sections.Recipe, tokenizer: Tokenizer, in_flight
     sets: dict[str, tuple[sections.EvaluationSet, int]] = {}
     _, *sources = prompt_sources(recipe).values()
     for spec, (name, one) in zip(sources, recipe.evaluation.sets.items(), strict=True):
-        source = open_prompts(spec, tokenizer, seed=0, shuffle=False)
+        source = open_prompts(spec, None if recipe.environment.given else tokenizer, seed=0, shuffle=False)
         try:
             found = await source.draw(source.size or MOST_HELD_OUT)
         finally:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import msgspec
 
 from streamrl.base.errors import StreamRLError, WireError
-from streamrl.base.stage_messages import SampledSoFar
+from streamrl.base.messages import ReturnedCall
+from streamrl.base.stage_messages import EpisodeSoFar, SampledSoFar, TurnSoFar
 from streamrl.base.types import (
+    EnvironmentResult,
     FinishReason,
     Prompt,
     Record,
@@ -65,6 +67,21 @@ class JournalPaused(Record, frozen=True, tag=True):
     done: SampledSoFar
 
 
+class JournalTurn(Record, frozen=True, tag=True):
+    """Turn ``number`` of an episode, in place of it and of all after it."""
+
+    id: TrajectoryId
+    number: int
+    turn: TurnSoFar
+
+
+class JournalCall(Record, frozen=True, tag=True):
+    """A call of a tool that has returned."""
+
+    id: TrajectoryId
+    call: ReturnedCall
+
+
 class JournalSampled(Record, frozen=True, tag=True):
     """A trajectory that is whole, on its way to its reward. Its prompt is among the prompts."""
 
@@ -72,6 +89,7 @@ class JournalSampled(Record, frozen=True, tag=True):
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
     rollout_seconds: float
+    environment: EnvironmentResult | None = None
 
 
 class JournalScored(Record, frozen=True, tag=True):
@@ -99,6 +117,8 @@ JournalRecord = (
     | JournalDecision
     | JournalPrompt
     | JournalPaused
+    | JournalTurn
+    | JournalCall
     | JournalSampled
     | JournalScored
     | JournalPublished
@@ -136,6 +156,7 @@ def sampled_record(trajectory: Trajectory) -> JournalSampled:
         segments=trajectory.segments,
         finish_reason=trajectory.finish_reason,
         rollout_seconds=trajectory.rollout_seconds,
+        environment=trajectory.environment,
     )
 
 
@@ -149,6 +170,9 @@ def content_records(identity: TrajectoryId, content: Content) -> list[JournalRec
     """All that brings ``content`` of a trajectory back."""
     if isinstance(content, SampledSoFar):
         return [JournalPaused(id=identity, done=content)]
+    if isinstance(content, EpisodeSoFar):
+        turns = [JournalTurn(id=identity, number=number, turn=turn) for number, turn in enumerate(content.turns)]
+        return [*turns, *(JournalCall(id=identity, call=call) for call in content.returned)]
     if isinstance(content, ScoredTrajectory):
         return [sampled_record(content.trajectory), scored_record(content)]
     return [sampled_record(content)]

@@ -8,7 +8,7 @@ import msgspec
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import StepReport, WeightAnnouncement
-from streamrl.base.stage_messages import SampledSoFar
+from streamrl.base.stage_messages import EpisodeSoFar, SampledSoFar
 from streamrl.base.types import ScoredTrajectory, Trajectory
 from streamrl.base.waits import Waits
 from streamrl.buffers.trajectory_store import TrajectoryStore
@@ -22,6 +22,7 @@ from streamrl.control.pending import groups_in_batch
 from streamrl.run.journal.log import Found
 from streamrl.run.journal.records import (
     JournalBase,
+    JournalCall,
     JournalCodec,
     JournalEvent,
     JournalPaused,
@@ -30,6 +31,7 @@ from streamrl.run.journal.records import (
     JournalRecord,
     JournalSampled,
     JournalScored,
+    JournalTurn,
     scored_trajectory,
     trajectory_of,
 )
@@ -96,6 +98,10 @@ class RecoveredRun:
                     self.store.add(scored_trajectory(trajectory, record))
             case JournalPaused():
                 self.store.add_part(record.id, record.done)
+            case JournalTurn():
+                self.store.add_turn(record.id, record.number, record.turn)
+            case JournalCall():
+                self.store.add_call(record.id, record.call)
             case JournalPublished():
                 self.published = record
 
@@ -168,7 +174,7 @@ def what_was_restored(run: RecoveredRun) -> dict[str, int]:
         "trained": state.buffer.trained,
         "scored": sum(len(group.members) - group.open for group in groups),
         "unscored": sum(isinstance(content, Trajectory | ScoredTrajectory) for content in contents),
-        "partial": sum(isinstance(content, SampledSoFar) for content in contents),
+        "partial": sum(isinstance(content, SampledSoFar | EpisodeSoFar) for content in contents),
         "again": contents.count(None),
         "queued": len(state.prompts.queue),
         "drawn": state.prompts.drawn,

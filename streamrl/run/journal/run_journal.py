@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from streamrl.base.stage_messages import SampledSoFar
+from streamrl.base.messages import ReturnedCall
+from streamrl.base.stage_messages import SampledSoFar, TurnSoFar
 from streamrl.base.types import Prompt, ScoredTrajectory, Trajectory, TrajectoryId
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.contracts import Journal
@@ -20,6 +21,7 @@ from streamrl.run.journal.log import JournalFile
 from streamrl.run.journal.records import (
     JOURNAL_SCHEMA,
     JournalBase,
+    JournalCall,
     JournalCodec,
     JournalDecision,
     JournalEvent,
@@ -27,6 +29,7 @@ from streamrl.run.journal.records import (
     JournalPrompt,
     JournalPublished,
     JournalRecord,
+    JournalTurn,
     content_records,
     sampled_record,
     scored_record,
@@ -68,6 +71,17 @@ class RunJournal(Journal):
         await self._room()
         self._store.add_part(trajectory, done)
         self._append(JournalPaused(id=trajectory, done=done))
+
+    async def turn(self, trajectory: TrajectoryId, number: int, turn: TurnSoFar) -> None:
+        """Append a turn of an episode, before the episode hears of it. Waits while the disk is behind."""
+        await self._room()
+        self._store.add_turn(trajectory, number, turn)
+        self._append(JournalTurn(id=trajectory, number=number, turn=turn))
+
+    def returned(self, trajectory: TrajectoryId, call: ReturnedCall) -> None:
+        """Append a call of a tool that has returned."""
+        self._store.add_call(trajectory, call)
+        self._append(JournalCall(id=trajectory, call=call))
 
     def scored(self, scored: ScoredTrajectory) -> None:
         """Append a reward before control knows of it."""

@@ -108,7 +108,7 @@ class IteratorPrompts:
     size = None
     """An iterator has no epochs."""
 
-    def __init__(self, spec: str, tokenizer: Tokenizer, *, start: int = 0) -> None:
+    def __init__(self, spec: str, tokenizer: Tokenizer | None, *, start: int = 0) -> None:
         self._spec = spec
         self._start = start
         self._tokenizer = tokenizer

@@ -202,11 +202,12 @@ def _plain_list(value: Any) -> Any:
     raise TypeError(f"values of type {type(value).__name__} are not supported")
 
 
-def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int | None = None) -> Prompt:
+def read_prompt(row: object, number: int, tokenizer: Tokenizer | None, max_tokens: int | None = None) -> Prompt:
     """The prompt of row ``number`` (counted from 1; part of the default id).
 
     ``columns`` holds everything of the row but the ids, so also the prompt's text, or, as ``messages``, its chat.
-    Values must be plain (what JSON has): they travel to other processes. Raises ``BadRow``."""
+    ``tokenizer`` None: an environment writes the prompt, and a row need not have one. Values must be plain (what JSON
+    has): they travel to other processes. Raises ``BadRow``."""
     if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
         raise BadRow(f"is a {type(row).__name__}: a row is a mapping from column name to value")
     try:
@@ -216,16 +217,13 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int 
             f"has a value that cannot be sent ({error}): use plain text, numbers, lists and objects"
         ) from error
     columns = msgspec.msgpack.decode(content, type=dict[str, Any])
-    token_ids = _token_ids(columns, tokenizer)
-    if not token_ids:
-        raise BadRow("has an empty prompt: remove the row")
-    if beyond := tokenizer.beyond_model(token_ids):
-        raise BadRow(f"has a prompt with {beyond}")
-    if max_tokens is not None and len(token_ids) > max_tokens:
-        raise BadRow(
-            f"has a prompt of {len(token_ids)} tokens, at most {max_tokens} fit: shorten it, "
-            "lower sampling.max_tokens or raise engines.max_model_len"
-        )
+    if tokenizer is None:
+        token_ids = token_array()
+        if (chat := as_chat(columns.get("prompt"))) is not None and "messages" not in columns:
+            columns["messages"] = chat
+            del columns["prompt"]
+    else:
+        token_ids = _checked_token_ids(columns, tokenizer, max_tokens)
     if columns.pop(_TOKEN_COLUMN, None) is not None:
         _check_size(msgspec.msgpack.encode(columns))
     else:
@@ -236,6 +234,20 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int 
     elif not isinstance(prompt_id, (str, int)) or prompt_id == "":
         raise BadRow(f"has the prompt_id {prompt_id!r}: use text or an integer")
     return Prompt(prompt_id=str(prompt_id), token_ids=token_ids, columns=columns)
+
+
+def _checked_token_ids(columns: dict[str, Any], tokenizer: Tokenizer, max_tokens: int | None) -> TokenArray:
+    token_ids = _token_ids(columns, tokenizer)
+    if not token_ids:
+        raise BadRow("has an empty prompt: remove the row")
+    if beyond := tokenizer.beyond_model(token_ids):
+        raise BadRow(f"has a prompt with {beyond}")
+    if max_tokens is not None and len(token_ids) > max_tokens:
+        raise BadRow(
+            f"has a prompt of {len(token_ids)} tokens, at most {max_tokens} fit: shorten it, "
+            "lower sampling.max_tokens or raise engines.max_model_len"
+        )
+    return token_ids
 
 
 def _check_size(content: bytes) -> None:

@@ -40,7 +40,7 @@ class OpenPrompts(PromptSource, Protocol):
         ...
 
 
-def open_prompts(spec: str, tokenizer: Tokenizer, *, seed: int, shuffle: bool, start: int = 0) -> OpenPrompts:
+def open_prompts(spec: str, tokenizer: Tokenizer | None, *, seed: int, shuffle: bool, start: int = 0) -> OpenPrompts:
     """Open what ``spec`` names (``streamrl.run.prompts.prompt_spec``).
 
     ``shuffle`` (stored rows): each epoch in an order that depends on ``(seed, epoch)`` only. ``start``: so many prompts
@@ -110,7 +110,14 @@ class StoredPrompts:
     """Rows of a ``RowStore``, epoch after epoch."""
 
     def __init__(
-        self, spec: PromptSpec, store: RowStore, tokenizer: Tokenizer, *, seed: int, shuffle: bool, start: int = 0
+        self,
+        spec: PromptSpec,
+        store: RowStore,
+        tokenizer: Tokenizer | None,
+        *,
+        seed: int,
+        shuffle: bool,
+        start: int = 0,
     ) -> None:
         self.size = store.size
         self._spec = spec
@@ -158,7 +165,7 @@ class StoredPrompts:
 
 
 def _prompt_at(
-    spec: PromptSpec, store: RowStore, index: int, tokenizer: Tokenizer, max_tokens: int | None = None
+    spec: PromptSpec, store: RowStore, index: int, tokenizer: Tokenizer | None, max_tokens: int | None = None
 ) -> Prompt:
     """Read one prompt. Raises ``BadRow``."""
     return read_prompt(to_form(store.row(index), spec.form), store.number(index), tokenizer, max_tokens)
@@ -166,7 +173,7 @@ def _prompt_at(
 
 def check_prompts(
     spec: str,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     needed_columns: Mapping[str, Sequence[str]],
     max_tokens: int | None = None,
     *,
@@ -195,7 +202,7 @@ def check_prompts(
 
 
 def _check_stored(
-    spec: PromptSpec, tokenizer: Tokenizer, needed_columns: Mapping[str, Sequence[str]], max_tokens: int | None
+    spec: PromptSpec, tokenizer: Tokenizer | None, needed_columns: Mapping[str, Sequence[str]], max_tokens: int | None
 ) -> tuple[list[str], Prompt | None]:
     """The problems, and the first prompt."""
     store, shown = open_rows(spec), None
@@ -254,7 +261,7 @@ def _missing_from_all(spec: PromptSpec, store: RowStore, needed_columns: Mapping
 
 def _check_iterator(
     spec: str,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     needed_columns: Mapping[str, Sequence[str]],
     max_tokens: int | None,
     timeout_s: float,

@@ -1,0 +1,53 @@
+"""The recipe's ``[environment]``: what a trajectory of several turns meets between them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from streamrl.recipe.fields import Count, Positive, PositiveFloat, Section, advanced, doc
+
+ENVIRONMENT_REWARD = "environment"
+"""The built-in reward that is what the environment returned; a recipe with an environment needs no other."""
+FORMS = ("episode", "env", "tools", "agent")
+"""Keys of which an environment has one."""
+
+
+class Environment(Section, frozen=True):
+    """Several turns: one of ``episode``, ``env``, ``tools`` and ``agent``; none: a trajectory is one completion. The
+    environment writes the prompt of a row, from its columns, in the model's own chat template."""
+
+    episode: Annotated[
+        str, doc("a coroutine function, episode(model, **columns), that talks to the model and may return the reward")
+    ] = ""
+    env: Annotated[
+        str, doc("a class with reset(**columns) and step(text), which returns Gymnasium's five values; sync or async")
+    ] = ""
+    tools: Annotated[
+        tuple[str, ...],
+        doc(
+            "typed functions, or classes whose public methods are typed, with docstrings: the model calls them until a "
+            "turn has no call"
+        ),
+    ] = ()
+    agent: Annotated[
+        tuple[str, ...],
+        doc(
+            "a program that talks to the model as to an API: it gets OPENAI_BASE_URL and OPENAI_API_KEY (also "
+            'Anthropic\'s), and the row on stdin; a last line {"reward": 1.0} is the reward'
+        ),
+    ] = ()
+    max_turns: Annotated[Positive, doc("that are sampled in a trajectory")] = 16
+    max_tokens: Annotated[Positive, doc("of a conversation: prompt, turns, and what stands between them")] = 4096
+    seconds: Annotated[PositiveFloat, doc("that the environment has for a trajectory, without the model's")] = 600.0
+    system: Annotated[str, doc("a system message of every conversation")] = ""
+    tool_format: Annotated[
+        str, doc('the way in which the model writes calls: hermes, qwen_xml, llama_json or mistral; "auto": found out')
+    ] = "auto"
+    tool_seconds: Annotated[PositiveFloat, advanced("of one call of a tool")] = 30.0
+    tool_characters: Annotated[Positive, advanced("of the result of a tool; what is longer is cut")] = 8000
+    workers: Annotated[Count, doc("processes that run environments")] = 1
+
+    @property
+    def given(self) -> bool:
+        """Return whether the run has an environment."""
+        return any(getattr(self, form) for form in FORMS)

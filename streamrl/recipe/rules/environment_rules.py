@@ -1,0 +1,65 @@
+"""Rules of ``[environment]``."""
+
+from __future__ import annotations
+
+from streamrl.recipe.environment import ENVIRONMENT_REWARD, FORMS, Environment
+from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
+from streamrl.recipe.sections import Recipe
+
+FORMATS = ("auto", "hermes", "qwen_xml", "llama_json", "mistral")
+
+has_no_effect(
+    " ".join(f"environment.{name}" for name in Environment.__struct_fields__ if name not in FORMS),
+    lambda r: "" if r.environment.given else f" without one of {', '.join(FORMS)}: name one, or remove it",
+)
+has_no_effect(
+    "environment.tool_format environment.tool_seconds environment.tool_characters",
+    lambda r: "" if not r.environment.env else " with env, which calls no tools: remove it",
+)
+
+
+@rule("environment", "rewards")
+def environment_is_one(recipe: Recipe) -> Broken:
+    """An environment has one form, and names what it needs."""
+    environment = recipe.environment
+    given = [form for form in FORMS if getattr(environment, form)]
+    if len(given) > 1:
+        yield Problem("environment", f"has {' and '.join(given)}: an environment is one of them, so remove the others")
+    named = {"episode": environment.episode, "env": environment.env}
+    named |= {f"tools.{place}": tool for place, tool in enumerate(environment.tools)}
+    for place, spec in named.items():
+        module, colon, name = spec.rpartition(":")
+        if spec and not (module and colon and name.isidentifier()):
+            yield Problem(
+                f"environment.{place}", f'"{spec}" names no object: write "module:name" or "path/to/file.py:name"'
+            )
+    if environment.tool_format not in FORMATS:
+        yield Problem(
+            "environment.tool_format", f'"{environment.tool_format}" is no format: write one of {", ".join(FORMATS)}'
+        )
+    for index, reward in enumerate(recipe.rewards):
+        if reward.function == ENVIRONMENT_REWARD and not environment.given:
+            yield Problem(
+                f"rewards.{index}.function",
+                f'"{reward.function}" is what an environment returns, and the recipe has none: add [environment], or '
+                "name another reward",
+            )
+
+
+@rule("environment", "sampling.max_tokens", "engines.max_model_len")
+def conversations_fit(recipe: Recipe) -> Broken:
+    """A conversation has room for a turn, and the engines for a conversation."""
+    most, turn, context = recipe.environment.max_tokens, recipe.sampling.max_tokens, recipe.engines.max_model_len
+    if not recipe.environment.given:
+        return
+    if most <= turn:
+        yield Problem(
+            "environment.max_tokens",
+            f"{most} of a whole conversation leaves no room beside one turn of sampling.max_tokens = {turn}: raise it, "
+            "or lower sampling.max_tokens",
+        )
+    if 0 < context < most:
+        yield Problem(
+            "engines.max_model_len",
+            f"{context} is less than environment.max_tokens = {most} of a conversation: raise it, or set 0 (derived)",
+        )

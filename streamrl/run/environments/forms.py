@@ -1,0 +1,120 @@
+"""The forms of an environment, each as an episode: ``episode``, ``env`` and ``tools`` of the recipe."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.environment import Environment
+from streamrl.recipe.user_code import load_user_object
+from streamrl.run.environments.chat import ChatModel, EpisodePolicy, Said
+from streamrl.run.environments.tools import TakenColumns, ToolBox, ToolLimits, call_user
+from streamrl.run.environments.turns import EpisodeLimit
+
+UserEpisode = Callable[[EpisodePolicy, Mapping[str, Any]], Awaitable[Any]]
+"""Runs one episode with the columns of its row; what it returns is the reward, or None."""
+
+
+def load_episode(environment: Environment, chat_model: ChatModel | None = None) -> tuple[UserEpisode, tuple[str, ...]]:
+    """Load what ``environment`` names: the episode, and the columns that it cannot do without. Raises ``RecipeError``
+    with every problem."""
+    if environment.episode:
+        return _episode(environment.episode)
+    if environment.env:
+        return _env(environment.env)
+    limits = ToolLimits(environment.tool_seconds, environment.tool_characters)
+    box = ToolBox([load_user_object(spec) for spec in environment.tools], limits)
+    if chat_model is not None:
+        _ = chat_model.tool_format  # now, and not in the first episode
+    return _tools(box), ()
+
+
+def _episode(spec: str) -> tuple[UserEpisode, tuple[str, ...]]:
+    function = load_user_object(spec)
+    if not inspect.iscoroutinefunction(function):
+        raise RecipeError(
+            f'environment.episode: "{spec}" is no coroutine function: write async def episode(model, ...)'
+        )
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters or parameters[0].kind not in (parameters[0].POSITIONAL_ONLY, parameters[0].POSITIONAL_OR_KEYWORD):
+        raise RecipeError(f'environment.episode: "{spec}" takes no model: write async def episode(model, **columns)')
+    taken = TakenColumns(function, 1)
+
+    async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> Any:
+        return await function(model, **taken.of(columns, model.prompt_seed))
+
+    return episode, taken.needed
+
+
+def _env(spec: str) -> tuple[UserEpisode, tuple[str, ...]]:
+    make = load_user_object(spec)
+    missing = [name for name in ("reset", "step") if inspect.isclass(make) and not hasattr(make, name)]
+    if missing or not callable(make):
+        what = f"has no {' and no '.join(missing)}" if missing else "cannot be called"
+        raise RecipeError(
+            f'environment.env: "{spec}" {what}: name a class with reset(**columns) and step(text), or a function that '
+            "returns such an object"
+        )
+    needed = TakenColumns(make.reset, 1).needed if inspect.isclass(make) else ()
+
+    async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> float:
+        env = await call_user(make)
+        try:
+            return await _play(model, env, TakenColumns(env.reset).of(columns, model.prompt_seed))
+        finally:
+            if hasattr(env, "close"):
+                await call_user(env.close)
+
+    return episode, needed
+
+
+async def _play(model: EpisodePolicy, env: Any, arguments: Mapping[str, Any]) -> float:
+    """Play until the environment ends, or a limit: the sum of its rewards."""
+    observation = await call_user(env.reset, **arguments)
+    if isinstance(observation, tuple):  # Gymnasium's, with an info
+        observation = observation[0]
+    chat, total = model.chat(), 0.0
+    while True:
+        try:
+            reply = await chat.say(_said(observation))
+        except EpisodeLimit:
+            return total
+        answer = await call_user(env.step, reply.text)
+        if not isinstance(answer, tuple) or len(answer) != 5:
+            raise TypeError("step returns (observation, reward, terminated, truncated, info): return all five")
+        observation, reward, terminated, truncated, _ = answer
+        total += float(reward)
+        if terminated or truncated:
+            return total
+
+
+def _said(observation: Any) -> Said:
+    return observation if isinstance(observation, str | Mapping | Sequence) else str(observation)
+
+
+def _tools(box: ToolBox) -> UserEpisode:
+    async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> float | None:
+        chat = model.chat(tools=box)
+        tools = await chat.open_tools(columns)
+        try:
+            reply = await chat.say(_first(columns, tools.opening))
+            while reply.ended and (reply.calls or reply.problem):
+                reply = await chat.run_tools(reply)
+        except EpisodeLimit:
+            pass  # trained as it is
+        return tools.reward
+
+    return episode
+
+
+def _first(columns: Mapping[str, Any], opening: str) -> Said:
+    """The messages of a row, with what classes of tools said when they were reset behind the last one."""
+    messages = columns.get("messages")
+    said: list[Any] = list(messages) if messages else [{"role": "user", "content": str(columns.get("prompt", ""))}]
+    if opening:
+        said[-1] = {**said[-1], "content": f"{said[-1].get('content', '')}{opening}"}
+    if not messages and not said[-1]["content"]:
+        raise ValueError('the row has no column "prompt" or "messages", and no tool wrote one when it was reset')
+    return said

@@ -1,0 +1,251 @@
+"""The environment worker: a process that runs episodes of user code, each a task of its event loop.
+
+====================================  ===========================================================================
+user code that                        gets
+====================================  ===========================================================================
+raises, returns nonsense              a recorded failure of its trajectory
+takes longer than its time            the same, ``timed_out``; a thread that it left behind goes on until it returns
+blocks the event loop                 the process ends with code 75 after ``_BLOCKED_S``, and is started again
+====================================  ===========================================================================
+
+The episodes of a process that ended begin again at another one, with the turns and results of tools that they had."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import anyio
+import anyio.abc
+
+from streamrl.base.messages import (
+    BeginEpisode,
+    CallReturned,
+    EnvironmentEvent,
+    EnvironmentOrder,
+    EnvironmentReady,
+    EpisodeEnded,
+    ReturnedCall,
+    SampleTurn,
+    StopEpisode,
+    TurnSampled,
+)
+from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
+from streamrl.base.seeds import derive_seed
+from streamrl.base.types import EnvironmentResult, RewardFailureKind, TokenArray
+from streamrl.comm.stream import ReceiveStream, SendStream, converse, send_hello
+from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.recipe.environment import Environment
+from streamrl.recipe.user_code import describe_error
+from streamrl.rewards.calls.trusted import ExitTimer
+from streamrl.run.environments.chat import ChatModel, EpisodePolicy
+from streamrl.run.environments.forms import UserEpisode, load_episode
+from streamrl.run.environments.tools import ToolLimits
+from streamrl.run.environments.turns import CallRecord, EpisodeLimit, LimitedTurns, SampledTurn
+
+_BLOCKED_S, _HEARTBEAT_S, _CLOSE_LIMIT_S = 30.0, 0.5, 5.0
+_log = logging.getLogger(__name__)
+
+
+async def run_environment_worker(
+    environment: Environment,
+    tokenizer: Tokenizer,
+    worker: int,
+    orders: ReceiveStream[EnvironmentOrder],
+    events: SendStream[EnvironmentEvent],
+    *,
+    owns_process: bool = True,
+) -> None:
+    """Run every ``BeginEpisode`` until ``orders`` ends. ``owns_process`` False (tests): user code that blocks the event
+    loop hangs. Raises ``RecipeError`` where the user's code cannot be loaded, ``StreamBroken`` when the controller is
+    gone."""
+    limits = ToolLimits(environment.tool_seconds, environment.tool_characters)
+    chat_model = ChatModel(tokenizer, environment.tool_format, limits)
+    episode, _ = load_episode(environment, chat_model)
+    serving = _Serving(environment, chat_model, episode)
+    async with _watched(owns_process):
+        await send_hello(events, orders, EnvironmentReady(worker=worker))
+        await converse(lambda: serving.receive(orders), lambda: serving.send(events))
+
+
+@asynccontextmanager
+async def _watched(owns_process: bool) -> AsyncIterator[None]:
+    """End the process where the event loop does not run for ``_BLOCKED_S``."""
+    if not owns_process:
+        yield
+        return
+    timer = ExitTimer(REWARD_RESTART_EXIT_CODE)
+
+    async def beat() -> None:
+        while True:
+            timer.rearm(_BLOCKED_S)
+            await anyio.sleep(_HEARTBEAT_S)
+
+    try:
+        async with anyio.create_task_group() as beside:
+            beside.start_soon(beat)
+            yield
+            beside.cancel_scope.cancel()
+    finally:
+        timer.disarm()
+
+
+class _OpenEpisode:
+    """An episode under way. ``clock``: ends it when its environment has had its time."""
+
+    def __init__(self, order: BeginEpisode, seconds: float) -> None:
+        self.order = order
+        self.clock = anyio.CancelScope()
+        self.stopped = self.asks = False
+        self.spent_s, self._seconds, self._since = 0.0, seconds, anyio.current_time()
+        self.send_turn, self.turns = anyio.create_memory_object_stream[TurnSampled](math.inf)
+
+    def runs(self) -> None:
+        """Count time from now on: user code runs."""
+        self._since = anyio.current_time()
+        self.clock.deadline = self._since + self._seconds - self.spent_s
+
+    def waits(self) -> None:
+        """Count no time from now on: a turn is sampled."""
+        self.spent_s += anyio.current_time() - self._since
+        self.clock.deadline = math.inf
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.clock.cancel()
+
+
+class _Serving:
+    """Episodes of this process, and the events that go to the controller."""
+
+    def __init__(self, environment: Environment, chat_model: ChatModel, episode: UserEpisode) -> None:
+        self._environment, self._chat_model, self._episode = environment, chat_model, episode
+        self._open: dict[int, _OpenEpisode] = {}
+        self._send_event, self._events = anyio.create_memory_object_stream[EnvironmentEvent](math.inf)
+
+    async def send(self, events: SendStream[EnvironmentEvent]) -> None:
+        """Send events until there will be no more."""
+        async with self._events:
+            async for event in self._events:
+                await events.send(event)
+        await events.aclose()
+
+    async def receive(self, orders: ReceiveStream[EnvironmentOrder]) -> None:
+        """Begin, answer and stop episodes until ``orders`` ends; those that are open then are stopped."""
+        async with self._send_event, anyio.create_task_group() as tasks:
+            async for order in orders:
+                match order:
+                    case BeginEpisode():
+                        self._open[order.episode] = opened = _OpenEpisode(order, self._environment.seconds)
+                        tasks.start_soon(self._run, opened)
+                    case TurnSampled() if order.episode in self._open:
+                        self._open[order.episode].send_turn.send_nowait(order)
+                    case StopEpisode() if order.episode in self._open:
+                        self._open[order.episode].stop()
+                    case _:
+                        pass  # it has ended
+            for episode in self._open.values():
+                episode.stop()
+
+    async def _run(self, opened: _OpenEpisode) -> None:
+        """Run one episode, and say how it ended."""
+        order, environment = opened.order, self._environment
+        turns = LimitedTurns(
+            partial(self._ask, opened),
+            max_turns=environment.max_turns,
+            max_tokens=environment.max_tokens,
+            begin=len(order.token_ids),
+        )
+        stack = AsyncExitStack()
+        model = EpisodePolicy(
+            self._chat_model,
+            turns,
+            CallRecord(order.returned, partial(self._note, order.episode)),
+            stack,
+            trajectory=order.trajectory,
+            prompt_id=order.prompt_id,
+            seed=order.seed,
+            prompt_seed=derive_seed("environment", order.prompt_id),
+            evaluation=order.evaluation,
+            system=environment.system,
+        )
+        late = f"the environment took more than {environment.seconds:g} s (environment.seconds)"
+        end = _End(kind=RewardFailureKind.TIMED_OUT, message=late)
+        with opened.send_turn, opened.turns, opened.clock:
+            opened.runs()
+            end = await self._outcome(model, order.columns)
+        opened.waits()
+        await _close(stack, order.trajectory)
+        del self._open[order.episode]
+        if opened.stopped:
+            return
+        seconds = round(opened.spent_s, 6)
+        notes, calls = dict(model.notes), dict(model.counts)
+        self._send_event.send_nowait(
+            EpisodeEnded(
+                episode=order.episode,
+                result=EnvironmentResult(reward=end.reward, seconds=seconds, calls=calls, notes=notes),
+                kind=end.kind,
+                message=end.message,
+                finish=turns.finish,
+            )
+        )
+
+    async def _outcome(self, model: EpisodePolicy, columns: Mapping[str, Any]) -> _End:
+        try:
+            value = await self._episode(model, columns)
+        except EpisodeLimit as error:
+            return _End(kind=RewardFailureKind.RAISED, message=f"the episode did not expect its limit: {error}")
+        except Exception as error:  # noqa: BLE001 (code of a user)
+            return _End(kind=RewardFailureKind.RAISED, message=describe_error(error))
+        if value is None:
+            return _End()
+        if isinstance(value, bool | int | float):
+            reward = float(value)
+            if math.isfinite(reward):
+                return _End(reward)
+            return _End(kind=RewardFailureKind.NOT_FINITE, message=f"the episode returned {reward}")
+        what = f"the episode returned a {type(value).__name__}: return a number, or None"
+        return _End(kind=RewardFailureKind.WRONG_TYPE, message=what)
+
+    async def _ask(
+        self, opened: _OpenEpisode, appended: TokenArray, after: int | None, most_tokens: int
+    ) -> SampledTurn:
+        if opened.asks:
+            raise RuntimeError("a turn is being sampled: await one turn after the other")
+        if opened.order.episode not in self._open:
+            raise RuntimeError("the episode has ended: nothing is sampled for it any more")
+        opened.asks = True
+        ask = SampleTurn(episode=opened.order.episode, appended=appended, after=after, most_tokens=most_tokens)
+        self._send_event.send_nowait(ask)
+        opened.waits()
+        try:
+            turn = await opened.turns.receive()
+        finally:
+            opened.runs()
+            opened.asks = False
+        return SampledTurn(turn.turn, turn.token_ids, turn.finish_reason)
+
+    def _note(self, episode: int, call: ReturnedCall) -> None:
+        self._send_event.send_nowait(CallReturned(episode=episode, call=call))
+
+
+class _End(NamedTuple):
+    """The end of an episode: its reward, or how it failed."""
+
+    reward: float | None = None
+    kind: RewardFailureKind | None = None
+    message: str = ""
+
+
+async def _close(stack: AsyncExitStack, trajectory: str) -> None:
+    """Close the tools of an episode, also of one that was cancelled."""
+    try:
+        with anyio.move_on_after(_CLOSE_LIMIT_S, shield=True):
+            await stack.aclose()
+    except Exception as error:  # noqa: BLE001 (code of a user)
+        _log.warning("closing the tools of %s failed: %s", trajectory, describe_error(error))

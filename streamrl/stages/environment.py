@@ -1,0 +1,179 @@
+"""The environment stage: the episodes of a run with an environment, each of which is run by an environment worker, a
+process of its own. The worker asks for turns; the tokens of a trajectory never leave the controller but as turns.
+
+A worker that ends (user code that blocks it, or kills it) shows as a broken stream. The episodes that it had begin
+again at another one, which is given the turns and the results of tools that they had; an episode that was running at
+``MOST_DEATHS`` deaths has failed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from streamrl.base.errors import StreamBroken
+from streamrl.base.messages import (
+    BeginEpisode,
+    CallReturned,
+    EnvironmentEvent,
+    EnvironmentOrder,
+    EpisodeEnded,
+    ReturnedCall,
+    SampleTurn,
+    StopEpisode,
+    TurnSampled,
+)
+from streamrl.base.notifier import Notifier
+from streamrl.base.types import EnvironmentResult, RewardFailureKind
+from streamrl.comm.stream import ReceiveStream, SendStream, converse
+from streamrl.stages.episodes import EpisodeEnd, EpisodeModel
+
+EnvironmentStreams = tuple[SendStream[EnvironmentOrder], ReceiveStream[EnvironmentEvent]]
+MOST_DEATHS = 3
+OpenEnvironment = Callable[[], AbstractAsyncContextManager[EnvironmentStreams]]
+
+
+class _Worker:
+    """One environment worker: orders for it, and the events of each of its episodes."""
+
+    def __init__(self) -> None:
+        self.send_order, self.orders = anyio.create_memory_object_stream[EnvironmentOrder](math.inf)
+        self.episodes: dict[int, MemoryObjectSendStream[EnvironmentEvent]] = {}
+
+    def order(self, order: EnvironmentOrder) -> None:
+        """Send ``order`` soon; of a worker that has ended, nobody reads it."""
+        with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
+            self.send_order.send_nowait(order)
+
+
+class EnvironmentStage:
+    """Runs episodes on ``workers`` while it is ``running``; ``episode`` is the ``Episode`` of the run."""
+
+    def __init__(self, workers: Sequence[OpenEnvironment]) -> None:
+        self._open = list(workers)
+        self._workers: list[_Worker] = []
+        self._numbers = 0
+        self._changed = Notifier()
+
+    def in_flight(self) -> int:
+        """Episodes that have begun and not ended."""
+        return sum(len(worker.episodes) for worker in self._workers)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Serve for the block. Episodes must have ended at its end; the workers end with it."""
+        async with anyio.create_task_group() as children:
+            for open_worker in self._open:
+                children.start_soon(self._serve, open_worker)
+            yield
+            self._open.clear()
+            for worker in self._workers:
+                worker.send_order.close()
+
+    async def episode(self, model: EpisodeModel) -> EpisodeEnd:
+        """Have the worker with the fewest episodes run one. Raises what ``model.sample`` raises, but for a wrong turn
+        that the episode asks for, which is its failure."""
+        so_far = model.order.so_far
+        returned = list(so_far.returned) if so_far else []
+        for _ in range(MOST_DEATHS):
+            while not self._workers:
+                await self._changed.wait()
+            worker = min(self._workers, key=lambda one: len(one.episodes))
+            if (end := await self._run_on(worker, model, returned)) is not None:
+                return end
+            model.begin_again()
+        message = f"{MOST_DEATHS} environment workers ended while they ran it: see logs/environment-*.log of the run"
+        return EpisodeEnd(EnvironmentResult(), RewardFailureKind.RAISED, message)
+
+    async def _run_on(self, worker: _Worker, model: EpisodeModel, returned: list[ReturnedCall]) -> EpisodeEnd | None:
+        """Return the end of the episode; None: the worker has ended before."""
+        self._numbers += 1
+        number, order = self._numbers, model.order
+        sender, events = anyio.create_memory_object_stream[EnvironmentEvent](math.inf)
+        worker.episodes[number] = sender
+        begin = BeginEpisode(
+            episode=number,
+            trajectory=str(order.id),
+            prompt_id=order.prompt.prompt_id,
+            columns=order.prompt.columns,
+            seed=order.seed,
+            evaluation=order.evaluation,
+            token_ids=order.prompt.token_ids,
+            returned=tuple(returned),
+        )
+        end = None
+        try:
+            with sender, events:
+                worker.order(begin)
+                end = await self._converse(worker, number, model, events, returned)
+            return end
+        finally:
+            del worker.episodes[number]
+            if end is None:
+                worker.order(StopEpisode(episode=number))
+
+    async def _converse(
+        self,
+        worker: _Worker,
+        number: int,
+        model: EpisodeModel,
+        events: MemoryObjectReceiveStream[EnvironmentEvent],
+        returned: list[ReturnedCall],
+    ) -> EpisodeEnd | None:
+        turns = 0
+        async for event in events:
+            match event:
+                case EpisodeEnded():
+                    return EpisodeEnd(event.result, event.kind, event.message, event.finish)
+                case CallReturned():
+                    returned.append(event.call)
+                    if not model.order.evaluation:
+                        model.note(model.order.id, event.call)
+                case SampleTurn():
+                    try:
+                        done = await model.sample(event.appended, after=event.after, most_tokens=event.most_tokens)
+                    except ValueError as error:
+                        worker.order(StopEpisode(episode=number))
+                        return EpisodeEnd(EnvironmentResult(), RewardFailureKind.RAISED, str(error))
+                    tokens, finish = done.token_ids, done.finish_reason
+                    worker.order(TurnSampled(episode=number, turn=turns, token_ids=tokens, finish_reason=finish))
+                    turns += 1
+        return None
+
+    async def _serve(self, open_worker: OpenEnvironment) -> None:
+        """One worker and its successors."""
+        while self._open:
+            worker = _Worker()
+            try:
+                async with open_worker() as (orders, events):
+                    self._workers.append(worker)
+                    self._changed.notify()
+                    if not self._open:  # the run ended while the worker was loading
+                        worker.send_order.close()
+                    await converse(partial(self._give, worker, orders), partial(self._take, worker, events))
+                    return
+            except StreamBroken:
+                continue
+            finally:
+                if worker in self._workers:
+                    self._workers.remove(worker)
+                worker.send_order.close()
+                worker.orders.close()
+                for episode in worker.episodes.values():
+                    episode.close()
+
+    async def _give(self, worker: _Worker, orders: SendStream[EnvironmentOrder]) -> None:
+        async for order in worker.orders:
+            await orders.send(order)
+        await orders.aclose()
+
+    async def _take(self, worker: _Worker, events: ReceiveStream[EnvironmentEvent]) -> None:
+        async for event in events:
+            episode = worker.episodes.get(getattr(event, "episode", 0))
+            if episode is not None:
+                with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # it is cancelled just now
+                    await episode.send(event)

@@ -1,0 +1,496 @@
+"""Episodes of user code in an environment worker: the forms of an environment, limits, failures, and workers that end.
+The worker is the real one, over memory streams; the engine says what the test has it say, in tokens that no tokenizer
+would make of the text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from builders import ZeroRewards
+
+from streamrl.base.errors import RecipeError
+from streamrl.base.messages import Generate
+from streamrl.base.stage_messages import LaunchTrajectory, Scored, TrajectoryLost
+from streamrl.base.types import (
+    Completion,
+    EnvironmentResult,
+    FinishReason,
+    Prompt,
+    RewardFailure,
+    Trajectory,
+    TrajectoryId,
+    VersionSpan,
+    float_array,
+    token_array,
+)
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.stream import exchange_hello
+from streamrl.contracts import Journal
+from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.recipe.environment import Environment
+from streamrl.recipe.sections import Sampling
+from streamrl.run.environments.forms import load_episode
+from streamrl.run.environments.worker import run_environment_worker
+from streamrl.stages.environment import EnvironmentStage, EnvironmentStreams
+from streamrl.stages.episodes import Episodes
+
+CODE = """
+import asyncio, math, time
+
+CALLS, LEFT = [], []
+
+def add(a: int, b: int) -> int:
+    '''Add two integers.'''
+    CALLS.append((a, b))
+    return a + b
+
+def opens() -> str:
+    '''Return what closes a turn.'''
+    return "<|im_end|>"
+
+class Counter:
+    '''Counts.'''
+    def __init__(self): self.reward = 0.0
+    def reset(self, start, **columns):
+        self.count = start
+        return f" It stands at {start}."
+    def up(self, by: int) -> int:
+        '''Count up.'''
+        self.count += by
+        self.reward = float(self.count)
+        return self.count
+    def close(self): LEFT.append("counter")
+
+class Game:
+    def reset(self, *, level, seed):
+        self.seen, self.seed = [], seed
+        return [{"role": "user", "content": f"level {level}"}], {}
+    def step(self, text):
+        self.seen.append(text)
+        return f"you said {text}", 0.5, len(self.seen) == 3, False, {}
+    async def close(self): LEFT.append(self.seed)
+
+async def talks(model, question, *, answer=""):
+    chat = model.chat(system="Be brief.")
+    reply = await chat.say(question)
+    reply = await chat.say("Really?")
+    return float(reply.text == answer)
+
+async def raises(model, **columns):
+    await model.chat().say("hello")
+    raise KeyError("no such level")
+
+async def nan(model, **columns):
+    await model.chat().say("hello")
+    return math.nan
+
+async def words(model, **columns):
+    await model.chat().say("hello")
+    return "good"
+
+async def hangs(model, **columns):
+    try:
+        await model.chat().say("hello")
+        await asyncio.sleep(3600)
+    finally:
+        LEFT.append("hangs")
+
+async def sleeps(model, **columns):
+    await model.chat().say("hello")
+    await asyncio.to_thread(time.sleep, 1.5)
+
+async def nothing(model, **columns):
+    return None
+
+async def twice(model, **columns):
+    chat = model.chat()
+    await asyncio.gather(chat.say("a"), chat.say("b"))
+
+async def unbounded(model, **columns):
+    chat = model.chat()
+    while True:
+        await chat.say("again")
+
+TASKS = []
+async def outlives(model, **columns):
+    chat = model.chat()
+    await chat.say("hello")
+    async def later():
+        await asyncio.sleep(0.05)
+        try:
+            await chat.say("still there?")
+        except RuntimeError as error:
+            LEFT.append(str(error))
+    TASKS.append(asyncio.create_task(later()))
+    return 1.0
+
+def plain(model): ...
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Callable[[str], str]:
+    file = tmp_path / f"code_{abs(hash(tmp_path))}.py"
+    file.write_text(CODE)
+    return lambda name: f"{file}:{name}"
+
+
+class Says:
+    """An engine that samples what ``answer`` says to the text so far, character by character."""
+
+    def __init__(self, tokenizer: Tokenizer, answer: Callable[[str], str]) -> None:
+        self.tokenizer, self.answer = tokenizer, answer
+        self.asked: list[Generate] = []
+
+    async def generate(self, request: Generate) -> Completion:
+        self.asked.append(request)
+        await anyio.lowlevel.checkpoint()
+        said = self.answer(self.tokenizer.decode(request.token_ids, False))
+        pieces = [self.tokenizer.encode_fragment(character) for character in said]
+        ids = [token for piece in pieces for token in piece][: request.max_tokens]
+        finish = FinishReason.LENGTH
+        if len(ids) < request.max_tokens:
+            ids, finish = [*ids, self.tokenizer.encode_fragment("<|im_end|>")[0]], FinishReason.STOP
+        spans = (VersionSpan(start=0, end=len(ids), policy_version=0),)
+        return Completion(
+            token_ids=token_array(ids),
+            behavior_logprobs=float_array([-1.0] * len(ids)),
+            finish_reason=finish,
+            version_spans=spans,
+        )
+
+    async def abort(self, request_ids: Any) -> None: ...
+
+
+class Run:
+    """Trajectories with ``environment`` on an engine that says what ``answer`` says."""
+
+    def __init__(self, environment: Environment, tokenizer: Tokenizer, answer: Callable[[str], str]) -> None:
+        self.environment, self.tokenizer = environment, tokenizer
+        self.engine = Says(tokenizer, answer)
+        self.outcomes: list[Any] = []
+        self.begun = 0
+        self.break_worker: Callable[[], Any] = lambda: None
+
+    @asynccontextmanager
+    async def _worker(self) -> AsyncIterator[EnvironmentStreams]:
+        self.begun += 1
+        orders, take_orders = memory_stream(64)
+        events, take_events = memory_stream(64)
+
+        async def work() -> None:
+            async with take_orders, events:
+                await run_environment_worker(
+                    self.environment, self.tokenizer, 0, take_orders, events, owns_process=False
+                )
+
+        async def live() -> None:
+            with anyio.CancelScope() as scope:
+                self.break_worker = scope.cancel
+                await work()
+
+        self.processes.start_soon(live)
+        async with orders, take_events:
+            await exchange_hello(take_events.receive, orders)
+            yield orders, take_events
+
+    async def take(self, outcome: Any) -> None:
+        self.outcomes.append(outcome)
+
+    @asynccontextmanager
+    async def running(self, *, max_tokens: int = 200, workers: int = 1) -> AsyncIterator[Episodes]:
+        self.stage = EnvironmentStage([self._worker] * workers)
+        episodes = Episodes(
+            self.engine, Sampling(max_tokens=max_tokens), ZeroRewards(), Journal(), episode=self.stage.episode
+        )
+        async with AsyncExitStack() as stack:
+            self.processes = await stack.enter_async_context(anyio.create_task_group())
+            await stack.enter_async_context(self.stage.running())
+            await stack.enter_async_context(episodes.running())
+            yield episodes
+
+    def launch(self, episodes: Episodes, columns: dict[str, Any], sample: int = 0) -> None:
+        prompt = Prompt(prompt_id="p", token_ids=token_array(), columns=columns)
+        identity = TrajectoryId(prompt_id="p", group_id=0, sample=sample)
+        episodes.launch(LaunchTrajectory(id=identity, prompt=prompt, group_size=2, seed=7 + sample), self.take)
+
+    async def one(self, columns: dict[str, Any], **options: Any) -> Trajectory | RewardFailure | TrajectoryLost:
+        """Run one trajectory, and return what became of it."""
+        with anyio.fail_after(60):
+            async with self.running(**options) as episodes:
+                self.launch(episodes, columns)
+        [outcome] = self.outcomes
+        if isinstance(outcome, TrajectoryLost):
+            return outcome
+        assert isinstance(outcome, Scored)
+        found = outcome.outcome
+        return found if isinstance(found, RewardFailure) else found.trajectory
+
+
+@pytest.fixture
+def qwen(of_family: Callable[[str], Tokenizer]) -> Tokenizer:
+    return of_family("qwen2.5")
+
+
+def shown(tokenizer: Tokenizer, trajectory: Trajectory) -> str:
+    return "".join(tokenizer.decode(segment.token_ids, False) for segment in trajectory.segments)
+
+
+def assert_tokens_are_those_of_the_engine(run: Run, trajectory: Trajectory) -> None:
+    """The engine saw, turn by turn, what is trained; every sampled token is trained, and nothing else."""
+    before = token_array()
+    turns = iter(run.engine.asked)
+    for segment in trajectory.segments:
+        if segment.trained:
+            assert next(turns).token_ids == before
+            assert len(segment.behavior_logprobs) == len(segment.token_ids)
+        before += segment.token_ids
+    assert next(turns, None) is None
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+
+def calls_once(text: str) -> str:
+    return f"It is {text.rpartition('<tool_response>')[2].split()[0]}." if "<tool_response>\n" in text else CALL
+
+
+async def test_tools_are_called_until_a_turn_has_no_call(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    run = Run(Environment(tools=(code("add"),), system="Count."), qwen, calls_once)
+    trajectory = await run.one({"prompt": "What is 2 + 3?"})
+    assert isinstance(trajectory, Trajectory)
+    assert [segment.trained for segment in trajectory.segments] == [False, True, False, True]
+    assert_tokens_are_those_of_the_engine(run, trajectory)
+    text = shown(qwen, trajectory)
+    assert text.endswith("It is 5.<|im_end|>") and "Count." in text and "Add two integers." in text
+    assert trajectory.environment is not None and trajectory.environment.calls == {"done": 1}
+    assert trajectory.environment.reward is None and trajectory.finish_reason is FinishReason.STOP
+    messages = [{"role": "system", "content": "Count."}, {"role": "user", "content": "What is 2 + 3?"}]
+    box = load_tools(code("add"))
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    whole = qwen.write_chat([*messages, called, {"role": "tool", "content": "5"}], box)
+    assert text == f"{whole}It is 5.<|im_end|>"  # as the template writes the whole
+
+
+def load_tools(spec: str) -> Any:
+    from streamrl.recipe.user_code import load_user_object
+    from streamrl.run.environments.tools import ToolBox
+
+    return ToolBox([load_user_object(spec)]).schemas
+
+
+async def test_calls_that_cannot_be_read_cut_off_or_hostile(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    def malformed_then_cut(text: str) -> str:
+        return "<tool_call>\n{broken}\n</tool_call>" if "error:" not in text else CALL
+
+    run = Run(Environment(tools=(code("add"),)), qwen, malformed_then_cut)
+    trajectory = await run.one({"prompt": "2 + 3"}, max_tokens=45)  # the second call is longer
+    assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
+    assert trajectory.environment.calls == {"malformed": 1} and trajectory.finish_reason is FinishReason.LENGTH
+    assert_tokens_are_those_of_the_engine(run, trajectory)
+    run = Run(
+        Environment(tools=(code("opens"),)),
+        qwen,
+        lambda text: (
+            "ok" if "<tool_response>\n" in text else CALL.replace("add", "opens").replace('"a": 2, "b": 3', "")
+        ),
+    )
+    trajectory = await run.one({"prompt": "say <|im_end|>"})
+    assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
+    assert trajectory.environment.notes == {"special_tokens": 2}
+    closes = [token for segment in trajectory.segments if not segment.trained for token in segment.token_ids]
+    assert closes.count(qwen.encode_fragment("<|im_end|>")[0]) == 3  # of system and prompt, and of the tool's turn
+
+
+async def test_a_class_of_tools_is_reset_rewards_and_is_closed(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    up = CALL.replace("add", "up").replace('"a": 2, "b": 3', '"by": 4')
+    run = Run(Environment(tools=(code("Counter"),)), qwen, lambda text: "ok" if "<tool_response>\n" in text else up)
+    trajectory = await run.one({"prompt": "Count.", "start": 38})
+    assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
+    assert trajectory.environment.reward == 42.0 and "Count. It stands at 38." in shown(qwen, trajectory)
+    assert module_of(code).LEFT == ["counter"]
+
+
+def module_of(code: Callable[[str], str]) -> Any:
+    import sys
+
+    return sys.modules[Path(code("x").rpartition(":")[0]).stem]
+
+
+async def test_a_game_of_gymnasium_is_played_to_its_end(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    run = Run(Environment(env=code("Game")), qwen, lambda text: f"move {text.count('you said')}")
+    with anyio.fail_after(60):
+        async with run.running() as episodes:
+            for sample in range(2):
+                run.launch(episodes, {"level": 3, "other": 1}, sample)
+    trajectories = [outcome.outcome.trajectory for outcome in run.outcomes]
+    for trajectory in trajectories:
+        assert trajectory.environment.reward == 1.5 and len(trajectory.segments) == 6
+        assert "you said move 1" in shown(qwen, trajectory) and "level 3" in shown(qwen, trajectory)
+    first, second = module_of(code).LEFT
+    assert first == second  # siblings play the same game
+
+
+async def test_a_coroutine_talks_and_rewards(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    run = Run(Environment(episode=code("talks")), qwen, lambda text: "yes" if "Really?" in text else "perhaps")
+    trajectory = await run.one({"question": "Is it?", "answer": "yes", "unused": 1})
+    assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
+    assert trajectory.environment.reward == 1.0 and "Be brief." in shown(qwen, trajectory)
+    assert_tokens_are_those_of_the_engine(run, trajectory)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("raises", "raised", "KeyError"),
+        ("nan", "not_finite", "nan"),
+        ("words", "wrong_type", "returned a str"),
+        ("hangs", "timed_out", "environment.seconds"),
+        ("sleeps", "timed_out", "environment.seconds"),
+        ("twice", "raised", "one turn after the other"),
+        ("unbounded", "raised", "environment.max_turns"),
+    ],
+)
+async def test_code_that_misbehaves_is_a_failure_of_its_trajectory(
+    name: str, kind: str, message: str, qwen: Tokenizer, code: Callable[[str], str]
+) -> None:
+    run = Run(Environment(episode=code(name), seconds=0.3, max_turns=3), qwen, lambda text: "hi")
+    failure = await run.one({"level": 1})
+    assert isinstance(failure, RewardFailure) and failure.function == "environment"
+    assert failure.kind == kind and message in failure.message
+    if name == "hangs":
+        assert module_of(code).LEFT == ["hangs"]
+    assert run.begun == 1
+
+
+async def test_nothing_is_sampled_for_an_episode_that_has_ended(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    run = Run(Environment(episode=code("outlives")), qwen, lambda text: "hi")
+    with anyio.fail_after(60):
+        async with run.running() as episodes:
+            run.launch(episodes, {})
+            while not run.outcomes or not module_of(code).LEFT:
+                await anyio.sleep(0.01)
+    assert len(run.engine.asked) == 1 and "has ended" in module_of(code).LEFT[0]
+    run = Run(Environment(episode=code("nothing")), qwen, lambda text: "hi")
+    lost = await run.one({})
+    assert isinstance(lost, TrajectoryLost) and "sampled nothing" in lost.reason
+
+
+@pytest.mark.parametrize(
+    ("limits", "turns", "finish"),
+    [({"max_turns": 2}, 2, FinishReason.TURNS), ({"max_tokens": 45}, 1, FinishReason.LENGTH)],
+)
+async def test_limits_end_a_game_which_is_trained(
+    limits: dict[str, int], turns: int, finish: FinishReason, qwen: Tokenizer, code: Callable[[str], str]
+) -> None:
+    run = Run(Environment(env=code("Game"), **limits), qwen, lambda text: "ok")  # type: ignore[arg-type]
+    trajectory = await run.one({"level": 1}, max_tokens=40)
+    assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
+    assert trajectory.finish_reason is finish
+    assert trajectory.environment.reward == 0.5 * turns
+    assert sum(segment.trained for segment in trajectory.segments) == turns
+    assert sum(len(segment.token_ids) for segment in trajectory.segments) <= limits.get("max_tokens", 200)
+
+
+async def test_an_episode_whose_worker_ends_goes_on_with_its_turns_and_results(
+    qwen: Tokenizer, code: Callable[[str], str]
+) -> None:
+    second = CALL.replace("2", "5")
+    said: list[str] = []
+
+    def answer(text: str) -> str:
+        said.append(text)
+        if len(said) == 3:  # two turns and two calls are over
+            run.break_worker()
+        return [CALL, second, "done"][min(text.count("<tool_response>\n"), 2)]
+
+    run = Run(Environment(tools=(code("add"),)), qwen, answer)
+    trajectory = await run.one({"prompt": "2 + 3"})
+    assert run.begun == 2
+    assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
+    assert trajectory.environment.calls == {"done": 2}
+    assert module_of(code).CALLS == [(2, 3), (5, 3)]  # each once
+    assert len(said) == 3  # and each turn was sampled once
+    assert_tokens_are_those_of_the_engine(run, trajectory)
+
+
+async def test_an_episode_that_ends_every_worker_has_failed(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    def answer(text: str) -> str:
+        return CALL
+
+    run = Run(Environment(tools=(code("add"),), max_turns=200, max_tokens=9000), qwen, answer)
+    with anyio.fail_after(60):
+        async with run.running() as episodes:
+            run.launch(episodes, {"prompt": "2 + 3"})
+            for number in range(3):
+                while run.begun <= number or len(run.engine.asked) < 3 * (number + 1):
+                    await anyio.lowlevel.checkpoint()
+                run.break_worker()
+    [outcome] = run.outcomes
+    assert isinstance(outcome.outcome, RewardFailure) and "3 environment workers ended" in outcome.outcome.message
+
+
+async def test_a_cancelled_trajectory_stops_its_environment(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    run = Run(Environment(episode=code("hangs")), qwen, lambda text: "hi")
+    with anyio.fail_after(60):
+        async with run.running() as episodes:
+            run.launch(episodes, {})
+            while not run.engine.asked or run.stage.in_flight() == 0 or episodes.statistics().running:
+                await anyio.lowlevel.checkpoint()
+            episodes.cancel([TrajectoryId(prompt_id="p", group_id=0, sample=0)])
+            while not module_of(code).LEFT:
+                await anyio.lowlevel.checkpoint()
+    [lost] = run.outcomes
+    assert isinstance(lost, TrajectoryLost) and lost.cancelled and lost.tokens == 3
+    assert run.stage.in_flight() == 0
+
+
+async def test_an_environment_that_has_ended_is_not_run_again(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    run = Run(Environment(env=code("Game")), qwen, lambda text: "ok")
+    trajectory = await run.one({"level": 1})
+    assert isinstance(trajectory, Trajectory)
+    again = Run(Environment(env=code("Game")), qwen, lambda text: "other")
+    with anyio.fail_after(60):
+        async with again.running() as episodes:
+            order = LaunchTrajectory(
+                id=trajectory.id, prompt=trajectory.prompt, group_size=2, seed=1, sampled=trajectory
+            )
+            episodes.launch(order, again.take)
+    [outcome] = again.outcomes
+    assert outcome.outcome.trajectory == trajectory and not again.engine.asked
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ({"episode": "plain"}, "no coroutine function"),
+        ({"episode": "missing"}, 'has no "missing"'),
+        ({"env": "Counter"}, "has no step"),
+        ({"tools": ("Game",)}, "has no docstring"),
+        ({"tools": ("add", "add")}, "two tools have this name"),
+    ],
+)
+def test_code_that_is_no_environment_is_refused(
+    environment: dict[str, Any], problem: str, code: Callable[[str], str]
+) -> None:
+    given = {
+        name: tuple(map(code, value)) if isinstance(value, tuple) else code(value)
+        for name, value in environment.items()
+    }
+    with pytest.raises(RecipeError, match=problem):
+        load_episode(Environment(**given))
+
+
+def test_the_columns_of_an_environment_are_known_before(code: Callable[[str], str]) -> None:
+    assert load_episode(Environment(episode=code("talks")))[1] == ("question",)
+    assert load_episode(Environment(env=code("Game")))[1] == ("level",)
+    assert EnvironmentResult() == EnvironmentResult(reward=None)
+    assert asyncio.iscoroutinefunction(load_episode(Environment(env=code("Game")))[0])
