@@ -53,8 +53,8 @@ WINGS = {
         "engines/vllm", "observe/follow", "recipe/rules", "rewards/calls", "run/evaluate", "run/prompts",
     ),
     "launch/plan": (
-        "engines/vllm", "observe/trackers", "recipe/rules", "rewards/calls", "rewards/judge", "run/environments", "run/prompts",
-        "weights/publish", "weights/pull", "weights/vllm",
+        "engines/vllm", "observe/trackers", "pretrained/turns", "recipe/rules", "rewards/calls", "rewards/judge",
+        "run/environments", "run/prompts", "weights/publish", "weights/pull", "weights/vllm",
     ),
     "launch/steering": ("control/steering", "launch/supervise", "recipe/rules", "run/journal"),
     "launch/supervise": ("observe/follow", "observe/terminal", "recipe/rules"),

@@ -1,4 +1,5 @@
-"""Summary of a recipe in words, before anything is started: batches, staleness, objective, memory. Pure."""
+"""Summary of a recipe in words, before anything is started: batches, staleness, objective, memory. It reads the
+model's chat template, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from streamrl.engines.vllm.options import installed_device
 from streamrl.launch.plan.memory import estimate_memory, gib, training_sizes
 from streamrl.learning.rank_memory import bytes_per_rank
 from streamrl.pretrained.model_facts import ModelFacts
+from streamrl.pretrained.tokenizer import load_tokenizer
+from streamrl.pretrained.turns.template_facts import template_facts
+from streamrl.recipe.environment import FORMS
 from streamrl.recipe.learning_rate import learning_rate_notice
 from streamrl.recipe.objective import Proximal, RatioLevel, why_not_streaming
 from streamrl.recipe.problems import shown
@@ -31,7 +35,7 @@ def arithmetic_lines(
     ``context``: tokens of the longest trajectory (0: what the recipe says, without prompts where it leaves it open).
     ``held_out``: prompts of each held-out set, where they are known."""
     rollout, engines = recipe.rollout, recipe.engines
-    longest = context or engines.max_model_len or recipe.sampling.max_tokens
+    longest = context or engines.max_model_len or recipe.most_tokens
     objective, *more = objective_lines(recipe)
     prompts, slots, keeps_prompts = rollout.prompts_per_batch, recipe.max_in_flight, recipe.group_sizing.keeps_prompts
     sizes = recipe.group_sizing.sizes if keeps_prompts else (rollout.group_size,)
@@ -47,6 +51,7 @@ def arithmetic_lines(
         f"streaming   {streaming_sentence(recipe)}",
         f"training    {_training_text(recipe, facts.parameters if facts else 0)}",
         f"run         {recipe.run.steps} steps x {batch} = {trained}",
+        *_environment_lines(recipe),
         *_record_lines(recipe),
         *_set_lines(recipe),
         f"slots       {slots:,} trajectories in flight at most, {slots * longest:,} tokens; {at_once}",
@@ -73,6 +78,31 @@ def _record_lines(recipe: Recipe) -> list[str]:
         lines.append(f"schedule    {training.schedule}: learning rate {', '.join(rates)}")
     named = ([f"project {run.project}"] if run.project else []) + ([f"tags {', '.join(run.tags)}"] if run.tags else [])
     return lines + ([f"record      {'; '.join(named)}"] if named else [])
+
+
+def _environment_lines(recipe: Recipe) -> list[str]:
+    """The form of the environment and its limits, and the effects of the model's chat template on a chat that goes on;
+    nothing of a recipe without one."""
+    environment = recipe.environment
+    if not environment.given:
+        return []
+    form = next(form for form in FORMS if getattr(environment, form))
+    named = getattr(environment, form)
+    names = [one.rpartition(":")[2] for one in ([named] if isinstance(named, str) else named)]
+    limits = f"{environment.max_turns} turns, {environment.max_tokens:,} tokens, {environment.seconds:g} s"
+    lines = [f"environment {form}: {', '.join(names)}; a trajectory has at most {limits}"]
+    if not Path(recipe.model.path).is_dir():
+        return lines
+    tokenizer = load_tokenizer(recipe.model.path)
+    if not tokenizer.chat_templates:
+        return [*lines, f"{'':<12}the model has no chat template: what is said is appended as plain text"]
+    tool = {"name": "calculate", "description": "Compute.", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": tool}] if environment.tools else None
+    found = "; ".join(template_facts(tokenizer, tools).problems())
+    effect = (
+        f"{found}. The model sees the tokens that it sampled all the same" if found else "every message is appended"
+    )
+    return [*lines, f"{'':<12}the model's chat template: {effect}"]
 
 
 def _sizing_lines(recipe: Recipe) -> list[str]:

@@ -16,7 +16,15 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import LineFile
 from streamrl.base.run_events import CompletionSampled
 from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost
-from streamrl.base.types import RewardFailure, ScoredTrajectory, TokenArray, Trajectory, TrajectoryId
+from streamrl.base.types import (
+    RewardFailure,
+    ScoredTrajectory,
+    Segment,
+    TokenArray,
+    Trajectory,
+    TrajectoryId,
+    token_array,
+)
 from streamrl.recipe.sections import HELD_OUT
 
 Decode = Callable[[TokenArray], str]
@@ -65,8 +73,8 @@ def sample_of(scored: ScoredTrajectory, decode: Decode, *, step: int, chosen: st
         step=step,
         chosen=chosen,
         prompt_id=trajectory.prompt.prompt_id,
-        prompt=decode(trajectory.prompt.token_ids),
-        text=decode(_completion_of(trajectory)),
+        prompt=decode(_prompt_of(trajectory)),
+        text=_text_of(trajectory, decode),
         reward=scored.reward,
         rewards=scored.reward_parts,
         tokens=trajectory.generated_tokens,
@@ -148,18 +156,37 @@ def _whose(trajectory: TrajectoryId) -> dict[str, Any]:
 
 
 def _texts(trajectory: Trajectory, decode: Decode | None) -> dict[str, Any]:
-    prompt, completion = trajectory.prompt.token_ids, _completion_of(trajectory)
+    prompt, completion = _prompt_of(trajectory), _completion_of(trajectory)
     fields: dict[str, Any] = {
         "finish_reason": trajectory.finish_reason,
         "tokens": trajectory.generated_tokens,
         "prompt_token_ids": prompt.tolist(),
         "token_ids": completion.tolist(),
     }
-    return fields if decode is None else fields | {"prompt": decode(prompt), "text": decode(completion)}
+    return fields if decode is None else fields | {"prompt": decode(prompt), "text": _text_of(trajectory, decode)}
+
+
+def _begun(trajectory: Trajectory) -> int:
+    """Count the segments of the prompt: the first, where an environment wrote it."""
+    return int(bool(trajectory.segments) and not trajectory.segments[0].trained)
+
+
+def _prompt_of(trajectory: Trajectory) -> TokenArray:
+    return _joined(trajectory.prompt.token_ids, trajectory.segments[: _begun(trajectory)])
 
 
 def _completion_of(trajectory: Trajectory) -> TokenArray:
-    token_ids = trajectory.prompt.token_ids[:0]
-    for segment in trajectory.segments:
-        token_ids.extend(segment.token_ids)
-    return token_ids
+    return _joined(token_array(), trajectory.segments[_begun(trajectory) :])
+
+
+def _joined(before: TokenArray, segments: Sequence[Segment]) -> TokenArray:
+    return sum((segment.token_ids for segment in segments), before)
+
+
+def _text_of(trajectory: Trajectory, decode: Decode) -> str:
+    """The turns; what stands between them on lines of its own, which begin with ``>``."""
+    parts = []
+    for segment in trajectory.segments[_begun(trajectory) :]:
+        text = decode(segment.token_ids)
+        parts.append(text if segment.trained else f"\n> {text.strip()}\n".replace("\n\n", "\n"))
+    return "".join(parts)
