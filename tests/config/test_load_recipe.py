@@ -101,8 +101,8 @@ GOLDEN = [
         "seed, steps, journal, deterministic; below [run.advanced]: restarts, observers, stall_timeout_s"
     ),
     (
-        'demo.toml:4: modle: unknown section; did you mean "model"? Sections: model, prompts, rewards, environment, run, rollout, '
-        "tail_batching, length_sorted, group_sizing, "
+        'demo.toml:4: modle: unknown section; did you mean "model"? Sections: model, prompts, rewards, environment, '
+        "run, rollout, tail_batching, length_sorted, group_sizing, "
         "sampling, reward_limits, judge, objective, off_policy, training, lora, engines, weights, evaluation, "
         "checkpoint, transport, metrics"
     ),
