@@ -310,9 +310,33 @@ def _weights(run: Path, step: int) -> dict[str, bytes]:
     return digests
 
 
-def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_one_that_was_left_alone(tmp_path: Path) -> None:
-    """Controller, rank, engine host, reward worker, then the supervisor: real kills of a run with simulated engines."""
-    steps, temporary = 24, Path(tempfile.mkdtemp(prefix="srl"))
+EPISODE = """
+from pathlib import Path
+from msgspec.structs import replace
+from streamrl.pretrained.turns.tool_calls import ToolCall
+
+def note(turn: int, context) -> str:
+    'Write down who calls.'
+    with Path(__file__).with_name("calls").open("a") as file:
+        file.write(f"{context.trajectory} {turn}\\n")
+    return " 1 2 "
+
+async def talk(model, *, prompt):
+    chat = model.chat(tools=[note])
+    reply = await chat.say(prompt)
+    for turn in range(model.random.randint(1, 3)):  # a simulated engine calls nothing by itself
+        reply = await chat.run_tools(replace(reply, calls=(ToolCall("note", {"turn": turn}),)))
+    return len(reply.text) % 7 / 6
+"""
+
+
+@pytest.mark.parametrize("talks", [False, True])
+def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_one_that_was_left_alone(
+    tmp_path: Path, talks: bool
+) -> None:
+    """Controller, rank, engine host, reward or environment worker, then the supervisor: real kills of a run with
+    simulated engines."""
+    steps, temporary = 14 if talks else 24, Path(tempfile.mkdtemp(prefix="srl"))
     environment = os.environ | {"TMPDIR": str(temporary)}
     common = {"run__steps": steps, "run__deterministic": True, "checkpoint__every": 4}
     common |= {"rollout__rounds": "tail_batching", "tail_batching__deferred_prompts": "verify"}
@@ -321,7 +345,13 @@ def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_one_that_was_
     def start(folder: str, *arguments: str) -> subprocess.Popen[str]:
         (tmp_path / folder).mkdir(exist_ok=True)
         command = [sys.executable, "-m", "streamrl", *(arguments or ("train", str(EXAMPLE)))]
-        flags = [] if arguments else _flags(tmp_path / folder, **common)
+        (tmp_path / folder / "episode.py").write_text(EPISODE)
+        own = {
+            "environment__episode": f"{tmp_path / folder / 'episode.py'}:talk",
+            "rewards__0__function": "environment",
+        }
+        own |= {"environment__max_tokens": 500, "sampling__max_tokens": 24}
+        flags = [] if arguments else _flags(tmp_path / folder, **common, **(own if talks else {}))
         pipe = subprocess.PIPE
         return subprocess.Popen([*command, *flags], env=environment, text=True, stdout=pipe, stderr=subprocess.STDOUT)
 
@@ -338,7 +368,8 @@ def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_one_that_was_
     try:
         alone, killed = start("alone"), start("killed")
         run = tmp_path / "killed" / "runs" / "latest"
-        for victim in ("controller", "trainer-0", "engine-0", "reward-0", "supervisor"):
+        worker = "environment-0" if talks else "reward-0"
+        for victim in ("controller", "trainer-0", "engine-0", worker, "supervisor"):
             before = made(run)
             while made(run) < before + 2:
                 assert killed.poll() is None, killed.communicate()[0]
@@ -360,6 +391,9 @@ def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_one_that_was_
         whole, weights = _weights(tmp_path / "alone" / "runs" / "latest", steps), _weights(run, steps)
         assert whole and weights == whole
         assert _left_of([*markers, _marker(run)], temporary) == []
+        for folder, kills in (("alone", 0), ("killed", 5)) if talks else ():
+            calls = (tmp_path / folder / "calls").read_text().splitlines()
+            assert len(calls) - len(set(calls)) <= kills  # a kill may come between the call and its record
     finally:
         for process in (alone, killed):
             process.kill()

@@ -14,10 +14,11 @@ import anyio
 import anyio.lowlevel
 import pytest
 from builders import ZeroRewards
+from msgspec import structs
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.messages import Generate
-from streamrl.base.stage_messages import LaunchTrajectory, Scored, TrajectoryLost
+from streamrl.base.messages import Generate, ReturnedCall
+from streamrl.base.stage_messages import EpisodeSoFar, LaunchTrajectory, Scored, TrajectoryLost, TurnSoFar
 from streamrl.base.types import (
     Completion,
     EnvironmentResult,
@@ -30,6 +31,7 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
+from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import exchange_hello
 from streamrl.contracts import Journal
@@ -169,6 +171,19 @@ class Says:
     async def abort(self, request_ids: Any) -> None: ...
 
 
+class Kept(Journal):
+    """Keeps turns and calls as the journal does."""
+
+    def __init__(self) -> None:
+        self.store = TrajectoryStore()
+
+    async def turn(self, trajectory: TrajectoryId, number: int, turn: TurnSoFar) -> None:
+        self.store.add_turn(trajectory, number, turn)
+
+    def returned(self, trajectory: TrajectoryId, call: ReturnedCall) -> None:
+        self.store.add_call(trajectory, call)
+
+
 class Run:
     """Trajectories with ``environment`` on an engine that says what ``answer`` says."""
 
@@ -176,6 +191,7 @@ class Run:
         self.environment, self.tokenizer = environment, tokenizer
         self.engine = Says(tokenizer, answer)
         self.outcomes: list[Any] = []
+        self.journal = Kept()
         self.begun = 0
         self.break_worker: Callable[[], Any] = lambda: None
 
@@ -208,7 +224,7 @@ class Run:
     async def running(self, *, max_tokens: int = 200, workers: int = 1) -> AsyncIterator[Episodes]:
         self.stage = EnvironmentStage([self._worker] * workers)
         episodes = Episodes(
-            self.engine, Sampling(max_tokens=max_tokens), ZeroRewards(), Journal(), episode=self.stage.episode
+            self.engine, Sampling(max_tokens=max_tokens), ZeroRewards(), self.journal, episode=self.stage.episode
         )
         async with AsyncExitStack() as stack:
             self.processes = await stack.enter_async_context(anyio.create_task_group())
@@ -216,16 +232,21 @@ class Run:
             await stack.enter_async_context(episodes.running())
             yield episodes
 
-    def launch(self, episodes: Episodes, columns: dict[str, Any], sample: int = 0) -> None:
+    def launch(
+        self, episodes: Episodes, columns: dict[str, Any], sample: int = 0, so_far: EpisodeSoFar | None = None
+    ) -> None:
         prompt = Prompt(prompt_id="p", token_ids=token_array(), columns=columns)
         identity = TrajectoryId(prompt_id="p", group_id=0, sample=sample)
-        episodes.launch(LaunchTrajectory(id=identity, prompt=prompt, group_size=2, seed=7 + sample), self.take)
+        order = LaunchTrajectory(id=identity, prompt=prompt, group_size=2, seed=7 + sample, so_far=so_far)
+        episodes.launch(order, self.take)
 
-    async def one(self, columns: dict[str, Any], **options: Any) -> Trajectory | RewardFailure | TrajectoryLost:
+    async def one(
+        self, columns: dict[str, Any], so_far: EpisodeSoFar | None = None, **options: Any
+    ) -> Trajectory | RewardFailure | TrajectoryLost:
         """Run one trajectory, and return what became of it."""
         with anyio.fail_after(60):
             async with self.running(**options) as episodes:
-                self.launch(episodes, columns)
+                self.launch(episodes, columns, so_far=so_far)
         [outcome] = self.outcomes
         if isinstance(outcome, TrajectoryLost):
             return outcome
@@ -451,6 +472,46 @@ async def test_a_cancelled_trajectory_stops_its_environment(qwen: Tokenizer, cod
     [lost] = run.outcomes
     assert isinstance(lost, TrajectoryLost) and lost.cancelled and lost.tokens == 3
     assert run.stage.in_flight() == 0
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3])
+async def test_a_later_life_goes_on_from_the_turns_and_results_that_are_recorded(
+    turns: int, qwen: Tokenizer, code: Callable[[str], str]
+) -> None:
+    def answer(text: str) -> str:
+        return [CALL, CALL.replace("2", "5"), "done"][min(text.count("<tool_response>\n"), 2)]
+
+    run = Run(Environment(tools=(code("add"),)), qwen, answer)
+    whole = await run.one({"prompt": "2 + 3"})
+    [recorded] = run.journal.store.trajectories.values()
+    assert isinstance(recorded, EpisodeSoFar) and (len(recorded.turns), len(recorded.returned)) == (3, 2)
+    module_of(code).CALLS.clear()
+    so_far = EpisodeSoFar(turns=recorded.turns[:turns], returned=recorded.returned[: max(turns - 1, 0)])
+    again = Run(run.environment, qwen, answer)
+    trajectory = await again.one({"prompt": "2 + 3"}, so_far)
+    assert isinstance(whole, Trajectory) and isinstance(trajectory, Trajectory)
+    assert trajectory.segments == whole.segments
+    assert len(again.engine.asked) == 3 - turns
+    assert [(2, 3), (5, 3)][max(turns - 1, 0) :] == module_of(code).CALLS
+
+
+async def test_a_later_life_that_asks_something_else_is_sampled_anew_from_there(
+    qwen: Tokenizer, code: Callable[[str], str]
+) -> None:
+    def answer(text: str) -> str:
+        return [CALL, CALL.replace("2", "5"), "done"][min(text.count("<tool_response>\n"), 2)]
+
+    run = Run(Environment(tools=(code("add"),)), qwen, answer)
+    await run.one({"prompt": "2 + 3"})
+    [recorded] = run.journal.store.trajectories.values()
+    assert isinstance(recorded, EpisodeSoFar)
+    changed = structs.replace(recorded.returned[0], text="forty")
+    again = Run(run.environment, qwen, answer)
+    trajectory = await again.one({"prompt": "2 + 3"}, structs.replace(recorded, returned=(changed,)))
+    assert isinstance(trajectory, Trajectory) and "forty" in shown(qwen, trajectory)
+    assert len(again.engine.asked) == 2 and sum(segment.trained for segment in trajectory.segments) == 3
+    [known] = again.journal.store.trajectories.values()
+    assert isinstance(known, EpisodeSoFar) and len(known.turns) == 2  # the first was recorded before
 
 
 async def test_an_environment_that_has_ended_is_not_run_again(qwen: Tokenizer, code: Callable[[str], str]) -> None:
