@@ -39,6 +39,7 @@ def main() -> int:
     arguments.add_argument(
         "--steps", type=int, default=0, help="steps of the demo itself, with its evaluation; 0: short"
     )
+    arguments.add_argument("--talks", action="store_true", help="trajectories of several turns, with tools")
     arguments.add_argument("--unkilled", type=int, default=0, help="so many runs without a shot instead, to compare")
     arguments.add_argument("--only", type=int, nargs="*", help="numbers of cells; they are run again")
     arguments.add_argument("--at-most", type=int, default=0, help="so many cells in this call (0: all)")
@@ -51,7 +52,7 @@ def main() -> int:
     if not options.report:
         become_subreaper()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a cell's processes end with it
-        cells = plan(options.engines, options.kills, options.seed, options.shots_per_run)
+        cells = plan(options.engines, options.kills, options.seed, options.shots_per_run, talks=options.talks)
         if options.unkilled:
             cells = [msgspec.structs.replace(c, shots=(), number=10_000 + c.number) for c in cells[: options.unkilled]]
         _run_missing(cells, options)

@@ -18,8 +18,13 @@ BEHIND = {"synchronous": 0, "tail_batching": 5, "continuous": 4}
 """Batches of prompts that may be drawn and not trained yet: in flight, or deferred to a long round."""
 
 
+CALLS_AGAIN = 2
+"""Calls that may be made again at one shot: of the moment between the return of a tool and its record."""
+
+
 class Verdict(msgspec.Struct, kw_only=True):
-    """``lost``, ``twice``: prompts. ``other_rounding``: steps trained again on the same samples to other weights.
+    """``lost``, ``twice``: prompts. ``called_again``: calls of tools. ``other_rounding``: steps trained again on the
+    same samples to other weights.
     ``faults``: sentences; empty when all is well."""
 
     steps: int = 0
@@ -29,6 +34,8 @@ class Verdict(msgspec.Struct, kw_only=True):
     retrained: int = 0
     other_rounding: int = 0
     commits: int = 0
+    calls: int = 0
+    called_again: int = 0
     lost: int = 0
     twice: int = 0
     faults: list[str] = []
@@ -75,6 +82,10 @@ def judge(
     verdict.groups = sum(trained.values())
     verdict.scored = sum(r["kind"] == "scored" for r in records)
     verdict.scored_again = verdict.scored - len(scored)
+    called = [(r["trajectory"], r["turn"]) for r in records if r["kind"] == "called"]
+    verdict.calls, verdict.called_again = len(called), len(called) - len(set(called))
+    if verdict.called_again > CALLS_AGAIN * len(cell.shots):
+        verdict.faults.append(f"{verdict.called_again} calls of tools were made again")
     verdict.commits = sum(r["kind"] == "commit done" for r in records)
     verdict.faults += _wrong_weights(cell, run_directory)
     verdict.faults += _wrong_steps(run_directory, final)

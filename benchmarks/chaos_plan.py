@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -79,10 +80,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     engine_count: int
     ranks: int
     shots: tuple[Shot, ...]
+    talks: bool = False
 
 
-def plan(engines: str, kills: int, seed: int, shots_per_run: int = 3) -> list[Cell]:
-    """Cells with ``kills`` shots in all, ``shots_per_run`` in each. ``engines``: ``simulated`` or ``vllm``."""
+def plan(engines: str, kills: int, seed: int, shots_per_run: int = 3, *, talks: bool = False) -> list[Cell]:
+    """Cells with ``kills`` shots in all, ``shots_per_run`` in each. ``engines``: ``simulated`` or ``vllm``; ``talks``:
+    trajectories have several turns, and an environment worker is shot, too."""
     cells: list[Cell] = []
     left = kills
     while left > 0:
@@ -90,7 +93,9 @@ def plan(engines: str, kills: int, seed: int, shots_per_run: int = 3) -> list[Ce
         source = random.Random(f"{engines} {seed} {number}")
         ranks = 2 if engines == "simulated" and source.random() < 0.25 else 1
         count = 2 if engines == "simulated" or source.random() < 0.3 else 1
-        shots = tuple(_shot(source, engines, count, ranks, place) for place in range(min(shots_per_run, left)))
+        shots = tuple(
+            _shot(source, targets(engines, count, ranks, talks), place) for place in range(min(shots_per_run, left))
+        )
         left -= len(shots)
         cells.append(
             Cell(
@@ -101,14 +106,16 @@ def plan(engines: str, kills: int, seed: int, shots_per_run: int = 3) -> list[Ce
                 engine_count=count,
                 ranks=ranks,
                 shots=shots,
+                talks=talks,
             )
         )
     return cells
 
 
-def targets(engines: str, engine_count: int, ranks: int) -> list[str]:
+def targets(engines: str, engine_count: int, ranks: int, talks: bool = False) -> list[str]:
     """Everything that can be killed in such a run."""
     found = ["controller", "reward-0", "reward-0/python", "supervisor", TREE]
+    found += ["environment-0"] * 2 if talks else []
     found += [f"engine-{index}" for index in range(engine_count)]
     found += [f"trainer-{index}" for index in range(ranks)]
     if engines == "vllm":
@@ -116,8 +123,7 @@ def targets(engines: str, engine_count: int, ranks: int) -> list[str]:
     return found
 
 
-def _shot(source: random.Random, engines: str, engine_count: int, ranks: int, place: int) -> Shot:
-    known = targets(engines, engine_count, ranks)
+def _shot(source: random.Random, known: Sequence[str], place: int) -> Shot:
     weights = [1.0 if name in MUST_RESUME else 2.0 for name in known]
     first = source.choices(known, weights)[0]
     victims = [first]

@@ -88,6 +88,8 @@ def _totals(results: Sequence[CellResult]) -> list[str]:
     verdicts = [result.verdict for result in results]
     work = f"{sum(v.steps for v in verdicts)} steps, {sum(v.groups for v in verdicts)} groups trained"
     scored = f"{sum(v.scored for v in verdicts)} scored ({sum(v.scored_again for v in verdicts)} of them again)"
+    if calls := sum(v.calls for v in verdicts):
+        scored += f", {calls} calls of tools ({sum(v.called_again for v in verdicts)} of them again)"
     rounding = f"{sum(v.other_rounding for v in verdicts)} of them with another rounding"
     again = f"{sum(v.retrained for v in verdicts)} steps trained again ({rounding})"
     again += f", {sum(v.commits for v in verdicts)} commits"

@@ -12,6 +12,13 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from streamrl.pretrained.turns.tool_calls import ToolCall
+from streamrl.run.environments.chat import EpisodePolicy
+from streamrl.run.environments.tools import ToolContext
 
 
 def digest_of(token_ids: Sequence[int]) -> str:
@@ -49,15 +56,34 @@ async def ledgered_sort(
     return _written(ledger, prompt_id, digest_of(token_ids), float(right))
 
 
+def effect(turn: int, context: ToolContext) -> str:
+    """Do what may not be done twice: write a line."""
+    ledger = str(Path(os.environ["STREAMRL_CHAOS_TAP"]).with_name("ledger.jsonl"))
+    _append(ledger, "environment-0", "called", trajectory=context.trajectory, turn=turn)
+    return " 1 2 "
+
+
+async def talk(model: EpisodePolicy, *, prompt: str) -> None:
+    """Talk for two to four turns, with a call of ``effect`` between them, which a simulated engine does not write."""
+    chat = model.chat(tools=[effect])
+    reply = await chat.say(prompt)
+    for turn in range(model.random.randint(1, 3)):
+        await asyncio.sleep(model.random.random() / 50)
+        reply = await chat.run_tools(msgspec.structs.replace(reply, calls=(ToolCall("effect", {"turn": turn}),)))
+
+
 def _written(ledger: str, prompt_id: str, digest: str, reward: float) -> float:
-    line = {"t": time.monotonic(), "born": _born(), "pid": os.getpid(), "role": "reward", "kind": "scored"}
-    line |= {"prompt": prompt_id, "digest": digest, "reward": reward}
+    _append(ledger, "reward", "scored", prompt=prompt_id, digest=digest, reward=reward)
+    return reward
+
+
+def _append(ledger: str, role: str, kind: str, **known: object) -> None:
+    line = {"t": time.monotonic(), "born": _born(), "pid": os.getpid(), "role": role, "kind": kind, **known}
     file = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.write(file, json.dumps(line).encode() + b"\n")
     finally:
         os.close(file)
-    return reward
 
 
 def _born() -> float:

@@ -251,6 +251,7 @@ WORK = {
     "engine": ("generate done", "commit done"),
     "trainer": ("train_group", "close_batch done"),
     "reward": ("scored",),
+    "environment": ("called",),
 }
 
 
@@ -311,6 +312,14 @@ def _batch(steps: int) -> tuple[int, int, int, float]:
     return (32, 8, 448, 2e-4) if steps else (4, 4, 64, 1e-4)
 
 
+def _environment() -> str:
+    return f"""
+[environment]
+episode = "{HERE / "chaos_reward.py"}:talk"
+max_tokens = 500
+"""
+
+
 def _recipe(cell: Cell, folder: Path, ledger: Path, steps: int) -> str:
     function = "ledgered_sort" if steps else "ledgered"
     evaluation = f'prompts = "{EXAMPLE / "held_out.jsonl"}"\nat_start = false' if steps else ""
@@ -356,5 +365,6 @@ audit_interval = 1
 every = 4
 [checkpoint.advanced]
 min_free_gib = 0.1
+{_environment() if cell.talks else ""}
 [evaluation]
 {evaluation}"""
