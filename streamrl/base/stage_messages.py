@@ -87,8 +87,9 @@ TrajectoryOutcome = EndedOutcome | TrajectoryPaused
 
 class RolloutStatistics(Record, frozen=True):
     """``busy_seconds``: integral of running trajectories over time, no more than the capacity at once;
-    ``working_seconds``: time in which one ran; both without pauses of all engines. ``verified_tokens``: of deferred
-    completions, that were kept; ``accepted_tokens`` of them the new weights chose, too: they are not decoded again."""
+    ``working_seconds``: time in which one ran; both without pauses of all engines. ``environment``: trajectories between
+    two turns. ``verified_tokens``: of deferred completions, that were kept; ``accepted_tokens`` of them the new weights
+    chose, too: they are not decoded again."""
 
     launched: int
     finished: int
@@ -98,3 +99,4 @@ class RolloutStatistics(Record, frozen=True):
     verified_tokens: int = 0
     accepted_tokens: int = 0
     working_seconds: float = 0.0
+    environment: int = 0

@@ -22,13 +22,14 @@ TAIL_SHARE = 0.25
 
 
 class WaitReason(StrEnum):
-    """``tail``: few trajectories still run, and no other can be launched. ``control``: none of the others; what has
-    happened is on its way to control. ``paused``: a person paused launches. ``recovery``: no engine serves, or the run
-    is being restored."""
+    """``tail``: few trajectories still run, and no other can be launched. ``environment``: fewer are sampled than are in
+    their environments, and most engines idle. ``control``: none of the others; what has happened is on its way to
+    control. ``paused``: a person paused launches. ``recovery``: no engine serves, or the run is being restored."""
 
     ENGINE_START = "engine_start"
     SAMPLING = "sampling"
     TAIL = "tail"
+    ENVIRONMENT = "environment"
     REWARD = "reward"
     TRAINING = "training"
     PUSH = "push"
@@ -43,11 +44,12 @@ class WaitReason(StrEnum):
 
 class ShellView(msgspec.Struct, frozen=True, kw_only=True):
     """Facts that only the shell knows. ``sampling``: trajectories on the engines, those of an evaluation with them;
-    ``scoring``: those without a reward; ``capacity``: how many the engines can run; ``engines``: how many serve;
-    ``recovering``: the run is being restored from its journal."""
+    ``environment``: those between two turns; ``scoring``: those without a reward; ``capacity``: how many the engines can
+    run; ``engines``: how many serve; ``recovering``: the run is being restored from its journal."""
 
     sampling: int = 0
     scoring: int = 0
+    environment: int = 0
     capacity: int = 1
     engines: int = 1
     recovering: bool = False
@@ -97,6 +99,8 @@ def _rollout(state: RunState, shell: ShellView) -> WaitReason:
     few = shell.sampling < TAIL_SHARE * shell.capacity
     if few and state.pending.draw:
         return WaitReason.PROMPTS
+    if few and shell.environment > shell.sampling:
+        return WaitReason.ENVIRONMENT
     if not shell.sampling:  # neither one nor the other: they are on their way to the engines
         return WaitReason.REWARD if shell.scoring else WaitReason.SAMPLING
     return WaitReason.TAIL if few else WaitReason.SAMPLING

@@ -365,7 +365,13 @@ class Episodes:
             verified_tokens=self._verified_tokens,
             accepted_tokens=self._accepted_tokens,
             working_seconds=self._working_seconds,
+            environment=self._in_environment(),
         )
+
+    def _in_environment(self) -> int:
+        if self._episode is one_completion:
+            return 0
+        return sum(not trajectory.samples for trajectory in self._open.values())
 
     def engines_paused(self, paused: bool) -> None:
         """Note that all engines were paused, or that it has ended: requests submitted meanwhile keep no engine busy."""

@@ -82,6 +82,8 @@ def test_the_course_of_a_run_by_what_it_waits_for() -> None:
     assert reason(world, ShellView(scoring=3, capacity=16)) is WaitReason.REWARD
     assert reason(world, ShellView(sampling=3, scoring=1, capacity=16)) is WaitReason.TAIL
     assert reason(world, ShellView(sampling=8, capacity=16, engines=0)) is WaitReason.RECOVERY
+    assert reason(world, ShellView(sampling=3, environment=5, capacity=16)) is WaitReason.ENVIRONMENT
+    assert reason(world, ShellView(sampling=8, environment=9, capacity=16)) is WaitReason.SAMPLING
     world.fill()
     assert reason(world) is WaitReason.TRAINING
     world.tell(on.BatchTrained(batch_id=0, policy_version=1))

@@ -57,6 +57,7 @@ def stall_limit_s(recipe: Recipe) -> float:
         return 0.0
     limits = [recipe.weights.push_timeout_s, recipe.engines.start_timeout_s, recipe.engines.progress_timeout_s]
     limits += [(reward.timeout_s + reward.backoff_s) * (reward.retries + 1) for reward in recipe.rewards]
+    limits += [recipe.environment.seconds] if recipe.environment.given else []
     return max(recipe.run.stall_timeout_s, _BEYOND_LIMITS * max(limits))
 
 

@@ -99,13 +99,11 @@ class RunReport(Observer):
         self._alarms, self._evaluations, self._resumption = alarms or Alarms(()), evaluations, resumption
         self._trace, self._samples, self._clock = trace, samples, clock
         self._previous_lives_s = resumption.recovered.elapsed_s if resumption else 0.0
-        self._began = False
         self._started = self._progressed_at = clock()
         self._timer = StepTimer(clock, rollout, capacity)
         self._trained: dict[int, _Trained] = {}
-        self._rewards = RewardCalls()
-        self._rounds: Counter[str] = Counter()
-        self._round_kind, self._recovered = "", -1
+        self._rewards, self._rounds = RewardCalls(), Counter[str]()
+        self._began, self._round_kind, self._recovered = False, "", -1
         self.trajectories = TrajectoryStats(trace, length_limit)
         self._last_load = EngineLoad()
         self._notify: Callable[[ControlEvent], None] = lambda event: None
@@ -305,8 +303,10 @@ class RunReport(Observer):
         return metrics | self.waits.take(times.ended_at)
 
     def _shell(self) -> ShellView:
+        rollout = self._rollout()
         return ShellView(
-            sampling=self._rollout().running,
+            sampling=rollout.running,
+            environment=rollout.environment,
             scoring=self._rewards_in_flight(),
             capacity=self._capacity,
             engines=self._serving(),

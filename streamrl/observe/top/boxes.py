@@ -24,7 +24,7 @@ REASONS = {
     "training": ("T", "black on green"), "push": ("P", "white on blue"), "evaluation": ("E", "black on white"),
     "checkpoint": ("C", "black on bright_blue"), "prompts": ("q", "black on bright_yellow"),
     "recovery": ("r", "white on red"), "engine_start": ("s", "black on bright_red"),
-    "paused": ("-", "black on bright_white"), "shutdown": ("x", "dim"),
+    "paused": ("-", "black on bright_white"), "shutdown": ("x", "dim"), "environment": ("e", "black on bright_green"),
 }  # fmt: skip
 OTHER = ("c", "")
 Draw = Callable[[Picture, int, int, str], list[Text]]
