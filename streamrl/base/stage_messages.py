@@ -87,7 +87,7 @@ TrajectoryOutcome = EndedOutcome | TrajectoryPaused
 
 class RolloutStatistics(Record, frozen=True):
     """``busy_seconds``: integral of running trajectories over time, no more than the capacity at once;
-    ``working_seconds``: time in which one ran; both without pauses of all engines. ``environment``: trajectories between
+    ``working_seconds``: time in which one ran; both without pauses of all engines. ``environment``: those between
     two turns. ``verified_tokens``: of deferred completions, that were kept; ``accepted_tokens`` of them the new weights
     chose, too: they are not decoded again."""
 

@@ -22,8 +22,8 @@ TAIL_SHARE = 0.25
 
 
 class WaitReason(StrEnum):
-    """``tail``: few trajectories still run, and no other can be launched. ``environment``: fewer are sampled than are in
-    their environments, and most engines idle. ``control``: none of the others; what has happened is on its way to
+    """``tail``: few trajectories still run, and no other can be launched. ``environment``: fewer are sampled than are
+    in their environments, and most engines idle. ``control``: none of the others; what has happened is on its way to
     control. ``paused``: a person paused launches. ``recovery``: no engine serves, or the run is being restored."""
 
     ENGINE_START = "engine_start"
@@ -44,8 +44,8 @@ class WaitReason(StrEnum):
 
 class ShellView(msgspec.Struct, frozen=True, kw_only=True):
     """Facts that only the shell knows. ``sampling``: trajectories on the engines, those of an evaluation with them;
-    ``environment``: those between two turns; ``scoring``: those without a reward; ``capacity``: how many the engines can
-    run; ``engines``: how many serve; ``recovering``: the run is being restored from its journal."""
+    ``environment``: those between two turns; ``scoring``: those without a reward; ``capacity``: how many the engines
+    can run; ``engines``: how many serve; ``recovering``: the run is being restored from its journal."""
 
     sampling: int = 0
     scoring: int = 0
