@@ -50,7 +50,8 @@ WINGS = {
     ),
     "launch/hub": ("recipe/rules",),
     "launch/models": (
-        "engines/vllm", "observe/follow", "recipe/rules", "rewards/calls", "run/evaluate", "run/prompts",
+        "engines/vllm", "observe/follow", "recipe/rules", "rewards/calls", "run/environments", "run/evaluate",
+        "run/prompts",
     ),
     "launch/plan": (
         "engines/vllm", "observe/trackers", "pretrained/turns", "recipe/rules", "rewards/calls", "rewards/judge",

@@ -76,6 +76,11 @@ async def try_recipe(
         raise RecipeError(
             f"--completions {completions}: a group has {size} (rollout.group_size): give as many at least"
         )
+    if recipe.environment.given:
+        raise RecipeError(
+            "environment: `try` samples single completions, and this recipe has an environment: run a step of it "
+            "(run.steps=1), and look at it with `streamrl samples`"
+        )
     rewards = [reward for reward in recipe.rewards if reward.function != "judge" or reward.options.get("endpoint")]
     if len(rewards) < len(recipe.rewards):
         say("the run's own judge is not started: rewards that ask it are left out")

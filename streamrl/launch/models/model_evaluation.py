@@ -7,10 +7,12 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 
+import anyio
 import msgspec
 from msgspec import structs
 
@@ -25,10 +27,12 @@ from streamrl.recipe.sections import Evaluation, Recipe
 from streamrl.recipe.topology import ProcessPlan, Role
 from streamrl.rewards.calls.reward_set import RewardSet, opened_rewards
 from streamrl.rewards.signature import needed_columns
+from streamrl.run.environments.here import worker_here
 from streamrl.run.evaluate.evaluation import EvaluationRun, HeldOut, read_held_out, scores_by_prompt, values_by_prompt
 from streamrl.run.prompts.prompt_spec import prompt_sources
 from streamrl.run.prompts.prompts import check_prompts
-from streamrl.stages.episodes import Episodes
+from streamrl.stages.environment import EnvironmentStage
+from streamrl.stages.episodes import Episode, Episodes, one_completion
 
 _WIDTH = NormalDist().inv_cdf(0.975)
 Ended = Callable[[EvaluationRun], None]
@@ -69,7 +73,8 @@ async def evaluate_model(
     async with opened_rewards(recipe.rewards, recipe.reward_limits, tokenizer) as rewards:
         columns = needed_columns(rewards.signatures)
         _, *sources = prompt_sources(recipe).values()
-        if problems := [line for one in sources for line in check_prompts(one, tokenizer, columns, longest)]:
+        reader = None if recipe.environment.given else tokenizer
+        if problems := [line for one in sources for line in check_prompts(one, reader, columns, longest)]:
             raise RecipeError(*problems)
         held_out = await read_held_out(recipe, tokenizer, in_flight=recipe.engines.max_num_seqs)
         limited = {"every": 1, "limit": recipe.evaluation.limit}  # the limits of sets are those of a run's steps
@@ -77,7 +82,20 @@ async def evaluate_model(
         held_out = structs.replace(held_out, sets=sets)
         async with started_engine(recipe) as engine:
             chosen = [structs.replace(held_out, settings=settings) for settings in passes]
-            return [await _pass(recipe, one, version, engine, rewards, ended) for one in chosen]
+            async with _episode(recipe, tokenizer) as episode:
+                return [await _pass(recipe, one, version, engine, rewards, ended, episode) for one in chosen]
+
+
+@contextlib.asynccontextmanager
+async def _episode(recipe: Recipe, tokenizer: Tokenizer) -> AsyncIterator[Episode]:
+    """The episode of a recipe, whose environment runs in this process."""
+    if not recipe.environment.given:
+        yield one_completion
+        return
+    async with anyio.create_task_group() as nursery:
+        stage = EnvironmentStage([partial(worker_here, recipe.environment, tokenizer, nursery)])
+        async with stage.running():
+            yield stage.episode
 
 
 class _RewardsHere:
@@ -95,12 +113,12 @@ class _RewardsHere:
 
 
 async def _pass(
-    recipe: Recipe, held_out: HeldOut, version: int, engine: Sampler, rewards: RewardSet, ended: Ended
+    recipe: Recipe, held_out: HeldOut, version: int, engine: Sampler, rewards: RewardSet, ended: Ended, episode: Episode
 ) -> EvaluatedPass:
     """The episodes of a run, without control."""
     settings, sampling = held_out.settings, recipe.sampling
     evaluation = EvaluationRun(held_out, version, limit=settings.limit, seed=recipe.run.seed)
-    episodes = Episodes(engine, sampling, _RewardsHere(rewards), Journal())
+    episodes = Episodes(engine, sampling, _RewardsHere(rewards), Journal(), episode=episode)
 
     async def progressed() -> None:
         ended(evaluation)

@@ -1,0 +1,35 @@
+"""An environment worker in the caller's own process, for commands that evaluate a model without a run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio.abc
+
+from streamrl.base.messages import EnvironmentEvent, EnvironmentOrder
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.stream import ReceiveStream, SendStream, exchange_hello
+from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.recipe.environment import Environment
+from streamrl.run.environments.worker import run_environment_worker
+
+_WINDOW = 64
+
+
+@asynccontextmanager
+async def worker_here(
+    environment: Environment, tokenizer: Tokenizer, nursery: anyio.abc.TaskGroup
+) -> AsyncIterator[tuple[SendStream[EnvironmentOrder], ReceiveStream[EnvironmentEvent]]]:
+    """Streams to a worker that is a task of ``nursery``. User code that blocks the event loop blocks the caller."""
+    orders, take_orders = memory_stream(_WINDOW)
+    events, take_events = memory_stream(_WINDOW)
+
+    async def work() -> None:
+        async with take_orders, events:
+            await run_environment_worker(environment, tokenizer, 0, take_orders, events, owns_process=False)
+
+    nursery.start_soon(work)
+    async with orders, take_events:
+        await exchange_hello(take_events.receive, orders)
+        yield orders, take_events
