@@ -25,6 +25,7 @@ from streamrl.base.types import (
     FinishReason,
     Prompt,
     RewardFailure,
+    ScoredTrajectory,
     Trajectory,
     TrajectoryId,
     VersionSpan,
@@ -132,6 +133,12 @@ async def outlives(model, **columns):
             LEFT.append(str(error))
     TASKS.append(asyncio.create_task(later()))
     return 1.0
+
+class Slow:
+    def reset(self): return "begin"
+    def step(self, text):
+        time.sleep(0.3)
+        return "", 1.0, True, False, {}
 
 def plain(model): ...
 """
@@ -358,6 +365,15 @@ async def test_a_game_of_gymnasium_is_played_to_its_end(qwen: Tokenizer, code: C
         assert "you said move 1" in shown(qwen, trajectory) and "level 3" in shown(qwen, trajectory)
     first, second = module_of(code).LEFT
     assert first == second  # siblings play the same game
+
+
+async def test_many_games_that_sleep_do_so_at_once(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    run = Run(Environment(env=code("Slow"), seconds=2.0), qwen, lambda text: "ok")
+    with anyio.fail_after(60):
+        async with run.running() as episodes:
+            for sample in range(300):  # in 40 threads, the usual number, the last would be late
+                run.launch(episodes, {}, sample)
+    assert [type(outcome.outcome) for outcome in run.outcomes] == [ScoredTrajectory] * 300
 
 
 async def test_a_coroutine_talks_and_rewards(qwen: Tokenizer, code: Callable[[str], str]) -> None:

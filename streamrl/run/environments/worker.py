@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
-import anyio.abc
+import anyio.to_thread
 
 from streamrl.base.messages import (
     BeginEpisode,
@@ -48,6 +48,7 @@ from streamrl.run.environments.tools import ToolLimits
 from streamrl.run.environments.turns import CallRecord, EpisodeLimit, LimitedTurns, SampledTurn
 
 _BLOCKED_S, _HEARTBEAT_S, _CLOSE_LIMIT_S = 30.0, 0.5, 5.0
+_THREADS = 1024  # of functions that are no coroutines: a call that sleeps may not keep others waiting
 _log = logging.getLogger(__name__)
 
 
@@ -67,6 +68,8 @@ async def run_environment_worker(
     chat_model = ChatModel(tokenizer, environment.tool_format, limits)
     episode, _ = load_episode(environment, chat_model)
     serving = _Serving(environment, chat_model, episode)
+    threads = anyio.to_thread.current_default_thread_limiter()
+    threads.total_tokens = max(threads.total_tokens, _THREADS)
     async with _watched(owns_process):
         await send_hello(events, orders, EnvironmentReady(worker=worker))
         await converse(lambda: serving.receive(orders), lambda: serving.send(events))
