@@ -137,7 +137,7 @@ async def outlives(model, **columns):
 class Slow:
     def reset(self): return "begin"
     def step(self, text):
-        time.sleep(0.3)
+        time.sleep(2.5)
         return "", 1.0, True, False, {}
 
 def plain(model): ...
@@ -368,7 +368,7 @@ async def test_a_game_of_gymnasium_is_played_to_its_end(qwen: Tokenizer, code: C
 
 
 async def test_many_games_that_sleep_do_so_at_once(qwen: Tokenizer, code: Callable[[str], str]) -> None:
-    run = Run(Environment(env=code("Slow"), seconds=2.0), qwen, lambda text: "ok")
+    run = Run(Environment(env=code("Slow"), seconds=15.0), qwen, lambda text: "ok")
     with anyio.fail_after(60):
         async with run.running() as episodes:
             for sample in range(300):  # in 40 threads, the usual number, the last would be late
