@@ -8,16 +8,17 @@ from typing import Protocol
 import msgspec
 
 from streamrl.base.messages import ReturnedCall
-from streamrl.base.types import FinishReason, TokenArray
+from streamrl.base.types import FinishReason, FloatArray, TokenArray, float_array
 
 
 class SampledTurn(msgspec.Struct, frozen=True):
     """``number``: of the turn in its trajectory, from 0; ``token_ids``: as they were sampled, the end token among
-    them."""
+    them; ``logprobs``: float32, of each (empty: they are not known here)."""
 
     number: int
     token_ids: TokenArray
     finish_reason: FinishReason
+    logprobs: FloatArray = msgspec.field(default_factory=float_array)
 
 
 class TurnSampler(Protocol):

@@ -1,0 +1,286 @@
+"""One trajectory behind the endpoint: a request of any API is matched to the sampled turn that it goes on from, and is
+answered once, however often a client repeats it. What was sampled is never tokenised again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from streamrl.base.errors import StreamRLError
+from streamrl.base.types import FinishReason, TokenArray
+from streamrl.pretrained.turns.seam import CalledTool, CannotContinueError, ChatMessage, ChatSeams
+from streamrl.pretrained.turns.template_facts import template_facts, without_special_tokens
+from streamrl.pretrained.turns.tool_calls import ParsedTurn, parse_turn
+from streamrl.run.environments.chat import ChatModel
+from streamrl.run.environments.turns import EpisodeLimit, SampledTurn, TurnSampler
+
+ENDED = "the trajectory of this key has ended"
+_LARGE, _TOOL_SETS = 1 << 17, 8
+
+log = logging.getLogger(__name__)
+
+
+class ApiError(StreamRLError):
+    """A request that is refused with an HTTP ``status``; the message goes to the client in the form of its API."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+Digest = tuple[bytes, str]
+"""A message without its reasoning, and the reasoning, which a client may leave out of what it sends back."""
+Appended = tuple[TokenArray, str, int]
+"""Token ids (int32), the ``SeamKind`` (empty for a first prompt), and how many special tokens were broken in texts."""
+
+
+class ChatRequest(msgspec.Struct, frozen=True):
+    """A request in one form for all APIs. ``messages``, ``tools``: as chat templates take them, with their digests;
+    ``most_tokens``: of the answer (0: the run's limit); ``calls``: tools may be called; ``usage``: wanted in a stream;
+    ``ignored``: names of parameters that are the run's; ``digest``: the same for equal requests."""
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]]
+    chat: Sequence[Digest]
+    tool_set: bytes
+    digest: bytes
+    model: str
+    most_tokens: int
+    stream: bool
+    calls: bool
+    usage: bool
+    logprobs: bool
+    ignored: Sequence[str]
+
+
+class ChatAnswer(msgspec.Struct, frozen=True):
+    """The answer to a request. ``calls``: as chat templates take them; ``identity``: random, the same in every
+    repetition; ``created``: seconds since 1970."""
+
+    turn: SampledTurn
+    text: str
+    reasoning: str
+    calls: Sequence[dict[str, Any]]
+    prompt_tokens: int
+    identity: str
+    created: int
+
+
+class ChatTokens:
+    """Chats of ``model`` with ``tools`` (JSON schemas) as tokens."""
+
+    def __init__(self, model: ChatModel, tools: Sequence[Any]) -> None:
+        self._tokenizer, self._given = model.tokenizer, tools
+        shown, self._in_tools = self._broken(tools)
+        self._tools = shown or None
+        self._call_format = model.tool_format if tools else ""
+        self._seams = ChatSeams(self._tokenizer, self._tools)
+        self._opens_reasoning = template_facts(self._tokenizer, self._tools).opens_reasoning
+
+    def first(self, messages: Sequence[ChatMessage]) -> Appended:
+        """Tokens of a chat up to where the assistant begins, in the model's own template. Raises ``ChatError``."""
+        shown, broken = self._broken(_named(messages))
+        return self._tokenizer.encode_chat(shown, self._tools), "", broken + self._in_tools
+
+    def behind(self, messages: Sequence[ChatMessage], turn: int, calls: Sequence[CalledTool], last: int) -> Appended:
+        """Tokens between a sampled turn and the next one. ``messages``: the chat, in which ``turn`` is the place of the
+        sampled turn; ``calls``: of that turn; ``last``: its last token. Raises ``CannotContinueError``."""
+        shown, broken = self._broken(_named(messages)[turn + 1 :])
+        seam = self._seams.seam(messages[:turn], calls, shown, last)
+        return seam.token_ids, seam.kind.value, broken
+
+    def parse(self, turn: SampledTurn, *, calls: bool) -> ParsedTurn:
+        """The parts of a turn. Its calls count where it ended by itself and ``calls`` may be made; a call that JSON
+        cannot hold (half of a character, a number without end) does not."""
+        ids, call_format = turn.token_ids, self._call_format if calls and self._given else "hermes"
+        ids = ids[:-1] if ids and ids[-1] in self._tokenizer.eos_token_ids else ids
+        text, inside = self._tokenizer.decode(ids, skip_special=False), self._opens_reasoning
+        ended = calls and turn.finish_reason is FinishReason.STOP
+        parsed = parse_turn(text, call_format, self._given, ended=ended, in_reasoning=inside)
+        try:
+            json.dumps([call.arguments for call in parsed.calls], ensure_ascii=False, allow_nan=False).encode()
+        except ValueError:
+            return parse_turn(text, call_format, self._given, ended=False, in_reasoning=inside)
+        return parsed
+
+    def _broken(self, value: Any) -> tuple[Any, int]:
+        """``value`` with all special tokens in its texts broken apart, and how many they were."""
+        if isinstance(value, str):
+            return without_special_tokens(self._tokenizer, value) if value else (value, 0)
+        if isinstance(value, Mapping):
+            keys, values = self._broken(list(value)), self._broken(list(value.values()))
+            return dict(zip(keys[0], values[0], strict=True)), keys[1] + values[1]
+        if isinstance(value, list | tuple):
+            parts = [self._broken(one) for one in value]
+            return [part for part, _ in parts], sum(broken for _, broken in parts)
+        return value, 0
+
+
+def _named(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """``messages``, with the name of the tool in every result of one: some templates write it."""
+    names = {one["id"]: one["function"]["name"] for message in messages for one in message.get("tool_calls", ())}
+    return [
+        {"name": names[message["tool_call_id"]], **message} if message.get("tool_call_id") in names else message
+        for message in messages
+    ]
+
+
+class _Node:
+    """A request and its answer. ``end``: messages of the chat with the answer; ``children``: nodes that go on from it;
+    ``tokens``: of the sequence with the answer."""
+
+    def __init__(self, parent: _Node | None, request: ChatRequest) -> None:
+        self.parent, self.chat, self.tool_set, self.digest = parent, request.chat, request.tool_set, request.digest
+        self.end, self.children, self.tokens = len(request.chat) + 1, 0, 0
+        self.done = anyio.Event()
+        self.failure = ApiError(410, ENDED)
+        self.answer: ChatAnswer | None = None
+        self.said: Digest = b"", ""
+
+    def is_begin_of(self, chat: Sequence[Digest]) -> bool:
+        """Whether ``chat`` goes on from this answer, if it does from that of ``parent``."""
+        begin, at = self.parent.end if self.parent else 0, self.end - 1
+        if self.answer is None or len(chat) <= at or chat[at][0] != self.said[0]:
+            return False
+        same = all(one[0] == other[0] for one, other in zip(chat[begin:at], self.chat[begin:], strict=True))
+        return same and chat[at][1] in ("", self.said[1])
+
+
+class EndpointSession:
+    """The chats of one trajectory, whose requests have ``key``. ``turns_at_once``: calls of ``sampler`` at once.
+    ``figures``: counts by name, for the end of the episode."""
+
+    def __init__(self, key: str, sampler: TurnSampler, model: ChatModel, *, turns_at_once: int = 1) -> None:
+        self.key, self.figures, self.open_requests = key, Counter[str](), 0
+        self.model, self._sampler, self._free = model, sampler, anyio.Semaphore(turns_at_once)
+        self._nodes: list[_Node] = []
+        self._requests: dict[bytes, _Node] = {}
+        self._chats: dict[bytes, ChatTokens] = {}
+        self._sampling: set[anyio.CancelScope] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """End the trajectory: what is being sampled is cancelled, and all requests are answered with 410."""
+        self._closed = True
+        for scope in self._sampling:
+            scope.cancel()
+
+    async def answer(self, request: ChatRequest, *, retry: bool = False, again: bool = False) -> ChatAnswer:
+        """Answer ``request``. One that is being answered, or was and not gone on from, has the same answer again.
+        ``retry``: the client says that it repeats the request, which has the same answer whatever followed it;
+        ``again``: another answer is wanted. Raises ``ApiError``."""
+        if self._closed:
+            raise ApiError(410, ENDED)
+        self.figures.update(f"ignored/{name}" for name in request.ignored)
+        node = self._requests.get(request.digest)
+        if node is None or not (retry or not (again or node.children)):
+            # There is no await from here to where the node is known: that is the lock of the trajectory.
+            node = _Node(self._place(request), request)
+            self._nodes.append(node)
+            self._requests[request.digest] = node
+            await self._fill(node, request)
+        else:
+            self.figures["retries"] += 1
+            await node.done.wait()
+        if node.answer is None:
+            raise node.failure
+        return node.answer
+
+    def _place(self, request: ChatRequest) -> _Node | None:
+        """The deepest answer that a chat goes on from, of several the latest; None: it begins a new sequence."""
+        found: set[_Node | None] = {None}
+        deepest: _Node | None = None
+        for node in self._nodes:
+            if node.parent in found and node.tool_set == request.tool_set and node.is_begin_of(request.chat):
+                found.add(node)
+                deepest = node if deepest is None or node.end >= deepest.end else deepest
+        return deepest
+
+    async def _fill(self, node: _Node, request: ChatRequest) -> None:
+        """Sample the answer of ``node``. A node without one is forgotten: the request, repeated, is sampled."""
+        parent, scope = node.parent, anyio.CancelScope()
+        if parent is not None:
+            parent.children += 1
+        self._sampling.add(scope)
+        try:
+            with scope:
+                await self._sample(node, request)
+        except (StreamRLError, EpisodeLimit, RecursionError) as error:
+            node.failure = error if isinstance(error, ApiError) else ApiError(400, str(error))
+        except Exception as error:
+            log.exception("a request of an agent could not be answered")
+            node.failure = ApiError(500, f"the turn could not be sampled ({type(error).__name__}: {error})")
+        finally:
+            self._sampling.discard(scope)
+            if node.answer is None:
+                self._nodes.remove(node)
+                if parent is not None:
+                    parent.children -= 1
+                if self._requests.get(node.digest) is node:
+                    del self._requests[node.digest]
+            node.done.set()
+
+    async def _sample(self, node: _Node, request: ChatRequest) -> None:
+        work = partial(self._appended, node, request)
+        large = sum(len(message["content"]) for message in request.messages) > _LARGE
+        tokens, (appended, seam, broken) = await anyio.to_thread.run_sync(work) if large else work()
+        parent = node.parent
+        after = parent.answer.turn.number if parent is not None and parent.answer is not None else -1
+        async with self._free:
+            turn = await self._sampler.sample(appended, after=after, most_tokens=request.most_tokens)
+        prompt_tokens = (parent.tokens if parent is not None else 0) + len(appended)
+        node.tokens = prompt_tokens + len(turn.token_ids)
+        parsed = tokens.parse(turn, calls=request.calls)
+        self.figures.update(["turns", f"seams/{seam}" if seam else "sequences"])
+        self.figures["special_tokens"] += broken
+        self.figures["malformed_calls"] += request.calls and bool(request.tools) and bool(parsed.problem)
+        calls = []
+        for place, call in enumerate(parsed.calls):  # ids of nine characters, as templates of Mistral want them
+            function = {"name": call.name, "arguments": call.arguments}
+            calls.append({"id": f"c{turn.number:04d}{place:04d}", "type": "function", "function": function})
+        text, thought, made = parsed.text, parsed.reasoning, (secrets.token_hex(12), int(time.time()))
+        node.said = message_digest(
+            {"role": "assistant", "content": text, "tool_calls": calls, "reasoning_content": thought}
+        )
+        node.answer = ChatAnswer(turn, text, thought, calls, prompt_tokens, *made)
+
+    def _appended(self, node: _Node, request: ChatRequest) -> tuple[ChatTokens, Appended]:
+        tokens = self._chats.get(request.tool_set)
+        if tokens is None:
+            if len(self._chats) == _TOOL_SETS:
+                self._chats.clear()
+            tokens = self._chats[request.tool_set] = ChatTokens(self.model, request.tools)
+        if node.parent is not None and (answer := node.parent.answer) is not None:
+            calls = [CalledTool(call["function"]["name"], call["id"]) for call in answer.calls]
+            last = answer.turn.token_ids[-1] if answer.turn.token_ids else -1
+            try:
+                return tokens, tokens.behind(request.messages, node.parent.end - 1, calls, last)
+            except CannotContinueError:
+                self.figures["not_continued"] += 1
+                node.parent = None  # a sequence of its own, which the template writes as a whole
+        return tokens, tokens.first(request.messages)
+
+
+def digest_of(*values: Any) -> bytes:
+    """A digest of JSON values, the same whatever the order of keys and however a whole number is written."""
+    numbers_alike = json.loads(json.dumps(values), parse_int=float)
+    return blake2b(json.dumps(numbers_alike, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def message_digest(message: Mapping[str, Any]) -> Digest:
+    """The digest of a message as chat templates take it."""
+    text = message["content"].strip() if message["role"] == "assistant" else message["content"]
+    calls = [(one["id"], one["function"]) for one in message.get("tool_calls", ())]
+    said = digest_of(message["role"], text, calls, message.get("tool_call_id", ""))
+    return said, message.get("reasoning_content", "").strip()
