@@ -120,8 +120,9 @@ class EnvironmentResult(Record, frozen=True):
 
 
 class Trajectory(Record, frozen=True):
-    """The whole attempt at a prompt: one or more segments. The first is not trained where an environment wrote it.
-    ``environment``: None: the run has none."""
+    """The whole attempt at a prompt: one or more segments in the order of sampling. They are one sequence, or, where
+    ``Segment.follows`` says so, a tree with a sequence to each leaf. The first is not trained where an environment
+    wrote it. ``environment``: None: the run has none."""
 
     id: TrajectoryId
     prompt: Prompt
@@ -199,13 +200,14 @@ class RewardFailure(Record, frozen=True, tag=True):
 
 
 class TrainingSample(Record, frozen=True):
-    """Input of the trainer: prompt and segments joined, with a loss mask.
+    """Input of the trainer: one trajectory, prompt and segments joined, with a loss mask.
 
     ``token_ids``: int32 [T] (prompt first); ``loss_mask``: uint8 [T], 1 where the token is trained;
     ``behavior_logprobs``: float32 [T], 0 where ``loss_mask`` is 0. ``oldest_version`` and ``newest_version`` bound the
     policy versions of its trained tokens; where they differ, ``version_spans`` says which of ``token_ids`` is of which.
     ``separate_rewards``: weight and value of each reward that is compared alone; empty: ``reward`` is compared.
-    ``temperature``: that sampled it, where it is not the recipe's."""
+    ``temperature``: that sampled it, where it is not the recipe's. ``sequence_starts``: where each of several sequences
+    begins in ``token_ids``, with the prompt again; empty: there is one."""
 
     id: TrajectoryId
     token_ids: TokenArray
@@ -218,6 +220,7 @@ class TrainingSample(Record, frozen=True):
     separate_rewards: dict[str, tuple[float, float]] = {}
     version_spans: tuple[VersionSpan, ...] = ()
     temperature: float | None = None
+    sequence_starts: tuple[int, ...] = ()
 
     @property
     def trained_tokens(self) -> int:
@@ -234,21 +237,28 @@ class TrainingGroup(Record, frozen=True):
 
 
 def to_training_sample(scored: ScoredTrajectory, temperature: float | None = None) -> TrainingSample:
-    """Join prompt and segments of a scored trajectory into one sequence with a loss mask."""
-    trajectory = scored.trajectory
-    token_ids = token_array(trajectory.prompt.token_ids)
-    loss_mask = bytearray(len(token_ids))
-    logprobs = float_array(bytes(4 * len(token_ids)))
+    """Join prompt and segments of a scored trajectory, sequence after sequence, with a loss mask. Raises
+    ``ValueError`` where a segment follows one that does not come before it."""
+    trajectory, prompt = scored.trajectory, scored.trajectory.prompt.token_ids
+    token_ids, logprobs, loss_mask = token_array(), float_array(), bytearray()
     spans: list[VersionSpan] = []
-    for segment in trajectory.segments:
-        count, before = len(segment.token_ids), len(token_ids)
-        spans += [
-            VersionSpan(start=before + span.start, end=before + span.end, policy_version=span.policy_version)
-            for span in segment.version_spans
-        ]
-        token_ids.extend(segment.token_ids)
-        loss_mask.extend((b"\x01" if segment.trained else b"\x00") * count)
-        logprobs.extend(segment.behavior_logprobs if segment.trained else float_array([0.0]) * count)
+    starts: list[int] = []
+    for path, trained in _sequences(trajectory):
+        starts.append(len(token_ids))
+        token_ids.extend(prompt)
+        loss_mask.extend(bytes(len(prompt)))
+        logprobs.extend(float_array([0.0]) * len(prompt))
+        for index in path:
+            segment, before = trajectory.segments[index], len(token_ids)
+            count = len(segment.token_ids)
+            token_ids.extend(segment.token_ids)
+            loss_mask.extend((b"\x01" if index in trained else b"\x00") * count)
+            logprobs.extend(segment.behavior_logprobs if index in trained else float_array([0.0]) * count)
+            spans += [
+                VersionSpan(start=before + span.start, end=before + span.end, policy_version=span.policy_version)
+                for span in segment.version_spans
+                if index in trained
+            ]
     return TrainingSample(
         id=trajectory.id,
         token_ids=token_ids,
@@ -261,4 +271,30 @@ def to_training_sample(scored: ScoredTrajectory, temperature: float | None = Non
         separate_rewards=scored.separate_rewards,
         version_spans=tuple(spans) if trajectory.oldest_version < trajectory.newest_version else (),
         temperature=temperature,
+        sequence_starts=tuple(starts) if len(starts) > 1 else (),
     )
+
+
+def _sequences(trajectory: Trajectory) -> list[tuple[list[int], set[int]]]:
+    """Segments from the prompt to each leaf, and those among them that are trained there: each sampled one in the first
+    sequence that holds it. A sequence that trains nothing is left out, unless there is no other.
+
+    In the order of the last turn that was sampled in each: the last one of the trajectory ends the last sequence."""
+    before = [index - 1 if one.follows is None else one.follows for index, one in enumerate(trajectory.segments)]
+    for index, parent in enumerate(before):
+        if not -1 <= parent < index:
+            raise ValueError(
+                f"segment {index} of trajectory {trajectory.id} follows {parent}: name an earlier one, or -1"
+            )
+    sampled = {index for index, one in enumerate(trajectory.segments) if one.trained and one.token_ids}
+    paths = []
+    for leaf in sorted(set(range(len(before))) - set(before)):
+        path = [leaf]
+        while before[path[-1]] >= 0:
+            path.append(before[path[-1]])
+        paths.append(path[::-1])
+    found = []
+    for path in sorted(paths, key=lambda path: max(sampled.intersection(path), default=-1)):
+        if trained := sampled.intersection(path).difference(*(own for _, own in found)):
+            found.append((path, trained))
+    return found or [(paths[0] if paths else [], set())]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from streamrl.base.types import Prompt, token_array
+from builders import trajectory
+
+from streamrl.base.types import Prompt, ScoredTrajectory, Segment, VersionSpan, float_array, token_array
 from streamrl.buffers.trajectory_store import FEW_PROMPTS, TrajectoryStore
+from streamrl.run.journal.records import JournalCodec, content_records, scored_trajectory, trajectory_of
 
 
 def prompts(first: int, count: int) -> list[Prompt]:
@@ -38,3 +41,20 @@ def test_all_stay_where_all_are_needed() -> None:
         store.add_prompts(prompts(first, 100))
         store.forget_other_prompts(needed)
     assert len(store.prompts) >= 64 * FEW_PROMPTS and asked < 10
+
+
+def test_a_tree_of_turns_comes_back_from_the_journal_and_is_one_sample() -> None:
+    turns = tuple(
+        Segment(token_array([7, index]), True, float_array([-1.0] * 2), (VersionSpan(0, 2, index),), follows)
+        for index, follows in enumerate((None, 0, 0, -1))
+    )
+    scored = ScoredTrajectory(trajectory=trajectory(segments=turns), reward=1.0)
+    codec, store = JournalCodec(), TrajectoryStore()
+    sampled, reward = (codec.decode(codec.encode(record)) for record in content_records(scored.trajectory.id, scored))
+    store.add(scored_trajectory(trajectory_of(sampled, scored.trajectory.prompt), reward))
+    assert store.scored([scored.trajectory.id]) == [scored]
+    (sample,) = store.training_group(0, 0, [scored.trajectory.id]).samples
+    assert (sample.trained_tokens, sample.oldest_version, sample.newest_version) == (8, 0, 3)
+    assert list(sample.token_ids) == [4, 5, 7, 0, 7, 1, 4, 5, 7, 0, 7, 2, 4, 5, 7, 3]
+    assert sample.loss_mask == bytes([0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1, 1])
+    assert sample.sequence_starts == (0, 6, 12)

@@ -1,8 +1,9 @@
 """Losses and gradients of every objective through the real trainer, against a float64 reference written out here.
 
-The reference takes one unpadded sequence at a time through transformers' own model and shares no code with
-``streamrl.learning``. The batch has 19 samples in groups of 4, 3, 5, 2, 4 and 1 and a number of tokens that neither 2
-nor 3 divides; tokens of four versions, also inside a sample; two turns; truncated samples; a group of equal rewards."""
+The reference takes one sampled turn at a time, behind all that it goes on from, through transformers' own model and
+shares no code with ``streamrl.learning``. The batch has 19 trajectories in groups of 4, 3, 5, 2, 4 and 1 and a number
+of tokens that neither 2 nor 3 divides; tokens of four versions, also inside a turn; several turns; forks and several
+sequences; truncated ones; a group of equal rewards."""
 
 from __future__ import annotations
 
@@ -19,11 +20,23 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from reference_policy import reference_logprobs, reference_model, relative_error, stepped_gradient  # noqa: E402
+from reference_policy import reference_model, relative_error, stepped_gradient  # noqa: E402
 from sample_groups import make_groups, train_batch  # noqa: E402
 from torch.func import functional_call  # noqa: E402
 
-from streamrl.base.types import TrainingGroup, TrainingSample, VersionSpan, float_array  # noqa: E402
+from streamrl.base.types import (  # noqa: E402
+    FinishReason,
+    Prompt,
+    ScoredTrajectory,
+    Segment,
+    TrainingGroup,
+    Trajectory,
+    TrajectoryId,
+    VersionSpan,
+    float_array,
+    to_training_sample,
+    token_array,
+)
 from streamrl.learning.model import policy  # noqa: E402
 from streamrl.recipe.objective import (  # noqa: E402
     KlEstimator,
@@ -47,38 +60,103 @@ TOLERANCE = 3e-6
 DEFAULT, BEHAVIOR = OffPolicy(cap=1.3), OffPolicy(proximal=Proximal.BEHAVIOR)
 
 
+# Whether each segment is sampled and what it goes on from; the sampled ones in the order in which they are trained.
+ENVIRONMENT = (False, None)
+SAMPLED = (True, None)
+SHAPES: list[tuple[list[tuple[bool, int | None]], list[int]]] = [
+    ([SAMPLED], [0]),
+    ([SAMPLED, ENVIRONMENT, SAMPLED], [0, 2]),
+    ([SAMPLED, ENVIRONMENT, SAMPLED, (False, 0), SAMPLED], [0, 2, 4]),  # a fork
+    (  # two conversations in turns, without a prompt
+        [ENVIRONMENT, SAMPLED, (False, -1), SAMPLED, (False, 1), SAMPLED, (False, 3), SAMPLED],
+        [1, 5, 3, 7],
+    ),
+    (  # the prompt twice, a fork of three, a summary in place of the history; nothing is sampled behind the last one
+        [SAMPLED, (True, -1), (False, 0), SAMPLED, (False, 0), SAMPLED, (True, 0), (False, -1), SAMPLED, (False, 1)],
+        [1, 0, 3, 5, 6, 8],
+    ),
+]
+
+
+class Turn(NamedTuple):
+    """``tokens``: all that it goes on from, and the ``behavior.numel()`` ones that were sampled, of these versions."""
+
+    tokens: list[int]
+    behavior: Any
+    ages: Any
+
+
+class Sampled(NamedTuple):
+    """What the reference knows of a trajectory."""
+
+    id: TrajectoryId
+    reward: float
+    truncated: bool
+    turns: list[Turn]
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(turn.behavior.numel() for turn in self.turns)
+
+    @property
+    def behavior(self) -> Any:
+        return torch.cat([turn.behavior for turn in self.turns])
+
+
+class Batch(NamedTuple):
+    groups: list[TrainingGroup]
+    sampled: list[list[Sampled]]
+
+
 @pytest.fixture(scope="module")
-def groups(tiny_model: str) -> list[TrainingGroup]:
+def batch(tiny_model: str) -> Batch:
     """The batch of the module's docstring; behaviour logprobs are the policy's plus noise (standard deviation 0.4)."""
-    model, rng, found, index = reference_model(tiny_model), random.Random(1), [], 0
+    model, rng, index = reference_model(tiny_model), random.Random(1), 0
+    found = Batch([], [])
     for group in make_groups(0, SIZES, seed=4):
-        members = []
+        samples, sampled = [], []
         for sample in group.samples:
-            mask, prompt = bytearray(sample.loss_mask), sample.loss_mask.index(1)
-            if index % 3 == 1 and sample.trained_tokens > 6:
-                mask[prompt + 3 : prompt + 5] = b"\0\0"  # an environment's turn
-            oldest, newest, spans = -(index % 4), -(index % 4), ()
-            if index % 5 == 4:
-                oldest, newest, middle = -3, 0, prompt + sample.trained_tokens // 2
-                spans = (VersionSpan(prompt, middle, -3), VersionSpan(middle, len(mask), 0))
-            sample = msgspec.structs.replace(
-                sample,
-                loss_mask=bytes(mask),
-                oldest_version=oldest,
-                newest_version=newest,
-                version_spans=spans,
-                truncated=index % 6 == 2,
-                reward=1.0 if group.group_id == 3 else sample.reward,
+            start = sample.loss_mask.index(1)
+            shape, order = SHAPES[index % 5 if sample.trained_tokens > 10 else 0]
+            prompt = token_array() if order[0] == 1 and len(order) == 4 else sample.token_ids[:start]
+            pieces = [list(piece) for piece in np.array_split(sample.token_ids[start:], len(shape))]
+            paths: dict[int, list[int]] = {-1: list(prompt)}
+            segments, turns = [], {}
+            for place, ((trained, follows), ids) in enumerate(zip(shape, pieces, strict=True)):
+                paths[place] = paths[place - 1 if follows is None else follows] + ids
+                behavior, spans, age = float_array(), (), -((index + place) % 4)
+                if trained:
+                    own = logits_of(model, paths[place], len(ids)).log_softmax(-1)
+                    own = own.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+                    behavior = float_array([one + rng.gauss(0, 0.4) for one in own])
+                    cut = len(ids) // 2 if (index + place) % 3 == 0 else 0
+                    spans = (VersionSpan(0, cut, -3), VersionSpan(cut, len(ids), age)) if cut else ()
+                    spans = spans or (VersionSpan(0, len(ids), age),)
+                    ages = [-span.policy_version for span in spans for _ in range(span.end - span.start)]
+                    turns[place] = Turn(paths[place], torch.tensor(behavior, dtype=torch.float64), torch.tensor(ages))
+                segments.append(Segment(token_array(ids), trained, behavior, spans, follows))
+            trajectory = Trajectory(
+                id=sample.id,
+                prompt=Prompt(prompt_id="p", token_ids=prompt),
+                segments=tuple(segments),
+                finish_reason=FinishReason.LENGTH if index % 6 == 2 else FinishReason.STOP,
             )
-            own = iter(reference_logprobs(model, sample).tolist())
-            behavior = float_array([next(own) + rng.gauss(0, 0.4) if trained else 0.0 for trained in mask])
-            members.append(msgspec.structs.replace(sample, behavior_logprobs=behavior))
+            reward = 1.0 if group.group_id == 3 else sample.reward
+            samples.append(to_training_sample(ScoredTrajectory(trajectory=trajectory, reward=reward)))
+            sampled.append(Sampled(sample.id, reward, index % 6 == 2, [turns[place] for place in order]))
             index += 1
-        found.append(msgspec.structs.replace(group, samples=tuple(members)))
-    tokens = sum(sample.trained_tokens for group in found for sample in group.samples)
+        found.groups.append(msgspec.structs.replace(group, samples=tuple(samples)))
+        found.sampled.append(sampled)
+    tokens = sum(one.trained_tokens for group in found.sampled for one in group)
     assert tokens % 2
     assert tokens % 3
+    assert max(len(sample.sequence_starts) for group in found.groups for sample in group.samples) == 5
     return found
+
+
+def logits_of(model: Any, tokens: list[int], last: int) -> Any:
+    """Logits that the ``last`` tokens were sampled from."""
+    return model(torch.tensor([tokens])).logits[0, -last - 1 : -1]
 
 
 class Scores(NamedTuple):
@@ -103,17 +181,20 @@ class Reference:
     def __init__(
         self,
         path: str,
-        groups: list[TrainingGroup],
+        groups: list[list[Sampled]],
         settings: ObjectiveSettings,
         off_policy: OffPolicy,
         *,
         temperature: float = 1.0,
+        min_tokens: int = 0,
+        end_tokens: tuple[int, ...] = (),
         updates_per_batch: int = 1,
         epochs_per_batch: int = 1,
         shortest_first: bool = False,
     ) -> None:
         self.groups, self.settings, self.off_policy = groups, settings, off_policy
         self.temperature, self.updates, self.shortest_first = temperature, updates_per_batch, shortest_first
+        self.early = min_tokens, list(end_tokens)
         self.steps = updates_per_batch * epochs_per_batch
         self.lengths: list[float] = []
         self.model = reference_model(path).double()
@@ -121,7 +202,7 @@ class Reference:
         self.before: dict[Any, Scores] = {}
         self.loss = self.value_loss = 0.0
         self.sums = torch.zeros(4)
-        seen = [s for group in groups for s in group.samples if settings.train_truncated or not s.truncated]
+        seen = [s for group in groups for s in group if settings.train_truncated or not s.truncated]
         counts = {LossNormalization.TOKEN_MEAN: sum(s.trained_tokens for s in seen)}
         counts[LossNormalization.CONSTANT] = sum(SIZES) * CAPPED
         self.denominator = counts.get(settings.loss_normalization, sum(SIZES))
@@ -134,9 +215,9 @@ class Reference:
         critic = {name: tensor.double().requires_grad_() for name, tensor in begun.critic.items()}
         if not update:
             with torch.no_grad():
-                self.before = {s.id: self.forward(s, critic) for group in self.groups for s in group.samples}
+                self.before = {s.id: self.forward(s, critic) for group in self.groups for s in group}
             self.advantages = self.all_advantages()
-        trained = [[sample for sample in group.samples if self.has_gradient(sample)] for group in self.groups]
+        trained = [[sample for sample in group if self.has_gradient(sample)] for group in self.groups]
         share = self.share(list(filter(None, trained)), update % self.updates)
         self.lengths.append(fmean(sample.trained_tokens for samples in share for sample in samples))
         for samples in share:
@@ -151,37 +232,52 @@ class Reference:
             gradient |= {f"critic.{name}": tensor.grad for name, tensor in critic.items()}
         return gradient
 
-    def share(self, groups: list[list[TrainingSample]], update: int) -> list[list[TrainingSample]]:
+    def share(self, groups: list[list[Sampled]], update: int) -> list[list[Sampled]]:
         """The groups of one update."""
         if not self.shortest_first:
             return groups[update :: self.updates]
         groups = sorted(groups, key=lambda samples: fmean(sample.trained_tokens for sample in samples))
         return [groups[index] for index in np.array_split(np.arange(len(groups)), self.updates)[update]]
 
-    def has_gradient(self, sample: TrainingSample) -> bool:
+    def has_gradient(self, sample: Sampled) -> bool:
         """Groups without any such sample are dealt to no update."""
         s = self.settings
         always = s.kl_coefficient or s.entropy_coefficient or s.advantages == "gae"
         return sample.id in self.seen and bool(always or self.advantages[sample.id][0].any())
 
-    def forward(self, sample: TrainingSample, critic: dict[str, Any]) -> Scores:
-        trained = torch.tensor(list(sample.loss_mask[1:])) != 0
-        tokens = torch.tensor(list(sample.token_ids))
-        hidden = self.model.model(tokens[None]).last_hidden_state[0, :-1][trained]
-        logprobs = (self.model.lm_head(hidden) / self.temperature).log_softmax(-1)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
+    def forward(self, sample: Sampled, critic: dict[str, Any]) -> Scores:
         below = {name.removeprefix("trunk."): tensor for name, tensor in critic.items() if name.startswith("trunk.")}
-        if below:
-            hidden = functional_call(self.model.model, below, tokens[None]).last_hidden_state[0, :-1][trained]
-        values = hidden @ critic["weight"][0] + critic["bias"]
-        return Scores(logprobs.gather(1, tokens[1:, None][trained])[:, 0], entropy, values)
+        found = []
+        for turn in sample.turns:
+            tokens, last = torch.tensor(turn.tokens), turn.behavior.numel()
+            hidden = self.model.model(tokens[None]).last_hidden_state[0, -last - 1 : -1]
+            logprobs = self.processed(self.model.lm_head(hidden))
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
+            if below:
+                trunk = functional_call(self.model.model, below, tokens[None])
+                hidden = trunk.last_hidden_state[0, -last - 1 : -1]
+            values = hidden @ critic["weight"][0] + critic["bias"]
+            found.append((logprobs.gather(1, tokens[-last:, None])[:, 0], entropy, values))
+        return Scores(*map(torch.cat, zip(*found, strict=True)))
 
-    def kl(self, policy: Any, sample: TrainingSample) -> Any:
-        apart = policy - reference_logprobs(self.other, sample, self.temperature).detach()
+    def processed(self, logits: Any) -> Any:
+        """Logprobs of one turn, as its engine took them."""
+        least, ends = self.early
+        removed = torch.zeros_like(logits, dtype=torch.bool)
+        removed[:least, ends] = True
+        return (logits / self.temperature).masked_fill(removed, torch.finfo(torch.float32).min).log_softmax(-1)
+
+    def kl(self, policy: Any, sample: Sampled) -> Any:
+        other = []
+        for turn in sample.turns:
+            ids = torch.tensor(turn.tokens[-turn.behavior.numel() :])
+            logits = logits_of(self.other, turn.tokens, len(ids)).detach()
+            other.append(self.processed(logits).gather(1, ids[:, None])[:, 0])
+        apart = policy - torch.cat(other)
         kinds = {"k1": apart, "k2": apart**2 / 2, "k3": (-apart).exp() - 1 + apart}
         return self.settings.kl_coefficient * kinds[self.settings.kl_estimator]
 
-    def reward(self, sample: TrainingSample) -> float:
+    def reward(self, sample: Sampled) -> float:
         over = sample.trained_tokens - (CAPPED - self.settings.overlong_buffer)
         if not self.settings.overlong_buffer or over <= 0:
             return sample.reward
@@ -191,11 +287,11 @@ class Reference:
         """Advantages and returns of the trained tokens, by sample id."""
         kind, found, returns = self.settings.advantages, {}, {}
         for group in self.groups:
-            penalties = [self.penalties(sample) for sample in group.samples]
-            totals = [self.reward(s) - p.sum().item() for s, p in zip(group.samples, penalties, strict=True)]
+            penalties = [self.penalties(sample) for sample in group]
+            totals = [self.reward(s) - p.sum().item() for s, p in zip(group, penalties, strict=True)]
             size, mean = len(totals), sum(totals) / len(totals)
             deviation = (sum((t - mean) ** 2 for t in totals) / max(1, size - 1)) ** 0.5
-            for sample, total, penalty in zip(group.samples, totals, penalties, strict=True):
+            for sample, total, penalty in zip(group, totals, penalties, strict=True):
                 if kind == "gae":
                     found[sample.id], returns[sample.id] = self.gae(sample, penalty)
                 elif kind in ("batch", "cohort"):
@@ -210,12 +306,12 @@ class Reference:
             found = {key: (values - every.mean()) / every.std(correction=0) for key, values in found.items()}
         return {key: (values, returns.get(key)) for key, values in found.items()}
 
-    def penalties(self, sample: TrainingSample) -> Any:
-        behavior = behavior_of(sample)
+    def penalties(self, sample: Sampled) -> Any:
+        behavior = sample.behavior
         in_reward = self.other is not None and self.settings.kl_in is KlPlace.REWARD
         return self.kl(behavior, sample) if in_reward else torch.zeros_like(behavior)
 
-    def gae(self, sample: TrainingSample, penalties: Any) -> tuple[Any, Any]:
+    def gae(self, sample: Sampled, penalties: Any) -> tuple[Any, Any]:
         values = self.before[sample.id].values
         advantages, running, after = torch.zeros_like(values), 0.0, 0.0
         for t in reversed(range(len(values))):
@@ -225,13 +321,10 @@ class Reference:
             advantages[t], after = running, values[t].item()
         return advantages, advantages + values
 
-    def proximal_and_weight(self, sample: TrainingSample) -> tuple[Any, Any, Any]:
+    def proximal_and_weight(self, sample: Sampled) -> tuple[Any, Any, Any]:
         """The policy that the ratio is taken against; the correction; where it left a token out."""
-        o, own, behavior = self.off_policy, self.before[sample.id].logprobs, behavior_of(sample)
-        age = [-sample.oldest_version] * len(sample.token_ids)
-        for span in sample.version_spans:
-            age[span.start : span.end] = [-span.policy_version] * (span.end - span.start)
-        age = torch.tensor([a for a, trained in zip(age, sample.loss_mask, strict=True) if trained])
+        o, own, behavior = self.off_policy, self.before[sample.id].logprobs, sample.behavior
+        age = torch.cat([turn.ages for turn in sample.turns])
         kept = {Proximal.BEHAVIOR: torch.ones_like(own), Proximal.DECOUPLED: torch.zeros_like(own)}
         kept = torch.where(age > 0, kept.get(o.proximal, 1 / age.clamp(min=1)), 0.0)
         proximal = kept * behavior + (1 - kept) * own
@@ -243,7 +336,7 @@ class Reference:
         weight = w[o.truncate].clamp(max=o.cap if o.truncate != "none" else 1.0) * o.staleness_discount**age
         return proximal, torch.where(corrected, weight, 1.0).masked_fill(masked, 0.0), masked
 
-    def losses(self, sample: TrainingSample, now: Scores, advantages: Any, returns: Any) -> tuple[Any, Any]:
+    def losses(self, sample: Sampled, now: Scores, advantages: Any, returns: Any) -> tuple[Any, Any]:
         """Of each trained token: the policy's loss and the critic's."""
         s = self.settings
         proximal, weight, masked = self.proximal_and_weight(sample)
@@ -268,11 +361,6 @@ class Reference:
             near = near + (now.values - near).clamp(-s.value_clip, s.value_clip)
             value_loss = torch.maximum((now.values - returns) ** 2, (near - returns) ** 2) / 2
         return loss, value_loss
-
-
-def behavior_of(sample: TrainingSample) -> Any:
-    pairs = zip(sample.behavior_logprobs, sample.loss_mask, strict=True)
-    return torch.tensor([logprob for logprob, trained in pairs if trained], dtype=torch.float64)
 
 
 def noisy_reference(path: str) -> Any:
@@ -424,14 +512,19 @@ CASES = {
         objective("dapo", overlong_buffer=20, overlong_penalty=0.7, train_truncated=False), clips=True
     ),
     "temperature": Case(objective(kl_coefficient=0.1, entropy_coefficient=0.02), options={"temperature": 0.7}),
+    "no end among the first tokens of a turn": Case(
+        objective("ppo", kl_coefficient=0.1, entropy_coefficient=0.02), options={"min_tokens": 3, "end_tokens": (1, 2)}
+    ),
 }
 
 
-def check(start_trainer: StartTrainer, path: str, groups: list[TrainingGroup], case: Case) -> None:
+def check(start_trainer: StartTrainer, path: str, batch: Batch, case: Case) -> None:
     """Gradients, losses and what is reported of corrections are the reference's."""
     settings, epochs = objective_settings(case.objective), case.options.get("epochs_per_batch", 1)
-    steps, metrics = steps_of(started(start_trainer, path, case.objective, case.off_policy, **case.options), groups)
-    reference = Reference(path, groups, settings, case.off_policy, **case.options)
+    steps, metrics = steps_of(
+        started(start_trainer, path, case.objective, case.off_policy, **case.options), batch.groups
+    )
+    reference = Reference(path, batch.sampled, settings, case.off_policy, **case.options)
     assert len(steps) == reference.steps
     errors = [relative_error(step.gradient, reference.step(update, step)) for update, step in enumerate(steps)]
     assert max(errors) < TOLERANCE, errors
@@ -450,33 +543,34 @@ def check(start_trainer: StartTrainer, path: str, groups: list[TrainingGroup], c
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_the_reference(
-    start_trainer: StartTrainer, tiny_model: str, groups: list[TrainingGroup], name: str
+    start_trainer: StartTrainer, tiny_model: str, batch: Batch, name: str
 ) -> None:
-    check(start_trainer, tiny_model, groups, CASES[name])
+    check(start_trainer, tiny_model, batch, CASES[name])
 
 
 def test_samples_carry_the_temperature_that_sampled_them(
-    start_trainer: StartTrainer, tiny_model: str, groups: list[TrainingGroup]
+    start_trainer: StartTrainer, tiny_model: str, batch: Batch
 ) -> None:
     """Gradients are those of a trainer whose options say so."""
     replace = msgspec.structs.replace
     carried = [
-        replace(group, samples=tuple(replace(sample, temperature=0.7) for sample in group.samples)) for group in groups
+        replace(group, samples=tuple(replace(sample, temperature=0.7) for sample in group.samples))
+        for group in batch.groups
     ]
     settings = CASES["temperature"].objective
     (found,), (wanted,) = (
         steps_of(started(start_trainer, tiny_model, settings, OffPolicy(), **options), given)[0]
-        for given, options in ((carried, {}), (groups, {"temperature": 0.7}))
+        for given, options in ((carried, {}), (batch.groups, {"temperature": 0.7}))
     )
     assert all(torch.equal(tensor, found.gradient[name]) for name, tensor in wanted.gradient.items())
 
 
 def test_sequences_in_chunks_of_logits_give_the_same(
-    start_trainer: StartTrainer, tiny_model: str, groups: list[TrainingGroup], monkeypatch: pytest.MonkeyPatch
+    start_trainer: StartTrainer, tiny_model: str, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With so few logits at once every sequence is cut; GSPO needs whole ones all the same."""
     monkeypatch.setattr(policy, "LOGITS_IN_A_CHUNK", 32 * 5)
-    check(start_trainer, tiny_model, groups, CASES["k2 in gspo, entropy, three updates"])
+    check(start_trainer, tiny_model, batch, CASES["k2 in gspo, entropy, three updates"])
 
 
 def test_a_large_card_makes_more_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,18 +582,16 @@ def test_a_large_card_makes_more_logits_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert policy.logits_at_once(torch.device("cpu")) == 1 << 24
 
 
-def test_the_cohort_compares_with_earlier_batches(
-    start_trainer: StartTrainer, tiny_model: str, groups: list[TrainingGroup]
-) -> None:
+def test_the_cohort_compares_with_earlier_batches(start_trainer: StartTrainer, tiny_model: str, batch: Batch) -> None:
     cohort = objective("reinforce_plus_plus", advantages="cohort", cohort_batches=2)
     trainer = started(start_trainer, tiny_model, cohort, learning_rate=0.0)
     lower = [
         msgspec.structs.replace(
             group, batch_id=1, samples=tuple(msgspec.structs.replace(s, reward=s.reward - 5.0) for s in group.samples)
         )
-        for group in groups
+        for group in batch.groups
     ]
-    before = stepped_gradient(trainer, groups)
+    before = stepped_gradient(trainer, batch.groups)
     after = stepped_gradient(trainer, lower)
     # Within its own batch the shift by 5 changes nothing; compared with the cohort every sample got worse.
     assert relative_error(after, before) > 0.5

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import random
+from itertools import count, groupby
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from builders import trajectory  # noqa: E402
 from sample_groups import make_groups  # noqa: E402
 
 from streamrl.base.errors import StreamRLError  # noqa: E402
 from streamrl.base.types import (  # noqa: E402
-    FinishReason,
-    Prompt,
     ScoredTrajectory,
     Segment,
     TrainingSample,
-    Trajectory,
     TrajectoryId,
     VersionSpan,
     float_array,
     to_training_sample,
     token_array,
 )
-from streamrl.learning.batches.packing import (  # noqa: E402  # noqa: E402
+from streamrl.learning.batches.packing import (  # noqa: E402
+    LaidRow,
     PreparedSample,
+    group_key,
     lay_row,
     needed_tokens,
     pack,
@@ -111,8 +114,21 @@ def test_rows_that_nobody_sized_are_small_on_a_cpu_and_repeat_few_prompts(
         assert row / 2 < max(laid) <= row
 
 
+def pasts(laid: LaidRow) -> list[list[int]]:
+    """Walk the layout: what the predictor of each trained token attends to, in order."""
+    found = []
+    for predictor in laid.predictors_N.tolist():
+        sequence = next(s for s in laid.sequences if s.start <= predictor < s.start + s.length)
+        seen = list(range(sequence.start, predictor + 1))
+        if sequence.prefix >= 0:
+            before = laid.sequences[sequence.prefix]
+            seen = [*range(before.start, before.start + before.length), *seen]
+        assert laid.positions_T[seen].tolist() == list(range(len(seen)))
+        found.append(laid.tokens_T[seen].tolist())
+    return found
+
+
 def test_every_trained_token_is_predicted_from_its_own_past() -> None:
-    """Walks the layout: what a predictor attends to, in order, is the sample up to the trained token."""
     rng = random.Random(5)
     groups = [list(group.samples) for group in make_groups(0, [4, 1, 3], seed=7)]
     for siblings in groups:  # an environment's turn in the middle, and one token trained only
@@ -126,23 +142,13 @@ def test_every_trained_token_is_predicted_from_its_own_past() -> None:
             loss_mask=bytes(int(place == siblings[0].loss_mask.find(1)) for place in range(len(siblings[0].token_ids))),
         )
     laid = lay_row(groups)
-    found = []
-    for predictor in laid.predictors_N.tolist():
-        index = next(i for i, s in enumerate(laid.sequences) if s.start <= predictor < s.start + s.length)
-        sequence = laid.sequences[index]
-        seen = list(range(sequence.start, predictor + 1))
-        if sequence.prefix >= 0:
-            before = laid.sequences[sequence.prefix]
-            seen = [*range(before.start, before.start + before.length), *seen]
-        assert laid.positions_T[seen].tolist() == list(range(len(seen)))
-        found.append(laid.tokens_T[seen].tolist())
     expected = [
         list(sample.token_ids[:place])
         for siblings in groups
         for sample in siblings
         for place in np.flatnonzero(np.frombuffer(sample.loss_mask, dtype=np.uint8)).tolist()
     ]
-    assert found == expected
+    assert pasts(laid) == expected
     assert len(laid.tokens_T) < sum(needed_tokens(sample) for siblings in groups for sample in siblings)
 
 
@@ -180,6 +186,71 @@ def test_packed_tensors_are_the_samples() -> None:
     assert batch.inputs.sequence_N.tolist() == [0, 0, 1]
 
 
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[list[int], list[tuple[bool, int, int | None]]]:
+    """A prompt, and whether each segment is sampled, its number of tokens, and the segment that it goes on from."""
+    sizes = draw(st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.integers(-1, 7) | st.none()), max_size=8))
+    tree = [
+        (trained, size, follows if follows is None or follows < n else -1)
+        for n, (trained, size, follows) in enumerate(sizes)
+    ]
+    return draw(st.sampled_from([[], [7], [7, 8, 9]])), tree
+
+
+@settings(max_examples=150, deadline=None)
+@given(members=st.lists(trees(), min_size=1, max_size=4), budget=st.integers(4, 60), whole=st.booleans())
+def test_each_sampled_token_of_any_tree_is_trained_once_behind_its_own_context(
+    members: list[tuple[list[int], list[tuple[bool, int, int | None]]]], budget: int, whole: bool
+) -> None:
+    """Sampled tokens are numbered from 100, each once; contexts are alike, so that there is much to share."""
+    number, prepared, expected = count(100), [], {}
+    for member, (prompt, tree) in enumerate(members):
+        paths, segments = {-1: prompt}, []
+        for place, (sampled, size, follows) in enumerate(tree):
+            context = paths[place - 1 if follows is None else follows]
+            sampled = sampled and bool(context)  # nothing can be sampled from nothing
+            ids = [next(number) if sampled else 10 + len(context) + n for n in range(size)]
+            paths[place] = [*context, *ids]
+            expected |= {one: (member, paths[place][: len(context) + n]) for n, one in enumerate(ids) if sampled}
+            spans = tuple(VersionSpan(n, n + 1, one % 5) for n, one in enumerate(ids) if sampled)
+            logprobs = float_array([-one for one in ids] if sampled else [])
+            segments.append(Segment(token_array(ids), sampled, logprobs, spans, follows))
+        made = trajectory(member, member // 3, prompt=prompt, segments=tuple(segments))
+        sample = to_training_sample(ScoredTrajectory(trajectory=made, reward=1.0))
+        assert sample.trained_tokens == made.generated_tokens
+        trained = [one for one, mask in zip(sample.token_ids, sample.loss_mask, strict=True) if mask]
+        if trained:
+            prepared.append(PreparedSample(sample, reference=np.array(trained, np.float32)))
+            last = max(place for place, segment in enumerate(segments) if segment.trained and segment.token_ids)
+            assert trained[-1] == segments[last].token_ids[-1]  # a reward at the end is behind all that was sampled
+    rows, found, members_of = plan_micro_batches(prepared, budget, whole=whole), {}, []
+    for row in rows:
+        packed = pack(row, 9, CPU)
+        targets, inputs = packed.targets_N.tolist(), packed.inputs
+        assert not found.keys() & set(targets) and len(set(targets)) == len(targets)
+        laid = lay_row([[item.sample for item in siblings] for _, siblings in groupby(row, group_key)])
+        ids = list(dict.fromkeys(item.sample.id.sample for item in row))
+        found |= zip(targets, zip([ids[index] for index in inputs.sequence_N], pasts(laid), strict=True), strict=True)
+        assert inputs.behavior_N.tolist() == [-target for target in targets] == (-inputs.reference_N).tolist()
+        assert inputs.staleness_N.tolist() == [9 - target % 5 for target in targets]
+        members_of += ids
+    assert found == expected
+    assert not whole or len(set(members_of)) == len(members_of)
+
+
+def test_a_solver_and_a_checker_share_their_contexts_with_their_siblings() -> None:
+    contexts, prepared = ([3] * 20, [4] * 30), []
+    for member in range(4):
+        segments = [Segment(token_array(context), trained=False, follows=-1) for context in contexts]
+        for follows in (0, 1):
+            ids, logprobs = token_array([5 + member] * 2), float_array([-1.0] * 2)
+            segments.append(Segment(ids, trained=True, behavior_logprobs=logprobs, follows=follows))
+        made = trajectory(member, prompt=(), segments=tuple(segments))
+        prepared.append(PreparedSample(to_training_sample(ScoredTrajectory(trajectory=made, reward=1.0))))
+    (row,) = plan_micro_batches(prepared, 1000)
+    assert laid_tokens(row) == 20 + 30 + 8
+
+
 @pytest.mark.parametrize(
     "sample",
     [
@@ -196,7 +267,6 @@ def test_sample_that_cannot_be_trained_is_refused_by_name(sample: TrainingSample
 
 def test_each_token_is_as_stale_as_the_version_that_sampled_it() -> None:
     """A trajectory over two weight updates, with a turn of an environment between its own."""
-    prompt = Prompt(prompt_id="p", token_ids=token_array([3, 4]))
 
     def turn(tokens: list[int], *spans: tuple[int, int, int]) -> Segment:
         return Segment(
@@ -207,13 +277,8 @@ def test_each_token_is_as_stale_as_the_version_that_sampled_it() -> None:
         )
 
     def sample(*turns: Segment) -> PreparedSample:
-        trajectory = Trajectory(
-            id=TrajectoryId(prompt_id="p", group_id=0, sample=len(turns)),
-            prompt=prompt,
-            segments=turns,
-            finish_reason=FinishReason.STOP,
-        )
-        return PreparedSample(to_training_sample(ScoredTrajectory(trajectory=trajectory, reward=1.0)))
+        made = trajectory(len(turns), prompt=[3, 4], segments=turns)
+        return PreparedSample(to_training_sample(ScoredTrajectory(trajectory=made, reward=1.0)))
 
     one = sample(turn([5, 6], (0, 2, 4)))
     assert one.sample.version_spans == ()  # nothing to tell apart

@@ -14,13 +14,14 @@ from sample_groups import make_groups  # noqa: E402
 
 from streamrl.base.types import (  # noqa: E402
     ScoredTrajectory,
+    Segment,
     TrainingGroup,
     TrajectoryId,
     float_array,
     to_training_sample,
     token_array,
 )
-from streamrl.learning.batches.packing import plan_micro_batches  # noqa: E402
+from streamrl.learning.batches.packing import pack, plan_micro_batches  # noqa: E402
 from streamrl.learning.batches.preparation import (  # noqa: E402
     OpenBatch,
     SampleScores,
@@ -35,7 +36,7 @@ from streamrl.learning.objective.advantages import separate_advantages  # noqa: 
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.recipe.objective import KlEstimator, Objective, ObjectiveSettings, objective_settings  # noqa: E402
 from streamrl.recipe.objectives.catalog import ADVANTAGES  # noqa: E402
-from streamrl.recipe.objectives.method import KlPlace  # noqa: E402
+from streamrl.recipe.objectives.method import KlPlace, LossNormalization  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -161,3 +162,32 @@ def test_a_completion_of_one_token_is_trained_and_one_of_none_is_counted() -> No
     assert all(worth_training(item, options) for item in prepared)
     rows = plan_micro_batches(prepared, 64)
     assert sorted(item.sample.id.sample for row in rows for item in row) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.1 + 0.2, 0.3, 0.3]])
+@pytest.mark.parametrize("normalization", LossNormalization)
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_trajectories_of_one_two_and_five_sequences_are_compared_as_single_sequences(
+    kind: str, normalization: LossNormalization, rewards: list[float]
+) -> None:
+    options = options_of(advantages=kind, loss_normalization=normalization, overlong_buffer=38, overlong_penalty=0.5)
+    found = []
+    for sequences in ([1, 1, 1], [1, 2, 5]):
+        scored = []
+        for member, (parts, reward) in enumerate(zip(sequences, rewards, strict=True)):
+            segments = []
+            for tokens in np.array_split(np.arange(10), parts):
+                segments.append(Segment(token_array([3]), trained=False, follows=-1))
+                logprobs = float_array(-10.0 * member - tokens)
+                segments.append(Segment(token_array(tokens), trained=True, behavior_logprobs=logprobs))
+            made = trajectory(member, segments=tuple(segments))
+            scored.append(ScoredTrajectory(trajectory=made, reward=reward))
+        group = TrainingGroup(group_id=0, batch_id=0, samples=tuple(map(to_training_sample, scored)))
+        batch = OpenBatch(options)
+        batch.take(group)
+        scores = {one.trajectory.id: SampleScores(values=np.linspace(0, 1, 10, dtype=np.float32)) for one in scored}
+        prepared = prepare_group(group, scores, options)
+        row = pack([item for cut in plan_micro_batches(prepared, 8) for item in cut], 0, torch.device("cpu")).inputs
+        told = torch.stack([row.behavior_N, row.weights_N, row.advantages_N])[:, row.behavior_N.argsort()].tolist()
+        found.append((has_signal(group, options), batch.sums, len(batch.sample_ids), told))
+    assert found[0] == found[1]

@@ -3,13 +3,14 @@
 Only tokens that a trained token is predicted from are packed: tokens from the last trained one on are left out.
 Siblings that follow each other in a row share their longest common beginning without trained tokens: it becomes a
 sequence of its own (the prefix), whose last token predicts the first token of each sibling. Exact: every token sees the
-same tokens at the same positions as in a sequence alone."""
+same tokens at the same positions as in a sequence alone. A trajectory of several sequences is cut into them: each is
+like one more sibling, in whichever row it fits, unless the objective compares whole trajectories."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,12 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.types import FloatArray, TokenArray, TrainingSample
+from streamrl.base.types import FloatArray, TokenArray, TrainingSample, VersionSpan
 from streamrl.learning import process_group
 from streamrl.learning.model.attention import PackedSequence, packed_layout
 from streamrl.learning.model.policy import MicroBatch, empty_micro_batch
 from streamrl.learning.objective.advantages import FloatVector
-from streamrl.learning.objective.objectives import TokenInputs
+from streamrl.learning.objective.objectives import TokenInputs, needs_whole_sequences
 from streamrl.learning.options import TrainerOptions
 
 CHEAP_COPY = 16
@@ -36,7 +37,8 @@ class PreparedSample(msgspec.Struct, frozen=True):
     """A sample with what its batch, its group, the reference model and the critic say about its trained tokens.
 
     Arrays are float32, one entry for each trained token, in order. ``weight``: of each trained token in the
-    un-normalised sum. ``token_advantages`` None: ``advantage`` for every token."""
+    un-normalised sum. ``token_advantages`` None: ``advantage`` for every token. ``sequence``: number of the one of
+    several sequences that this is a cut of; ``beginning``: number of its beginning, which siblings share."""
 
     sample: TrainingSample
     advantage: float = 0.0
@@ -46,19 +48,58 @@ class PreparedSample(msgspec.Struct, frozen=True):
     reference: FloatVector | None = None
     old_values: FloatVector | None = None
     returns: FloatVector | None = None
+    sequence: int = 0
+    beginning: int = 0
+
+    @property
+    def name(self) -> str:
+        """Unique name of the sequence."""
+        return f"{self.sample.id}/{self.sequence}" if self.sequence else str(self.sample.id)
 
 
-def plan_micro_batches(samples: Sequence[PreparedSample], budget: int) -> list[list[PreparedSample]]:
-    """Split into rows of about equal size and at most ``budget`` tokens (a longer sample has a row of its own).
+VECTORS = ("token_advantages", "proximal", "reference", "old_values", "returns")
+Unit = list[PreparedSample]
+"""What is not split over rows: a sequence, or all of a trajectory."""
+
+
+def sequences_of(item: PreparedSample) -> list[PreparedSample]:
+    """The sequences of a trajectory, each a sample of its own with its trained tokens' part of the vectors."""
+    sample, found = item.sample, []
+    if not sample.sequence_starts:
+        return [item]
+    for number, (start, end) in enumerate(pairwise((*sample.sequence_starts, len(sample.token_ids)))):
+        first, last = sample.loss_mask.count(1, 0, start), sample.loss_mask.count(1, 0, end)
+        vectors = {name: getattr(item, name) for name in VECTORS}
+        spans = [span for span in sample.version_spans if start <= span.start < end]
+        cut = msgspec.structs.replace(
+            sample,
+            token_ids=sample.token_ids[start:end],
+            loss_mask=sample.loss_mask[start:end],
+            behavior_logprobs=sample.behavior_logprobs[start:end],
+            version_spans=tuple(VersionSpan(s.start - start, s.end - start, s.policy_version) for s in spans),
+            sequence_starts=(),
+        )
+        own = {name: None if vector is None else vector[first:last] for name, vector in vectors.items()}
+        found.append(msgspec.structs.replace(item, sample=cut, sequence=number, **own))
+    return found
+
+
+def plan_micro_batches(
+    samples: Sequence[PreparedSample], budget: int, *, whole: bool = False
+) -> list[list[PreparedSample]]:
+    """Split into rows of about equal size and at most ``budget`` tokens (a longer sequence has a row of its own).
+    ``whole``: all sequences of a trajectory are in one row, however long it gets.
 
     Siblings are neighbours, so that ``pack`` lays their prompt down once; where a group is cut, each part has a copy.
     Canonical: the same set gives the same rows however it arrived. Groups are sorted by their longest sample, as
     attention is cheapest among nearly equal lengths."""
-    groups: dict[tuple[str, int], list[PreparedSample]] = {}
-    for item in sorted(samples, key=lambda item: (needed_tokens(item.sample), item.sample.id)):
-        groups.setdefault(_group_key(item), []).append(item)
-    ordered = sorted(groups.items(), key=lambda entry: (needed_tokens(entry[1][-1].sample), entry[0]))
-    prefixes = [shared_prefix([item.sample for item in siblings]) for _, siblings in ordered]
+    trajectories = [sequences_of(item) for item in samples]
+    units = trajectories if whole else [[item] for item in _with_beginnings(trajectories)]
+    groups: dict[tuple[str, int, int], list[Unit]] = {}
+    for unit in sorted(units, key=lambda unit: (_needed(unit), unit[0].sample.id, unit[0].sequence)):
+        groups.setdefault(group_key(unit[0]), []).append(unit)
+    ordered = sorted(groups.items(), key=lambda entry: (_needed(entry[1][-1]), entry[0]))
+    prefixes = [shared_prefix([item.sample for unit in siblings for item in unit]) for _, siblings in ordered]
     sizes = [_laid_tokens(siblings, prefix) for (_, siblings), prefix in zip(ordered, prefixes, strict=True)]
     total = sum(sizes) + sum(_copied_tokens(*laid, budget) for laid in zip(sizes, prefixes, strict=True))
     # A small last row costs almost as much as a full one: share the tokens out.
@@ -68,13 +109,13 @@ def plan_micro_batches(samples: Sequence[PreparedSample], budget: int) -> list[l
     for (_, siblings), prefix, size in zip(ordered, prefixes, sizes, strict=True):
         cut_anywhere = CHEAP_COPY * prefix <= budget or size > budget
         laid, full = False, not cut_anywhere and used + size > budget
-        for item in siblings:
-            own = needed_tokens(item.sample) - prefix
+        for unit in siblings:
+            own = _needed(unit) - prefix * len(unit)
             shared_out = taken >= wanted * len(rows) and (cut_anywhere or not laid)
             if full or shared_out or used + own + (0 if laid else prefix) > budget or not rows:
                 rows.append([])
                 used, laid, full = 0, False, False
-            rows[-1].append(item)
+            rows[-1] += unit
             cost = own if laid else own + prefix
             used, taken, laid = used + cost, taken + cost, True
     return rows
@@ -86,7 +127,8 @@ def packed_rows(
     """The rows of ``plan_micro_batches``, packed. ``together``: as many on every rank, with empty ones at the end where
     another rank has more. Collective then."""
     prompt = max((item.sample.loss_mask.find(b"\1") for item in samples), default=0)
-    planned = plan_micro_batches(samples, options.row_tokens(device.type, options.parameters, prompt))
+    whole = needs_whole_sequences(options.objective, options.off_policy)
+    planned = plan_micro_batches(samples, options.row_tokens(device.type, options.parameters, prompt), whole=whole)
     rows = len(planned)
     if together:
         rows = round(process_group.all_reduce([float(rows)], device, dist.ReduceOp.MAX)[0])
@@ -94,12 +136,39 @@ def packed_rows(
         yield pack(planned[index], version, device) if index < len(planned) else empty_micro_batch(device)
 
 
-def _group_key(item: PreparedSample) -> tuple[str, int]:
-    return item.sample.id.prompt_id, item.sample.id.group_id
+def _with_beginnings(trajectories: Sequence[Unit]) -> list[PreparedSample]:
+    """All sequences, with the number of their beginning: one prefix for a whole group would be short where a solver and
+    a checker are asked in different words. A sequence is among those before it, in the order of tokens, if the prefix
+    of all is at least half of what the shortest of them could share."""
+    found = [item for unit in trajectories for item in unit]
+    if len(found) == len(trajectories):
+        return found
+    number = common = shortest = 0
+    before: PreparedSample | None = None
+    found.sort(key=lambda item: (group_key(item), item.sample.token_ids))
+    for place, item in enumerate(found):
+        untrained = item.sample.loss_mask.find(b"\1")
+        alike = before is not None and group_key(item) == group_key(before)
+        if before is not None and alike:
+            common = min(common, shared_prefix([before.sample, item.sample]))
+            shortest = min(shortest, untrained)
+        if not alike or 2 * common < shortest:
+            number, common, shortest = number + 1 if alike else 0, untrained, untrained
+        before, found[place] = item, msgspec.structs.replace(item, beginning=number)
+    return found
 
 
-def _laid_tokens(siblings: Sequence[PreparedSample], prefix: int) -> int:
-    return prefix + sum(needed_tokens(item.sample) - prefix for item in siblings)
+def group_key(item: PreparedSample) -> tuple[str, int, int]:
+    """Equal for sequences that share a prefix where they are neighbours in a row."""
+    return item.sample.id.prompt_id, item.sample.id.group_id, item.beginning
+
+
+def _needed(unit: Unit) -> int:
+    return sum(needed_tokens(item.sample) for item in unit)
+
+
+def _laid_tokens(siblings: Sequence[Unit], prefix: int) -> int:
+    return prefix + sum(_needed(unit) - prefix * len(unit) for unit in siblings)
 
 
 def _copied_tokens(size: int, prefix: int, budget: int) -> int:
@@ -112,8 +181,9 @@ def pack(row: Sequence[PreparedSample], policy_version: int, device: torch.devic
     trained tokens, or whose first one is trained: nothing predicts it."""
     samples = [item.sample for item in row]
     trained = [trained_indices(sample) for sample in samples]
-    laid = lay_row([[item.sample for item in siblings] for _, siblings in groupby(row, _group_key)])
+    laid = lay_row([[item.sample for item in siblings] for _, siblings in groupby(row, group_key)])
     counts = [len(indices) for indices in trained]
+    trajectories = {identity: index for index, identity in enumerate(dict.fromkeys(s.id for s in samples))}
 
     def of_trained(arrays: Sequence[TokenArray | FloatArray | NDArray[Any]], dtype: type) -> Tensor:
         """Entries of the trained tokens of each sample's array, joined."""
@@ -143,14 +213,16 @@ def pack(row: Sequence[PreparedSample], policy_version: int, device: torch.devic
             advantages_N=per_token([i.advantage for i in row], np.float32) if advantages is None else advantages,
             weights_N=per_token([item.weight for item in row], np.float32),
             staleness_N=policy_version - of_trained([token_versions(sample) for sample in samples], np.int64),
-            sequence_N=per_token(list(range(len(row))), np.int64),
-            sequences=len(row),
+            sequence_N=per_token([trajectories[sample.id] for sample in samples], np.int64),
+            sequences=len(trajectories),
             proximal_N=joined([item.proximal for item in row]),
             reference_N=joined([item.reference for item in row]),
             old_values_N=joined([item.old_values for item in row]),
             returns_N=joined([item.returns for item in row]),
         ),
-        sample_ids=tuple(str(item.sample.id) for item in row),
+        sample_ids=tuple(item.name for item in row),
+        counts=tuple(counts),
+        places_N=torch.from_numpy(_places_in_turns(trained)).to(device),
         temperature_N=per_token(temperatures, np.float32) if any(temperatures) else None,
     )
 
@@ -186,6 +258,16 @@ def trained_indices(sample: TrainingSample) -> Tokens:
             f"{lengths[2]} logprobs; at least one token must be trained, and not the first (trained: {indices[:3]})"
         )
     return indices
+
+
+def _places_in_turns(trained: Sequence[Tokens]) -> Tokens:
+    """Number of each trained token in its turn, from 0. A turn ends with its sequence, or at a token that is not
+    trained."""
+    order = np.arange(sum(map(len, trained)))
+    begins = np.diff(np.concatenate(trained), prepend=-1) != 1
+    begins[np.cumsum([0, *map(len, trained[:-1])])] = True
+    places: Tokens = order - np.maximum.accumulate(np.where(begins, order, 0))
+    return places
 
 
 def needed_tokens(sample: TrainingSample) -> int:

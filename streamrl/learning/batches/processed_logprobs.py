@@ -23,10 +23,8 @@ def processed_logprobs(
     [N] and [N], N the tokens of the part."""
     excluded = None
     if options.min_tokens:
-        sequence_N = row.inputs.sequence_N
-        counts = torch.bincount(sequence_N, minlength=row.inputs.sequences)
-        place_N = torch.arange(len(sequence_N), device=counts.device) - (counts.cumsum(0) - counts)[sequence_N]
-        excluded = (place_N < options.min_tokens)[part], options.end_tokens
+        # Of each turn: the engine is asked for one at a time.
+        excluded = row.places_N[part] < options.min_tokens, options.end_tokens
     temperature: float | Tensor = options.temperature
     if row.temperature_N is not None:
         own_N = row.temperature_N[part]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from streamrl.base.types import TrainingSample, TrajectoryId
-from streamrl.learning.batches.packing import PreparedSample, packed_rows
+from streamrl.learning.batches.packing import PreparedSample, packed_rows, sequences_of
 from streamrl.learning.batches.preparation import SampleScores
 from streamrl.learning.batches.processed_logprobs import processed_logprobs
 from streamrl.learning.canary import probe_tokens
@@ -43,10 +43,8 @@ def score_samples(
     ``together``: parameters are gathered by layer; collective."""
     if reference is None and critic is None and not proximal:
         return {}
-    trained = [sample for sample in samples if sample.trained_tokens]
-    ids = {str(sample.id): sample.id for sample in trained}
-    scores: dict[TrajectoryId, SampleScores] = {}
-    prepared = [PreparedSample(sample) for sample in trained]
+    prepared = [PreparedSample(sample) for sample in samples if sample.trained_tokens]
+    found: dict[str, tuple[FloatVector | None, ...]] = {}
     for row in packed_rows(prepared, options, 0, device, together=together):
         logprobs = values = references = hidden_ND = None
         with compute_context(options, device):
@@ -58,15 +56,20 @@ def score_samples(
             if reference is not None:
                 references = _split(row, _logprobs(reference, reference(row), row, options))
         for index, name in enumerate(row.sample_ids):
-            scores[ids[name]] = SampleScores(
-                proximal=logprobs[index] if logprobs else None,
-                reference=references[index] if references else None,
-                values=values[index] if values else None,
-            )
+            found[name] = tuple(vectors[index] if vectors else None for vectors in (logprobs, references, values))
     if together:
         for model in (policy, reference):
             set_sharded(model, True)
-    return scores
+    return {item.sample.id: _joined([found[part.name] for part in sequences_of(item)]) for item in prepared}
+
+
+def _joined(parts: Sequence[tuple[FloatVector | None, ...]]) -> SampleScores:
+    """Scores of a trajectory, of those of its sequences."""
+    proximal, reference, values = (
+        None if vectors[0] is None else np.concatenate([vector for vector in vectors if vector is not None])
+        for vectors in zip(*parts, strict=True)
+    )
+    return SampleScores(proximal=proximal, reference=reference, values=values)
 
 
 def _logprobs(policy: PackedPolicy, hidden_ND: Tensor, row: MicroBatch, options: TrainerOptions) -> Tensor:
@@ -78,8 +81,7 @@ def _logprobs(policy: PackedPolicy, hidden_ND: Tensor, row: MicroBatch, options:
 
 def _split(row: MicroBatch, values_N: Tensor) -> list[FloatVector]:
     """One vector for each sequence of the row."""
-    counts = torch.bincount(row.inputs.sequence_N, minlength=row.inputs.sequences).cpu().numpy()
-    vectors: list[FloatVector] = np.split(values_N.float().cpu().numpy(), np.cumsum(counts)[:-1])
+    vectors: list[FloatVector] = np.split(values_N.float().cpu().numpy(), np.cumsum(row.counts)[:-1])
     return vectors
 
 

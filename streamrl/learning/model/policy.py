@@ -33,9 +33,9 @@ class MicroBatch(NamedTuple):
     """One row of ``T`` tokens with ``N`` trained ones among them.
 
     ``tokens_T``, ``positions_T``: int64. ``predictors_N``: index in the row of the token whose output predicts
-    the target ``targets_N`` (the one before it; siblings that share a prompt share it). ``sample_ids``: of the row's
-    sequences, in the order of ``inputs.sequence_N``. ``temperature_N``: float32, 0 for that of the options (None: all
-    have it)."""
+    the target ``targets_N`` (the one before it; siblings that share a prompt share it). ``places_N``: int64, number of
+    the target in its turn. ``sample_ids`` and ``counts``: names of the row's sequences, in their order, and how many of
+    the targets are theirs. ``temperature_N``: float32, 0 for that of the options (None: all have it)."""
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -44,6 +44,8 @@ class MicroBatch(NamedTuple):
     targets_N: Tensor
     inputs: TokenInputs
     sample_ids: tuple[str, ...]
+    counts: tuple[int, ...]
+    places_N: Tensor
     temperature_N: Tensor | None = None
 
 
@@ -59,6 +61,8 @@ def empty_micro_batch(device: torch.device) -> MicroBatch:
         targets_N=index,
         inputs=TokenInputs(nothing, nothing, nothing, index, index, 0),
         sample_ids=(),
+        counts=(),
+        places_N=index,
     )
 
 

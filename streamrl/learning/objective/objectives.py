@@ -25,9 +25,9 @@ class TokenInputs(NamedTuple):
     """Inputs of the loss for ``N`` trained tokens, known before the model runs. Float32 [N] unless said.
 
     ``weights_N``: of each token in the un-normalised sum. ``staleness_N``: int64, versions between the one that sampled
-    the token and the one that is differentiated. ``sequence_N``: int64, ascending, index of its sample among the
-    ``sequences`` of the row. ``proximal_N`` None: the policy that is differentiated, before this step. ``reference_N``:
-    logprobs of the reference model. ``old_values_N``, ``returns_N``: of the critic."""
+    the token and the one that is differentiated. ``sequence_N``: int64, index of its trajectory among the ``sequences``
+    of the row, whose ratios are taken together. ``proximal_N`` None: the policy that is differentiated, before this
+    step. ``reference_N``: logprobs of the reference model. ``old_values_N``, ``returns_N``: of the critic."""
 
     behavior_N: Tensor
     advantages_N: Tensor
@@ -137,8 +137,7 @@ def value_loss(settings: ObjectiveSettings, values_N: Tensor, tokens: TokenInput
 
 
 def needs_whole_sequences(settings: ObjectiveSettings, off_policy: OffPolicy) -> bool:
-    """Return whether a token's loss depends on other tokens of its sequence, so that a sequence may not be cut into
-    chunks."""
+    """Return whether a token's loss depends on others of its trajectory, which may not be cut into chunks then."""
     pooled = {RatioLevel.SEQUENCE, RatioLevel.GEOMETRIC}
     return settings.token_surrogate.whole_sequences or off_policy.truncate in pooled or off_policy.mask in pooled
 

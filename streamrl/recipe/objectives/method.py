@@ -50,7 +50,7 @@ class Surrogate(Section, frozen=True):
     docs/recipe.md; its fields are keys of its own, below ``[objective.NAME]`` (a field of ``Objective`` by that name).
 
     ``clips``: ``clip_low`` and ``clip_high`` have an effect; ``dual_clips``: ``dual_clip`` has one.
-    ``whole_sequences``: r is the geometric mean of the ratios of a sequence, the same for each of its tokens."""
+    ``whole_sequences``: r is the geometric mean of the ratios of a trajectory, the same for each of its tokens."""
 
     name: ClassVar[str]
     clips: ClassVar[bool] = True
@@ -86,7 +86,8 @@ class Advantages(Section, frozen=True):
     ) -> tuple[Vector, Vector | None]:
         """Return the advantages of a sample's tokens before they are whitened, and the critic's returns, if
         ``whole_batch``. Float32 [N] each. ``value``: its advantage within the group, or its reward where siblings are
-        not compared; ``penalties_N``: KL to the reference; ``values_N``: of the critic, if there is one."""
+        not compared; ``penalties_N``: KL to the reference; ``values_N``: of the critic, if there is one. Several
+        sequences of a trajectory come one after the other, the one with the last sampled token at the end."""
         # Siblings were compared by rewards minus penalties of the whole sample: these are in ``value`` then.
         return token_returns(value, np.zeros_like(penalties_N) if self.compares_siblings else penalties_N), None
 
