@@ -293,7 +293,7 @@ def _sequences(trajectory: Trajectory) -> list[tuple[list[int], set[int]]]:
         while before[path[-1]] >= 0:
             path.append(before[path[-1]])
         paths.append(path[::-1])
-    found = []
+    found: list[tuple[list[int], set[int]]] = []
     for path in sorted(paths, key=lambda path: max(sampled.intersection(path), default=-1)):
         if trained := sampled.intersection(path).difference(*(own for _, own in found)):
             found.append((path, trained))

@@ -117,12 +117,13 @@ def batch(tiny_model: str) -> Batch:
         samples, sampled = [], []
         for sample in group.samples:
             start = sample.loss_mask.index(1)
-            shape, order = SHAPES[index % 5 if sample.trained_tokens > 10 else 0]
+            shape, order = SHAPES[(index + 4) % 5 if sample.trained_tokens > 6 else 0]
             prompt = token_array() if order[0] == 1 and len(order) == 4 else sample.token_ids[:start]
-            pieces = [list(piece) for piece in np.array_split(sample.token_ids[start:], len(shape))]
+            pieces = iter(np.array_split(sample.token_ids[start:], len(order)))
             paths: dict[int, list[int]] = {-1: list(prompt)}
             segments, turns = [], {}
-            for place, ((trained, follows), ids) in enumerate(zip(shape, pieces, strict=True)):
+            for place, (trained, follows) in enumerate(shape):
+                ids = next(pieces).tolist() if trained else rng.choices(range(3, 32), k=3)
                 paths[place] = paths[place - 1 if follows is None else follows] + ids
                 behavior, spans, age = float_array(), (), -((index + place) % 4)
                 if trained:
