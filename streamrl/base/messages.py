@@ -15,7 +15,6 @@ from streamrl.base.types import (
     RewardFailureKind,
     TokenArray,
     TrainingGroup,
-    token_array,
 )
 
 
@@ -336,8 +335,7 @@ class ReturnedCall(Record, frozen=True):
 
 class BeginEpisode(Message, frozen=True):
     """Run an episode for a prompt with these ``columns``. ``trajectory``: its id, as text; ``seed``: of its own
-    randomness; ``token_ids``: a prompt that the row gives as tokens; ``returned``: calls of an earlier run of the
-    episode, which are not made again."""
+    randomness; ``returned``: calls of an earlier run of the episode, which are not made again."""
 
     episode: int
     trajectory: str
@@ -345,7 +343,6 @@ class BeginEpisode(Message, frozen=True):
     columns: dict[str, Any]
     seed: int
     evaluation: bool = False
-    token_ids: TokenArray = token_array()
     returned: tuple[ReturnedCall, ...] = ()
 
 
@@ -394,13 +391,14 @@ class CallReturned(Message, frozen=True):
 
 class EpisodeEnded(Message, frozen=True):
     """The end of an episode. ``kind``: it failed, as a reward function may, and ``message`` says why; ``finish``: the
-    trajectory's finish reason, where that is not the one of its last turn."""
+    trajectory's finish reason, where that is not the one of its last turn; ``turns``: that the episode has taken."""
 
     episode: int
     result: EnvironmentResult = EnvironmentResult()
     kind: RewardFailureKind | None = None
     message: str = ""
     finish: FinishReason | None = None
+    turns: int = 0
 
 
 EnvironmentEvent = EnvironmentReady | SampleTurn | CallReturned | EpisodeEnded

@@ -40,7 +40,9 @@ async def open_episodes(
     a batch than alone gets one request at a time, and the run says so."""
     alone = False
     if recipe.run.deterministic and recipe.compares_logprobs:
-        probes = [prompt.token_ids for prompt in held_out.prompts[:PROBES]] or [token_array((1, 2, 3))]
+        probes = [prompt.token_ids for prompt in held_out.prompts[:PROBES] if prompt.token_ids] or [
+            token_array((1, 2, 3))
+        ]
         alone = not await batch_invariant(processes.pool, probes, recipe.sampling)
     if alone:
         message = "engines sample other bits in a batch than alone: run.deterministic gives them one request at a time"

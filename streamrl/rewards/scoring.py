@@ -110,7 +110,7 @@ class SampleTexts:
 
     def _inner_tokens(self, member: int) -> TokenArray:
         token_ids = self._turns[member]
-        ended = self.completions[member].finish_reason is FinishReason.STOP and len(token_ids) > 0
+        ended = self.completions[member].finish_reason is not FinishReason.LENGTH and len(token_ids) > 0
         return token_ids[:-1] if ended and token_ids[-1] in self._tokenizer.special_token_ids else token_ids
 
     def arguments(self, signature: RewardSignature, members: Sequence[int]) -> dict[str, Any] | CallFailure:

@@ -42,6 +42,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.send_order, self.orders = anyio.create_memory_object_stream[EnvironmentOrder](math.inf)
+        self.opening = anyio.CancelScope()
         self.episodes: dict[int, MemoryObjectSendStream[EnvironmentEvent]] = {}
 
     def order(self, order: EnvironmentOrder) -> None:
@@ -56,6 +57,7 @@ class EnvironmentStage:
     def __init__(self, workers: Sequence[OpenEnvironment]) -> None:
         self._open = list(workers)
         self._workers: list[_Worker] = []
+        self._opening: set[_Worker] = set()
         self._numbers = 0
         self._changed = Notifier()
 
@@ -71,6 +73,8 @@ class EnvironmentStage:
                 children.start_soon(self._serve, open_worker)
             yield
             self._open.clear()
+            for worker in self._opening:
+                worker.opening.cancel()
             for worker in self._workers:
                 worker.send_order.close()
 
@@ -102,7 +106,6 @@ class EnvironmentStage:
             columns=order.prompt.columns,
             seed=order.seed,
             evaluation=order.evaluation,
-            token_ids=order.prompt.token_ids,
             returned=tuple(returned),
         )
         end = None
@@ -128,7 +131,7 @@ class EnvironmentStage:
         async for event in events:
             match event:
                 case EpisodeEnded():
-                    return EpisodeEnd(event.result, event.kind, event.message, event.finish)
+                    return EpisodeEnd(event.result, event.kind, event.message, event.finish, event.turns)
                 case CallReturned():
                     returned.append(event.call)
                     if not model.order.evaluation:
@@ -147,18 +150,19 @@ class EnvironmentStage:
     async def _serve(self, open_worker: OpenEnvironment) -> None:
         """One worker and its successors."""
         while self._open:
-            worker = _Worker()
+            self._opening.add(worker := _Worker())
             try:
-                async with open_worker() as (orders, events):
-                    self._workers.append(worker)
-                    self._changed.notify()
-                    if not self._open:  # the run ended while the worker was loading
-                        worker.send_order.close()
-                    await converse(partial(self._give, worker, orders), partial(self._take, worker, events))
-                    return
+                with worker.opening:
+                    async with open_worker() as (orders, events):
+                        self._opening.discard(worker)
+                        self._workers.append(worker)
+                        self._changed.notify()
+                        await converse(partial(self._give, worker, orders), partial(self._take, worker, events))
+                return
             except StreamBroken:
                 continue
             finally:
+                self._opening.discard(worker)
                 if worker in self._workers:
                     self._workers.remove(worker)
                 worker.send_order.close()
@@ -177,3 +181,5 @@ class EnvironmentStage:
             if episode is not None:
                 with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # it is cancelled just now
                     await episode.send(event)
+        if self._open:
+            raise StreamBroken("an environment worker has ended its events before the run ended its orders")

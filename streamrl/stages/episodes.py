@@ -178,7 +178,7 @@ class _OpenTrajectory:
             if self.turns[number].asked == (appended, after):
                 self.asked_for += 1
                 return self.turns[number]
-            self._forget_turns(number)
+            self.forget_turns(number)
         newest = after is None or after == number - 1
         if newest and number and not appended:
             raise ValueError("an episode samples another turn, and has appended nothing to the one before")
@@ -207,8 +207,8 @@ class _OpenTrajectory:
         self.asked_for += 1
         return turn
 
-    def _forget_turns(self, number: int) -> None:
-        """Forget turn ``number`` and all after it: the episode asks for another one in its place."""
+    def forget_turns(self, number: int) -> None:
+        """Forget turn ``number`` and all after it: the episode asks for another one in its place, or for none."""
         start = self.ends[number] - bool(self.turns[number].asked[0])
         del self.turns[number:], self.ends[number:], self.segments[start:]
 
@@ -241,12 +241,14 @@ class _OpenTrajectory:
 
 class EpisodeEnd(msgspec.Struct, frozen=True):
     """The end of an episode. ``result``: of its environment, where there is one; ``kind``: it failed, and ``message``
-    says why; ``finish``: the finish reason of the trajectory, where that is not the one of its last turn."""
+    says why; ``finish``: the finish reason of the trajectory, where that is not the one of its last turn; ``turns``:
+    that the episode has taken (None: all): others are not trained."""
 
     result: EnvironmentResult | None = None
     kind: RewardFailureKind | None = None
     message: str = ""
     finish: FinishReason | None = None
+    turns: int | None = None
 
 
 class SampleTurns(Protocol):
@@ -417,6 +419,8 @@ class Episodes:
             await trajectory.take(await self._scorer.score(sampled, order.group_size))
 
     def _whole(self, trajectory: _OpenTrajectory, end: EpisodeEnd) -> Trajectory:
+        if end.turns is not None and end.turns < len(trajectory.ends):
+            trajectory.forget_turns(end.turns)
         order, segments = trajectory.order, trajectory.segments
         if segments and not segments[-1].trained:
             segments.pop()  # nothing was sampled behind it

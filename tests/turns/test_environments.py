@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from builders import ZeroRewards
 from msgspec import structs
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import RecipeError, StreamBroken
 from streamrl.base.messages import Generate, ReturnedCall
 from streamrl.base.stage_messages import EpisodeSoFar, LaunchTrajectory, Scored, TrajectoryLost, TurnSoFar
 from streamrl.base.types import (
@@ -215,7 +215,7 @@ class Run:
                 )
 
         async def live() -> None:
-            with anyio.CancelScope() as scope:
+            with anyio.CancelScope() as scope, suppress(StreamBroken):  # the end of a process
                 self.break_worker = scope.cancel
                 await work()
 

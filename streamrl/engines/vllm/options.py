@@ -154,6 +154,8 @@ def max_model_len(recipe: Recipe, config: dict[str, Any]) -> int:
         )
     talks = recipe.environment.given
     wanted = asked or (recipe.most_tokens if talks else recipe.sampling.max_tokens + PROMPT_ALLOWANCE)
+    if talks and 0 < positions < wanted:
+        raise RecipeError(f"environment.max_tokens: {wanted} is more than the model's {positions} positions; lower it")
     context = min(wanted, positions) if positions else wanted
     if context <= recipe.sampling.max_tokens:
         raise RecipeError(

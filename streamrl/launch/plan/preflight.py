@@ -38,6 +38,7 @@ from streamrl.observe.trackers.installed import tracker_problems
 from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.pretrained.trainable_models import refuse_untrainable, unknown_modules
+from streamrl.pretrained.turns.tool_calls import format_of_template
 from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import EngineKind, LaunchedBy, OptimizerKind, Recipe, TransportKind
@@ -149,6 +150,12 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None, see: SeePro
             tokenizer = load_tokenizer(recipe.model.path)
         except RecipeError as error:
             yield from (f"model.path: {problem}" for problem in error.problems)
+    finds_format = recipe.environment.tools and recipe.environment.tool_format == "auto"
+    if finds_format and tokenizer and not format_of_template(tokenizer.chat_templates):
+        yield (
+            "environment.tool_format: the model's chat template does not show how it writes calls, or it has none: "
+            "write hermes, qwen_xml, llama_json or mistral, or take a model that calls tools"
+        )
     longest = model.context - recipe.sampling.max_tokens if model else None
     for path, spec in prompt_sources(recipe).items():
         show = partial(see, tokenizer) if see and tokenizer and path == "prompts.train" else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import msgspec
@@ -19,10 +19,11 @@ from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.seam import CalledTool, ChatSeams, SeamKind
 from streamrl.pretrained.turns.template_facts import TemplateFacts, template_facts, without_special_tokens
 from streamrl.pretrained.turns.tool_calls import ToolCall, format_of_template, parse_turn
-from streamrl.run.environments.tools import OpenTools, ToolBox, ToolContext, ToolLimits
+from streamrl.run.environments.tools import OpenTools, ToolBox, ToolContext, ToolLimits, call_user
 from streamrl.run.environments.turns import CallRecord, SampledTurn, TurnSampler
 
 ChatMessage = Mapping[str, Any]
+_REMEMBERED = 64  # sets of tools: an episode may make its own
 Said = str | ChatMessage | Sequence[ChatMessage]
 """What may be said to the model: a text of the user, a message, or several."""
 
@@ -51,9 +52,9 @@ class ChatModel:
 
     def __init__(self, tokenizer: Tokenizer, tool_format: str = "auto", limits: ToolLimits | None = None) -> None:
         self.tokenizer, self._tool_format, self._limits = tokenizer, tool_format, limits
-        self.toolbox = cache(self._toolbox)
-        self.facts = cache(self._facts)
-        self.seams = cache(lambda box: ChatSeams(tokenizer, box.schemas if box else None))
+        self.toolbox = lru_cache(_REMEMBERED)(self._toolbox)
+        self.facts = lru_cache(_REMEMBERED)(self._facts)
+        self.seams = lru_cache(_REMEMBERED)(lambda box: ChatSeams(tokenizer, box.schemas if box else None))
 
     @cached_property
     def tool_format(self) -> str:
@@ -97,14 +98,16 @@ class EpisodePolicy:
         self.counts: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
         self._model, self._turns, self._record, self._stack, self._system = model, turns, record, stack, system
-        self._chats = 0
 
     def chat(self, *, system: str | None = None, tools: Sequence[Any] | ToolBox = ()) -> Chat:
         """Begin a conversation. ``system``: its system message (None: that of the recipe); ``tools``: typed functions
         or classes that the model may call. Raises ``RecipeError`` for tools that cannot be described to a model."""
         box = tools if isinstance(tools, ToolBox) else self._model.toolbox(tuple(tools)) if tools else None
-        self._chats += 1
-        return Chat(self, self._system if system is None else system, box, first=self._chats == 1)
+        return Chat(self, self._system if system is None else system, box)
+
+    def at_end(self, function: Callable[[], Any]) -> None:
+        """Call ``function`` when the episode has ended, however it ended."""
+        self._stack.push_async_callback(call_user, function)
 
     async def sample(self, appended: TokenArray | Sequence[int] = (), *, most_tokens: int = 0) -> SampledTurn:
         """Sample a turn behind ``appended`` token ids, for an environment that writes the tokens itself."""
@@ -118,9 +121,11 @@ class EpisodePolicy:
 class Chat:
     """One conversation: what is said to the model, and its turns."""
 
-    def __init__(self, model: EpisodePolicy, system: str, box: ToolBox | None, *, first: bool) -> None:
-        self._model, self._of, self._box, self._first = model, model._model, box, first
-        self.messages: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
+    def __init__(self, model: EpisodePolicy, system: str, box: ToolBox | None) -> None:
+        self._model, self._of, self._box = model, model._model, box
+        self.messages: list[ChatMessage] = []
+        if system:
+            self.messages.append(self._safe({"role": "system", "content": system}))
         self._opening: list[ChatMessage] = []
         self._last: Reply | None = None
         self._open_tools: OpenTools | None = None
@@ -136,7 +141,7 @@ class Chat:
         could not be read, the model gets the reason. Raises ``EpisodeLimit``."""
         if not reply.calls:
             self._model.counts["malformed"] += 1
-            return await self._next([{"role": "user", "content": f"error: {reply.problem}"}])
+            return await self._next([self._safe({"role": "user", "content": f"error: {reply.problem}"})])
         results = []
         for place, call in enumerate(reply.calls):
             text = await self._run(reply.turn, place, call)
@@ -159,7 +164,7 @@ class Chat:
         tools = await self.open_tools()
         written = msgspec.json.encode(call).decode()
         known = model._record.find(turn, place, written)
-        if known is None or tools.keeps_state:
+        if known is None or tools.keeps_state(call.name):
             context = ToolContext(model.trajectory, turn, model.seed)
             done = await tools.run(call, context)
             known = ReturnedCall(
@@ -172,33 +177,37 @@ class Chat:
     def _safe(self, message: ChatMessage) -> ChatMessage:
         """``message`` with special tokens that its text spells broken."""
         content = message.get("content")
-        if not isinstance(content, str):
-            return message
-        text, broken = without_special_tokens(self._of.tokenizer, content)
+        if isinstance(content, list):  # of parts
+            parts = [{**part, "text": self._unspecial(part["text"])} if "text" in part else part for part in content]
+            return {**message, "content": parts}
+        return {**message, "content": self._unspecial(content)} if isinstance(content, str) else message
+
+    def _unspecial(self, text: str) -> str:
+        text, broken = without_special_tokens(self._of.tokenizer, text)
         if broken:
             self._model.notes["special_tokens"] += broken
-        return {**message, "content": text}
+        return text
 
     async def _next(self, messages: Sequence[ChatMessage]) -> Reply:
-        last, after = self._last, None
+        last, said = self._last, [*self.messages, *messages]
         if last is None:
-            self.messages += messages
-            self._opening = list(self.messages)
-            appended, after = self._begin(), None if self._first else -1
+            if self.messages and any(message.get("role") == "system" for message in messages):
+                raise ValueError("the chat has a system message, and another one is said: leave one out")
+            appended, after = self._begin(said), -1
         else:
-            appended = self._continue(last, messages)
-            self.messages += messages
-            after = last.turn
+            appended, after = self._continue(last, messages), last.turn
         turn = await self._model._turns.sample(appended, after=after)
+        self._opening = self._opening or said
+        self.messages = said
         self._last = reply = self._read(turn)
         self.messages.append({"role": "assistant", "content": reply.text})
         return reply
 
-    def _begin(self) -> TokenArray:
+    def _begin(self, said: Sequence[ChatMessage]) -> TokenArray:
         tokenizer = self._of.tokenizer
         if tokenizer.chat_templates:
-            return tokenizer.encode_chat(self.messages, self._box.schemas if self._box else None)
-        return tokenizer.encode("".join(str(message["content"]) for message in self.messages))
+            return tokenizer.encode_chat(said, self._box.schemas if self._box else None)
+        return tokenizer.encode("".join(str(message["content"]) for message in said))
 
     def _continue(self, last: Reply, messages: Sequence[ChatMessage]) -> TokenArray:
         tokenizer = self._of.tokenizer

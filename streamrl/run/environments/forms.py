@@ -61,11 +61,9 @@ def _env(spec: str) -> tuple[UserEpisode, tuple[str, ...]]:
 
     async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> float:
         env = await call_user(make)
-        try:
-            return await _play(model, env, TakenColumns(env.reset).of(columns, model.prompt_seed))
-        finally:
-            if hasattr(env, "close"):
-                await call_user(env.close)
+        if hasattr(env, "close"):
+            model.at_end(env.close)
+        return await _play(model, env, TakenColumns(env.reset).of(columns, model.prompt_seed))
 
     return episode, needed
 

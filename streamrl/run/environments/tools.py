@@ -3,7 +3,9 @@ signatures and docstrings; arguments that a model wrote are checked by the same 
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import numbers
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -66,6 +68,7 @@ class _Tool(msgspec.Struct, frozen=True):
     call: Callable[..., Any]
     owner: type | None
     takes_context: bool
+    keeps_state: bool
 
 
 class ToolBox:
@@ -93,19 +96,19 @@ class ToolBox:
     @asynccontextmanager
     async def opened(self, columns: Mapping[str, Any] | None = None, seed: int = 0) -> AsyncIterator[OpenTools]:
         """Make the classes, one instance of each, for one trajectory. Those that are context managers are entered, and
-        left at the end whatever happens; then ``close`` is called where there is one. ``reset`` is called with
+        left at the end whatever happens; of others ``close`` is called where there is one. ``reset`` is called with
         ``columns``, and may return a text for the model."""
         async with AsyncExitStack() as stack:
             made: dict[type, Any] = {}
             texts = []
             for owner in dict.fromkeys(tool.owner for tool in self._tools.values() if tool.owner is not None):
                 made[owner] = instance = owner()
-                if hasattr(instance, "close"):
-                    stack.push_async_callback(call_user, instance.close)
                 if hasattr(instance, "__aenter__"):
                     await stack.enter_async_context(instance)
                 elif hasattr(instance, "__enter__"):
                     stack.enter_context(instance)
+                elif hasattr(instance, "close"):
+                    stack.push_async_callback(call_user, instance.close)
                 if hasattr(instance, "reset"):
                     texts.append(
                         await call_user(instance.reset, **TakenColumns(instance.reset).of(columns or {}, seed))
@@ -121,16 +124,16 @@ class OpenTools:
     ) -> None:
         self._tools, self._made, self._limits, self.opening = tools, made, limits, opening
 
-    @property
-    def keeps_state(self) -> bool:
-        """Return whether tools are methods of objects: then a call is made again when an episode begins again."""
-        return bool(self._made)
+    def keeps_state(self, name: str) -> bool:
+        """Return whether a tool is a method or a closure: then a call is made again when an episode begins again."""
+        return name in self._tools and self._tools[name].keeps_state
 
     @property
     def reward(self) -> float | None:
         """The sum of the attributes ``reward`` of the classes; None: no class has one."""
-        found = [value for one in self._made.values() if isinstance(value := getattr(one, "reward", None), int | float)]
-        return float(sum(found)) if found else None
+        given = [getattr(one, "reward", None) for one in self._made.values()]
+        found = [float(value) for value in given if isinstance(value, numbers.Real)]
+        return sum(found) if found else None
 
     async def run(self, call: ToolCall, context: ToolContext) -> ToolResult:
         """Run one call. A failure of the tool is a result; nothing is raised but cancellation."""
@@ -152,6 +155,7 @@ class OpenTools:
         seconds = anyio.current_time() - began
         if scope.cancelled_caught:
             return ToolResult(f"error: {call.name} took more than {limit_s:g} s", ToolEnd.TIMED_OUT, seconds)
+        text = text.encode("utf-8", "replace").decode()  # surrogates, as names of files may have, cannot be sent
         if len(text) > (most := self._limits.characters):
             text = f"{text[:most]} [{len(text) - most} characters more are left out]"
             end = ToolEnd.TRUNCATED if end is ToolEnd.DONE else end
@@ -173,6 +177,8 @@ class TakenColumns:
     def __init__(self, function: Callable[..., Any], skip: int = 0) -> None:
         """``skip``: so many parameters at the begin are given otherwise."""
         parameters = list(inspect.signature(function).parameters.values())[skip:]
+        if wrong := next((one for one in parameters if one.kind is one.POSITIONAL_ONLY), None):
+            raise RecipeError(f"parameter {wrong.name} is positional-only, and columns are given by name: remove the /")
         self._all = any(one.kind is one.VAR_KEYWORD for one in parameters)
         named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
         self._names = {one.name for one in named}
@@ -188,7 +194,11 @@ async def _answer(call: Callable[[], Any]) -> tuple[str, ToolEnd]:
     try:
         value = await call_user(call)
         return value if isinstance(value, str) else msgspec.json.encode(value).decode(), ToolEnd.DONE
-    except Exception as error:  # noqa: BLE001 (code of a user)
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        return f"error: {type(error).__name__}: it cancelled itself", ToolEnd.RAISED
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (code of a user)
         return f"error: {type(error).__name__}: {error}", ToolEnd.RAISED
 
 
@@ -205,6 +215,8 @@ def _tool(name: str, function: Callable[..., Any], owner: type | None) -> _Tool:
     description, of_parameters = _docstring(function)
     if not description:
         raise TypeError("it has no docstring, which tells the model what it does: write one")
+    if owner is not None and isinstance(inspect.getattr_static(owner, name), staticmethod):
+        raise TypeError("it is a staticmethod: give it as a function, beside the class")
     hints = get_type_hints(function, include_extras=True)
     fields: list[Any] = []
     parameters = list(inspect.signature(function).parameters.values())[owner is not None :]
@@ -230,7 +242,9 @@ def _tool(name: str, function: Callable[..., Any], owner: type | None) -> _Tool:
     if components:
         own["$defs"] = components
     schema = {"type": "function", "function": {"name": name, "description": description, "parameters": own}}
-    return _Tool(name, schema, arguments, function, owner, any(one.name == CONTEXT for one in parameters))
+    context = any(one.name == CONTEXT for one in parameters)
+    keeps_state = owner is not None or inspect.ismethod(function) or bool(getattr(function, "__closure__", None))
+    return _Tool(name, schema, arguments, function, owner, context, keeps_state)
 
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)

@@ -41,38 +41,34 @@ class EpisodeLimit(Exception):
 
 
 class LimitedTurns:
-    """Turns of one trajectory, within ``max_turns`` and ``max_tokens`` of a conversation. ``ask``: of the controller;
-    ``begin``: tokens of a prompt that the row gives. ``finish``: the limit that was met, None: none."""
+    """Turns of one trajectory, within ``max_turns`` and ``max_tokens`` of a conversation. ``ask``: of the controller.
+    ``finish``: the limit that the last request met, None: none; ``limit``: the same in words, of any request."""
 
     def __init__(
-        self,
-        ask: Callable[[TokenArray, int | None, int], Awaitable[SampledTurn]],
-        *,
-        max_turns: int,
-        max_tokens: int,
-        begin: int = 0,
+        self, ask: Callable[[TokenArray, int | None, int], Awaitable[SampledTurn]], *, max_turns: int, max_tokens: int
     ) -> None:
         self._ask, self._max_turns, self._max_tokens = ask, max_turns, max_tokens
         self._lengths: list[int] = []  # of the conversation up to the end of each turn
         self.finish: FinishReason | None = None
-        self._begin = begin
+        self.limit = ""
 
     async def sample(self, appended: TokenArray, *, after: int | None = None, most_tokens: int = 0) -> SampledTurn:
         """Sample a turn, as ``TurnSampler`` says."""
         number = len(self._lengths)
         if number >= self._max_turns:
             self._refuse(FinishReason.TURNS, f"it has {number} turns (environment.max_turns)")
-        before = self._begin if after == -1 or not number else self._lengths[number - 1 if after is None else after]
+        before = 0 if after == -1 or not number else self._lengths[number - 1 if after is None else after]
         room = self._max_tokens - before - len(appended)
         if room <= 0:
             tokens = before + len(appended)
             self._refuse(FinishReason.LENGTH, f"{tokens} tokens leave no room of {self._max_tokens} for a turn")
         turn = await self._ask(appended, after, min(most_tokens or room, room))
         self._lengths.append(before + len(appended) + len(turn.token_ids))
+        self.finish = None
         return turn
 
     def _refuse(self, finish: FinishReason, message: str) -> None:
-        self.finish = finish
+        self.finish, self.limit = finish, message
         raise EpisodeLimit(finish, message)
 
 

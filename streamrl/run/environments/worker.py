@@ -5,23 +5,31 @@ user code that                        gets
 ====================================  ===========================================================================
 raises, returns nonsense              a recorded failure of its trajectory
 takes longer than its time            the same, ``timed_out``; a thread that it left behind goes on until it returns
-blocks the event loop                 the process ends with code 75 after ``_BLOCKED_S``, and is started again
+does not end when it is cancelled     it is left behind; with ``_MOST_STUCK`` of them the process ends with code 75
+blocks the event loop                 the process ends with code 75 after ``_BLOCKED_S``
 ====================================  ===========================================================================
 
-The episodes of a process that ended begin again at another one, with the turns and results of tools that they had."""
+After code 75 the supervisor starts another worker. The episodes of a process that ended begin again at another one,
+with the turns and results of tools that they had."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+import numbers
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
+import anyio.abc
 import anyio.to_thread
 
+from streamrl.base.concurrent_calls import first_error
+from streamrl.base.errors import StreamBroken
 from streamrl.base.messages import (
     BeginEpisode,
     CallReturned,
@@ -47,7 +55,9 @@ from streamrl.run.environments.forms import UserEpisode, load_episode
 from streamrl.run.environments.tools import ToolLimits
 from streamrl.run.environments.turns import CallRecord, EpisodeLimit, LimitedTurns, SampledTurn
 
-_BLOCKED_S, _HEARTBEAT_S, _CLOSE_LIMIT_S = 30.0, 0.5, 5.0
+_BLOCKED_S, _HEARTBEAT_S, _CLOSE_LIMIT_S, _STOP_LIMIT_S = 30.0, 0.5, 5.0, 1.0
+_MOST_STUCK = 8  # coroutines that never end; each keeps memory and takes time from the others
+_FLUSH_S = 0.5  # for events on their way, before the process ends
 _THREADS = 1024  # of functions that are no coroutines: a call that sleeps may not keep others waiting
 _log = logging.getLogger(__name__)
 
@@ -67,12 +77,19 @@ async def run_environment_worker(
     limits = ToolLimits(environment.tool_seconds, environment.tool_characters)
     chat_model = ChatModel(tokenizer, environment.tool_format, limits)
     episode, _ = load_episode(environment, chat_model)
-    serving = _Serving(environment, chat_model, episode)
+    user_code = asyncio.TaskGroup()
+    serving = _Serving(environment, chat_model, episode, user_code, owns_process=owns_process)
     threads = anyio.to_thread.current_default_thread_limiter()
     threads.total_tokens = max(threads.total_tokens, _THREADS)
-    async with _watched(owns_process):
-        await send_hello(events, orders, EnvironmentReady(worker=worker))
-        await converse(lambda: serving.receive(orders), lambda: serving.send(events))
+    try:
+        async with _watched(owns_process), user_code:
+            await send_hello(events, orders, EnvironmentReady(worker=worker))
+            await converse(lambda: serving.receive(orders), lambda: serving.send(events))
+            if serving.stuck and owns_process:
+                await anyio.sleep(_FLUSH_S)
+                os._exit(0)  # the group would wait for them; all work is done
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
 
 
 @asynccontextmanager
@@ -103,7 +120,9 @@ class _OpenEpisode:
     def __init__(self, order: BeginEpisode, seconds: float) -> None:
         self.order = order
         self.clock = anyio.CancelScope()
-        self.stopped = self.asks = False
+        self.stopped = self.ended = self.asks = False
+        self.given_up = ""
+        self.turns_given = 0
         self.spent_s, self._seconds, self._since = 0.0, seconds, anyio.current_time()
         self.send_turn, self.turns = anyio.create_memory_object_stream[TurnSampled](math.inf)
 
@@ -125,8 +144,19 @@ class _OpenEpisode:
 class _Serving:
     """Episodes of this process, and the events that go to the controller."""
 
-    def __init__(self, environment: Environment, chat_model: ChatModel, episode: UserEpisode) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        chat_model: ChatModel,
+        episode: UserEpisode,
+        user_code: asyncio.TaskGroup,
+        *,
+        owns_process: bool,
+    ) -> None:
         self._environment, self._chat_model, self._episode = environment, chat_model, episode
+        self._user_code, self._owns_process = user_code, owns_process
+        self.stuck = 0
+        """Episodes past their limit that still run."""
         self._open: dict[int, _OpenEpisode] = {}
         self._send_event, self._events = anyio.create_memory_object_stream[EnvironmentEvent](math.inf)
 
@@ -139,29 +169,35 @@ class _Serving:
 
     async def receive(self, orders: ReceiveStream[EnvironmentOrder]) -> None:
         """Begin, answer and stop episodes until ``orders`` ends; those that are open then are stopped."""
+        broken = None
         async with self._send_event, anyio.create_task_group() as tasks:
-            async for order in orders:
-                match order:
-                    case BeginEpisode():
-                        self._open[order.episode] = opened = _OpenEpisode(order, self._environment.seconds)
-                        tasks.start_soon(self._run, opened)
-                    case TurnSampled() if order.episode in self._open:
-                        self._open[order.episode].send_turn.send_nowait(order)
-                    case StopEpisode() if order.episode in self._open:
-                        self._open[order.episode].stop()
-                    case _:
-                        pass  # it has ended
+            try:
+                async for order in orders:
+                    self._take(order, tasks)
+            except StreamBroken as error:  # raised below, alone and not in a group
+                broken = error
             for episode in self._open.values():
                 episode.stop()
+        if broken is not None:
+            raise broken
+
+    def _take(self, order: EnvironmentOrder, tasks: anyio.abc.TaskGroup) -> None:
+        match order:
+            case BeginEpisode():
+                self._open[order.episode] = opened = _OpenEpisode(order, self._environment.seconds)
+                tasks.start_soon(self._run, opened)
+            case TurnSampled() if (asking := self._open.get(order.episode)) and not asking.ended:
+                asking.send_turn.send_nowait(order)
+            case StopEpisode() if order.episode in self._open:
+                self._open[order.episode].stop()
+            case _:
+                pass  # it has ended
 
     async def _run(self, opened: _OpenEpisode) -> None:
         """Run one episode, and say how it ended."""
         order, environment = opened.order, self._environment
         turns = LimitedTurns(
-            partial(self._ask, opened),
-            max_turns=environment.max_turns,
-            max_tokens=environment.max_tokens,
-            begin=len(order.token_ids),
+            partial(self._ask, opened), max_turns=environment.max_turns, max_tokens=environment.max_tokens
         )
         stack = AsyncExitStack()
         model = EpisodePolicy(
@@ -176,16 +212,15 @@ class _Serving:
             evaluation=order.evaluation,
             system=environment.system,
         )
-        late = f"the environment took more than {environment.seconds:g} s (environment.seconds)"
-        end = _End(kind=RewardFailureKind.TIMED_OUT, message=late)
-        with opened.send_turn, opened.turns, opened.clock:
-            opened.runs()
-            end = await self._outcome(model, order.columns)
-        opened.waits()
+        with opened.send_turn, opened.turns:
+            end = await self._bounded(opened, model)
+            opened.ended = True
         await _close(stack, order.trajectory)
         del self._open[order.episode]
         if opened.stopped:
             return
+        if not opened.turns_given and end.kind is None and turns.limit:
+            end = _End(kind=RewardFailureKind.RAISED, message=turns.limit)
         seconds = round(opened.spent_s, 6)
         notes, calls = dict(model.notes), dict(model.counts)
         self._send_event.send_nowait(
@@ -195,19 +230,44 @@ class _Serving:
                 kind=end.kind,
                 message=end.message,
                 finish=turns.finish,
+                turns=opened.turns_given,
             )
         )
+        if self.stuck >= _MOST_STUCK and self._owns_process:
+            _log.warning("%d episodes do not end: this worker ends, to be started again", self.stuck)
+            await anyio.sleep(_FLUSH_S)
+            os._exit(REWARD_RESTART_EXIT_CODE)
+
+    async def _bounded(self, opened: _OpenEpisode, model: EpisodePolicy) -> _End:
+        """Return the outcome of the user's code, which has its time, and is left behind where it does not stop then."""
+        task = self._user_code.create_task(self._outcome(model, opened.order.columns))
+        with opened.clock:
+            opened.runs()
+            await asyncio.wait([task])
+        opened.waits()
+        if not opened.clock.cancelled_caught:
+            return task.result()
+        task.cancel()
+        await asyncio.wait([task], timeout=_STOP_LIMIT_S)
+        if not task.done():
+            self.stuck += 1
+            task.add_done_callback(self._unstuck)
+        late = f"the environment took more than {self._environment.seconds:g} s (environment.seconds)"
+        return _End(kind=RewardFailureKind.TIMED_OUT, message=late)
+
+    def _unstuck(self, _: object) -> None:
+        self.stuck -= 1
 
     async def _outcome(self, model: EpisodePolicy, columns: Mapping[str, Any]) -> _End:
         try:
             value = await self._episode(model, columns)
         except EpisodeLimit as error:
             return _End(kind=RewardFailureKind.RAISED, message=f"the episode did not expect its limit: {error}")
-        except Exception as error:  # noqa: BLE001 (code of a user)
+        except BaseException as error:  # noqa: BLE001 (code of a user; one that is cancelled has its outcome already)
             return _End(kind=RewardFailureKind.RAISED, message=describe_error(error))
         if value is None:
             return _End()
-        if isinstance(value, bool | int | float):
+        if isinstance(value, bool | numbers.Real):  # also NumPy's
             reward = float(value)
             if math.isfinite(reward):
                 return _End(reward)
@@ -218,9 +278,11 @@ class _Serving:
     async def _ask(
         self, opened: _OpenEpisode, appended: TokenArray, after: int | None, most_tokens: int
     ) -> SampledTurn:
+        if opened.given_up:
+            raise RuntimeError(opened.given_up)
         if opened.asks:
             raise RuntimeError("a turn is being sampled: await one turn after the other")
-        if opened.order.episode not in self._open:
+        if opened.ended or opened.stopped:
             raise RuntimeError("the episode has ended: nothing is sampled for it any more")
         opened.asks = True
         ask = SampleTurn(episode=opened.order.episode, appended=appended, after=after, most_tokens=most_tokens)
@@ -228,9 +290,13 @@ class _Serving:
         opened.waits()
         try:
             turn = await opened.turns.receive()
+        except BaseException:
+            opened.given_up = "a turn was not waited for (a time limit around it?), so that no other may follow it"
+            raise
         finally:
             opened.runs()
             opened.asks = False
+        opened.turns_given += 1
         return SampledTurn(turn.turn, turn.token_ids, turn.finish_reason)
 
     def _note(self, episode: int, call: ReturnedCall) -> None:
@@ -250,5 +316,7 @@ async def _close(stack: AsyncExitStack, trajectory: str) -> None:
     try:
         with anyio.move_on_after(_CLOSE_LIMIT_S, shield=True):
             await stack.aclose()
-    except Exception as error:  # noqa: BLE001 (code of a user)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
         _log.warning("closing the tools of %s failed: %s", trajectory, describe_error(error))

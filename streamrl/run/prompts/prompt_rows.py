@@ -219,6 +219,8 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer | None, max_token
     columns = msgspec.msgpack.decode(content, type=dict[str, Any])
     if tokenizer is None:
         token_ids = token_array()
+        if _TOKEN_COLUMN in columns:
+            raise BadRow(f'has "{_TOKEN_COLUMN}", and an environment writes the prompt: give "prompt" or "messages"')
         if (chat := as_chat(columns.get("prompt"))) is not None and "messages" not in columns:
             columns["messages"] = chat
             del columns["prompt"]
