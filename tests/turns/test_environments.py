@@ -5,6 +5,7 @@ would make of the text."""
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -46,6 +47,10 @@ from streamrl.stages.episodes import Episodes
 
 CODE = """
 import asyncio, math, time
+
+import numpy
+
+from streamrl.run.environments.turns import EpisodeLimit
 
 CALLS, LEFT = [], []
 
@@ -139,6 +144,65 @@ class Slow:
     def step(self, text):
         time.sleep(2.5)
         return "", 1.0, True, False, {}
+
+async def cancels_itself(model, **columns):
+    await model.chat().say("hello")
+    task = asyncio.create_task(asyncio.sleep(3600))
+    task.cancel()
+    await task
+
+async def leaves(model, **columns):
+    await model.chat().say("hello")
+    raise SystemExit(3)
+
+async def swallows(model, **columns):
+    await model.chat().say("hello")
+    for _ in range(3):
+        try:
+            await asyncio.sleep(0.4)
+        except asyncio.CancelledError:
+            pass
+    return 1.0
+
+async def gives_up(model, **columns):
+    chat = model.chat()
+    asking = asyncio.create_task(chat.say("one"))
+    await asyncio.sleep(0)  # it is asked for
+    asking.cancel()
+    await chat.say("two")
+
+async def two_chats(model, **columns):
+    first, second = model.chat(system="A"), model.chat(system="B")
+    await second.say("to B")
+    await first.say("to A")
+    await second.say("more")
+    return numpy.float32(1.5)
+
+async def asks_again(model, **columns):
+    chat = model.chat()
+    try:
+        await chat.say("word " * 100)
+    except EpisodeLimit:
+        await chat.say("hello")
+    return True
+
+async def greets(model, **columns):
+    await model.chat(system="A").say([{"role": "system", "content": "B"}, {"role": "user", "content": "hi"}])
+
+class Hangs(Game):
+    def step(self, text):
+        time.sleep(1.2)
+
+class Static:
+    @staticmethod
+    def add(a: int, b: int) -> int:
+        "Add."
+
+async def by_position(model, level, /): ...
+
+def exits() -> str:
+    "Leave."
+    raise SystemExit(1)
 
 def plain(model): ...
 """
@@ -348,8 +412,6 @@ async def test_a_class_of_tools_is_reset_rewards_and_is_closed(qwen: Tokenizer, 
 
 
 def module_of(code: Callable[[str], str]) -> Any:
-    import sys
-
     return sys.modules[Path(code("x").rpartition(":")[0]).stem]
 
 
@@ -394,6 +456,11 @@ async def test_a_coroutine_talks_and_rewards(qwen: Tokenizer, code: Callable[[st
         ("sleeps", "timed_out", "environment.seconds"),
         ("twice", "raised", "one turn after the other"),
         ("unbounded", "raised", "environment.max_turns"),
+        ("cancels_itself", "raised", "CancelledError"),
+        ("leaves", "raised", "SystemExit"),
+        ("swallows", "timed_out", "environment.seconds"),
+        ("gives_up", "raised", "was not waited for"),
+        ("greets", "raised", "leave one out"),
     ],
 )
 async def test_code_that_misbehaves_is_a_failure_of_its_trajectory(
@@ -406,6 +473,58 @@ async def test_code_that_misbehaves_is_a_failure_of_its_trajectory(
     if name == "hangs":
         assert module_of(code).LEFT == ["hangs"]
     assert run.begun == 1
+
+
+async def test_a_game_that_is_late_or_too_large_has_failed_and_is_closed(
+    qwen: Tokenizer, code: Callable[[str], str]
+) -> None:
+    run = Run(Environment(env=code("Hangs"), seconds=0.3), qwen, lambda text: "hi")
+    late = await run.one({"level": 1})
+    assert isinstance(late, RewardFailure) and late.kind == "timed_out" and len(module_of(code).LEFT) == 1
+    run = Run(Environment(env=code("Game"), max_tokens=10), qwen, lambda text: "hi")
+    large = await run.one({"level": 1})
+    assert isinstance(large, RewardFailure) and "leave no room of 10" in large.message
+
+
+async def test_chats_begin_one_after_the_other_and_a_limit_that_was_met_once_is_not_the_end(
+    qwen: Tokenizer, code: Callable[[str], str]
+) -> None:
+    run = Run(Environment(episode=code("two_chats")), qwen, lambda text: "ok")
+    trajectory = await run.one({})
+    assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
+    assert trajectory.environment.reward == 1.5
+    assert [segment.follows for segment in trajectory.segments] == [None, None, -1, None, 1, None]
+    for request, said in zip(run.engine.asked, ("B to B", "A to A", "B to B more"), strict=True):
+        text = qwen.decode(request.token_ids, False)
+        assert [word in text for word in ("system\nA", "system\nB")] == ["A" in said, "B" in said]
+    run = Run(Environment(episode=code("asks_again"), max_tokens=300), qwen, lambda text: "ok")
+    trajectory = await run.one({})
+    assert isinstance(trajectory, Trajectory) and trajectory.finish_reason is FinishReason.STOP
+    assert trajectory.environment is not None and trajectory.environment.reward == 1.0
+    assert "word" not in shown(qwen, trajectory)
+
+
+async def test_an_agent_talks_to_the_model_as_to_an_api(qwen: Tokenizer, tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import json, sys\nfrom openai import OpenAI\nrow, client, said = json.load(sys.stdin), OpenAI(), []\n"
+        "for text in (row['question'], 'Really?'):\n"
+        "    said.append({'role': 'user', 'content': text})\n"
+        "    answer = client.chat.completions.create(model='policy', messages=said)\n"
+        "    said.append({'role': 'assistant', 'content': answer.choices[0].message.content})\n"
+        "print(json.dumps({'reward': float(said[-1]['content'] == row['answer'])}))\n"
+    )
+    run = Run(
+        Environment(agent=(sys.executable, str(agent))), qwen, lambda text: "yes" if "Really?" in text else "perhaps"
+    )
+    trajectory = await run.one({"question": "Is it?", "answer": "yes"})
+    assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
+    assert trajectory.environment.reward == 1.0
+    assert [segment.trained for segment in trajectory.segments] == [False, True, False, True]
+    assert_tokens_are_those_of_the_engine(run, trajectory)
+    agent.write_text("import sys\nsys.exit('no idea')\n")
+    failure = await Run(run.environment, qwen, lambda text: "").one({})
+    assert isinstance(failure, RewardFailure) and "no idea" in failure.message
 
 
 async def test_nothing_is_sampled_for_an_episode_that_has_ended(qwen: Tokenizer, code: Callable[[str], str]) -> None:
@@ -530,6 +649,21 @@ async def test_a_later_life_that_asks_something_else_is_sampled_anew_from_there(
     assert isinstance(known, EpisodeSoFar) and len(known.turns) == 2  # the first was recorded before
 
 
+async def test_turns_of_an_earlier_life_that_nobody_asks_for_again_are_not_trained(
+    qwen: Tokenizer, code: Callable[[str], str]
+) -> None:
+    run = Run(Environment(env=code("Game")), qwen, lambda text: "ok")
+    await run.one({"level": 1})
+    [recorded] = run.journal.store.trajectories.values()
+    assert isinstance(recorded, EpisodeSoFar) and len(recorded.turns) == 3
+    shorter = Run(Environment(env=code("Game"), max_turns=2), qwen, lambda text: "other")
+    trajectory = await shorter.one({"level": 1}, recorded)
+    assert isinstance(trajectory, Trajectory) and trajectory.finish_reason is FinishReason.TURNS
+    assert [turn.completion.token_ids for turn in recorded.turns[:2]] == [
+        segment.token_ids for segment in trajectory.segments if segment.trained
+    ]
+
+
 async def test_an_environment_that_has_ended_is_not_run_again(qwen: Tokenizer, code: Callable[[str], str]) -> None:
     run = Run(Environment(env=code("Game")), qwen, lambda text: "ok")
     trajectory = await run.one({"level": 1})
@@ -553,6 +687,8 @@ async def test_an_environment_that_has_ended_is_not_run_again(qwen: Tokenizer, c
         ({"env": "Counter"}, "has no step"),
         ({"tools": ("Game",)}, "has no docstring"),
         ({"tools": ("add", "add")}, "two tools have this name"),
+        ({"tools": ("Static",)}, "staticmethod"),
+        ({"episode": "by_position"}, "positional-only"),
     ],
 )
 def test_code_that_is_no_environment_is_refused(

@@ -20,7 +20,7 @@ from streamrl.pretrained.turns.seam import CalledTool, ChatSeams, SeamKind
 from streamrl.pretrained.turns.template_facts import TemplateFacts, template_facts, without_special_tokens
 from streamrl.pretrained.turns.tool_calls import ToolCall, format_of_template, parse_turn
 from streamrl.run.environments.tools import OpenTools, ToolBox, ToolContext, ToolLimits, call_user
-from streamrl.run.environments.turns import CallRecord, SampledTurn, TurnSampler
+from streamrl.run.environments.turns import CallRecord, LimitedTurns, SampledTurn
 
 ChatMessage = Mapping[str, Any]
 _REMEMBERED = 64  # sets of tools: an episode may make its own
@@ -82,7 +82,7 @@ class EpisodePolicy:
     def __init__(
         self,
         model: ChatModel,
-        turns: TurnSampler,
+        turns: LimitedTurns,
         record: CallRecord,
         stack: AsyncExitStack,
         *,
@@ -97,12 +97,13 @@ class EpisodePolicy:
         self.seed, self.prompt_seed, self.random = seed, prompt_seed, random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
-        self._model, self._turns, self._record, self._stack, self._system = model, turns, record, stack, system
+        self.chat_model, self.turns = model, turns
+        self._record, self._stack, self._system = record, stack, system
 
     def chat(self, *, system: str | None = None, tools: Sequence[Any] | ToolBox = ()) -> Chat:
         """Begin a conversation. ``system``: its system message (None: that of the recipe); ``tools``: typed functions
         or classes that the model may call. Raises ``RecipeError`` for tools that cannot be described to a model."""
-        box = tools if isinstance(tools, ToolBox) else self._model.toolbox(tuple(tools)) if tools else None
+        box = tools if isinstance(tools, ToolBox) else self.chat_model.toolbox(tuple(tools)) if tools else None
         return Chat(self, self._system if system is None else system, box)
 
     def at_end(self, function: Callable[[], Any]) -> None:
@@ -111,18 +112,18 @@ class EpisodePolicy:
 
     async def sample(self, appended: TokenArray | Sequence[int] = (), *, most_tokens: int = 0) -> SampledTurn:
         """Sample a turn behind ``appended`` token ids, for an environment that writes the tokens itself."""
-        return await self._turns.sample(token_array(appended), most_tokens=most_tokens)
+        return await self.turns.sample(token_array(appended), most_tokens=most_tokens)
 
     def decode(self, token_ids: TokenArray) -> str:
         """Return the text of token ids, without special tokens."""
-        return self._model.tokenizer.decode(token_ids)
+        return self.chat_model.tokenizer.decode(token_ids)
 
 
 class Chat:
     """One conversation: what is said to the model, and its turns."""
 
     def __init__(self, model: EpisodePolicy, system: str, box: ToolBox | None) -> None:
-        self._model, self._of, self._box = model, model._model, box
+        self._model, self._of, self._box = model, model.chat_model, box
         self.messages: list[ChatMessage] = []
         if system:
             self.messages.append(self._safe({"role": "system", "content": system}))
@@ -196,7 +197,7 @@ class Chat:
             appended, after = self._begin(said), -1
         else:
             appended, after = self._continue(last, messages), last.turn
-        turn = await self._model._turns.sample(appended, after=after)
+        turn = await self._model.turns.sample(appended, after=after)
         self._opening = self._opening or said
         self.messages = said
         self._last = reply = self._read(turn)

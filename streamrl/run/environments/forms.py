@@ -1,15 +1,20 @@
-"""The forms of an environment, each as an episode: ``episode``, ``env`` and ``tools`` of the recipe."""
+"""The forms of an environment, each as an episode: ``episode``, ``env``, ``tools`` and ``agent`` of the recipe."""
 
 from __future__ import annotations
 
 import inspect
+import secrets
+import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.environment import Environment
 from streamrl.recipe.user_code import load_user_object
+from streamrl.run.environments.agent_process import AgentFailedError, run_agent
 from streamrl.run.environments.chat import ChatModel, EpisodePolicy, Said
+from streamrl.run.environments.endpoint_server import EndpointServer
+from streamrl.run.environments.endpoint_session import EndpointSession
 from streamrl.run.environments.tools import TakenColumns, ToolBox, ToolLimits, call_user
 from streamrl.run.environments.turns import EpisodeLimit
 
@@ -17,13 +22,18 @@ UserEpisode = Callable[[EpisodePolicy, Mapping[str, Any]], Awaitable[Any]]
 """Runs one episode with the columns of its row; what it returns is the reward, or None."""
 
 
-def load_episode(environment: Environment, chat_model: ChatModel | None = None) -> tuple[UserEpisode, tuple[str, ...]]:
-    """Load what ``environment`` names: the episode, and the columns that it cannot do without. Raises ``RecipeError``
-    with every problem."""
+def load_episode(
+    environment: Environment, chat_model: ChatModel | None = None, server: EndpointServer | None = None
+) -> tuple[UserEpisode, tuple[str, ...]]:
+    """Load what ``environment`` names: the episode, and the columns that it cannot do without. ``chat_model`` and
+    ``server``, at which agents reach the model, may be missing where no episode is run. Raises ``RecipeError`` with
+    every problem."""
     if environment.episode:
         return _episode(environment.episode)
     if environment.env:
         return _env(environment.env)
+    if environment.agent:
+        return _agent(environment.agent, server), ()
     limits = ToolLimits(environment.tool_seconds, environment.tool_characters)
     box = ToolBox([load_user_object(spec) for spec in environment.tools], limits)
     if chat_model is not None:
@@ -116,3 +126,23 @@ def _first(columns: Mapping[str, Any], opening: str) -> Said:
     if not messages and not said[-1]["content"]:
         raise ValueError('the row has no column "prompt" or "messages", and no tool wrote one when it was reset')
     return said
+
+
+def _agent(command: Sequence[str], server: EndpointServer | None) -> UserEpisode:
+    if shutil.which(command[0]) is None:
+        raise RecipeError(f'environment.agent: there is no program "{command[0]}": correct it, or install it')
+
+    async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> float | None:
+        assert server is not None, "agents have an endpoint where episodes are run"
+        session = EndpointSession(secrets.token_hex(16), model.turns, model.chat_model)
+        try:
+            with server.serving(session):
+                return await run_agent(command, session, columns, base_url=server.base_url)
+        except AgentFailedError:
+            if model.turns.finish is None:
+                raise
+            return None  # its harness gave up at a limit
+        finally:
+            model.notes.update(session.figures)
+
+    return episode

@@ -51,6 +51,7 @@ from streamrl.recipe.environment import Environment
 from streamrl.recipe.user_code import describe_error
 from streamrl.rewards.calls.trusted import ExitTimer
 from streamrl.run.environments.chat import ChatModel, EpisodePolicy
+from streamrl.run.environments.endpoint_server import EndpointServer
 from streamrl.run.environments.forms import UserEpisode, load_episode
 from streamrl.run.environments.tools import ToolLimits
 from streamrl.run.environments.turns import CallRecord, EpisodeLimit, LimitedTurns, SampledTurn
@@ -76,13 +77,14 @@ async def run_environment_worker(
     gone."""
     limits = ToolLimits(environment.tool_seconds, environment.tool_characters)
     chat_model = ChatModel(tokenizer, environment.tool_format, limits)
-    episode, _ = load_episode(environment, chat_model)
+    server = EndpointServer() if environment.agent else None
+    episode, _ = load_episode(environment, chat_model, server)
     user_code = asyncio.TaskGroup()
     serving = _Serving(environment, chat_model, episode, user_code, owns_process=owns_process)
     threads = anyio.to_thread.current_default_thread_limiter()
     threads.total_tokens = max(threads.total_tokens, _THREADS)
     try:
-        async with _watched(owns_process), user_code:
+        async with _watched(owns_process), user_code, _beside(server):
             await send_hello(events, orders, EnvironmentReady(worker=worker))
             await converse(lambda: serving.receive(orders), lambda: serving.send(events))
             if serving.stuck and owns_process:
@@ -112,6 +114,16 @@ async def _watched(owns_process: bool) -> AsyncIterator[None]:
             beside.cancel_scope.cancel()
     finally:
         timer.disarm()
+
+
+@asynccontextmanager
+async def _beside(server: EndpointServer | None) -> AsyncIterator[None]:
+    """Answer requests of agents in the block."""
+    async with anyio.create_task_group() as tasks:
+        if server is not None:
+            tasks.start_soon(server.serve)
+        yield
+        tasks.cancel_scope.cancel()
 
 
 class _OpenEpisode:
