@@ -169,6 +169,7 @@ async def gives_up(model, **columns):
     asking = asyncio.create_task(chat.say("one"))
     await asyncio.sleep(0)  # it is asked for
     asking.cancel()
+    await asyncio.wait([asking])
     await chat.say("two")
 
 async def two_chats(model, **columns):
