@@ -467,7 +467,8 @@ async def test_a_coroutine_talks_and_rewards(qwen: Tokenizer, code: Callable[[st
 async def test_code_that_misbehaves_is_a_failure_of_its_trajectory(
     name: str, kind: str, message: str, qwen: Tokenizer, code: Callable[[str], str]
 ) -> None:
-    run = Run(Environment(episode=code(name), seconds=0.3, max_turns=3), qwen, lambda text: "hi")
+    seconds = 0.3 if kind == "timed_out" else 60.0
+    run = Run(Environment(episode=code(name), seconds=seconds, max_turns=3), qwen, lambda text: "hi")
     failure = await run.one({"level": 1})
     assert isinstance(failure, RewardFailure) and failure.function == "environment"
     assert failure.kind == kind and message in failure.message
