@@ -87,13 +87,24 @@ class VersionSpan(Record, frozen=True):
     policy_version: int
 
 
+class CachedPrefix(Record, frozen=True):
+    """Tokens of a request's prompt that the prefix cache of its engine held, in blocks of ``block_tokens``. ``pauses``:
+    of the engine, before the request: nothing that was cached before a pause is used after it."""
+
+    tokens: int
+    block_tokens: int
+    pauses: int
+
+
 class Completion(Record, frozen=True):
-    """One sampled continuation. ``behavior_logprobs[i]`` belongs to ``token_ids[i]``."""
+    """One sampled continuation. ``behavior_logprobs[i]`` belongs to ``token_ids[i]``. ``cached``: None: the engine does
+    not say, or it was sampled in parts."""
 
     token_ids: TokenArray
     behavior_logprobs: FloatArray
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
+    cached: CachedPrefix | None = None
 
 
 class Segment(Record, frozen=True):

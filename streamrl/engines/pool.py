@@ -9,7 +9,7 @@ their seeds: the completion is the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -21,6 +21,7 @@ from streamrl.base.errors import EngineError, RequestRefused
 from streamrl.base.messages import EngineLoad, EngineReady, Generate
 from streamrl.base.types import Completion, FinishReason
 from streamrl.contracts import Engine
+from streamrl.engines.prefix_hits import PrefixHits
 from streamrl.engines.resumption import empty_completion, whole_of
 from streamrl.engines.routing import Router, ServedRequest, forget_oldest
 
@@ -51,6 +52,9 @@ class EnginePool:
         """Requests that came back with nothing because their engine died."""
         self.on_routed: Callable[[str, str], object] = lambda whole, engine: None
         """Called with the common id of a completion's parts and the engine that gets one of them."""
+        self.paused: Callable[[], Collection[str]] = tuple
+        """Returns the names of engines that are paused for new weights."""
+        self.prefix_hits = PrefixHits()
         self._engines = dict(engines)
         self._drained = {name: {UNAVAILABLE} for name in unavailable}
         self._emptied = {name: anyio.Event() for name in self.names}
@@ -104,9 +108,9 @@ class EnginePool:
         self._router.opened(_served(request, name))
         self.on_routed(whole_of(request.request_id), name)
         try:
-            completion = await engine.generate(request)
+            completion = self.prefix_hits.answered(request, name, await engine.generate(request))
             if completion.finish_reason is not FinishReason.ABORT:
-                self._router.ended(whole_of(request.request_id))
+                self._router.answered(request.request_id)
                 self._deaths.pop(whole_of(request.request_id), None)
         except EngineError:
             if self._fatal_deaths is None:
@@ -135,7 +139,12 @@ class EnginePool:
             return serving[0]
         # Its hash: prompts may be long, thousands are remembered, and one that is taken for another is no harm.
         prompt = hash(request.token_ids[: len(request.token_ids) - request.prefix_length].tobytes())
-        return self._router.choose(request.request_id, prompt, serving)
+        return self._router.choose(request.request_id, prompt, serving, self.paused())
+
+    def ended(self, trajectory: str) -> None:
+        """Forget the turns of a trajectory, the common id of its requests: none comes any more."""
+        self._router.ended(trajectory)
+        self.prefix_hits.ended(trajectory)
 
     async def _until_one_serves(self, request_id: str) -> bool:
         """False: the request was aborted while it waited."""
@@ -231,6 +240,8 @@ class EnginePool:
 
     def _take_out(self, name: str) -> Engine:
         engine = self._engines.pop(name)
+        self._router.lost(name)
+        self.prefix_hits.lost(name)
         self._count_as_past(engine, 1)
         return engine
 

@@ -3,7 +3,7 @@ and the simulator use the same ``Router``."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -15,9 +15,11 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 SIBLING_SLACK = 8
-"""How many more open requests than the idlest engine one may have and still get the siblings of its prompt."""
+"""How many more open requests than the idlest engine one may have and still get the siblings of its prompt, and the
+later turns of its trajectories."""
 
 REMEMBERED_PROMPTS = 4096
+REMEMBERED_TRAJECTORIES = 16_384
 
 
 class ServedRequest(msgspec.Struct, Generic[E], frozen=True, kw_only=True):
@@ -34,8 +36,9 @@ class ServedRequest(msgspec.Struct, Generic[E], frozen=True, kw_only=True):
 
 
 class Router(Generic[E]):
-    """Chooses the engine with the fewest open tokens; siblings of a prompt stay together, so that they share its prefix
-    blocks, as long as the loads are near. The rest of a request that was moved goes where it was moved to."""
+    """Chooses the engine with the fewest open tokens. As long as the loads are near, a later turn of a trajectory goes
+    to the engine of the turn before, which has its blocks, and siblings of a prompt stay together, so that they share
+    its prefix blocks. The rest of a request that was moved goes where it was moved to."""
 
     def __init__(self, engines: Iterable[E]) -> None:
         self._open_requests = dict.fromkeys(engines, 0)
@@ -43,19 +46,29 @@ class Router(Generic[E]):
         self._served: dict[str, ServedRequest[E]] = {}
         self._siblings: dict[Hashable, E] = {}
         self._moves: dict[str, E] = {}
+        self._turns: dict[str, E] = {}
 
-    def choose(self, request_id: str, prompt: Hashable, serving: Sequence[E]) -> E:
-        """Return one of the engines ``serving``, the first of equals. Requests with equal ``prompt`` are siblings."""
-        target = self._moves.pop(whole_of(request_id), None) if self._moves else None
+    def choose(self, request_id: str, prompt: Hashable, serving: Sequence[E], paused: Collection[E] = ()) -> E:
+        """Return one of the engines ``serving``, the first of equals. Requests with equal ``prompt`` are siblings. An
+        engine that is ``paused`` for new weights loses its blocks by it: a later turn goes to one that samples now."""
+        whole = whole_of(request_id)
+        target = self._moves.pop(whole, None) if self._moves else None
         if target is not None and target in serving:
             return target
+        before = self._turns.get(whole)
+        if before is not None and paused:
+            serving = [engine for engine in serving if engine not in paused] or serving
         idlest = min(serving, key=lambda engine: (self._open_tokens[engine], self._open_requests[engine]))
+        if before is not None:
+            return before if self._serves_near(before, idlest, serving) else idlest
         sibling = self._siblings.pop(prompt, idlest)
-        near = self._open_requests[sibling] <= self._open_requests[idlest] + SIBLING_SLACK
-        chosen = sibling if near and sibling in serving else idlest
+        chosen = sibling if self._serves_near(sibling, idlest, serving) else idlest
         self._siblings[prompt] = chosen
         forget_oldest(self._siblings)
         return chosen
+
+    def _serves_near(self, engine: E, idlest: E, serving: Sequence[E]) -> bool:
+        return engine in serving and self._open_requests[engine] <= self._open_requests[idlest] + SIBLING_SLACK
 
     def opened(self, request: ServedRequest[E]) -> None:
         """Count ``request`` as open on its engine."""
@@ -74,9 +87,22 @@ class Router(Generic[E]):
         self._moves[whole_of(request_id)] = to
         forget_oldest(self._moves)
 
+    def answered(self, request_id: str) -> None:
+        """Note that a turn, which is still open, is whole: of it no further part comes, of its trajectory perhaps
+        another turn."""
+        whole = whole_of(request_id)
+        self.ended(whole)
+        self._turns[whole] = self._served[request_id].engine
+        forget_oldest(self._turns, REMEMBERED_TRAJECTORIES)
+
     def ended(self, whole: str) -> None:
-        """Forget a completion of which no further part comes."""
+        """Forget a trajectory of which nothing further comes."""
         self._moves.pop(whole, None)
+        self._turns.pop(whole, None)
+
+    def lost(self, engine: E) -> None:
+        """Forget which turns ``engine`` served: it is stopped, and one in its place has none of their blocks."""
+        self._turns = {whole: served_by for whole, served_by in self._turns.items() if served_by != engine}
 
     def engine_of(self, request_id: str) -> E | None:
         """Return the engine that serves it; None where none does."""
@@ -95,7 +121,7 @@ class Router(Generic[E]):
         return iter(self._served.values())
 
 
-def forget_oldest(remembered: dict[K, V]) -> None:
+def forget_oldest(remembered: dict[K, V], most: int = REMEMBERED_PROMPTS) -> None:
     """Bound what is remembered for completions that never come back."""
-    if len(remembered) > REMEMBERED_PROMPTS:
+    if len(remembered) > most:
         del remembered[next(iter(remembered))]

@@ -12,7 +12,7 @@ from streamrl.control.actions import Decision
 from streamrl.engines.elastic.elastic_engines import ElasticEngines, set_chooser
 from streamrl.engines.elastic.freeing import Freeing
 from streamrl.engines.push.verify import WeightAudit
-from streamrl.engines.vllm.options import CPU_BLOCK_TOKENS, expected_room, installed_device
+from streamrl.engines.vllm.options import cpu_block_tokens, expected_room, installed_device
 from streamrl.engines.vllm.statistics import DraftFigures
 from streamrl.launch.processes import Emit, Processes
 from streamrl.launch.run_record import JournalledRun
@@ -55,7 +55,8 @@ def run_observers(
     audits, interval = run_directory / "audits.jsonl", recipe.weights.audit_interval
     mismatch = recipe.off_policy.alarm if recipe.compares_logprobs else 0.0  # simulated engines need not agree
     canary = canary_bounds(recipe.training, recipe.engines, installed_device()).alarm
-    header, drafts = _trace_header(recipe, run_directory.name, processes), DraftFigures(processes.pool.load)
+    pool, header = processes.pool, _trace_header(recipe, run_directory.name, processes)
+    drafts = DraftFigures(pool.load)
     size = partial(most_bytes, recipe.metrics.most_mib)
     trace = TrajectoryTrace(
         run_directory / "trace.jsonl", header, goes_on=resumption is not None, most_bytes=size("trace")
@@ -70,7 +71,7 @@ def run_observers(
         serving=lambda: len(processes.pool.serving),
         rewards_in_flight=processes.reward.in_flight,
         loop_lag=watch.take_loop_lag,
-        figures=lambda: elastic.figures | drafts.take() | observer_figures(users),
+        figures=lambda: elastic.figures | drafts.take() | pool.prefix_hits.take() | observer_figures(users),
         alarms=Alarms(alarm_rules(mismatch, canary)),
         evaluations=evaluations,
         resumption=resumption,
@@ -81,7 +82,7 @@ def run_observers(
         length_limit=recipe.most_tokens,
     )
     record.journal.elapsed = report.elapsed
-    pool, scoring, budget = processes.pool, processes.reward.in_flight, recipe.most_tokens
+    scoring, budget = processes.reward.in_flight, recipe.most_tokens
     events.open(trace, report, (state := record.control.state).live_version, paused=state.steering.paused)
     pool.on_routed = events.routed
     return report, [
@@ -132,6 +133,6 @@ def _elastic_engines(recipe: Recipe, processes: Processes, record: JournalledRun
         record.store,
         decided=decided,
         freeing=None if recipe.engines.release is ReleaseKind.NEVER else Freeing(recipe.most_tokens),
-        block_tokens=CPU_BLOCK_TOKENS,  # vLLM's are smaller on a GPU: there these are the more careful figure
+        block_tokens=cpu_block_tokens(recipe),  # vLLM's are smaller on a GPU: there these are the more careful figure
         share_cores=processes.trainer.engines_freed,
     )

@@ -56,6 +56,7 @@ async def open_episodes(
         verifies_deferred=recipe.tail_batching.verifies(deterministic=recipe.run.deterministic),
         one_at_a_time=alone,
         capacity=capacity(recipe, processes),
+        ended=processes.pool.ended,
     )
 
 
@@ -77,4 +78,5 @@ async def open_weight_sync(recipe: Recipe, processes: Processes, episodes: Episo
         waits=waits,
     )
     processes.hosts.set_weight_sync(sync)
+    processes.pool.paused = sync.paused
     return sync

@@ -291,7 +291,7 @@ async def one_completion(model: EpisodeModel) -> None:
 class Episodes:
     """Runs ``episode`` for each trajectory on ``engine`` (one or a pool), and has ``journal`` record and ``scorer``
     score what it sampled. ``one_at_a_time``: the engine never has two requests of it; ``capacity``: requests that count
-    as a full engine."""
+    as a full engine; ``ended`` is called with the id of each trajectory of which nothing further is sampled."""
 
     def __init__(
         self,
@@ -304,9 +304,10 @@ class Episodes:
         verifies_deferred: bool = False,
         one_at_a_time: bool = False,
         capacity: float = math.inf,
+        ended: Callable[[str], object] = lambda trajectory: None,
     ) -> None:
         self._engine, self._scorer, self._journal, self._episode = engine, scorer, journal, episode
-        self._capacity = capacity
+        self._capacity, self._ended = capacity, ended
         self._alone = anyio.Semaphore(1) if one_at_a_time else nullcontext()
         self._kept = CancelledCompletions() if verifies_deferred else None
         self._sampling = structs.asdict(sampling)
@@ -403,6 +404,7 @@ class Episodes:
                 pass  # ``cancelled`` says why, also where an episode catches it
         self._count()
         del self._open[order.id]
+        self._ended(str(order.id))
         self._keep(trajectory)
         sampled = order.sampled or self._whole(trajectory, end := end or EpisodeEnd())
         if trajectory.cancelled or refused or (not sampled.segments and end is not None and end.kind is None):

@@ -11,11 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
+from msgspec import structs
 
 from streamrl.base.dedicated_thread import DedicatedThread
 from streamrl.base.errors import EngineError, ModelRefused, RequestRefused, WeightError
 from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.base.types import Completion, FinishReason, VersionSpan, float_array, token_array
+from streamrl.base.types import CachedPrefix, Completion, FinishReason, VersionSpan, float_array, token_array
 from streamrl.engines.file_weights import FilePush
 from streamrl.engines.plain_vllm.options import PlainOptions, vllm_config
 from streamrl.engines.plain_vllm.stop_strings import BEFORE, find_across_parts
@@ -61,6 +62,7 @@ class PlainVllmEngine:
         self._death = ""
         self._calls: set[anyio.CancelScope] = set()
         self._end_tokens: tuple[int, ...] = ()
+        self._block_tokens = 1
         self._open_requests = 0
         self._generated_tokens = 0
 
@@ -79,6 +81,7 @@ class PlainVllmEngine:
                 " the log of its EngineCore process says more"
             ) from error
         await self._llm.get_supported_tasks()  # cached by vLLM; every request needs it
+        self._block_tokens = self._llm.vllm_config.cache_config.block_size
         return EngineReady(
             engine=self._name,
             policy_version=self._policy_version,
@@ -171,10 +174,14 @@ class PlainVllmEngine:
 
     async def _answer(self, request: Generate) -> Completion:
         """Sample ``request``. Kept tokens are sampled again."""
-        return completion_of(await self._sampled(without_kept(request)))
+        return await self._sampled(without_kept(request))
 
-    async def _sampled(self, request: Generate, **changes: Any) -> CompletionOutput:
-        return (await self._output(request, **changes)).outputs[0]
+    async def _sampled(self, request: Generate, **changes: Any) -> Completion:
+        pauses = self._pauses  # before anything is awaited: those of its salt
+        output = await self._output(request, **changes)
+        cached = output.num_cached_tokens or 0
+        known = CachedPrefix(tokens=cached, block_tokens=self._block_tokens, pauses=pauses)
+        return structs.replace(completion_of(output.outputs[0]), cached=known)
 
     async def _given(self, request: Generate) -> Completion:
         """The last ``scored`` tokens, with their logprobs: one prefill, and one token that is not answered."""

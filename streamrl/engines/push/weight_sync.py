@@ -73,6 +73,10 @@ class WeightSync:
         if self._canary is not None:
             await self._canary.run()
 
+    def paused(self) -> tuple[str, ...]:
+        """Return the names of the engines that are paused now."""
+        return tuple(name for engine, name in self._engines.items() if engine in self._paused_engines)
+
     # ---- all engines -------------------------------------------------------------------------------
 
     async def push(self, announced: WeightAnnouncement) -> PushReport:

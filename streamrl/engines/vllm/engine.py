@@ -130,7 +130,7 @@ class VllmEngine(PlainVllmEngine):
         longest = self._options.max_model_len - 1 - len(whole.token_ids)
         kept = min(request.kept, longest, remaining_tokens(request))
         if kept <= 0 or not continuation.verifies():
-            return completion_of(await self._sampled(whole))
+            return await self._sampled(whole)
         tokens = request.token_ids[len(whole.token_ids) :][:kept]
         self._verifying.add(request.request_id)
         try:
@@ -145,7 +145,7 @@ class VllmEngine(PlainVllmEngine):
         if remaining_tokens(rest) == 0:
             return msgspec.structs.replace(accepted, finish_reason=FinishReason.LENGTH)
         arguments = {continuation.SKIP: held} if held else {}
-        return join_completions(accepted, completion_of(await self._sampled(rest, extra_args=arguments)))
+        return join_completions(accepted, await self._sampled(rest, extra_args=arguments))
 
     async def _scored(self, whole: Generate, tokens: TokenArray) -> Completion:
         """The part of ``tokens`` that these weights choose, too, as what was sampled so far."""

@@ -29,6 +29,9 @@ PROMPT_ALLOWANCE = 1024
 """Longest prompt in tokens when the recipe leaves ``engines.max_model_len`` to us."""
 
 CPU_BLOCK_TOKENS = 128
+CPU_TURN_BLOCK_TOKENS = 32
+"""Of runs with an environment: the last block of each turn is computed again in the next one, so that small blocks
+save prefill. vLLM's smallest on a CPU."""
 CUDA_BLOCK_TOKENS = 16
 LARGE_CARD_BYTES, LARGE_CARD_TOKENS = 70 << 30, 16_384
 PACKED_LINEAR_WIDTH = 256
@@ -64,12 +67,13 @@ def engine_options(
     context = max_model_len(recipe, config)
     on_cpu = device == "cpu"
     mine = set_of_engine(recipe, index)
-    blocks, block_tokens = 0, CPU_BLOCK_TOKENS if on_cpu else 0
+    blocks, block_tokens = 0, cpu_block_tokens(recipe) if on_cpu else 0
     if mine.kv_tokens:
         block_tokens = block_tokens or CUDA_BLOCK_TOKENS
         blocks = max(-(-mine.kv_tokens // block_tokens), -(-context // block_tokens)) + 1  # one stays empty
     elif on_cpu:
-        blocks = cache_blocks(config, dtype, context, mine.max_num_seqs, mine.tensor_parallel_size)
+        workers = mine.tensor_parallel_size
+        blocks = cache_blocks(config, dtype, context, mine.max_num_seqs, workers, block_tokens=block_tokens)
     return EngineOptions(
         name=f"engine-{index}",
         model_path=recipe.model.path,
@@ -86,6 +90,11 @@ def engine_options(
         batch_tokens=recipe.engines.max_num_batched_tokens,
         args=mine.args,
     )
+
+
+def cpu_block_tokens(recipe: Recipe) -> int:
+    """Return the tokens of a block of the KV cache of an engine of ``recipe`` on a CPU."""
+    return CPU_TURN_BLOCK_TOKENS if getattr(recipe, "environment", None) else CPU_BLOCK_TOKENS
 
 
 def batched_tokens(options: EngineOptions, gpu_memory: int) -> int:
@@ -164,18 +173,25 @@ def max_model_len(recipe: Recipe, config: dict[str, Any]) -> int:
     return context
 
 
-def cache_blocks(config: dict[str, Any], dtype: str, context: int, max_num_seqs: int, workers: int = 1) -> int:
+def cache_blocks(
+    config: dict[str, Any],
+    dtype: str,
+    context: int,
+    max_num_seqs: int,
+    workers: int = 1,
+    block_tokens: int = CPU_BLOCK_TOKENS,
+) -> int:
     """KV blocks of a CPU engine: every running request at full length plus an eighth for shared prefixes.
 
     Capped at ``CPU_CACHE_BYTES`` in each of its ``workers``, who share the heads, but never below one request of full
     length: beyond the cap vLLM preempts."""
-    blocks_per_request = -(-context // CPU_BLOCK_TOKENS)
+    blocks_per_request = -(-context // block_tokens)
     wanted = max_num_seqs * blocks_per_request * 9 // 8 + 1
     heads = int(config.get("num_attention_heads") or 1)
     head_size = int(config.get("head_dim") or int(config.get("hidden_size") or 0) // heads)
     key_value_heads = max(int(config.get("num_key_value_heads") or heads) // workers, 1)
     layers = int(config.get("num_hidden_layers") or 1)
-    block_bytes = 2 * layers * key_value_heads * head_size * _DTYPE_BYTES.get(dtype, 4) * CPU_BLOCK_TOKENS
+    block_bytes = 2 * layers * key_value_heads * head_size * _DTYPE_BYTES.get(dtype, 4) * block_tokens
     affordable = CPU_CACHE_BYTES // block_bytes if block_bytes else wanted
     return max(min(wanted, affordable), blocks_per_request + 1)
 
