@@ -78,5 +78,6 @@ async def open_weight_sync(recipe: Recipe, processes: Processes, episodes: Episo
         waits=waits,
     )
     processes.hosts.set_weight_sync(sync)
-    processes.pool.paused = sync.paused
+    attached, paused = processes.pool.attached, sync.paused_engines
+    processes.pool.paused = lambda: [name for name, engine in attached.items() if engine in paused] if paused else ()
     return sync

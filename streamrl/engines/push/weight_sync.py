@@ -63,7 +63,8 @@ class WeightSync:
         self._pushed = anyio.Event()
         self._paused = False  # ahead of a push
         self._noted_pause = False
-        self._paused_engines: set[Engine] = set()
+        self.paused_engines: set[Engine] = set()
+        """Engines that sample nothing now."""
         self._one_at_a_time = anyio.Lock()
         self._one_anchor = anyio.Lock()  # the trainer is asked for one at a time
         self.on_version_left: Callable[[], object] = lambda: None
@@ -72,10 +73,6 @@ class WeightSync:
         """Run what goes on beside pushes, the canary's requests, until it is cancelled."""
         if self._canary is not None:
             await self._canary.run()
-
-    def paused(self) -> tuple[str, ...]:
-        """Return the names of the engines that are paused now."""
-        return tuple(name for engine, name in self._engines.items() if engine in self._paused_engines)
 
     # ---- all engines -------------------------------------------------------------------------------
 
@@ -100,7 +97,7 @@ class WeightSync:
     async def resume(self) -> None:
         """Resume paused engines without a push: requests submitted meanwhile are sampled by the live version."""
         async with self._one_at_a_time:
-            paused = [engine for engine in self._engines if engine in self._paused_engines]
+            paused = [engine for engine in self._engines if engine in self.paused_engines]
             self._paused = False
             await self._on_each(self._resume, paused, self._limit("not every engine was resumed"))
 
@@ -141,7 +138,7 @@ class WeightSync:
         return _report(announced, started, staged_at, list(pauses.values()), len(again), report)
 
     def _note_pause(self) -> None:
-        paused = bool(self._engines) and self._engines.keys() <= self._paused_engines
+        paused = bool(self._engines) and self._engines.keys() <= self.paused_engines
         changed, self._noted_pause = paused != self._noted_pause, paused
         if changed and self._on_pause is not None:
             self._on_pause(paused)
@@ -196,7 +193,7 @@ class WeightSync:
     def remove(self, engine: Engine) -> None:
         """Leave ``engine`` out of this push and of later ones: it died."""
         self._engines.pop(engine, None)
-        self._paused_engines.discard(engine)
+        self.paused_engines.discard(engine)
         if self._canary is not None:
             self._canary.forget(engine)
 
@@ -231,9 +228,9 @@ class WeightSync:
 
     async def _pause(self, engine: Engine) -> None:
         """Pause an engine, unless it was paused ahead, or its commit was refused: then it is paused already."""
-        if engine in self._paused_engines:
+        if engine in self.paused_engines:
             return
-        self._paused_engines.add(engine)
+        self.paused_engines.add(engine)
         mode = PauseMode.ABORT if self._in_flight is InFlight.RESUME else PauseMode.KEEP
         with self._waiting(engine, "pause"):
             await engine.pause(mode, clear_cache=self._in_flight is not InFlight.KEEP)
@@ -242,7 +239,7 @@ class WeightSync:
     async def _resume(self, engine: Engine) -> None:
         with self._waiting(engine, "resume"):
             await engine.resume()
-        self._paused_engines.discard(engine)
+        self.paused_engines.discard(engine)
         self._note_pause()
 
     def _waiting(self, engine: Engine, step: str) -> AbstractContextManager[None]:
