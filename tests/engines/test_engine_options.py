@@ -22,7 +22,7 @@ from streamrl.engines.vllm.options import (
 )
 from streamrl.pretrained.model_facts import read_model_config
 from streamrl.recipe.rules.rules import broken_rules
-from streamrl.recipe.sections import Engines, EngineShape, Recipe, Sampling
+from streamrl.recipe.sections import Engines, EngineShape, Recipe, Run, Sampling
 
 CONFIG = {
     "hidden_size": 64,
@@ -84,7 +84,9 @@ def test_device_decides_dtype_and_blocks(model_directory: Path) -> None:
     on_cpu = engine_options(recipe(model_directory, count=2, max_num_seqs=8, max_model_len=256), 1, "/s", device="cpu")
     assert (on_cpu.name, on_cpu.dtype, on_cpu.cache_blocks) == ("engine-1", "float32", 19)
     on_cuda = engine_options(recipe(model_directory, count=2, max_num_seqs=8), 1, "/s", device="cuda")
-    assert (on_cuda.dtype, on_cuda.cache_blocks) == ("bfloat16", 0)
+    assert (on_cuda.dtype, on_cuda.cache_blocks, on_cuda.prefix_caching) == ("bfloat16", 0, True)
+    repeated = small_recipe(str(model_directory), run=Run(deterministic=True))
+    assert not engine_options(repeated, 0, "/s", device="cpu").prefix_caching, "bits must not depend on what is cached"
     assert "VLLM_CPU_KVCACHE_SPACE" not in on_cuda.environment
 
 
@@ -102,6 +104,7 @@ def test_cache_never_exceeds_its_gibibyte_nor_falls_below_one_request() -> None:
     block_bytes = 2 * 32 * 4096 * 4 * CPU_BLOCK_TOKENS
     assert cache_blocks(large, "float32", 512, 256) == CPU_CACHE_BYTES // block_bytes
     assert cache_blocks(large, "float32", 8192, 256) == 8192 // CPU_BLOCK_TOKENS + 1
+    assert cache_blocks(large, "float32", 8192, 256, block_tokens=32) == 8192 // 32 + 1
 
 
 def test_workers_share_the_heads_and_each_has_cores_of_its_own(

@@ -179,9 +179,11 @@ class PlainVllmEngine:
     async def _sampled(self, request: Generate, **changes: Any) -> Completion:
         pauses = self._pauses  # before anything is awaited: those of its salt
         output = await self._output(request, **changes)
-        cached = output.num_cached_tokens or 0
-        known = CachedPrefix(tokens=cached, block_tokens=self._block_tokens, pauses=pauses)
-        return structs.replace(completion_of(output.outputs[0]), cached=known)
+        completion = completion_of(output.outputs[0])
+        if not self._plain.prefix_caching:
+            return completion
+        tokens, block = output.num_cached_tokens or 0, self._block_tokens
+        return structs.replace(completion, cached=CachedPrefix(tokens=tokens, block_tokens=block, pauses=pauses))
 
     async def _given(self, request: Generate) -> Completion:
         """The last ``scored`` tokens, with their logprobs: one prefill, and one token that is not answered."""

@@ -15,7 +15,8 @@ CPU_BATCH_TOKENS = 8192
 
 class PlainOptions(msgspec.Struct, frozen=True, kw_only=True):
     """One vLLM engine of ``workers`` processes that compute (its tensor-parallel size). ``environment`` must be set
-    before vllm is imported: vllm reads it at import, and hands it to its own processes."""
+    before vllm is imported: vllm reads it at import, and hands it to its own processes. ``prefix_caching`` False: what
+    a request samples does not depend, in its last bits, on what was sampled before it."""
 
     name: str
     model_path: str
@@ -25,6 +26,7 @@ class PlainOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     environment: dict[str, str]
     workers: int = 1
+    prefix_caching: bool = True
 
     @property
     def on_cpu(self) -> bool:
@@ -91,7 +93,7 @@ def vllm_config(options: PlainOptions, **more: Any) -> Any:
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         tensor_parallel_size=options.workers,
-        enable_prefix_caching=True,
+        enable_prefix_caching=options.prefix_caching,
         logprobs_mode="processed_logprobs",
         **(arguments | more),
     ).create_engine_config()

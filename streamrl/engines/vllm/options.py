@@ -89,6 +89,8 @@ def engine_options(
         environment=_environment(recipe, index, mine, socket_directory, config, on_cpu),
         batch_tokens=recipe.engines.max_num_batched_tokens,
         args=mine.args,
+        # KV of a prefill and KV of single steps differ in their last bits, and after a restart nothing is cached.
+        prefix_caching=not recipe.run.deterministic,
     )
 
 
