@@ -96,7 +96,7 @@ def engine_options(
 
 def cpu_block_tokens(recipe: Recipe) -> int:
     """Return the tokens of a block of the KV cache of an engine of ``recipe`` on a CPU."""
-    return CPU_TURN_BLOCK_TOKENS if getattr(recipe, "environment", None) else CPU_BLOCK_TOKENS
+    return CPU_TURN_BLOCK_TOKENS if recipe.environment.given else CPU_BLOCK_TOKENS
 
 
 def batched_tokens(options: EngineOptions, gpu_memory: int) -> int:
