@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from streamrl.base.errors import EngineError, RequestRefused, WeightError
 from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
-from streamrl.base.types import Completion, FinishReason, TokenArray, token_array
+from streamrl.base.types import Completion, FinishReason, token_array
 from streamrl.contracts import Engine
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request, with_kept
@@ -124,38 +124,36 @@ async def test_completions_are_well_formed(engine: Engine, make_request: MakeReq
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH}, "the limit must cut some and not all"
 
 
-async def test_later_turns_find_what_was_computed_before_them_until_the_weights_change(
+async def test_later_turns_find_their_blocks_until_the_weights_change(
     engine: Engine, make_request: MakeRequest, request: pytest.FixtureRequest
 ) -> None:
     """At least 99 % of the tokens that can be in the cache: whole blocks of the turn before, but for its last token."""
-    pool = EnginePool({"engine-0": engine})
+    pool, histories = EnginePool({"engine-0": engine}), {i: token_array(range(2, 6 + i)) for i in range(16)}
 
-    async def trajectory(number: int, prompt: int, turns: range) -> None:
-        context = histories.setdefault(number, token_array([2 + (number + place) % 29 for place in range(prompt)]))
+    async def trajectory(number: int, turns: range) -> None:
         for turn in turns:
-            asked = make_request(request_id=f"{number}.0.0/{turn}", token_ids=context, max_tokens=50, min_tokens=50)
-            context = context + (await pool.generate(asked)).token_ids + token_array([3 + turn] * 20)
-        histories[number] = context
+            asked = make_request(
+                request_id=f"{number}.0.0/{turn}", token_ids=histories[number], max_tokens=50, min_tokens=50
+            )
+            answer = (await pool.generate(asked)).token_ids
+            histories[number] = histories[number] + answer + token_array([3 + turn] * 20)
 
-    async def all_of(numbers: range, turns: range) -> dict[str, float]:
+    async def shares(turns: range) -> dict[str, float]:
         async with anyio.create_task_group() as group:
-            for number in numbers:
-                group.start_soon(trajectory, number, 20 + number, turns)
-        found = pool.prefix_hits.take()
-        print(" ".join(f"{name.removeprefix('engines/prefix_')} {share:.4f}" for name, share in found.items()))
+            for number in histories:
+                group.start_soon(trajectory, number, turns)
+        print(found := pool.prefix_hits.take())
         return found
 
-    histories: dict[int, TokenArray] = {}
-    found = await all_of(range(16), range(5))
+    found = await shares(range(5))
     if "vllm" not in request.node.callspec.id:
         assert found == {}, "it has no cache"
         return
     assert found["engines/prefix_hit_of_possible_ratio"] >= 0.99
     assert found["engines/prefix_hit_ratio"] + found["engines/prefix_miss_new_ratio"] >= 0.99
-    await all_of(range(16, 32), range(3))
     await engine.pause(PauseMode.KEEP, clear_cache=False)
     await engine.resume()
-    found = await all_of(range(16, 32), range(3, 5))
+    found = await shares(range(5, 7))
     assert found["engines/prefix_hit_of_possible_ratio"] >= 0.99 and found["engines/prefix_miss_pause_ratio"] > 0.3
 
 
