@@ -164,7 +164,7 @@ async def train(recipe: Recipe, directory: Path, engines: Sequence[Engine]) -> s
             waits=Waits(),
         )
         async with rewards.running():
-            reason = await controller.run(Episodes(pool, recipe.sampling, rewards, journal))
+            reason = await controller.run(Episodes(pool, recipe.sampling, rewards, journal, ended=pool.ended))
         await pool.aclose()
     return reason
 

@@ -103,12 +103,13 @@ class EnginePool:
         waits. Raises ``RequestRefused`` for one that was being sampled while too many engines died."""
         if not await self._until_one_serves(request.request_id):
             return empty_completion(FinishReason.ABORT)
-        name = self.route(request)
+        paused = self.paused()
+        name = self.route(request, paused)
         engine = self._engines[name]
         self._router.opened(_served(request, name))
         self.on_routed(whole_of(request.request_id), name)
         try:
-            completion = self.prefix_hits.answered(request, name, await engine.generate(request))
+            completion = self.prefix_hits.answered(request, name, await engine.generate(request), paused)
             if completion.finish_reason is not FinishReason.ABORT:
                 self._router.answered(request.request_id)
                 self._deaths.pop(whole_of(request.request_id), None)
@@ -132,14 +133,14 @@ class EnginePool:
                 by_engine.setdefault(name, []).append(request_id)
         await all_of([partial(self._engines[name].abort, ids) for name, ids in by_engine.items()])
 
-    def route(self, request: Generate) -> str:
+    def route(self, request: Generate, paused: Collection[str] = ()) -> str:
         """Choose the engine that gets ``request``."""
         serving = self.serving
         if len(serving) == 1:
             return serving[0]
         # Its hash: prompts may be long, thousands are remembered, and one that is taken for another is no harm.
         prompt = hash(request.token_ids[: len(request.token_ids) - request.prefix_length].tobytes())
-        return self._router.choose(request.request_id, prompt, serving, self.paused())
+        return self._router.choose(request.request_id, prompt, serving, paused)
 
     def ended(self, trajectory: str) -> None:
         """Forget the turns of a trajectory, the common id of its requests: none comes any more."""

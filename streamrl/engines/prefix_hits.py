@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import NamedTuple
 
 from msgspec import structs
@@ -34,16 +35,18 @@ class PrefixHits:
         self._contexts: dict[str, list[_Context]] = {}
         self._tokens: Counter[str] = Counter()
 
-    def answered(self, request: Generate, engine: str, completion: Completion) -> Completion:
+    def answered(
+        self, request: Generate, engine: str, completion: Completion, paused: Collection[str] = ()
+    ) -> Completion:
         """Count ``request``, which ``engine`` has answered. Returns the completion without what was cached: nothing
-        that is kept or compared depends on that."""
+        that is kept or compared depends on that. ``paused``: engines that were, for new weights, when it was sent."""
         if (cached := completion.cached) is None:
             return completion
         whole, asked = whole_of(request.request_id), without_kept(request).token_ids
         contexts = self._contexts.pop(whole, [])
         before = None if request.prefix_length else _goes_on_from(contexts, asked)
         if before is not None:
-            self._count(len(asked), before, engine, cached, completion)
+            self._count(len(asked), before, cached, _cause(before, engine, completion, paused))
         if completion.token_ids:
             context, version = asked + completion.token_ids, completion.version_spans[-1].policy_version
             contexts.append(_Context(len(context), _digest(context, len(context)), engine, cached.pauses, version))
@@ -76,16 +79,22 @@ class PrefixHits:
             metrics["engines/prefix_hit_of_possible_ratio"] = tokens["hit"] / possible
         return metrics
 
-    def _count(self, prompt: int, before: _Context, engine: str, cached: CachedPrefix, completion: Completion) -> None:
+    def _count(self, prompt: int, before: _Context, cached: CachedPrefix, cause: str) -> None:
         possible = (before.length - 1) // cached.block_tokens * cached.block_tokens
         hit = min(cached.tokens, possible)
-        if engine == before.engine:
-            cause = "evicted" if cached.pauses == before.pauses else "pause"
-        else:  # where new weights were pushed in between, the engine of before has nothing of it either
-            pushed = any(span.policy_version > before.version for span in completion.version_spans[:1])
-            cause = "pause" if pushed else "engine"
         counted = {"prompt": prompt, "cached": cached.tokens, "new": prompt - max(possible, cached.tokens)}
         self._tokens.update(counted | {"possible": possible, "hit": hit, cause: possible - hit})
+
+
+def _cause(before: _Context, engine: str, completion: Completion, paused: Collection[str]) -> str:
+    """Return why ``engine`` misses what there was before. Where new weights came in between, or were coming, the engine
+    of before has nothing of it either."""
+    pushed = any(span.policy_version > before.version for span in completion.version_spans[:1])
+    if before.engine in paused or pushed:
+        return "pause"
+    if engine != before.engine:
+        return "engine"
+    return "evicted" if completion.cached is None or completion.cached.pauses == before.pauses else "pause"
 
 
 def _goes_on_from(contexts: list[_Context], token_ids: TokenArray) -> _Context | None:

@@ -125,15 +125,15 @@ class Turns:
     def __init__(self) -> None:
         self.hits, self.parts, self.context = PrefixHits(), 0, token_array(range(40))
 
-    def turn(self, cached: int = 0, engine: str = "a", pauses: int = 0, version: int = 0, **changes: int) -> None:
+    def turn(self, cached: int = 0, engine: str = "a", pauses: int = 0, version: int = 0, **more: Any) -> None:
         self.context += token_array(range(self.parts, self.parts + 10))
         asked = {"request_id": part_id("0.0.0", self.parts), "token_ids": self.context, "max_tokens": 30, "seed": 0}
         known = CachedPrefix(tokens=cached, block_tokens=32, pauses=pauses)
         spans = (VersionSpan(start=0, end=30, policy_version=version),)
         ends = {"finish_reason": FinishReason.STOP, "version_spans": spans, "cached": known}
         completion = Completion(token_ids=token_array([7] * 30), behavior_logprobs=float_array([-1.0] * 30), **ends)
-        request = Generate(**asked, temperature=1.0, **changes)  # type: ignore[arg-type]
-        assert self.hits.answered(request, engine, completion).cached is None
+        request = Generate(**asked, temperature=1.0, prefix_length=more.get("prefix_length", 0))
+        assert self.hits.answered(request, engine, completion, more.get("paused", ())).cached is None
         self.parts, self.context = self.parts + 1, self.context + completion.token_ids
 
 
@@ -148,6 +148,7 @@ SHARES = ("hit", "miss_new", "miss_pause", "miss_engine", "miss_evicted", "hit_o
         pytest.param((0, "a", 1, 1), (0, 26, 64, 0, 0), None, id="push"),
         pytest.param((32, "b"), (32, 26, 0, 32, 0), 0.5, id="another-engine"),
         pytest.param((0, "b", 0, 1), (0, 26, 64, 0, 0), None, id="another-engine-after-a-push"),
+        pytest.param((0, "b", 0, 0, "a"), (0, 26, 64, 0, 0), None, id="another-engine-before-a-push"),
         pytest.param((80,), (80, 10, 0, 0, 0), 1.0, id="shared-with-a-sibling"),
     ],
 )
@@ -158,7 +159,7 @@ def test_misses_have_their_cause(second: tuple, tokens: tuple[int, ...], of_poss
     turns.turn(prefix_length=10)
     assert turns.hits.take() == {}, "neither a first turn nor the rest of a cut one counts"
     turns.context = first  # it goes on from there: what was sampled after it is not in the prompt
-    turns.turn(*second)
+    turns.turn(*second[:4], paused=second[4:])
     shares = dict(zip(SHARES, (*(count / 90 for count in tokens), of_possible), strict=True))
     found = turns.hits.take()
     assert found == {f"engines/prefix_{name}_ratio": share for name, share in shares.items() if share is not None}

@@ -337,7 +337,7 @@ class SimulatedRun:
                 RewardSettings(functions="parity", per_group=False, timeout_s=300, concurrency=8),
                 [scorer_streams(self.scorer, parts)],
             )
-            episodes = Episodes(pool, Sampling(max_tokens=64), reward, journal)
+            episodes = Episodes(pool, Sampling(max_tokens=64), reward, journal, ended=pool.ended)
 
             async def emit(event: RunEvent) -> None:
                 self.events.append(event)
