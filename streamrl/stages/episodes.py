@@ -313,8 +313,7 @@ class Episodes:
         self._sampling = structs.asdict(sampling)
         self._open: dict[TrajectoryId, _OpenTrajectory] = {}
         self._sampling_now, self._engines_paused = 0, False
-        self._launched = self._generated_tokens = 0
-        self._verified_tokens = self._accepted_tokens = 0
+        self._launched = self._generated_tokens = self._verified_tokens = self._accepted_tokens = 0
         self._busy_seconds = self._working_seconds = self._counted_at = 0.0
         self._tasks: TaskGroup
 
