@@ -39,6 +39,7 @@ CONFINED = {
     ),
     # Extras of their own: who does not ask for them starts without.
     "httpx": ("streamrl/rewards/judge/",),
+    "mcp": ("streamrl/run/environments/mcp_tools.py",),
     "reasoning_gym": (),
     "math_verify": (),
     # In the process that asks the Hub, and where a checkpoint is written.

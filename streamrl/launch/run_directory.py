@@ -133,7 +133,8 @@ def _named_files(recipe: Recipe) -> Iterator[Path]:
             places.append(source.path)
     functions = [*(reward.function for reward in recipe.rewards), recipe.reward_limits.combine, recipe.rollout.policy]
     functions += [recipe.environment.episode, recipe.environment.env, *recipe.environment.tools]
-    places += [Path(word) for word in recipe.environment.agent if Path(word).is_file()]
+    commands = [recipe.environment.agent, *recipe.environment.servers]
+    places += [Path(word) for command in commands for word in command if Path(word).is_file()]
     places += [Path(source) for source in (spec.rpartition(":")[0] for spec in functions) if source.endswith(".py")]
     # What is of the Hub has its commit in its path, and others put more files of that commit there.
     for place in (one for one in places if not cached_name(one)):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 from streamrl.recipe.fields import Count, Positive, PositiveFloat, Section, advanced, doc
 
 ENVIRONMENT_REWARD = "environment"
 """The built-in reward that is what the environment returned; a recipe with an environment needs no other."""
+MCP = "mcp:"
+"""Prefix of a tool that is the command of an MCP server."""
 FORMS = ("episode", "env", "tools", "agent")
 """Keys of which an environment has one."""
 
@@ -25,8 +30,8 @@ class Environment(Section, frozen=True):
     tools: Annotated[
         tuple[str, ...],
         doc(
-            "typed functions, or classes whose public methods are typed, with docstrings: the model calls them until a "
-            "turn has no call"
+            "typed functions, or classes whose public methods are typed, with docstrings, or mcp:COMMAND of an MCP "
+            "server (stdio): the model calls them until a turn has no call"
         ),
     ] = ()
     agent: Annotated[
@@ -51,3 +56,15 @@ class Environment(Section, frozen=True):
     def given(self) -> bool:
         """Return whether the run has an environment."""
         return any(getattr(self, form) for form in FORMS)
+
+    @property
+    def servers(self) -> tuple[Sequence[str], ...]:
+        """Commands of MCP servers among the tools, in words."""
+        return tuple(filter(None, map(command_of, self.tools)))
+
+
+def command_of(tool: str) -> Sequence[str]:
+    """Words of the command of an MCP server. Empty: ``tool`` is none, or has a quote without its end."""
+    with suppress(ValueError):
+        return shlex.split(tool.removeprefix(MCP)) if tool.startswith(MCP) else ()
+    return ()

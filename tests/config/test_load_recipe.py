@@ -55,6 +55,14 @@ def test_minimal_recipe_takes_defaults_and_resolves_paths(tmp_path: Path) -> Non
     assert recipe.rollout == Rollout()
 
 
+def test_the_files_of_the_command_of_an_mcp_server_are_beside_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "my server.py").touch()
+    text = f"{GOOD}\n[environment]\ntools = ['mcp:python -u \"my server.py\" rows.csv', 'tools.py:add']\n"
+    recipe = load_recipe(write(tmp_path, text))
+    assert recipe.environment.servers == (["python", "-u", str(tmp_path / "my server.py"), "rows.csv"],)
+    assert recipe.environment.tools[1] == f"{tmp_path / 'tools.py'}:add"
+
+
 def test_module_specs_and_absolute_paths_stay(tmp_path: Path) -> None:
     text = GOOD.replace('"reward.py:score"', '"package.module:score"').replace('"train.jsonl"', '"package.rows:stream"')
     recipe = load_recipe(write(tmp_path, text.replace('"model"', '"/models/tiny"')))

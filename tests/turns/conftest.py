@@ -1,16 +1,68 @@
-"""Tokenizers of families by name, each made once a session."""
+"""Tokenizers of families by name, each made once a session; an MCP server."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from turns.families import tokenizer_of
 
 from streamrl.pretrained.tokenizer import Tokenizer
 
+SERVER = """
+import os, subprocess, sys, time
+import anyio
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import CallToolResult, TextContent
+server = MCPServer("tools")
+below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], stdin=subprocess.DEVNULL)
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    '''Add two integers.'''
+    return a + b
+
+@server.tool()
+def fails() -> str: raise ToolError("no such row")
+
+@server.tool()
+def big() -> str: return "x" * 1_000_000
+
+@server.tool()
+def several() -> list[str]: return ["one", "two"]
+
+@server.tool()
+def data() -> CallToolResult: return CallToolResult(content=[], structured_content={"rows": [1, 2]})
+
+@server.tool()
+def pids() -> str: return f"{os.getpid()} {below.pid}"
+
+@server.tool()
+async def hangs() -> None: await anyio.sleep(3600)
+
+@server.tool()
+async def blocks() -> None: time.sleep(3600)
+
+@server.tool()
+def ends() -> None: os._exit(3)
+
+print("it runs", file=sys.stderr, flush=True)
+server.run("stdio")
+"""
+
 
 @pytest.fixture(scope="session")
 def of_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tokenizer]:
     folder = tmp_path_factory.mktemp("families")
     return lambda name: tokenizer_of(name, folder)
+
+
+@pytest.fixture
+def mcp_server(tmp_path: Path) -> tuple[str, ...]:
+    """The command of a server."""
+    file = tmp_path / "server.py"
+    file.write_text(SERVER)
+    return sys.executable, str(file)

@@ -5,6 +5,7 @@ would make of the text."""
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -371,6 +372,15 @@ async def test_tools_are_called_until_a_turn_has_no_call(qwen: Tokenizer, code: 
     called = {"role": "assistant", "content": "", "tool_calls": [call]}
     whole = qwen.write_chat([*messages, called, {"role": "tool", "content": "5"}], box)
     assert text == f"{whole}It is 5.<|im_end|>"  # as the template writes the whole
+
+
+async def test_a_tool_of_an_mcp_server_is_called(qwen: Tokenizer, mcp_server: tuple[str, ...]) -> None:
+    run = Run(Environment(tools=(f"mcp:{shlex.join(mcp_server)}",)), qwen, calls_once)
+    trajectory = await run.one({"prompt": "What is 2 + 3?"})
+    assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
+    text = shown(qwen, trajectory)
+    assert text.endswith("It is 5.<|im_end|>") and "Add two integers." in text
+    assert trajectory.environment.calls == {"done": 1}
 
 
 def load_tools(spec: str) -> Any:

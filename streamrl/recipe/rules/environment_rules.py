@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.recipe.environment import ENVIRONMENT_REWARD, FORMS, Environment
+from streamrl.recipe.environment import ENVIRONMENT_REWARD, FORMS, Environment, command_of
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
 from streamrl.recipe.sections import Recipe
 
@@ -26,12 +26,13 @@ def environment_is_one(recipe: Recipe) -> Broken:
     if len(given) > 1:
         yield Problem("environment", f"has {' and '.join(given)}: an environment is one of them, so remove the others")
     named = {"episode": environment.episode, "env": environment.env}
-    named |= {f"tools.{place}": tool for place, tool in enumerate(environment.tools)}
+    named |= {f"tools.{place}": tool for place, tool in enumerate(environment.tools) if not command_of(tool)}
     for place, spec in named.items():
         module, colon, name = spec.rpartition(":")
         if spec and not (module and colon and name.isidentifier()):
             yield Problem(
-                f"environment.{place}", f'"{spec}" names no object: write "module:name" or "path/to/file.py:name"'
+                f"environment.{place}",
+                f'"{spec}" names no object: write "module:name" or "path/to/file.py:name", or of a tool "mcp:COMMAND"',
             )
     if environment.tool_format not in FORMATS:
         yield Problem(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from msgspec import structs
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.cells.python_recipe import python_table
 from streamrl.recipe.check_fields import CheckedTable
-from streamrl.recipe.environment import ENVIRONMENT_REWARD
+from streamrl.recipe.environment import ENVIRONMENT_REWARD, MCP, command_of
 from streamrl.recipe.fields import as_table
 from streamrl.recipe.problems import Origin, problem
 from streamrl.recipe.rewards import PATH_OPTIONS, Reward
@@ -169,7 +170,7 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
             environment := recipe.environment,
             episode=resolve_function(environment.episode, directory),
             env=resolve_function(environment.env, directory),
-            tools=tuple(resolve_function(tool, directory) for tool in environment.tools),
+            tools=tuple(_resolved_tool(tool, directory) for tool in environment.tools),
             agent=tuple(_file_of_agent(word, directory) for word in environment.agent),
         ),
         engines=structs.replace(
@@ -196,6 +197,11 @@ def resolved_reward(reward: Reward, directory: Path) -> Reward:
         for name, value in reward.options.items()
     }
     return structs.replace(reward, function=resolve_function(reward.function, directory), options=options)
+
+
+def _resolved_tool(tool: str, directory: Path) -> str:
+    words = [_file_of_agent(word, directory) for word in command_of(tool)]
+    return f"{MCP}{shlex.join(words)}" if words else resolve_function(tool, directory)
 
 
 def _file_of_agent(word: str, directory: Path) -> str:

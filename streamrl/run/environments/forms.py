@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.environment import Environment
+from streamrl.recipe.environment import Environment, command_of
 from streamrl.recipe.user_code import load_user_object
 from streamrl.run.environments.agent_process import AgentFailedError, run_agent
 from streamrl.run.environments.chat import ChatModel, EpisodePolicy, Said
 from streamrl.run.environments.endpoint_server import EndpointServer
 from streamrl.run.environments.endpoint_session import EndpointSession
-from streamrl.run.environments.tools import TakenColumns, ToolBox, ToolLimits, call_user
+from streamrl.run.environments.tools import TakenColumns, Tool, ToolBox, ToolLimits, call_user
 from streamrl.run.environments.turns import EpisodeLimit
 
 UserEpisode = Callable[[EpisodePolicy, Mapping[str, Any]], Awaitable[Any]]
@@ -23,11 +23,14 @@ UserEpisode = Callable[[EpisodePolicy, Mapping[str, Any]], Awaitable[Any]]
 
 
 def load_episode(
-    environment: Environment, chat_model: ChatModel | None = None, server: EndpointServer | None = None
+    environment: Environment,
+    chat_model: ChatModel | None = None,
+    server: EndpointServer | None = None,
+    served: Sequence[Tool] | None = None,
 ) -> tuple[UserEpisode, tuple[str, ...]]:
     """Load what ``environment`` names: the episode, and the columns that it cannot do without. ``chat_model`` and
-    ``server``, at which agents reach the model, may be missing where no episode is run. Raises ``RecipeError`` with
-    every problem."""
+    ``server``, at which agents reach the model, may be missing where no episode is run; without ``served``, tools of
+    MCP servers, these are started, asked and ended. Raises ``RecipeError`` with every problem."""
     if environment.episode:
         return _episode(environment.episode)
     if environment.env:
@@ -35,7 +38,12 @@ def load_episode(
     if environment.agent:
         return _agent(environment.agent, server), ()
     limits = ToolLimits(environment.tool_seconds, environment.tool_characters)
-    box = ToolBox([load_user_object(spec) for spec in environment.tools], limits)
+    own = [load_user_object(spec) for spec in environment.tools if not command_of(spec)]
+    if environment.servers and served is None:
+        from streamrl.run.environments.mcp_tools import list_tools
+
+        served = list_tools(environment.servers)
+    box = ToolBox([*own, *(served or ())], limits)
     if chat_model is not None:
         _ = chat_model.tool_format  # now, and not in the first episode
     return _tools(box), ()

@@ -17,7 +17,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from streamrl.base.errors import RecipeError
+from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.pretrained.turns.tool_calls import ToolCall
 
 CONTEXT = "context"
@@ -58,17 +58,21 @@ class ToolResult(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-class _Tool(msgspec.Struct, frozen=True):
-    """``arguments``: a struct of the parameters, made of their types; ``method``: of the class ``owner`` (None: a
-    function)."""
+class Tool(msgspec.Struct, frozen=True):
+    """``arguments``: a struct of the parameters, made of their types (None: not checked here, all are given by name);
+    ``call``: a function, or a method of the class ``owner``."""
 
     name: str
     schema: Mapping[str, Any]
-    arguments: type[msgspec.Struct]
+    arguments: type[msgspec.Struct] | None
     call: Callable[..., Any]
-    owner: type | None
-    takes_context: bool
-    keeps_state: bool
+    owner: type | None = None
+    takes_context: bool = False
+    keeps_state: bool = False
+
+
+class ToolFailedError(StreamRLError):
+    """Raised by a call that failed, with the text for the model."""
 
 
 class ToolBox:
@@ -77,12 +81,13 @@ class ToolBox:
 
     def __init__(self, tools: Sequence[Any], limits: ToolLimits | None = None) -> None:
         self._limits = limits or ToolLimits()
-        self._tools: dict[str, _Tool] = {}
+        self._tools: dict[str, Tool] = {}
         problems: list[str] = []
         for given in tools:
             for name, function in _functions(given):
                 try:
-                    tool = _tool(name, function, given if inspect.isclass(given) else None)
+                    owner = given if inspect.isclass(given) else None
+                    tool = given if isinstance(given, Tool) else _tool(name, function, owner)
                 except (TypeError, NameError) as error:
                     problems.append(f"tool {name}: {error}")
                     continue
@@ -120,7 +125,7 @@ class OpenTools:
     """The tools of one trajectory. ``opening``: what its classes said when they were reset."""
 
     def __init__(
-        self, tools: Mapping[str, _Tool], made: Mapping[type, Any], limits: ToolLimits, opening: str = ""
+        self, tools: Mapping[str, Tool], made: Mapping[type, Any], limits: ToolLimits, opening: str = ""
     ) -> None:
         self._tools, self._made, self._limits, self.opening = tools, made, limits, opening
 
@@ -141,11 +146,13 @@ class OpenTools:
         if tool is None:
             known = ", ".join(self._tools)
             return ToolResult(f"error: there is no tool {call.name!r}: call one of {known}", ToolEnd.UNKNOWN)
-        try:
-            given = msgspec.convert(call.arguments, tool.arguments)
-        except msgspec.ValidationError as error:
-            return ToolResult(f"error: {call.name}: {str(error).replace('`', '')}", ToolEnd.INVALID)
-        named = {field: getattr(given, field) for field in tool.arguments.__struct_fields__}
+        named = call.arguments
+        if tool.arguments is not None:
+            try:
+                given = msgspec.convert(call.arguments, tool.arguments)
+            except msgspec.ValidationError as error:
+                return ToolResult(f"error: {call.name}: {str(error).replace('`', '')}", ToolEnd.INVALID)
+            named = {field: getattr(given, field) for field in tool.arguments.__struct_fields__}
         if tool.takes_context:
             named[CONTEXT] = context
         own = () if tool.owner is None else (self._made[tool.owner],)
@@ -198,19 +205,23 @@ async def _answer(call: Callable[[], Any]) -> tuple[str, ToolEnd]:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
         return f"error: {type(error).__name__}: it cancelled itself", ToolEnd.RAISED
+    except ToolFailedError as error:
+        return f"error: {error}", ToolEnd.RAISED
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (code of a user)
         return f"error: {type(error).__name__}: {error}", ToolEnd.RAISED
 
 
 def _functions(given: Any) -> list[tuple[str, Callable[..., Any]]]:
     """Names and functions of a tool: itself, or public methods of a class."""
+    if isinstance(given, Tool):
+        return [(given.name, given.call)]
     if not inspect.isclass(given):
         return [(getattr(given, "__name__", repr(given)), given)]
     members = inspect.getmembers(given, inspect.isfunction)
     return [(name, method) for name, method in members if not name.startswith("_") and name not in {"reset", "close"}]
 
 
-def _tool(name: str, function: Callable[..., Any], owner: type | None) -> _Tool:
+def _tool(name: str, function: Callable[..., Any], owner: type | None) -> Tool:
     """Raises ``TypeError`` with the remedy."""
     description, of_parameters = _docstring(function)
     if not description:
@@ -244,7 +255,7 @@ def _tool(name: str, function: Callable[..., Any], owner: type | None) -> _Tool:
     schema = {"type": "function", "function": {"name": name, "description": description, "parameters": own}}
     context = any(one.name == CONTEXT for one in parameters)
     keeps_state = owner is not None or inspect.ismethod(function) or bool(getattr(function, "__closure__", None))
-    return _Tool(name, schema, arguments, function, owner, context, keeps_state)
+    return Tool(name, schema, arguments, function, owner, context, keeps_state)
 
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)

@@ -19,8 +19,9 @@ import logging
 import math
 import numbers
 import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ from streamrl.rewards.calls.trusted import ExitTimer
 from streamrl.run.environments.chat import ChatModel, EpisodePolicy
 from streamrl.run.environments.endpoint_server import EndpointServer
 from streamrl.run.environments.forms import UserEpisode, load_episode
-from streamrl.run.environments.tools import ToolLimits
+from streamrl.run.environments.tools import Tool, ToolLimits
 from streamrl.run.environments.turns import CallRecord, EpisodeLimit, LimitedTurns, SampledTurn
 
 _BLOCKED_S, _HEARTBEAT_S, _CLOSE_LIMIT_S, _STOP_LIMIT_S = 30.0, 0.5, 5.0, 1.0
@@ -78,18 +79,24 @@ async def run_environment_worker(
     limits = ToolLimits(environment.tool_seconds, environment.tool_characters)
     chat_model = ChatModel(tokenizer, environment.tool_format, limits)
     server = EndpointServer() if environment.agent else None
-    episode, _ = load_episode(environment, chat_model, server)
+    servers: AbstractAsyncContextManager[Sequence[Tool]] = nullcontext(())
+    if environment.servers:
+        from streamrl.run.environments.mcp_tools import opened_servers
+
+        servers = opened_servers(environment.servers, sys.stderr)
     user_code = asyncio.TaskGroup()
-    serving = _Serving(environment, chat_model, episode, user_code, owns_process=owns_process)
     threads = anyio.to_thread.current_default_thread_limiter()
     threads.total_tokens = max(threads.total_tokens, _THREADS)
     try:
-        async with _watched(owns_process), user_code, _beside(server):
-            await send_hello(events, orders, EnvironmentReady(worker=worker))
-            await converse(lambda: serving.receive(orders), lambda: serving.send(events))
-            if serving.stuck and owns_process:
-                await anyio.sleep(_FLUSH_S)
-                os._exit(0)  # the group would wait for them; all work is done
+        async with servers as served:
+            episode, _ = load_episode(environment, chat_model, server, served)
+            serving = _Serving(environment, chat_model, episode, user_code, owns_process=owns_process)
+            async with _watched(owns_process), user_code, _beside(server):
+                await send_hello(events, orders, EnvironmentReady(worker=worker))
+                await converse(lambda: serving.receive(orders), lambda: serving.send(events))
+                if serving.stuck and owns_process:
+                    await anyio.sleep(_FLUSH_S)
+                    os._exit(0)  # the group would wait for them; all work is done
     except BaseExceptionGroup as errors:
         raise first_error(errors) from None
 
