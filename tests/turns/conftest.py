@@ -44,12 +44,13 @@ def pids() -> str: return f"{os.getpid()} {below.pid}"
 async def hangs() -> None: await anyio.sleep(3600)
 
 @server.tool()
-async def blocks() -> None: time.sleep(3600)
+async def blocks() -> None:
+    print("it blocks", file=sys.stderr, flush=True)
+    time.sleep(3600)
 
 @server.tool()
 def ends() -> None: os._exit(3)
 
-print("it runs", file=sys.stderr, flush=True)
 server.run("stdio")
 """
 

@@ -100,17 +100,20 @@ from turns.test_mcp_tools import call, opened
 async def main():
     async with opened(sys.argv[1:]) as tools:
         print((await call(tools, "pids")).text, flush=True)
-        await anyio.sleep_forever()
+        await call(tools, "blocks")
 anyio.run(main)
 """
 
 
 def test_nothing_of_a_server_outlives_a_killed_worker(mcp_server: tuple[str, ...]) -> None:
     folders = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen([sys.executable, "-c", SCRIPT, *mcp_server], stdout=subprocess.PIPE, env=folders) as worker:
-        assert worker.stdout is not None
+    command = [sys.executable, "-c", SCRIPT, *mcp_server]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=folders) as worker:
+        assert worker.stdout is not None and worker.stderr is not None
         pids = list(map(int, worker.stdout.readline().split()))
         assert len(pids) == 2 and alive(pids)
+        while b"it blocks" not in worker.stderr.readline():
+            pass  # so that the end of its stdin does not end it
         worker.kill()
     while alive(pids):
         time.sleep(0.02)
