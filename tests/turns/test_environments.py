@@ -188,7 +188,7 @@ async def asks_again(model, **columns):
         await chat.say("hello")
     return True
 
-async def greets(model, **columns):
+async def says_twice(model, **columns):
     await model.chat(system="A").say([{"role": "system", "content": "B"}, {"role": "user", "content": "hi"}])
 
 class Hangs(Game):
@@ -471,7 +471,7 @@ async def test_a_coroutine_talks_and_rewards(qwen: Tokenizer, code: Callable[[st
         ("leaves", "raised", "SystemExit"),
         ("swallows", "timed_out", "environment.seconds"),
         ("gives_up", "raised", "was not waited for"),
-        ("greets", "raised", "leave one out"),
+        ("says_twice", "raised", "leave one out"),
     ],
 )
 async def test_code_that_misbehaves_is_a_failure_of_its_trajectory(
