@@ -150,6 +150,8 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None, see: SeePro
             tokenizer = load_tokenizer(recipe.model.path)
         except RecipeError as error:
             yield from (f"model.path: {problem}" for problem in error.problems)
+    if recipe.environment.agent and tokenizer and not tokenizer.chat_templates:
+        yield "environment.agent: the model has no chat template, which requests of agents need: take one that has"
     finds_format = recipe.environment.tools and recipe.environment.tool_format == "auto"
     if finds_format and tokenizer and not format_of_template(tokenizer.chat_templates):
         yield (

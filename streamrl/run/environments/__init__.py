@@ -1,2 +1,2 @@
-"""Tools that a trajectory of several turns calls between them, as typed functions or classes of a user. Imports the
-room's files, pretrained and rooms before it; no torch."""
+"""Environments: what a trajectory of several turns meets between them, run by the worker (``worker.py``) in a process of
+its own. Imports the room's files, rewards, pretrained and rooms before it; no torch."""

@@ -82,9 +82,9 @@ async def run_agent(
                 await _end(process, session.key, grace_s)
         tasks.cancel_scope.deadline = anyio.current_time() + _LEFT_OPEN_S
     if failure or process.returncode:
-        shown = errors.decode(errors="replace").strip()[-_SHOWN:]
+        *before, last = errors.decode(errors="replace").strip()[-_SHOWN:].splitlines() or [""]
         failure = f"the agent {failure or f'ended with {process.returncode}'}"
-        raise AgentFailedError(": ".join(filter(None, (failure, shown))))
+        raise AgentFailedError("\n".join([": ".join(filter(None, (failure, last))), *before]))
     return reward_of(bytes(out))
 
 
