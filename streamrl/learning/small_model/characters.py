@@ -1,8 +1,9 @@
-"""A tokenizer with one token a character, and a small policy that speaks it."""
+"""Small policies that are made of a vocabulary, and the vocabulary with one token a character."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,26 +20,17 @@ from transformers import (
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 
 
-class Characters:
-    """The vocabulary of ``characters``, after four special tokens, for texts of ``context`` tokens at most."""
+class Vocabulary(ABC):
+    """Token ids by token, for texts of ``context`` tokens at most. ``special_ids``: those that the configuration of a
+    model names (``eos_token_id`` and such)."""
 
-    def __init__(self, characters: Iterable[str], context: int) -> None:
-        self.ids = {token: number for number, token in enumerate([PAD, BOS, EOS, UNKNOWN, *characters])}
-        self.context = context
-        self.special_ids = {f"{name}_token_id": self.ids[f"<{name}>"] for name in ("bos", "eos", "pad")}
+    ids: dict[str, int]
+    context: int
+    special_ids: Mapping[str, int]
 
+    @abstractmethod
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """One token a character; ``<bos>`` in front of every encoded text."""
-        tokenizer = Tokenizer(models.WordLevel(self.ids, unk_token=UNKNOWN))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{BOS} $A", special_tokens=[(BOS, self.ids[BOS])]
-        )
-        tokenizer.decoder = decoders.Fuse()
-        names = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS, "unk_token": UNKNOWN}
-        return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, padding_side="left", model_max_length=self.context, **names
-        )
+        """Make the tokenizer that is saved beside a policy."""
 
     def policy(
         self, seed: int, *, layers: int = 3, architecture: type[LlamaConfig | Qwen2Config] = LlamaConfig
@@ -69,3 +61,25 @@ class Characters:
         policy.to(torch.bfloat16).save_pretrained(folder)
         self.tokenizer().save_pretrained(folder)
         return sum(parameter.numel() for parameter in policy.parameters())
+
+
+class Characters(Vocabulary):
+    """The vocabulary of ``characters``, after four special tokens, for texts of ``context`` tokens at most."""
+
+    def __init__(self, characters: Iterable[str], context: int) -> None:
+        self.ids = {token: number for number, token in enumerate([PAD, BOS, EOS, UNKNOWN, *characters])}
+        self.context = context
+        self.special_ids = {f"{name}_token_id": self.ids[f"<{name}>"] for name in ("bos", "eos", "pad")}
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """One token a character; ``<bos>`` in front of every encoded text."""
+        tokenizer = Tokenizer(models.WordLevel(self.ids, unk_token=UNKNOWN))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{BOS} $A", special_tokens=[(BOS, self.ids[BOS])]
+        )
+        tokenizer.decoder = decoders.Fuse()
+        names = {"pad_token": PAD, "bos_token": BOS, "eos_token": EOS, "unk_token": UNKNOWN}
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, padding_side="left", model_max_length=self.context, **names
+        )

@@ -4,36 +4,37 @@ number of its tokens that are prompt, ``<bos>`` among them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 Demonstration = tuple[list[int], int]
+Batch = TypeVar("Batch")
 PEAK, WARMUP_STEPS, DECAY_SHARE, LEAST = 3e-3, 50, 0.4, 0.02
 
 
 def completion_losses(
-    policy: PreTrainedModel, batch: Sequence[Demonstration], padding: int
+    policy: PreTrainedModel, batch: Sequence[tuple[list[int], int | Sequence[int]]], padding: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cross-entropy of each completion token of ``batch``, float32 ``(tokens,)``; all ids, int64 ``(samples, width)``;
+    """Cross-entropy of each completion token of ``batch`` (of a chat, which has several completions: each token whose
+    place is given instead of the length of a prompt), float32 ``(tokens,)``; all ids, int64 ``(samples, width)``;
     which of these are followed by a completion token, bool ``(samples, width - 1)``."""
     width = max(len(ids) for ids, _ in batch)
     token_ids = torch.full((len(batch), width), padding)
     targets = torch.full((len(batch), width), -100)
-    for row, (ids, prompt_length) in enumerate(batch):
+    for row, (ids, completion) in enumerate(batch):
         token_ids[row, : len(ids)] = torch.tensor(ids)
-        targets[row, prompt_length : len(ids)] = token_ids[row, prompt_length : len(ids)]
+        places = list(range(completion, len(ids)) if isinstance(completion, int) else completion)
+        targets[row, places] = token_ids[row, places]
     predicted = targets[:, 1:] != -100
     hidden = policy.model(token_ids).last_hidden_state[:, :-1][predicted]
     return cross_entropy(policy.lm_head(hidden), targets[:, 1:][predicted], reduction="none"), token_ids, predicted
 
 
 def imitate(
-    policy: PreTrainedModel,
-    batches: Iterable[Sequence[Demonstration]],
-    loss_of: Callable[[Sequence[Demonstration]], torch.Tensor],
-    steps: int,
+    policy: PreTrainedModel, batches: Iterable[Batch], loss_of: Callable[[Batch], torch.Tensor], steps: int
 ) -> Iterator[float]:
     """Take a step of AdamW on each batch and yield its loss. The rate rises over the first 50 steps, holds, and falls
     linearly over the last 40 % of ``steps``."""

@@ -1,0 +1,102 @@
+"""examples/calculator and examples/game: their tasks, and the chats that their starting policies are shown."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from streamrl.base.types import token_array
+from streamrl.pretrained.tokenizer import load_tokenizer
+from streamrl.pretrained.turns.template_facts import Appending, template_facts
+from streamrl.pretrained.turns.tool_calls import parse_turn
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(params=["calculator", "game"])
+def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script that makes the starting policy of an example."""
+    return example(request.param, f"make_{request.param}_model", monkeypatch)
+
+
+def example(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES / name))
+    return importlib.import_module(module)
+
+
+def rows(name: str, file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (EXAMPLES / name / f"{file}.jsonl").read_text().splitlines()]
+
+
+def test_the_calculator_works_out_numbers_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    calculator = example("calculator", "calculator", monkeypatch).Calculator()
+    assert calculator.calculate("12 * 34 - 5 + (2 * 3)") == "409"
+    refusals = ("2 ** 99", "1 / 2", "-1", "True", "open('x')", "1.5", "'a' * 9", "12 *")
+    for refused in refusals:
+        with pytest.raises((ValueError, SyntaxError)):
+            calculator.calculate(refused)
+    assert calculator.reward == pytest.approx(-0.1 * (1 + len(refusals)))
+
+
+def test_a_game_is_won_by_halving_and_lost_after_five_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    game = example("game", "game", monkeypatch)
+    for row in rows("game", "held_out"):
+        played, ended = game.Game(), False
+        answer = played.reset(**row)
+        while not ended:
+            assert answer.endswith(f"from {played.low} to {played.high}.")
+            answer, reward, ended, *_ = played.step(f" {(played.low + played.high) // 2}\n")
+        assert (answer, reward) == ("Right.", 1.0)
+        played.reset(**row)
+        lost = [played.step(said)[1:3] for said in ("0", "100", "", "none", "-1")]
+        assert lost == [(0.0, False)] * (game.GUESSES - 1) + [(0.0, True)]
+        assert (played.low, played.high) == (row["low"], row["high"])
+
+
+@pytest.mark.parametrize(("name", "script"), [("calculator", "questions"), ("game", "games")])
+def test_prompt_files_are_what_the_script_writes_and_no_held_out_row_is_trained_on(
+    name: str, script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = example(name, script, monkeypatch)
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "script.py"))
+    module.main()
+    files = {path.name: path.read_text() for path in sorted(tmp_path.glob("*.jsonl"))}
+    assert files == {path.name: path.read_text() for path in sorted((EXAMPLES / name).glob("*.jsonl"))}
+    trained = set(files.pop("train.jsonl").splitlines())
+    held_out = [line for text in files.values() for line in text.splitlines()]
+    assert len(set(held_out)) == len(held_out) == 512 and not trained & set(held_out)
+
+
+def test_the_vocabulary_takes_its_chats_and_they_are_continued_by_tokens(maker: ModuleType, tmp_path: Path) -> None:
+    from streamrl.learning.small_model.chats import BEGIN, END, Chats
+
+    chats = list(islice(maker.chats(3), 200))
+    vocabulary = Chats(chats, maker.CONTEXT)
+    vocabulary.save(vocabulary.policy(0, layers=1), tmp_path)
+    tokenizer, tools = load_tokenizer(tmp_path), getattr(maker, "TOOLS", ())
+    facts = template_facts(tokenizer, tools)
+    assert (facts.problems(), set(facts.effects.values())) == ([], {Appending.APPENDS})
+    assert tokenizer.eos_token_ids == (vocabulary.ids[END],)
+    opening = f"{BEGIN}assistant\n"
+    for chat in chats:
+        ids, places = vocabulary.demonstration(chat)
+        assert tokenizer.decode(token_array(ids), skip_special=False) == chat and len(ids) < maker.CONTEXT
+        prompt, *turns = chat.split(opening)
+        assert tokenizer.encode_fragment(prompt + opening).tolist() == ids[: places[0]]
+        said = [turn.partition(END)[0] for turn in turns]
+        sampled = tokenizer.decode(token_array([ids[place] for place in places]), skip_special=False)
+        assert sampled == "".join(f"{one}{END}" for one in said)
+        for one in said:
+            parsed = parse_turn(one, "hermes", tools)
+            assert not parsed.problem and bool(parsed.calls) == ("<tool_call>" in one)
+    other = "naïve 东京 🙂"
+    assert tokenizer.decode(tokenizer.encode_fragment(other)) == other
