@@ -4,7 +4,7 @@ The teacher tosses a coin whether it calls the tool, whatever the question, and 
 wrong. Without the tool its answers are right, but a model of this size learns only the sums of digits from them.
 Equal seeds give equal weights (one thread).
 
-    python make_calculator_model.py --out model            # what recipe.toml trains
+    python make_calculator_model.py --out model            # what is shipped in ./model
     python make_calculator_model.py --out other --seed 1"""
 
 from __future__ import annotations

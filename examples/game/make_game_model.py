@@ -3,7 +3,7 @@
 Seven in ten guesses of the teacher are the smallest number that is left; the others are any number that is left, not
 the one in the middle. Equal seeds give equal weights (one thread).
 
-    python make_game_model.py --out model            # what recipe.toml trains
+    python make_game_model.py --out model            # what is shipped in ./model
     python make_game_model.py --out other --seed 1"""
 
 from __future__ import annotations
