@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from streamrl.base.types import Prompt, RewardFailure, ScoredTrajectory, Trajectory
+from streamrl.base.types import EnvironmentResult, Prompt, RewardFailure, ScoredTrajectory, Trajectory
 from streamrl.comm.decoded_size import UNSUSPECTED_BYTES
 from streamrl.rewards.reward_messages import CompletionToScore, SampleReward, ScoreGroup, ScoreGroups
 
@@ -58,7 +58,7 @@ class OrderMessage:
         return True
 
     def _completion(self, trajectory: Trajectory) -> CompletionToScore:
-        prompt, identity = trajectory.prompt, trajectory.id
+        prompt, identity, environment = trajectory.prompt, trajectory.id, trajectory.environment or EnvironmentResult()
         # Siblings share one object, unless they were read from a journal: then each has its own.
         place = self._places.get(id(prompt))
         if place is None:
@@ -73,7 +73,8 @@ class OrderMessage:
             finish_reason=trajectory.finish_reason,
             attempt=identity.attempt,
             last_turn=_last_turn(trajectory),
-            environment_reward=None if trajectory.environment is None else trajectory.environment.reward,
+            environment_reward=environment.reward,
+            tool_calls=sum(environment.calls.values()),
         )
 
 

@@ -79,7 +79,8 @@ class CompletionToScore(Record, frozen=True, array_like=True):
     """Part of a trajectory that a reward may read. ``prompt``: its place among the prompts of the message;
     ``token_ids``: int32 in the byte order of this machine, what the policy sampled (all trained segments, joined).
     Logprobs, version spans and the turns of an environment stay behind: no reward reads them. ``environment_reward``:
-    what its environment returned; ``last_turn``: tokens of the last turn (0: all are)."""
+    what its environment returned; ``last_turn``: tokens of the last turn (0: all are);
+    ``tool_calls``: that the model wrote."""
 
     prompt: int
     group_id: int
@@ -89,6 +90,7 @@ class CompletionToScore(Record, frozen=True, array_like=True):
     attempt: int = 0
     environment_reward: float | None = None
     last_turn: int = 0
+    tool_calls: int = 0
 
 
 class ScoreGroup(Record, frozen=True, array_like=True):

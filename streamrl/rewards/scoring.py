@@ -132,9 +132,10 @@ class SampleTexts:
             if "finish_reason" in wanted:
                 reasons = [self.completions[member].finish_reason.value for member in members]
                 provided["finish_reason"] = reasons if signature.per_group else reasons[0]
-            if "environment_reward" in wanted:
-                given = [self.completions[member].environment_reward for member in members]
-                provided["environment_reward"] = given if signature.per_group else given[0]
+            for name in ("environment_reward", "tool_calls"):
+                if name in wanted:
+                    given = [getattr(self.completions[member], name) for member in members]
+                    provided[name] = given if signature.per_group else given[0]
         return choose_arguments(signature, prompt.columns, provided)
 
     def groups(self) -> list[list[int]]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-PROVIDED = ("prompt", "prompt_id", "token_ids", "finish_reason", "environment_reward")
+PROVIDED = ("prompt", "prompt_id", "token_ids", "finish_reason", "environment_reward", "tool_calls")
 """What a function of one completion may ask for besides columns."""
 
 PROVIDED_OF_GROUPS = (
-    "prompts", "completion_ids", "prompt_id", "token_ids", "finish_reason", "environment_reward",
+    "prompts", "completion_ids", "prompt_id", "token_ids", "finish_reason", "environment_reward", "tool_calls",
 )  # fmt: skip
 """What a function of a group may ask for besides columns."""
 

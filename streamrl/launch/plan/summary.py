@@ -246,7 +246,7 @@ def _steps_text(recipe: Recipe) -> str:
 
 
 def _training_text(recipe: Recipe, parameters: int) -> str:
-    limit = recipe.sampling.max_tokens
+    limit = recipe.most_tokens
     row, longest = (recipe.training.row_tokens(installed_device(), parameters, prompt) for prompt in (0, limit))
     few, many = micro_batches(recipe, limit // 4, row), micro_batches(recipe, limit, row)
     ranks, updates = recipe.training.ranks, recipe.training.updates_per_batch

@@ -18,6 +18,7 @@ _LISTS = {
     "token_ids",
     "finish_reason",
     "environment_reward",
+    "tool_calls",
 }  # arguments of a group that differ between siblings
 
 # A union with the other kind takes what it gets.

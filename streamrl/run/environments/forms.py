@@ -151,6 +151,6 @@ def _agent(command: Sequence[str], server: EndpointServer | None) -> UserEpisode
                 raise
             return None  # its harness gave up at a limit
         finally:
-            model.notes.update(session.figures)
+            model.notes.update({name.replace("/", "_"): count for name, count in session.figures.items()})
 
     return episode

@@ -270,7 +270,7 @@ def evaluation_metrics(
     return metrics | {
         f"eval/{collection}/{name.removeprefix('completion/')}": value
         for name, value in completion_metrics(rewarded).items()
-        if name.startswith("completion/")
+        if name.startswith(("completion/", "environment/"))
     }
 
 
