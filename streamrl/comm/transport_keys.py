@@ -38,8 +38,8 @@ KEY_LENGTH = 40
 
 
 class KeyRole(StrEnum):
-    """Owner of a key. Reward workers, judges and users of the control socket have none: they never leave the host, and
-    the control socket has a key of its own."""
+    """Owner of a key. Workers of user code, judges and users of the control socket have none: they never leave the
+    host, and the control socket has a key of its own."""
 
     CONTROLLER = "controller"
     ENGINE = "engine"
