@@ -323,7 +323,7 @@ TrainingEvent = TrainerReady | StepReport | AnchorPublished | CheckpointSaved
 
 class ReturnedCall(Record, frozen=True):
     """A call of a tool that has returned ``text``. ``call``: its name and arguments as JSON; ``turn`` and ``place``: of
-    the turn that wrote it, and among the calls of that turn; ``end``: of ``run.environments.tools.ToolEnd``."""
+    the turn that wrote it, and among the calls of that turn; ``end``: a value of ``run.environments.tools.ToolEnd``."""
 
     turn: int
     place: int

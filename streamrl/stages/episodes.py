@@ -124,7 +124,7 @@ class _OpenTrajectory:
     """A trajectory that is sampled: what it has, and what control wants of it. ``kept``: tokens of an earlier attempt
     at its first turn; ``segments``: turns that are whole, and what stands between them; ``ends``: the place of each
     turn in them; ``asked_for``: turns that the episode, which may have begun again, has asked for. ``samples``: a turn
-    is being sampled; ``waits``: it is paused and has left the engine."""
+    was asked for and is not whole yet; ``waits``: that turn is paused and has left the engine."""
 
     def __init__(self, order: LaunchTrajectory, request: Generate, kept: TokenArray, take: TakeOutcome) -> None:
         self.order, self.kept, self.take = order, kept, take
@@ -266,8 +266,8 @@ class SampleTurns(Protocol):
 
 class EpisodeModel:
     """The model of one episode: ``order``, its launch, and ``sample``. What is sampled and appended becomes the
-    trajectory. ``begin_again``: an episode that begins once more gets the same answers for as long as it asks the
-    same; from the first difference on it is sampled anew. ``note``: records a call of a tool that has returned."""
+    trajectory. ``begin_again``: is called before the episode is run from its start again: a turn that it asks for with
+    the same tokens as before is answered as before; from the first other one on, turns are sampled. ``note``: records a call of a tool that has returned."""
 
     def __init__(
         self,
