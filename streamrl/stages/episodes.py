@@ -267,7 +267,8 @@ class SampleTurns(Protocol):
 class EpisodeModel:
     """The model of one episode: ``order``, its launch, and ``sample``. What is sampled and appended becomes the
     trajectory. ``begin_again``: is called before the episode is run from its start again: a turn that it asks for with
-    the same tokens as before is answered as before; from the first other one on, turns are sampled. ``note``: records a call of a tool that has returned."""
+    the same tokens as before is answered as before; from the first other one on, turns are sampled. ``note``: records a
+    call of a tool that has returned."""
 
     def __init__(
         self,
