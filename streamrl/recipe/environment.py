@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated
@@ -61,6 +62,11 @@ class Environment(Section, frozen=True):
     def servers(self) -> tuple[Sequence[str], ...]:
         """Commands of MCP servers among the tools, in words."""
         return tuple(filter(None, map(command_of, self.tools)))
+
+
+def own_python(command: Sequence[str]) -> Sequence[str]:
+    """``command``, in which ``python`` is the interpreter of the run, also where its environment is not activated."""
+    return (sys.executable, *command[1:]) if command[0] == "python" else command
 
 
 def command_of(tool: str) -> Sequence[str]:

@@ -526,9 +526,7 @@ async def test_an_agent_talks_to_the_model_as_to_an_api(qwen: Tokenizer, tmp_pat
         "    said.append({'role': 'assistant', 'content': answer.choices[0].message.content})\n"
         "print(json.dumps({'reward': float(said[-1]['content'] == row['answer'])}))\n"
     )
-    run = Run(
-        Environment(agent=(sys.executable, str(agent))), qwen, lambda text: "yes" if "Really?" in text else "perhaps"
-    )
+    run = Run(Environment(agent=("python", str(agent))), qwen, lambda text: "yes" if "Really?" in text else "perhaps")
     trajectory = await run.one({"question": "Is it?", "answer": "yes"})
     assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
     assert trajectory.environment.reward == 1.0
