@@ -23,7 +23,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.types import FinishReason, TokenArray, token_array
 from streamrl.pretrained.tokenizer import Tokenizer as ModelTokenizer
 from streamrl.pretrained.tokenizer import load_tokenizer
-from streamrl.run.environments.chat import ChatModel
+from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.endpoint_server import EndpointServer
 from streamrl.run.environments.endpoint_session import EndpointSession
 from streamrl.run.environments.turns import SampledTurn

@@ -410,6 +410,6 @@ def test_text_is_tokenised_in_one_place() -> None:
     apart |= {"launch/plan/first_prompt.py"}  # to compare with transformers
     apart |= {"learning/small_model/packaged.py"}  # only saves one
     apart |= {"learning/small_model/chats.py"}  # demonstrations of a warm-up
-    apart |= {"run/environments/chat.py", "run/environments/endpoint_session.py"}  # what environments say
+    apart |= {"run/environments/chat.py", "run/environments/chat_tokens.py"}  # what environments say
     apart |= {"pretrained/turns/seam.py", "pretrained/turns/template_facts.py"}
     assert found == {"run/prompts/prompt_rows.py", "pretrained/tokenizer.py"} | apart

@@ -85,8 +85,7 @@ class _Turn:
         self.parts = 0
         self.seconds = 0.0
         if done is not None:
-            self.seconds = done.seconds
-            self._take(done.completion, done.parts)
+            self.know(done.completion, done.parts, done.seconds)
 
     @property
     def tokens(self) -> int:
@@ -104,10 +103,10 @@ class _Turn:
             self.own_seed_tokens += len(piece.token_ids)
         self._take(piece, 1)
 
-    def know(self, known: TurnSoFar) -> None:
-        """Take the turn as an earlier life of the controller sampled it."""
-        self.seconds = known.seconds
-        self._take(known.completion, 1)
+    def know(self, completion: Completion, parts: int, seconds: float) -> None:
+        """Take what an earlier life of the controller has sampled."""
+        self.seconds = seconds
+        self._take(completion, parts)
 
     def _take(self, piece: Completion, parts: int) -> None:
         self.done = piece if self.done is None else join_completions(self.done, piece)
@@ -141,7 +140,7 @@ class _OpenTrajectory:
         self.scope = anyio.CancelScope()
         for known in order.so_far.turns if order.so_far else ():
             turn = self.next_turn(known.appended, known.after, 0)
-            turn.know(known)
+            turn.know(known.completion, 1, known.seconds)
             self.add(turn)
         self.asked_for = 0
 

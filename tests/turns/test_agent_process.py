@@ -16,7 +16,7 @@ from turns.test_endpoint import Scripted, served
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.run.environments import agent_process
 from streamrl.run.environments.agent_process import AgentFailedError, reward_of, run_agent
-from streamrl.run.environments.chat import ChatModel
+from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.endpoint_session import EndpointSession
 
 ASKS = """

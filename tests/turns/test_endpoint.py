@@ -22,7 +22,7 @@ from campaigns.endpoint_requests import try_requests
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import FinishReason, TokenArray, float_array, token_array
 from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.run.environments.chat import ChatModel
+from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.endpoint_server import OPEN_REQUESTS, EndpointServer
 from streamrl.run.environments.endpoint_session import EndpointSession
 from streamrl.run.environments.turns import SampledTurn

@@ -38,7 +38,6 @@ from streamrl.observe.trackers.installed import tracker_problems
 from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.pretrained.trainable_models import refuse_untrainable, unknown_modules
-from streamrl.pretrained.turns.tool_calls import format_of_template
 from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import EngineKind, LaunchedBy, OptimizerKind, Recipe, TransportKind
@@ -48,6 +47,7 @@ from streamrl.rewards.calls.reward_set import combining_rewards
 from streamrl.rewards.judge.options import judge_problems
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file, resumed_rewards
 from streamrl.rewards.signature import needed_columns
+from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.prompts.prompt_spec import prompt_sources
 from streamrl.run.prompts.prompts import check_prompts, missing_source
 
@@ -152,12 +152,11 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None, see: SeePro
             yield from (f"model.path: {problem}" for problem in error.problems)
     if recipe.environment.agent and tokenizer and not tokenizer.chat_templates:
         yield "environment.agent: the model has no chat template, which requests of agents need: take one that has"
-    finds_format = recipe.environment.tools and recipe.environment.tool_format == "auto"
-    if finds_format and tokenizer and not format_of_template(tokenizer.chat_templates):
-        yield (
-            "environment.tool_format: the model's chat template does not show how it writes calls, or it has none: "
-            "write hermes, qwen_xml, llama_json or mistral, or take a model that calls tools"
-        )
+    if recipe.environment.tools and tokenizer:
+        try:
+            _ = ChatModel(tokenizer, recipe.environment.tool_format).tool_format
+        except RecipeError as error:
+            yield from error.problems
     longest = model.context - recipe.sampling.max_tokens if model else None
     for path, spec in prompt_sources(recipe).items():
         show = partial(see, tokenizer) if see and tokenizer and path == "prompts.train" else None

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
 from streamrl.base.types import RewardFailureKind
 from streamrl.recipe.user_code import describe_error
 from streamrl.rewards.calls.process import late_message, values_of_coroutine
@@ -168,3 +169,13 @@ class ExitTimer:
         value = _TimeSpec(whole, int((seconds - whole) * 1e9))
         if self._library.timer_settime(self._timer, 0, ctypes.byref(_TimerSpec(_TimeSpec(0, 0), value)), None) != 0:
             raise OSError(ctypes.get_errno(), "timer_settime failed")
+
+
+def open_timer() -> ExitTimer | None:
+    """Return a timer that ends the process with ``REWARD_RESTART_EXIT_CODE``, for which the supervisor starts another
+    worker; None, with a warning, where there is no such timer."""
+    try:
+        return ExitTimer(REWARD_RESTART_EXIT_CODE)
+    except OSError as error:
+        _log.warning("no exit timer (%s): user code that blocks the loop cannot be stopped", error)
+        return None

@@ -32,7 +32,7 @@ from streamrl.recipe.sections import Recipe
 from streamrl.rewards import reward_messages
 from streamrl.rewards.calls.pool import LOAD_LIMIT_S
 from streamrl.rewards.calls.reward_set import RewardSet, Scoring
-from streamrl.rewards.calls.trusted import ExitTimer
+from streamrl.rewards.calls.trusted import ExitTimer, open_timer
 from streamrl.rewards.scoring import Detokenizer
 
 _HEARTBEAT_S = 0.5
@@ -65,7 +65,7 @@ async def run_reward_worker(
     closed, hence flushed, before). Raises ``RecipeError`` when a function cannot be loaded, ``StreamBroken`` when the
     controller is gone, and ``StreamRLError`` when call processes cannot be started any more (exit code 1: the
     supervisor restarts the worker)."""
-    timer = _open_timer() if owns_process else None
+    timer = open_timer() if owns_process else None
     user_calls = asyncio.TaskGroup()
     serving = _Serving(recipe, tokenizer, user_calls, orders, results, timer, owns_process=owns_process)
     try:
@@ -279,11 +279,3 @@ async def _leave(serving: _Serving, results: SendStream[reward_messages.RewardRe
         # They swallow their cancellation, and the loop would wait for them; all work is done.
         await results.aclose()
         os._exit(0)
-
-
-def _open_timer() -> ExitTimer | None:
-    try:
-        return ExitTimer(REWARD_RESTART_EXIT_CODE)
-    except OSError as error:
-        _log.warning("no exit timer (%s): a reward function that blocks the loop cannot be stopped", error)
-        return None

@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import cached_property, lru_cache
 from typing import Any
 
 import msgspec
@@ -15,15 +14,12 @@ import msgspec
 from streamrl.base.errors import RecipeError
 from streamrl.base.messages import ReturnedCall
 from streamrl.base.types import FinishReason, TokenArray, token_array
-from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.pretrained.turns.seam import CalledTool, ChatSeams, SeamKind
-from streamrl.pretrained.turns.template_facts import TemplateFacts, template_facts, without_special_tokens
-from streamrl.pretrained.turns.tool_calls import ToolCall, format_of_template, parse_turn
-from streamrl.run.environments.tools import OpenTools, ToolBox, ToolContext, ToolLimits, call_user
+from streamrl.pretrained.turns.seam import ChatMessage, SeamKind
+from streamrl.pretrained.turns.tool_calls import ToolCall
+from streamrl.run.environments.chat_tokens import Appended, ChatModel, called_tools
+from streamrl.run.environments.tools import OpenTools, ToolBox, ToolContext, call_user
 from streamrl.run.environments.turns import CallRecord, LimitedTurns, SampledTurn
 
-ChatMessage = Mapping[str, Any]
-_REMEMBERED = 64  # sets of tools: an episode may make its own
 Said = str | ChatMessage | Sequence[ChatMessage]
 """What may be said to the model: a text of the user, a message, or several."""
 
@@ -44,35 +40,6 @@ class Reply(msgspec.Struct, frozen=True):
     def ended(self) -> bool:
         """Return whether the model ended the turn, and not the limit of its length."""
         return self.finish_reason is FinishReason.STOP
-
-
-class ChatModel:
-    """The model of a run, as chats of its environment need it: tokenizer, template, and the way in which it writes
-    calls (``tool_format``; ``auto``: as its template shows them)."""
-
-    def __init__(self, tokenizer: Tokenizer, tool_format: str = "auto", limits: ToolLimits | None = None) -> None:
-        self.tokenizer, self._tool_format, self._limits = tokenizer, tool_format, limits
-        self.toolbox = lru_cache(_REMEMBERED)(self._toolbox)
-        self.facts = lru_cache(_REMEMBERED)(self._facts)
-        self.seams = lru_cache(_REMEMBERED)(lambda box: ChatSeams(tokenizer, box.schemas if box else None))
-
-    @cached_property
-    def tool_format(self) -> str:
-        """The way in which calls are written. Raises ``RecipeError`` where it is not known."""
-        if self._tool_format != "auto":
-            return self._tool_format
-        if found := format_of_template(self.tokenizer.chat_templates):
-            return found
-        raise RecipeError(
-            "environment.tool_format: the model's chat template does not show how it writes calls: write hermes, "
-            "qwen_xml, llama_json or mistral"
-        )
-
-    def _toolbox(self, tools: tuple[Any, ...]) -> ToolBox:
-        return ToolBox(tools, self._limits)
-
-    def _facts(self, box: ToolBox | None) -> TemplateFacts:
-        return template_facts(self.tokenizer, box.schemas if box else None)
 
 
 class EpisodePolicy:
@@ -123,32 +90,28 @@ class Chat:
     """One conversation: what is said to the model, and its turns."""
 
     def __init__(self, model: EpisodePolicy, system: str, box: ToolBox | None) -> None:
-        self._model, self._of, self._box = model, model.chat_model, box
-        self.messages: list[ChatMessage] = []
-        if system:
-            self.messages.append(self._safe({"role": "system", "content": system}))
-        self._opening: list[ChatMessage] = []
+        self._model, self._box, of = model, box, model.chat_model
+        # None: a model of texts, without a chat template.
+        self._tokens = of.tokens(box, box.schemas if box else ()) if of.tokenizer.chat_templates else None
+        self.messages: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
         self._last: Reply | None = None
         self._open_tools: OpenTools | None = None
 
     async def say(self, said: Said) -> Reply:
         """Say something to the model, and return its next turn. Raises ``EpisodeLimit``, ``ChatError`` where the
         model's chat template refuses it."""
-        messages = [self._safe(message) for message in _messages(said)]
-        return await self._next(messages)
+        return await self._next(_messages(said))
 
     async def run_tools(self, reply: Reply) -> Reply:
         """Run the calls of ``reply``, the newest turn, say their results, and return the next turn. Where its calls
         could not be read, the model gets the reason. Raises ``EpisodeLimit``."""
         if not reply.calls:
             self._model.counts["malformed"] += 1
-            return await self._next([self._safe({"role": "user", "content": f"error: {reply.problem}"})])
+            return await self._next([{"role": "user", "content": f"error: {reply.problem}"}])
         results = []
-        for place, call in enumerate(reply.calls):
-            text = await self._run(reply.turn, place, call)
-            called = _called(reply.turn, place, call)
-            result = {"role": "tool", "tool_call_id": called.call_id, "name": call.name, "content": text}
-            results.append(self._safe(result))
+        for place, called in enumerate(called_tools(reply.turn, reply.calls)):
+            text = await self._run(reply.turn, place, reply.calls[place])
+            results.append({"role": "tool", "tool_call_id": called.call_id, "name": called.name, "content": text})
         return await self._next(results)
 
     async def open_tools(self, columns: Mapping[str, Any] | None = None) -> OpenTools:
@@ -175,20 +138,6 @@ class Chat:
         model.counts[known.end] += 1
         return known.text
 
-    def _safe(self, message: ChatMessage) -> ChatMessage:
-        """``message`` with special tokens that its text spells broken."""
-        content = message.get("content")
-        if isinstance(content, list):  # of parts
-            parts = [{**part, "text": self._unspecial(part["text"])} if "text" in part else part for part in content]
-            return {**message, "content": parts}
-        return {**message, "content": self._unspecial(content)} if isinstance(content, str) else message
-
-    def _unspecial(self, text: str) -> str:
-        text, broken = without_special_tokens(self._of.tokenizer, text)
-        if broken:
-            self._model.notes["special_tokens"] += broken
-        return text
-
     async def _next(self, messages: Sequence[ChatMessage]) -> Reply:
         last, said = self._last, [*self.messages, *messages]
         if last is None:
@@ -196,45 +145,39 @@ class Chat:
                 raise ValueError("the chat has a system message, and another one is said: leave one out")
             appended, after = self._begin(said), -1
         else:
-            appended, after = self._continue(last, messages), last.turn
+            appended, after = self._continue(last, said), last.turn
         turn = await self._model.turns.sample(appended, after=after)
-        self._opening = self._opening or said
         self.messages = said
         self._last = reply = self._read(turn)
         self.messages.append({"role": "assistant", "content": reply.text})
         return reply
 
     def _begin(self, said: Sequence[ChatMessage]) -> TokenArray:
-        tokenizer = self._of.tokenizer
-        if tokenizer.chat_templates:
-            return tokenizer.encode_chat(said, self._box.schemas if self._box else None)
-        return tokenizer.encode("".join(str(message["content"]) for message in said))
+        if self._tokens is None:
+            return self._model.chat_model.tokenizer.encode(_texts(said))
+        return self._counted(self._tokens.first(said))
 
-    def _continue(self, last: Reply, messages: Sequence[ChatMessage]) -> TokenArray:
-        tokenizer = self._of.tokenizer
-        if not tokenizer.chat_templates:  # a model of texts
-            return tokenizer.encode_fragment("".join(str(message["content"]) for message in messages))
-        calls = [_called(last.turn, place, call) for place, call in enumerate(last.calls)]
-        seam = self._of.seams(self._box).seam(
-            self._opening, calls, messages, last.token_ids[-1] if last.token_ids else None
-        )
-        if seam.kind is not SeamKind.EXACT:
-            self._model.notes[f"seam_{seam.kind}"] += 1
-        return seam.token_ids
+    def _continue(self, last: Reply, said: Sequence[ChatMessage]) -> TokenArray:
+        if self._tokens is None:
+            return self._model.chat_model.tokenizer.encode_fragment(_texts(said[len(self.messages) :]))
+        calls, end = called_tools(last.turn, last.calls), last.token_ids[-1] if last.token_ids else -1
+        return self._counted(self._tokens.behind(said, len(self.messages) - 1, calls, end))
+
+    def _counted(self, appended: Appended) -> TokenArray:
+        token_ids, seam, broken = appended
+        if seam not in ("", SeamKind.EXACT):
+            self._model.notes[f"seam_{seam}"] += 1
+        if broken:
+            self._model.notes["special_tokens"] += broken
+        return token_ids
 
     def _read(self, turn: SampledTurn) -> Reply:
-        tokenizer, ids = self._of.tokenizer, turn.token_ids
-        finish, number = turn.finish_reason, turn.number
-        if not tokenizer.chat_templates:
-            return Reply(tokenizer.decode(ids), "", (), "", finish, ids, number)
-        ended = finish is FinishReason.STOP
-        inner = ids[:-1] if ids and ids[-1] in tokenizer.eos_token_ids else ids
-        opens = self._of.facts(self._box).opens_reasoning
-        schemas = self._box.schemas if self._box else ()
-        call_format = self._of.tool_format if self._box else "hermes"
-        parsed = parse_turn(tokenizer.decode(inner, False), call_format, schemas, ended=ended, in_reasoning=opens)
-        calls, problem = (parsed.calls, parsed.problem) if self._box else ((), "")
-        return Reply(parsed.text, parsed.reasoning, calls, problem, finish, ids, number)
+        ids, finish, number = turn.token_ids, turn.finish_reason, turn.number
+        if self._tokens is None:
+            return Reply(self._model.decode(ids), "", (), "", finish, ids, number)
+        parsed = self._tokens.parse(turn, calls=self._box is not None)
+        problem = parsed.problem if self._box is not None else ""
+        return Reply(parsed.text, parsed.reasoning, parsed.calls, problem, finish, ids, number)
 
 
 def _messages(said: Said) -> Sequence[ChatMessage]:
@@ -243,5 +186,6 @@ def _messages(said: Said) -> Sequence[ChatMessage]:
     return [said] if isinstance(said, Mapping) else list(said)
 
 
-def _called(turn: int, place: int, call: ToolCall) -> CalledTool:
-    return CalledTool(call.name, f"c{turn:04d}{place:04d}")  # nine characters, as templates of Mistral want them
+def _texts(messages: Sequence[ChatMessage]) -> str:
+    """The texts of messages for a model without a chat template."""
+    return "".join(str(message["content"]) for message in messages)

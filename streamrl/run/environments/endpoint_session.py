@@ -18,15 +18,12 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.types import FinishReason, TokenArray
-from streamrl.pretrained.turns.seam import CalledTool, CannotContinueError, ChatMessage, ChatSeams
-from streamrl.pretrained.turns.template_facts import template_facts, without_special_tokens
-from streamrl.pretrained.turns.tool_calls import ParsedTurn, parse_turn
-from streamrl.run.environments.chat import ChatModel
+from streamrl.pretrained.turns.seam import CalledTool, CannotContinueError, calling_message
+from streamrl.run.environments.chat_tokens import Appended, ChatModel, ChatTokens, called_tools
 from streamrl.run.environments.turns import EpisodeLimit, SampledTurn, TurnSampler
 
 ENDED = "the trajectory of this key has ended"
-_LARGE, _TOOL_SETS = 1 << 17, 8
+_LARGE = 1 << 17
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +38,6 @@ class ApiError(StreamRLError):
 
 Digest = tuple[bytes, str]
 """A message without its reasoning, and the reasoning, which a client may leave out of what it sends back."""
-Appended = tuple[TokenArray, str, int]
-"""Token ids (int32), the ``SeamKind`` (empty for a first prompt), and how many special tokens were broken in texts."""
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
@@ -77,65 +72,6 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     created: int
 
 
-class ChatTokens:
-    """Chats of ``model`` with ``tools`` (JSON schemas) as tokens."""
-
-    def __init__(self, model: ChatModel, tools: Sequence[Any]) -> None:
-        self._tokenizer, self._given = model.tokenizer, tools
-        shown, self._in_tools = self._broken(tools)
-        self._tools = shown or None
-        self._call_format = model.tool_format if tools else ""
-        self._seams = ChatSeams(self._tokenizer, self._tools)
-        self._opens_reasoning = template_facts(self._tokenizer, self._tools).opens_reasoning
-
-    def first(self, messages: Sequence[ChatMessage]) -> Appended:
-        """Tokens of a chat up to where the assistant begins, in the model's own template. Raises ``ChatError``."""
-        shown, broken = self._broken(_named(messages))
-        return self._tokenizer.encode_chat(shown, self._tools), "", broken + self._in_tools
-
-    def behind(self, messages: Sequence[ChatMessage], turn: int, calls: Sequence[CalledTool], last: int) -> Appended:
-        """Tokens between a sampled turn and the next one. ``messages``: the chat, in which ``turn`` is the place of the
-        sampled turn; ``calls``: of that turn; ``last``: its last token. Raises ``CannotContinueError``."""
-        shown, broken = self._broken(_named(messages)[turn + 1 :])
-        seam = self._seams.seam(messages[:turn], calls, shown, last)
-        return seam.token_ids, seam.kind.value, broken
-
-    def parse(self, turn: SampledTurn, *, calls: bool) -> ParsedTurn:
-        """The parts of a turn. Its calls count where it ended by itself and ``calls`` may be made; a call that JSON
-        cannot hold (half of a character, a number without end) does not."""
-        ids, call_format = turn.token_ids, self._call_format if calls and self._given else "hermes"
-        ids = ids[:-1] if ids and ids[-1] in self._tokenizer.eos_token_ids else ids
-        text, inside = self._tokenizer.decode(ids, skip_special=False), self._opens_reasoning
-        ended = calls and turn.finish_reason is FinishReason.STOP
-        parsed = parse_turn(text, call_format, self._given, ended=ended, in_reasoning=inside)
-        try:
-            json.dumps([call.arguments for call in parsed.calls], ensure_ascii=False, allow_nan=False).encode()
-        except ValueError:
-            return parse_turn(text, call_format, self._given, ended=False, in_reasoning=inside)
-        return parsed
-
-    def _broken(self, value: Any) -> tuple[Any, int]:
-        """``value`` with all special tokens in its texts broken apart, and how many they were."""
-        if isinstance(value, str):
-            return without_special_tokens(self._tokenizer, value) if value else (value, 0)
-        if isinstance(value, Mapping):
-            keys, values = self._broken(list(value)), self._broken(list(value.values()))
-            return dict(zip(keys[0], values[0], strict=True)), keys[1] + values[1]
-        if isinstance(value, list | tuple):
-            parts = [self._broken(one) for one in value]
-            return [part for part, _ in parts], sum(broken for _, broken in parts)
-        return value, 0
-
-
-def _named(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """``messages``, with the name of the tool in every result of one: some templates write it."""
-    names = {one["id"]: one["function"]["name"] for message in messages for one in message.get("tool_calls", ())}
-    return [
-        {"name": names[message["tool_call_id"]], **message} if message.get("tool_call_id") in names else message
-        for message in messages
-    ]
-
-
 class _Node:
     """A request and its answer. ``end``: messages of the chat with the answer; ``children``: nodes that go on from it;
     ``tokens``: of the sequence with the answer."""
@@ -166,7 +102,6 @@ class EndpointSession:
         self.model, self._sampler, self._free = model, sampler, anyio.Semaphore(turns_at_once)
         self._nodes: list[_Node] = []
         self._requests: dict[bytes, _Node] = {}
-        self._chats: dict[bytes, ChatTokens] = {}
         self._sampling: set[anyio.CancelScope] = set()
         self._closed = False
 
@@ -245,10 +180,8 @@ class EndpointSession:
         self.figures.update(["turns", f"seams/{seam}" if seam else "sequences"])
         self.figures["special_tokens"] += broken
         self.figures["malformed_calls"] += request.calls and bool(request.tools) and bool(parsed.problem)
-        calls = []
-        for place, call in enumerate(parsed.calls):  # ids of nine characters, as templates of Mistral want them
-            function = {"name": call.name, "arguments": call.arguments}
-            calls.append({"id": f"c{turn.number:04d}{place:04d}", "type": "function", "function": function})
+        called = called_tools(turn.number, parsed.calls)
+        calls = calling_message(called, [call.arguments for call in parsed.calls])["tool_calls"]
         text, thought, made = parsed.text, parsed.reasoning, (secrets.token_hex(12), int(time.time()))
         node.said = message_digest(
             {"role": "assistant", "content": text, "tool_calls": calls, "reasoning_content": thought}
@@ -256,11 +189,7 @@ class EndpointSession:
         node.answer = ChatAnswer(turn, text, thought, calls, prompt_tokens, *made)
 
     def _appended(self, node: _Node, request: ChatRequest) -> tuple[ChatTokens, Appended]:
-        tokens = self._chats.get(request.tool_set)
-        if tokens is None:
-            if len(self._chats) == _TOOL_SETS:
-                self._chats.clear()
-            tokens = self._chats[request.tool_set] = ChatTokens(self.model, request.tools)
+        tokens = self.model.tokens(request.tool_set, request.tools)
         if node.parent is not None and (answer := node.parent.answer) is not None:
             calls = [CalledTool(call["function"]["name"], call["id"]) for call in answer.calls]
             last = answer.turn.token_ids[-1] if answer.turn.token_ids else -1

@@ -12,7 +12,8 @@ from streamrl.base.errors import RecipeError
 from streamrl.recipe.environment import Environment, command_of, own_python
 from streamrl.recipe.user_code import load_user_object
 from streamrl.run.environments.agent_process import AgentFailedError, run_agent
-from streamrl.run.environments.chat import ChatModel, EpisodePolicy, Said
+from streamrl.run.environments.chat import EpisodePolicy, Said
+from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.endpoint_server import EndpointServer
 from streamrl.run.environments.endpoint_session import EndpointSession
 from streamrl.run.environments.tools import TakenColumns, Tool, ToolBox, ToolLimits, call_user

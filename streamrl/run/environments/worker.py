@@ -50,8 +50,9 @@ from streamrl.comm.stream import ReceiveStream, SendStream, converse, send_hello
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.environment import Environment
 from streamrl.recipe.user_code import describe_error
-from streamrl.rewards.calls.trusted import ExitTimer
-from streamrl.run.environments.chat import ChatModel, EpisodePolicy
+from streamrl.rewards.calls.trusted import open_timer
+from streamrl.run.environments.chat import EpisodePolicy
+from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.endpoint_server import EndpointServer
 from streamrl.run.environments.forms import UserEpisode, load_episode
 from streamrl.run.environments.tools import Tool, ToolLimits
@@ -104,10 +105,10 @@ async def run_environment_worker(
 @asynccontextmanager
 async def _watched(owns_process: bool) -> AsyncIterator[None]:
     """End the process where the event loop does not run for ``_BLOCKED_S``."""
-    if not owns_process:
+    timer = open_timer() if owns_process else None
+    if timer is None:
         yield
         return
-    timer = ExitTimer(REWARD_RESTART_EXIT_CODE)
 
     async def beat() -> None:
         while True:

@@ -1,0 +1,119 @@
+"""Chats of a model as tokens: what is said becomes token ids by the model's own chat template, and a sampled turn its
+text, its reasoning and its calls. What was sampled is never tokenised again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+from streamrl.base.errors import RecipeError
+from streamrl.base.types import FinishReason, TokenArray
+from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.pretrained.turns.seam import CalledTool, ChatMessage, ChatSeams
+from streamrl.pretrained.turns.template_facts import template_facts, without_special_tokens
+from streamrl.pretrained.turns.tool_calls import ParsedTurn, ToolCall, format_of_template, parse_turn
+from streamrl.run.environments.tools import ToolBox, ToolLimits
+from streamrl.run.environments.turns import SampledTurn
+
+_REMEMBERED = 64  # sets of tools: an episode may make its own
+Appended = tuple[TokenArray, str, int]
+"""Token ids (int32), the ``SeamKind`` (empty for a first prompt), and how many special tokens were broken in texts."""
+
+
+class ChatModel:
+    """The model of a run, as chats of its environment need it: tokenizer, template, and the way in which it writes
+    calls (``tool_format``; ``auto``: as its template shows them)."""
+
+    def __init__(self, tokenizer: Tokenizer, tool_format: str = "auto", limits: ToolLimits | None = None) -> None:
+        self.tokenizer, self._tool_format, self._limits = tokenizer, tool_format, limits
+        self.toolbox = lru_cache(_REMEMBERED)(self._toolbox)
+        self._tokens: dict[Hashable, ChatTokens] = {}
+
+    @cached_property
+    def tool_format(self) -> str:
+        """The way in which calls are written. Raises ``RecipeError`` where it is not known."""
+        if self._tool_format != "auto":
+            return self._tool_format
+        if found := format_of_template(self.tokenizer.chat_templates):
+            return found
+        raise RecipeError(
+            "environment.tool_format: the model's chat template does not show how it writes calls, or it has none: "
+            "write hermes, qwen_xml, llama_json or mistral, or take a model that calls tools"
+        )
+
+    def _toolbox(self, tools: tuple[Any, ...]) -> ToolBox:
+        return ToolBox(tools, self._limits)
+
+    def tokens(self, tool_set: Hashable, schemas: Sequence[Any]) -> ChatTokens:
+        """Return the tokens of chats with the tools of ``schemas``, which ``tool_set`` names. They are made once."""
+        if (found := self._tokens.get(tool_set)) is None:
+            found = self._tokens[tool_set] = ChatTokens(self, schemas)
+            if len(self._tokens) > _REMEMBERED:
+                del self._tokens[next(iter(self._tokens))]
+        return found
+
+
+class ChatTokens:
+    """Chats of ``model`` with ``tools`` (JSON schemas) as tokens."""
+
+    def __init__(self, model: ChatModel, tools: Sequence[Any]) -> None:
+        self._tokenizer, self._given = model.tokenizer, tools
+        shown, self._in_tools = self._broken(tools)
+        self._tools = shown or None
+        self._call_format = model.tool_format if tools else ""
+        self._seams = ChatSeams(self._tokenizer, self._tools)
+        self._opens_reasoning = template_facts(self._tokenizer, self._tools).opens_reasoning
+
+    def first(self, messages: Sequence[ChatMessage]) -> Appended:
+        """Tokens of a chat up to where the assistant begins, in the model's own template. Raises ``ChatError``."""
+        shown, broken = self._broken(_named(messages))
+        return self._tokenizer.encode_chat(shown, self._tools), "", broken + self._in_tools
+
+    def behind(self, messages: Sequence[ChatMessage], turn: int, calls: Sequence[CalledTool], last: int) -> Appended:
+        """Tokens between a sampled turn and the next one. ``messages``: the chat, in which ``turn`` is the place of the
+        sampled turn; ``calls``: of that turn; ``last``: its last token. Raises ``CannotContinueError``."""
+        shown, broken = self._broken(_named(messages)[turn + 1 :])
+        seam = self._seams.seam(messages[:turn], calls, shown, last)
+        return seam.token_ids, seam.kind.value, broken
+
+    def parse(self, turn: SampledTurn, *, calls: bool) -> ParsedTurn:
+        """The parts of a turn. Its calls count where it ended by itself and ``calls`` may be made; a call that JSON
+        cannot hold (half of a character, a number without end) does not."""
+        ids, call_format = turn.token_ids, self._call_format if calls and self._given else "hermes"
+        ids = ids[:-1] if ids and ids[-1] in self._tokenizer.eos_token_ids else ids
+        text, inside = self._tokenizer.decode(ids, skip_special=False), self._opens_reasoning
+        ended = calls and turn.finish_reason is FinishReason.STOP
+        parsed = parse_turn(text, call_format, self._given, ended=ended, in_reasoning=inside)
+        try:
+            json.dumps([call.arguments for call in parsed.calls], ensure_ascii=False, allow_nan=False).encode()
+        except ValueError:
+            return parse_turn(text, call_format, self._given, ended=False, in_reasoning=inside)
+        return parsed
+
+    def _broken(self, value: Any) -> tuple[Any, int]:
+        """``value`` with all special tokens in its texts broken apart, and how many they were."""
+        if isinstance(value, str):
+            return without_special_tokens(self._tokenizer, value) if value else (value, 0)
+        if isinstance(value, Mapping):
+            keys, values = self._broken(list(value)), self._broken(list(value.values()))
+            return dict(zip(keys[0], values[0], strict=True)), keys[1] + values[1]
+        if isinstance(value, list | tuple):
+            parts = [self._broken(one) for one in value]
+            return [part for part, _ in parts], sum(broken for _, broken in parts)
+        return value, 0
+
+
+def _named(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """``messages``, with the name of the tool in every result of one: some templates write it."""
+    names = {one["id"]: one["function"]["name"] for message in messages for one in message.get("tool_calls", ())}
+    return [
+        {"name": names[message["tool_call_id"]], **message} if message.get("tool_call_id") in names else message
+        for message in messages
+    ]
+
+
+def called_tools(turn: int, calls: Sequence[ToolCall]) -> list[CalledTool]:
+    """Name the calls of a turn, by ids of nine characters, as templates of Mistral want them."""
+    return [CalledTool(call.name, f"c{turn:04d}{place:04d}") for place, call in enumerate(calls)]
