@@ -120,7 +120,7 @@ class Segment(Record, frozen=True):
 
 
 class EnvironmentResult(Record, frozen=True):
-    """The end of an episode as its environment said it. ``reward``: None: it gives none; ``seconds``: in which the
+    """The result of an episode. ``reward``: None: it gives none; ``seconds``: in which the
     episode was not in the engines; ``calls``: of tools, counted by their end; ``notes``: what was counted beside, such
     as special tokens that were broken."""
 

@@ -64,8 +64,8 @@ class Environment(Section, frozen=True):
         return tuple(filter(None, map(command_of, self.tools)))
 
 
-def own_python(command: Sequence[str]) -> Sequence[str]:
-    """``command``, in which ``python`` is the interpreter of the run, also where its environment is not activated."""
+def with_run_python(command: Sequence[str]) -> Sequence[str]:
+    """Return ``command`` with the run's own interpreter in place of ``python``, also without an activated venv."""
     return (sys.executable, *command[1:]) if command[0] == "python" else command
 
 

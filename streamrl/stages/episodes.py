@@ -85,7 +85,7 @@ class _Turn:
         self.parts = 0
         self.seconds = 0.0
         if done is not None:
-            self.know(done.completion, done.parts, done.seconds)
+            self.restore(done.completion, done.parts, done.seconds)
 
     @property
     def tokens(self) -> int:
@@ -103,8 +103,8 @@ class _Turn:
             self.own_seed_tokens += len(piece.token_ids)
         self._take(piece, 1)
 
-    def know(self, completion: Completion, parts: int, seconds: float) -> None:
-        """Take what an earlier life of the controller has sampled."""
+    def restore(self, completion: Completion, parts: int, seconds: float) -> None:
+        """Restore what was sampled before the controller restarted."""
         self.seconds = seconds
         self._take(completion, parts)
 
@@ -140,7 +140,7 @@ class _OpenTrajectory:
         self.scope = anyio.CancelScope()
         for known in order.so_far.turns if order.so_far else ():
             turn = self.next_turn(known.appended, known.after, 0)
-            turn.know(known.completion, 1, known.seconds)
+            turn.restore(known.completion, 1, known.seconds)
             self.add(turn)
         self.asked_for = 0
 
@@ -177,7 +177,7 @@ class _OpenTrajectory:
             if self.turns[number].asked == (appended, after):
                 self.asked_for += 1
                 return self.turns[number]
-            self.forget_turns(number)
+            self.drop_turns(number)
         newest = after is None or after == number - 1
         if newest and number and not appended:
             raise ValueError("an episode samples another turn, and has appended nothing to the one before")
@@ -206,8 +206,8 @@ class _OpenTrajectory:
         self.asked_for += 1
         return turn
 
-    def forget_turns(self, number: int) -> None:
-        """Forget turn ``number`` and all after it: the episode asks for another one in its place, or for none."""
+    def drop_turns(self, number: int) -> None:
+        """Drop turn ``number`` and all later ones: a restarted episode requested another one, or ended before."""
         start = self.ends[number] - bool(self.turns[number].asked[0])
         del self.turns[number:], self.ends[number:], self.segments[start:]
 
@@ -421,7 +421,7 @@ class Episodes:
 
     def _whole(self, trajectory: _OpenTrajectory, end: EpisodeEnd) -> Trajectory:
         if end.turns is not None and end.turns < len(trajectory.ends):
-            trajectory.forget_turns(end.turns)
+            trajectory.drop_turns(end.turns)
         order, segments = trajectory.order, trajectory.segments
         if segments and not segments[-1].trained:
             segments.pop()  # nothing was sampled behind it

@@ -27,7 +27,7 @@ from streamrl.recipe.sections import Evaluation, Recipe
 from streamrl.recipe.topology import ProcessPlan, Role
 from streamrl.rewards.calls.reward_set import RewardSet, opened_rewards
 from streamrl.rewards.signature import needed_columns
-from streamrl.run.environments.here import worker_here
+from streamrl.run.environments.local_worker import local_worker
 from streamrl.run.evaluate.evaluation import EvaluationRun, HeldOut, read_held_out, scores_by_prompt, values_by_prompt
 from streamrl.run.prompts.prompt_spec import prompt_sources
 from streamrl.run.prompts.prompts import check_prompts
@@ -93,7 +93,7 @@ async def _episode(recipe: Recipe, tokenizer: Tokenizer) -> AsyncIterator[Episod
         yield one_completion
         return
     async with anyio.create_task_group() as nursery:
-        stage = EnvironmentStage([partial(worker_here, recipe.environment, tokenizer, nursery)])
+        stage = EnvironmentStage([partial(local_worker, recipe.environment, tokenizer, nursery)])
         async with stage.running():
             yield stage.episode
 

@@ -155,13 +155,13 @@ class Chat:
     def _begin(self, said: Sequence[ChatMessage]) -> TokenArray:
         if self._tokens is None:
             return self._model.chat_model.tokenizer.encode(_texts(said))
-        return self._counted(self._tokens.first(said))
+        return self._counted(self._tokens.prompt_tokens(said))
 
     def _continue(self, last: Reply, said: Sequence[ChatMessage]) -> TokenArray:
         if self._tokens is None:
             return self._model.chat_model.tokenizer.encode_fragment(_texts(said[len(self.messages) :]))
         calls, end = called_tools(last.turn, last.calls), last.token_ids[-1] if last.token_ids else -1
-        return self._counted(self._tokens.behind(said, len(self.messages) - 1, calls, end))
+        return self._counted(self._tokens.seam_tokens(said, len(self.messages) - 1, calls, end))
 
     def _counted(self, appended: Appended) -> TokenArray:
         token_ids, seam, broken = appended

@@ -66,12 +66,14 @@ class ChatTokens:
         self._seams = ChatSeams(self._tokenizer, self._tools)
         self._opens_reasoning = template_facts(self._tokenizer, self._tools).opens_reasoning
 
-    def first(self, messages: Sequence[ChatMessage]) -> Appended:
+    def prompt_tokens(self, messages: Sequence[ChatMessage]) -> Appended:
         """Tokens of a chat up to where the assistant begins, in the model's own template. Raises ``ChatError``."""
         shown, broken = self._broken(_named(messages))
         return self._tokenizer.encode_chat(shown, self._tools), "", broken + self._in_tools
 
-    def behind(self, messages: Sequence[ChatMessage], turn: int, calls: Sequence[CalledTool], last: int) -> Appended:
+    def seam_tokens(
+        self, messages: Sequence[ChatMessage], turn: int, calls: Sequence[CalledTool], last: int
+    ) -> Appended:
         """Tokens between a sampled turn and the next one. ``messages``: the chat, in which ``turn`` is the place of the
         sampled turn; ``calls``: of that turn; ``last``: its last token. Raises ``CannotContinueError``."""
         shown, broken = self._broken(_named(messages)[turn + 1 :])

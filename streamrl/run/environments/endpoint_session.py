@@ -194,11 +194,11 @@ class EndpointSession:
             calls = [CalledTool(call["function"]["name"], call["id"]) for call in answer.calls]
             last = answer.turn.token_ids[-1] if answer.turn.token_ids else -1
             try:
-                return tokens, tokens.behind(request.messages, node.parent.end - 1, calls, last)
+                return tokens, tokens.seam_tokens(request.messages, node.parent.end - 1, calls, last)
             except CannotContinueError:
                 self.figures["not_continued"] += 1
                 node.parent = None  # a sequence of its own, which the template writes as a whole
-        return tokens, tokens.first(request.messages)
+        return tokens, tokens.prompt_tokens(request.messages)
 
 
 def digest_of(*values: Any) -> bytes:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.environment import Environment, command_of, own_python
+from streamrl.recipe.environment import Environment, command_of, with_run_python
 from streamrl.recipe.user_code import load_user_object
 from streamrl.run.environments.agent_process import AgentFailedError, run_agent
 from streamrl.run.environments.chat import EpisodePolicy, Said
@@ -138,7 +138,7 @@ def _first(columns: Mapping[str, Any], opening: str) -> Said:
 
 
 def _agent(command: Sequence[str], server: EndpointServer | None) -> UserEpisode:
-    command = own_python(command)
+    command = with_run_python(command)
     if shutil.which(command[0]) is None:
         raise RecipeError(f'environment.agent: there is no program "{command[0]}": correct it, or install it')
 

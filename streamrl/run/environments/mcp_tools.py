@@ -21,7 +21,7 @@ import msgspec
 
 from streamrl.base.errors import RecipeError, leaves
 from streamrl.base.run_process import PARENT_PID
-from streamrl.recipe.environment import own_python
+from streamrl.recipe.environment import with_run_python
 from streamrl.run.environments.tools import Tool, ToolFailedError
 
 try:
@@ -73,7 +73,7 @@ async def opened_servers(commands: Sequence[Sequence[str]], errors: TextIO) -> A
     """Run servers for the block, and list their tools. ``errors``: file of their stderr. Raises ``RecipeError``."""
     problem = ""
     async with anyio.create_task_group() as nursery:
-        servers = [_Server(own_python(command), nursery, errors) for command in commands]
+        servers = [_Server(with_run_python(command), nursery, errors) for command in commands]
         try:
             for server in servers:
                 await server.session()

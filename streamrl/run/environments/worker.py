@@ -92,7 +92,7 @@ async def run_environment_worker(
         async with servers as served:
             episode, _ = load_episode(environment, chat_model, server, served)
             serving = _Serving(environment, chat_model, episode, user_code, owns_process=owns_process)
-            async with _watched(owns_process), user_code, _beside(server):
+            async with _watched(owns_process), user_code, _serving_endpoint(server):
                 await send_hello(events, orders, EnvironmentReady(worker=worker))
                 await converse(lambda: serving.receive(orders), lambda: serving.send(events))
                 if serving.stuck and owns_process:
@@ -125,7 +125,7 @@ async def _watched(owns_process: bool) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _beside(server: EndpointServer | None) -> AsyncIterator[None]:
+async def _serving_endpoint(server: EndpointServer | None) -> AsyncIterator[None]:
     """Answer requests of agents in the block."""
     async with anyio.create_task_group() as tasks:
         if server is not None:

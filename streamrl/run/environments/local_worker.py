@@ -18,10 +18,10 @@ _WINDOW = 64
 
 
 @asynccontextmanager
-async def worker_here(
+async def local_worker(
     environment: Environment, tokenizer: Tokenizer, nursery: anyio.abc.TaskGroup
 ) -> AsyncIterator[tuple[SendStream[EnvironmentOrder], ReceiveStream[EnvironmentEvent]]]:
-    """Streams to a worker that is a task of ``nursery``. User code that blocks the event loop blocks the caller."""
+    """Open streams to a worker that runs as a task of ``nursery``. Blocking user code blocks the caller."""
     orders, take_orders = memory_stream(_WINDOW)
     events, take_events = memory_stream(_WINDOW)
 
