@@ -51,9 +51,9 @@ from streamrl.observe.sinks import PublishSink
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe import topology as topology_module
 from streamrl.recipe.rules.load import load_recipe
-from streamrl.rewards.calls import worker as reward_worker
 from streamrl.rewards.calls.inspect import RewardInspection, inspect_in_subprocess
 from streamrl.rewards.calls.loading import load_reward
+from streamrl.rewards.calls.trusted import open_timer
 from streamrl.run.journal import log
 from streamrl.run.prompts import prompts as prompts_module
 from streamrl.stages import training
@@ -170,7 +170,7 @@ def _files_and_user_code(world: World, put: Any, put_for: Any) -> None:
 
     tokenizer = parts.StubTokenizer()
     put_for(load_tokenizer, lambda _: tokenizer)
-    put(reward_worker, "_open_timer", lambda: None)
+    put_for(open_timer, lambda: None)
     put(os, "_exit", world.machine.leave)
     put_for(prompts_module.open_prompts, open_prompts)
     put_for(PublishSink, parts.SilentSink)
