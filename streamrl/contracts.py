@@ -41,27 +41,8 @@ from streamrl.base.types import Completion, Prompt, ScoredTrajectory, Trajectory
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
 from streamrl.control.machine import Control
-from streamrl.control.round_policy import GroupSizer, RoundPolicy
-
-__all__ = [
-    "CanaryReport",
-    "Engine",
-    "EpisodeRunner",
-    "Evaluations",
-    "GroupSizer",
-    "Journal",
-    "Observer",
-    "PromptSource",
-    "Publisher",
-    "PushReport",
-    "RoundPolicy",
-    "Sampler",
-    "Scorer",
-    "Sink",
-    "WatchedEngine",
-    "WeightPush",
-]
-
+from streamrl.control.round_policy import GroupSizer as GroupSizer
+from streamrl.control.round_policy import RoundPolicy as RoundPolicy
 
 # ---- engines -------------------------------------------------------------------------------------
 

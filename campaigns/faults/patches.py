@@ -47,7 +47,7 @@ from streamrl.launch.supervise.watchdog import Watchdog, ask_for_stacks
 from streamrl.learning import options as options_module
 from streamrl.learning import trainer as trainer_module
 from streamrl.observe.report.run_report import RunReport
-from streamrl.observe.sinks import PublishSink
+from streamrl.observe.telemetry import TelemetryPublisher
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe import topology as topology_module
 from streamrl.recipe.rules.load import load_recipe
@@ -173,7 +173,7 @@ def _files_and_user_code(world: World, put: Any, put_for: Any) -> None:
     put_for(open_timer, lambda: None)
     put(os, "_exit", world.machine.leave)
     put_for(prompts_module.open_prompts, open_prompts)
-    put_for(PublishSink, parts.SilentSink)
+    put_for(TelemetryPublisher, parts.SilentSink)
     put_for(installed_device, lambda: "cuda" if world.shape.seed % 2 else "cpu")
     put_for(expected_room, lambda recipe, _: {one.name: KV_TOKENS for one in topology_module.prepared_sets(recipe)})
     put_for(inspect_in_subprocess, inspect)

@@ -52,7 +52,7 @@ def keys_for(endpoint: str) -> RoleKeys | None:
     """Keys that a socket at ``endpoint`` must use; None: a plain one. Raises ``StreamRLError`` where neither may be."""
     host = host_of(endpoint)
     if not endpoint.startswith("tcp://"):
-        return None  # ipc: a file in a directory of this user's; inproc: this process
+        return None  # ipc: a file in a directory of this user's
     keys = process_keys()
     if keys is None and not is_loopback(host) and os.environ.get(OPEN_TO_ALL) != "none":
         raise StreamRLError(

@@ -76,7 +76,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class MessageOrigin(msgspec.Struct, frozen=True):
-    """Sender of a message: routing id (empty on a DEALER), number of the connection (None on inproc)."""
+    """Sender of a message: routing id (empty on a DEALER), number of the connection (None: it is closed)."""
 
     peer: bytes
     connection: int | None

@@ -61,8 +61,7 @@ class StreamConnection:
             receive_high_water_mark=self._receive_high_water_mark,
         )
         try:
-            if self._transport != "inproc":  # inproc has no connections to watch: both ends share a process
-                self._monitor = zmq_sockets.ConnectionMonitor(self._socket)
+            self._monitor = zmq_sockets.ConnectionMonitor(self._socket)
             if self._binds:
                 self.endpoint = (guard or zmq_sockets).bind(self._socket, self.endpoint)
                 self._gate_fd = guard.watch(self._socket) if guard else -1
@@ -73,8 +72,6 @@ class StreamConnection:
             self.close()
             raise
         self._attached = True
-        if self._monitor is None:
-            self.end.on_connected()
         self.service()
 
     def close(self) -> None:
@@ -180,25 +177,21 @@ class StreamConnection:
 
     def _connection_of(self, message: Sequence[zmq.Frame]) -> int | None:
         """Number of the connection a message came by: its file descriptor, as of now."""
-        if self._monitor is None or not message:
-            return None
-        self._read_monitor()  # so that an earlier connection on the same descriptor is not taken for this one
-        return self._monitor.connection_on(int(message[0].get(zmq.SRCFD)))
+        monitor = self._read_monitor()  # so that an earlier connection on the same descriptor is not taken for this one
+        return monitor.connection_on(int(message[0].get(zmq.SRCFD))) if message else None
 
-    def _read_monitor(self) -> None:
-        if self._monitor is None:
-            return
+    def _read_monitor(self) -> zmq_sockets.ConnectionMonitor:
+        assert self._monitor is not None, "open() was not called"
         self._monitor.read()
         for _ in range(self._monitor.take_handshakes()):
             self.end.on_connected()
+        return self._monitor
 
     def _connection_is_lost(self) -> bool:
-        peer = self.end.peer
-        if peer is None:
+        peer, monitor = self.end.peer, self._monitor
+        if peer is None or monitor is None:
             return False
-        if self._unreachable:
-            return True
-        return self._monitor is not None and (peer.connection is None or not self._monitor.is_open(peer.connection))
+        return self._unreachable or peer.connection is None or not monitor.is_open(peer.connection)
 
     # ---- address ---------------------------------------------------------------------------------
 
@@ -214,7 +207,7 @@ class StreamConnection:
             else:
                 self._socket.disconnect(self.endpoint)
         except zmq.ZMQError as error:
-            if error.errno != errno.ENOENT:  # inproc: already gone with the other end
+            if error.errno != errno.ENOENT:  # already gone with the connection
                 raise
         if self._binds and self._monitor is not None:
             self._monitor.wait_until_unbound(UNBIND_SECONDS)

@@ -23,17 +23,17 @@ IPC_PATH_BYTES = 107
 LINGER_MS = 500
 """How long bytes may still leave after a socket was closed. The close handshake has normally emptied it before."""
 
-_TRANSPORTS = ("inproc", "ipc", "tcp")
+_TRANSPORTS = ("ipc", "tcp")
 _MONITORED = (
     zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 )
 
 
 def transport_of(endpoint: str) -> str:
-    """``inproc``, ``ipc`` or ``tcp``. Raises ``StreamRLError`` where an endpoint cannot be one, with the remedy."""
+    """``ipc`` or ``tcp``. Raises ``StreamRLError`` where an endpoint cannot be one, with the remedy."""
     transport, separator, address = endpoint.partition("://")
     if not separator or transport not in _TRANSPORTS or not address:
-        raise StreamRLError(f"endpoint {endpoint!r} is not one of inproc://NAME, ipc://PATH, tcp://HOST:PORT")
+        raise StreamRLError(f"endpoint {endpoint!r} is not one of ipc://PATH, tcp://HOST:PORT")
     if transport == "ipc" and len(address.encode()) > IPC_PATH_BYTES:
         raise StreamRLError(
             f"endpoint {endpoint!r}: the path has {len(address.encode())} bytes and a unix socket path may have "
@@ -154,7 +154,7 @@ def remove_ipc_path(endpoint: str, identity: tuple[int, int] | None) -> None:
 
 
 class ConnectionMonitor:
-    """Reads the connection events of one ipc or tcp socket.
+    """Reads the connection events of one socket.
 
     A connection is known by its file descriptor; the kernel reuses those, so each gets a number of its own
     when it opens. ``listening`` turns False when the bound address is free again."""

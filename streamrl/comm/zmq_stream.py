@@ -1,4 +1,4 @@
-"""Streams over ZeroMQ: one sender, one receiver, ``inproc``, ``ipc`` or ``tcp``; either side may bind.
+"""Streams over ZeroMQ: one sender, one receiver, ``ipc`` or ``tcp``; either side may bind.
 
 ::
 

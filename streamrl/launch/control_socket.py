@@ -21,13 +21,11 @@ from anyio.abc import SocketAttribute
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from streamrl.base.errors import RecipeError, StreamRLError, WireError
+from streamrl.comm.zmq_sockets import IPC_PATH_BYTES
 from streamrl.launch import control_protocol as protocol
 from streamrl.recipe.topology import control_socket, read_topology
 
 KEY_FILE = "control.key"
-LONGEST_PATH = 107
-"""Bytes: a unix socket address holds 108 with the closing zero."""
-
 REQUEST_LIMIT_S = 5.0
 """How long a request, and the reading of an answer, may take."""
 
@@ -67,9 +65,9 @@ def read_key(run_directory: Path) -> str:
 
 def check_path(path: Path) -> None:
     """Raises ``StreamRLError`` where no socket can have this path."""
-    if (length := len(os.fsencode(path))) > LONGEST_PATH:
+    if (length := len(os.fsencode(path))) > IPC_PATH_BYTES:
         raise StreamRLError(
-            f"the control socket {path} has {length} bytes and a unix socket path may have {LONGEST_PATH}: "
+            f"the control socket {path} has {length} bytes and a unix socket path may have {IPC_PATH_BYTES}: "
             "set TMPDIR to a shorter directory"
         )
 
@@ -122,7 +120,8 @@ class ControlServer:
             self._open -= 1
 
     async def _answer(self, stream: anyio.abc.SocketStream) -> protocol.ControlAnswer:
-        if peer_user(stream) not in (os.getuid(), 0):
+        process, user = peer_of(stream)
+        if user not in (os.getuid(), 0):
             return protocol.ControlRefused(problems=("this run belongs to another user",))
         if self._open > MOST_CONNECTIONS:
             return protocol.ControlRefused(problems=(f"{MOST_CONNECTIONS} requests are open already: try again later",))
@@ -139,13 +138,11 @@ class ControlServer:
             return protocol.ControlRefused(problems=(f"{error}: correct it, or use the streamrl version of the run",))
         operation = type(request.operation).__name__
         if not protocol.is_allowed(request, self._key):
-            log.warning(
-                "control socket: pid %d asked for %s with a wrong key: refused", peer_process(stream), operation
-            )
+            log.warning("control socket: pid %d asked for %s with a wrong key: refused", process, operation)
             return protocol.ControlRefused(problems=(f"{operation} changes the run and needs its key ({KEY_FILE})",))
         if not isinstance(request.operation, protocol.READ_ONLY):
             asked = protocol.described(request.operation)
-            log.warning("control socket: pid %d asked, with the key, for %s", peer_process(stream), asked)
+            log.warning("control socket: pid %d asked, with the key, for %s", process, asked)
         try:
             return await self._carry_out(request.operation)
         except RecipeError as error:
@@ -194,7 +191,7 @@ async def ask_control(
     try:
         with anyio.fail_after(timeout_s):
             async with await anyio.connect_unix(path) as stream:
-                if peer_user(stream) not in (os.getuid(), 0):
+                if peer_of(stream)[1] not in (os.getuid(), 0):
                     raise StreamRLError(f"{path} belongs to another user: nothing was sent to it")
                 await stream.send(protocol.encode_request(protocol.ControlRequest(operation=operation, key=key)))
                 return protocol.decode_answer(await _receive(stream, protocol.LARGEST_ANSWER))
@@ -216,17 +213,8 @@ async def ask_run(
     return await ask_control(path, operation, read_key(run_directory) if changes else "", timeout_s)
 
 
-def peer_user(stream: anyio.abc.SocketStream) -> int:
-    """User id of the other end, as the kernel says."""
-    return _peer(stream)[1]
-
-
-def peer_process(stream: anyio.abc.SocketStream) -> int:
-    """Process id of the other end, as the kernel says."""
-    return _peer(stream)[0]
-
-
-def _peer(stream: anyio.abc.SocketStream) -> tuple[int, int]:
+def peer_of(stream: anyio.abc.SocketStream) -> tuple[int, int]:
+    """Process id and user id of the other end, as the kernel says."""
     raw: sockets.socket = stream.extra(SocketAttribute.raw_socket)
     process, user, _ = _CREDENTIALS.unpack(raw.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size))
     return int(process), int(user)

@@ -54,7 +54,8 @@ from streamrl.launch.supervise.watchdog import Watchdog
 from streamrl.launch.user_calls import UserObserver, close_all
 from streamrl.observe.follow.file_sizes import most_bytes
 from streamrl.observe.report.trace_events import TraceEvents
-from streamrl.observe.sinks import JsonlSink, PublishSink, Reporter
+from streamrl.observe.sinks import JsonlSink, Reporter
+from streamrl.observe.telemetry import TelemetryPublisher
 from streamrl.observe.top.live_figures import Publish
 from streamrl.recipe.rules.transport_rules import transport_metrics
 from streamrl.recipe.scheduling import RoundKind
@@ -76,7 +77,7 @@ async def run_controller(context: ChildContext) -> None:
             zmq_sender(ParentMessage, topology.endpoint("controller", "steps"), bind=False, name="controller.steps")
         )
         trainer = await connect_ranks(recipe, topology, streams)
-        socket = PublishSink(metrics_endpoint(recipe, topology), run_id=run_directory.name)
+        socket = TelemetryPublisher(metrics_endpoint(recipe, topology), run_id=run_directory.name)
         size = most_bytes(recipe.metrics.most_mib, "metrics")
         metrics, events = JsonlSink(run_directory / "metrics.jsonl", most_bytes=size), TraceEvents()
         reporter = Reporter([metrics, socket, events], constant_metrics=transport_metrics(recipe))

@@ -1,4 +1,4 @@
-"""Sinks of a run's events: a file of JSON lines, and the metrics socket."""
+"""Sinks of a run's events: a file of JSON lines here, the metrics socket in ``telemetry``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamrl.base.line_file import LineFile
 from streamrl.base.messages import Message
 from streamrl.base.run_events import EvaluationFinished, StepFinished
 from streamrl.contracts import Sink
-from streamrl.observe.telemetry import TelemetryPublisher, finite_or_none, topic_and_fields
+from streamrl.observe.telemetry import finite_or_none
 
 E = TypeVar("E", bound=Message)
 
@@ -77,21 +77,3 @@ class JsonlSink:
 
     def close(self) -> None:
         self._lines.close()
-
-
-class PublishSink:
-    """The metrics socket (schema in docs/metrics.md). Never blocks; what a slow subscriber missed is counted."""
-
-    def __init__(self, endpoint: str, *, run_id: str = "") -> None:
-        self._publisher = TelemetryPublisher(endpoint, run_id=run_id)
-        self.endpoint, self.publish = self._publisher.endpoint, self._publisher.publish
-
-    def record(self, event: Message) -> None:
-        topic, fields = topic_and_fields(event)
-        if topic == "step":  # a lower bound of the messages that some subscriber did not get
-            fields["metrics"]["health/telemetry_dropped_total"] = self._publisher.dropped
-        self.publish(topic, fields)
-
-    def close(self) -> None:
-        """Send what is queued and unbind. Idempotent."""
-        self._publisher.close()

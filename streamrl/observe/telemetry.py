@@ -46,7 +46,8 @@ class Telemetry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TelemetryPublisher:
-    """Binds ``endpoint`` and publishes from its own thread. Raises ``StreamRLError`` when it cannot bind."""
+    """Binds ``endpoint`` and publishes from its own thread; a sink, whose schema is docs/metrics.md. Raises
+    ``StreamRLError`` when it cannot bind."""
 
     def __init__(self, endpoint: str, *, run_id: str, high_water: int = HIGH_WATER) -> None:
         self._run_id = run_id
@@ -84,6 +85,13 @@ class TelemetryPublisher:
         from then on without a word until it reads again, so this is a lower bound. A subscriber's own count is exact.
         """
         return self._dropped_before_socket + self._dropped_at_socket
+
+    def record(self, event: Message) -> None:
+        """Publish an event of a run."""
+        topic, fields = topic_and_fields(event)
+        if topic == "step":  # a lower bound of the messages that some subscriber did not get
+            fields["metrics"]["health/telemetry_dropped_total"] = self.dropped
+        self.publish(topic, fields)
 
     def publish(self, topic: str, fields: dict[str, Any]) -> None:
         """Queue one message. Returns at once, always. Call from one thread. Raises ``StreamRLError`` where the socket

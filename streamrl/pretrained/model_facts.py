@@ -30,7 +30,6 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     hidden: int
     layers: int
     vocabulary: int
-    max_position: int
     key_value_bytes: int
 
 
@@ -56,7 +55,6 @@ def read_model_facts(directory: Path) -> ModelFacts:
         hidden=hidden,
         layers=layers,
         vocabulary=_size(config, "vocab_size"),
-        max_position=_size(config, "max_position_embeddings"),
         key_value_bytes=2 * layers * key_value_heads * head_size * 4,
     )
 

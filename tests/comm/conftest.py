@@ -24,10 +24,7 @@ zmq_receiver = partial(zmq_stream.zmq_receiver, guard=KeyGuard(KeyRole.CONTROLLE
 
 
 OpenEnds = Callable[..., AbstractAsyncContextManager[tuple[Any, Any]]]
-KINDS = [
-    "memory",
-    *(f"{transport}-{binder}" for transport in ("inproc", "ipc", "tcp") for binder in ("sender", "receiver")),
-]
+KINDS = ["memory", *(f"{transport}-{binder}" for transport in ("ipc", "tcp") for binder in ("sender", "receiver"))]
 _numbers = itertools.count()
 
 
@@ -40,10 +37,7 @@ def new_endpoint(tmp_path: Path) -> Callable[[str], str]:
     """A fresh endpoint to bind; the bound one is the stream's ``endpoint``."""
 
     def make(transport: str) -> str:
-        number = next(_numbers)
-        return {"inproc": f"inproc://test-{number}", "ipc": f"ipc://{tmp_path}/{number}", "tcp": "tcp://127.0.0.1:*"}[
-            transport
-        ]
+        return {"ipc": f"ipc://{tmp_path}/{next(_numbers)}", "tcp": "tcp://127.0.0.1:*"}[transport]
 
     return make
 

@@ -60,8 +60,8 @@ async def test_a_path_that_is_no_socket_is_refused_and_kept(tmp_path: Path) -> N
         ("tcp://127.0.0.1", "has no port"),
         ("tcp://::1:5555", r"brackets, as in tcp://\[::1\]:5555"),
         ("tcp://203.0.113.7:5555", "can be reached from other hosts, and this process has no keys"),
-        ("udp://127.0.0.1:1", "is not one of inproc"),
-        ("orders", "is not one of inproc"),
+        ("udp://127.0.0.1:1", "is not one of ipc"),
+        ("orders", "is not one of ipc"),
     ],
 )
 async def test_bad_endpoints_are_refused_with_a_remedy(endpoint: str, message: str) -> None:

@@ -53,7 +53,7 @@ from streamrl.recipe.sections import (
 from streamrl.recipe.topology import plan_topology
 
 RECIPE = small_recipe()
-FACTS = ModelFacts(parameters=300_000, hidden=96, layers=4, vocabulary=32, max_position=512, key_value_bytes=1024)
+FACTS = ModelFacts(parameters=300_000, hidden=96, layers=4, vocabulary=32, key_value_bytes=1024)
 
 
 def test_counts() -> None:

@@ -18,8 +18,8 @@ from streamrl.base.run_events import (
     RunWarning,
     StepFinished,
 )
-from streamrl.observe.sinks import JsonlSink, PublishSink, Reporter
-from streamrl.observe.telemetry import TelemetrySubscriber
+from streamrl.observe.sinks import JsonlSink, Reporter
+from streamrl.observe.telemetry import TelemetryPublisher, TelemetrySubscriber
 
 EVALUATION = EvaluationFinished(step=1, policy_version=1, metrics={"eval/held_out/avg@1": 0.25})
 
@@ -66,7 +66,7 @@ def test_close_reaches_every_sink_and_then_tells_the_first_error() -> None:
 
 
 def test_the_socket_sink_publishes_what_the_document_lists(tmp_path: Path) -> None:
-    sink = PublishSink(f"ipc://{tmp_path}/m", run_id="run-7")
+    sink = TelemetryPublisher(f"ipc://{tmp_path}/m", run_id="run-7")
     reporter = Reporter([sink])
     started = RunStarted(run_id="run-7", directory="/r", metrics_endpoint=sink.endpoint, steps=3, parameters=9)
     reporter.record(started)

@@ -206,7 +206,7 @@ async def test_another_user_is_neither_served_nor_told_the_key(tmp_path: Path, m
     run, path = Run(), tmp_path / "control"
     users: list[Callable[[], int]] = [lambda: 12345, control_socket.os.getuid]  # type: ignore[attr-defined]
     async with serving(run, path):
-        monkeypatch.setattr(control_socket, "peer_user", lambda stream: users[0]())
+        monkeypatch.setattr(control_socket, "peer_of", lambda stream: (0, users[0]()))
         with pytest.raises(StreamRLError, match="belongs to another user: nothing was sent to it"):
             await ask_control(path, DETACH, "the key", 5)
         async with await anyio.connect_unix(path) as stream:

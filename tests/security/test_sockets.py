@@ -63,7 +63,7 @@ def test_a_reply_to_a_peer_that_is_gone_is_an_error() -> None:
     """ROUTER_MANDATORY, which cannot be read back."""
     context = GuardedContext.instance()
     routers = [
-        create_socket(context, zmq.ROUTER, "inproc://x", max_frame_bytes=1, receive_high_water_mark=1),
+        create_socket(context, zmq.ROUTER, "ipc:///x", max_frame_bytes=1, receive_high_water_mark=1),
         pull_socket(context, zmq.ROUTER, "ipc:///x", max_frame_bytes=1),
     ]
     for router in routers:

@@ -44,7 +44,7 @@ RUNS_CODE = {"streamrl/rewards/sandbox/program.py", "streamrl/rewards/sandbox/as
 SOCKET_FACTORY = "streamrl/comm/socket_options.py"
 BINDERS = {
     "streamrl/comm/zmq_sockets.py",
-    "streamrl/comm/zmq_connection.py",  # ipc and inproc; tcp with a guard
+    "streamrl/comm/zmq_connection.py",  # ipc; tcp with a guard
     "streamrl/comm/guarded_sockets.py",
     "streamrl/comm/key_gate.py",
 }

@@ -27,6 +27,7 @@ from streamrl.weights.vllm.live_weights_layers import (
     LiveLayers,
     hash_rectangle,
     inside,
+    integers,
     to_runtime,
 )
 from streamrl.weights.vllm.live_weights_scatter import scatter_checked
@@ -65,7 +66,7 @@ class LiveWeights:
         self.state_hash = 0
         self._counted = counted
         self._layers = layers or LiveLayers(plan, counted)
-        self._storages = {name: _integer_view(storage) for name, storage in plan.storages.items()}
+        self._storages = {name: integers(storage) for name, storage in plan.storages.items()}
         self._in_host_memory = {
             name: storage.numpy().view(f"<u{storage.element_size()}")
             for name, storage in self._storages.items()
@@ -228,10 +229,6 @@ def count_routes(
                 "of this engine: publish exactly what the model loads (for tied weights, one name)"
             )
     return frozenset(mine)
-
-
-def _integer_view(storage: torch.Tensor) -> torch.Tensor:
-    return storage.view(torch.int16 if storage.element_size() == 2 else torch.int32)
 
 
 def _from_runtime(live: npt.NDArray[np.generic], write: RouteWrite) -> BitArray:

@@ -133,7 +133,7 @@ class LiveLayers:
             for name, index, route in self._routes([tensor]):
                 if self._plan.layers[route.parameter] is not layer:
                     continue
-                storage = _integers(loaded[route.parameter.rpartition(".")[2]])
+                storage = integers(loaded[route.parameter.rpartition(".")[2]])
                 target = route.runtime
                 values = torch.from_numpy(to_runtime(inside(route.checkpoint, bits), storage.element_size()))
                 storage.as_strided(target.sizes, target.strides, target.offset).copy_(values.view(target.sizes))
@@ -181,7 +181,8 @@ def _check_arrived(
         raise WeightError(f"layer {layer.name!r}: changed elements of {spec.name!r} did not arrive where they belong")
 
 
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
+def integers(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a contiguous tensor, flat, as integers of their width."""
     return tensor.view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
