@@ -46,6 +46,10 @@ def main() -> int:
     passed = True
     for sampling in SETTINGS:
         steps = measure(options.recipe, sampling, options.steps, options.timeout_s)
+        if any("policy/is_weight_mean" not in step for step in steps):
+            print(f"FAILED: {sampling}: a step without a gradient signal: each group has equal rewards")
+            passed = False
+            continue
         worst = max(abs(step["policy/is_weight_mean"] - 1) for step in steps)
         p99 = max(step["policy/logprob_diff_abs_p99"] for step in steps)
         passed = passed and worst <= TOLERANCE
