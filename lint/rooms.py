@@ -58,7 +58,7 @@ WINGS = {
         "run/environments", "run/prompts", "weights/publish", "weights/pull", "weights/vllm",
     ),
     "launch/steering": ("control/steering", "launch/supervise", "recipe/rules", "run/journal"),
-    "launch/supervise": ("observe/follow", "observe/terminal", "recipe/rules"),
+    "launch/supervise": ("launch/launchers", "observe/follow", "observe/terminal", "recipe/rules"),
     "observe/follow": ("run/journal",),
     "observe/dashboard": ("observe/follow", "observe/report"),
     "observe/terminal": ("observe/follow",),

@@ -20,6 +20,7 @@ import msgspec
 from anyio._backends import _asyncio
 
 from campaigns.faults import simulated_parts as parts
+from campaigns.faults.simulated_machine import SimulatedLauncher
 from campaigns.faults.simulated_trainer import SimulatedTrainer
 from campaigns.faults.stamped_engine import StampedEngine
 from campaigns.faults.world_disk import SimulatedLock, SimulatedOs, SimulatedThread
@@ -38,10 +39,11 @@ from streamrl.engines.vllm.options import expected_room, installed_device
 from streamrl.launch import pipeline as run_module
 from streamrl.launch import roles, run_controller
 from streamrl.launch.control_socket import serving_control
+from streamrl.launch.launchers.local import LocalLauncher
 from streamrl.launch.plan.preflight import preflight, with_checkpoint_rewards
 from streamrl.launch.run_directory import refuse_changes
 from streamrl.launch.run_record import refuse_lost_journal
-from streamrl.launch.supervise import child_process, clean_up, supervisor
+from streamrl.launch.supervise import clean_up, supervisor
 from streamrl.launch.supervise.crash_bundle import write_crash_bundle
 from streamrl.launch.supervise.watchdog import Watchdog, ask_for_stacks
 from streamrl.learning import options as options_module
@@ -211,10 +213,7 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
     put(tempfile, "mkdtemp", lambda **_: world.sockets)
     put(Watchdog, "_watch_loop", lambda _: None)  # in simulated time a loop is never blocked
     put(Watchdog, "_beat", lambda _: anyio.sleep_forever())
-    put_for(child_process.start_child, machine.start_child)
-    put_for(clean_up.adopt_orphans, lambda _: None)
-    put(clean_up.RunProcesses, "end_all", lambda _: machine.end_all())
-    put(clean_up.RunProcesses, "end_left_behind", lambda _, session: machine.end_left_behind(session))
+    put_for(LocalLauncher, lambda _, run_directory, __: SimulatedLauncher(machine, run_directory))
     _named_everywhere(put, "LOAD_SECONDS", LOAD_SECONDS)
     for name, seconds in LOOKED_EVERY.items():
         _named_everywhere(put, name, seconds * world.shape.poll_s)

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from campaigns.faults.virtual_time import PROCESS, SimulatedProcess
 from streamrl.base.errors import StreamRLError
+from streamrl.launch.launchers.launcher import ChildProcess
 from streamrl.launch.roles import role_main
 from streamrl.launch.supervise import child
 from streamrl.launch.supervise.child import ChildContext, Terminated
-from streamrl.launch.supervise.child_process import ChildProcess
 from streamrl.launch.supervise.exit_reason import TERMINATED_CODE, exit_code_of, failures, reason_of, write_reason
 from streamrl.recipe.topology import ProcessPlan
 
@@ -68,26 +68,6 @@ class Machine:
         self.incarnations: dict[str, int] = {}
         self.lives: dict[str, SimulatedPopen] = {}
         self._exited = exited
-
-    # ---- in the place of functions of the product ----------------------------------------------------
-
-    def start_child(
-        self, plan: ProcessPlan, command: Sequence[str], run_directory: Path, *_: Any, **named: Any
-    ) -> ChildProcess:
-        (run_directory / "exit" / f"{plan.name}.json").unlink(missing_ok=True)
-        popen = self.start(plan, run_directory, resumes=bool(named.get("resumes")))
-        return ChildProcess(plan, popen, run_directory / "logs" / f"{plan.name}.log", 0)  # type: ignore[arg-type]
-
-    def end_all(self) -> list[int]:
-        for name, popen in list(self.lives.items()):
-            if name != "parent" and popen.code is None:
-                popen.kill()
-        return []
-
-    def end_left_behind(self, session: int) -> list[int]:
-        if session in self.by_pid:
-            self.by_pid[session].kill()
-        return []
 
     # ---- processes -------------------------------------------------------------------------------------
 
@@ -208,3 +188,31 @@ class Machine:
 def _receivers(process: SimulatedProcess, number: int) -> list[Any]:
     """Who in the process waits for that signal."""
     return [receiver for receiver in process.signals if number in receiver.wanted]
+
+
+class SimulatedLauncher:
+    """Starts the processes of a run on a ``machine``, in the place of ``LocalLauncher``."""
+
+    def __init__(self, machine: Machine, run_directory: Path) -> None:
+        self._machine = machine
+        self._run_directory = run_directory
+
+    def open(self) -> None:
+        """Prepare nothing."""
+
+    def close(self) -> None:
+        """Give back nothing."""
+
+    def start(self, plan: ProcessPlan, *, resumes: bool = False) -> ChildProcess:
+        process = self._machine.start(plan, self._run_directory, resumes=resumes)
+        return ChildProcess(plan, process, self._run_directory / "logs" / f"{plan.name}.log", 0)
+
+    async def end_left_behind(self, child: ChildProcess) -> list[int]:
+        child.process.kill()
+        return []
+
+    async def end_all(self) -> list[int]:
+        for name, popen in list(self._machine.lives.items()):
+            if name != "parent" and popen.code is None:
+                popen.kill()
+        return []

@@ -39,6 +39,7 @@ from streamrl.contracts import Observer, Sink
 from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, Draining, DrainRun, ParentMessage
 from streamrl.launch.control_socket import serving_control
 from streamrl.launch.hub.resolution import with_hub_folders
+from streamrl.launch.launchers.local import SOCKET_PREFIX
 from streamrl.launch.plan.gpu_demand import gpu_placement
 from streamrl.launch.plan.preflight import preflight, recipe_of_resumed_run, with_checkpoint_rewards
 from streamrl.launch.plan.run_length import with_steps_of_epochs
@@ -46,7 +47,7 @@ from streamrl.launch.run_directory import NOT_RESUMED, lock_run, refuse_changes,
 from streamrl.launch.run_record import refuse_lost_journal
 from streamrl.launch.steering.steering_messages import SteeringReply, SteeringRequest
 from streamrl.launch.steering.steering_requests import SteeringRequests, steering_endpoint
-from streamrl.launch.supervise.clean_up import SOCKET_PREFIX, remove_half_written, remove_killed_life
+from streamrl.launch.supervise.clean_up import remove_half_written, remove_killed_life
 from streamrl.launch.supervise.crash_bundle import write_crash_bundle
 from streamrl.launch.supervise.engine_orders import EngineOrders
 from streamrl.launch.supervise.exit_reason import failures

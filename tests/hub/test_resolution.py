@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -15,8 +16,7 @@ from msgspec import structs
 
 from streamrl.base.errors import RecipeError
 from streamrl.launch.hub.resolution import hub_looked_up, with_hub_folders
-from streamrl.launch.supervise.child_process import start_child
-from streamrl.launch.supervise.clean_up import RunProcesses
+from streamrl.launch.launchers.local import LocalLauncher
 from streamrl.pretrained.weight_files import stored_tensors
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import Reward
@@ -213,8 +213,9 @@ def test_processes_of_a_run_do_not_ask(given: str, seen: str, tmp_path: Path, mo
     (tmp_path / "logs").mkdir()
     command = [sys.executable, "-c", "import os; print(os.environ['HF_HUB_OFFLINE'])"]
     plan = ProcessPlan(role=Role.ENGINE, index=0)
-    child = start_child(plan, command, tmp_path, tmp_path, RunProcesses("marker"))
-    assert child.process.wait() == 0 and child.log.read_text() == f"{seen}\n"
+    child = LocalLauncher(command, tmp_path, tmp_path).start(plan)
+    os.waitpid(child.process.pid, 0)
+    assert child.log.read_text() == f"{seen}\n"
 
 
 @pytest.mark.parametrize("says_sizes", [True, False])

@@ -16,9 +16,8 @@ from trials import NAMES, Trial, death_in, drain, lives, surviving, until, watch
 
 from streamrl.base.errors import CannotContinue, RecipeError, StreamRLError
 from streamrl.base.run_events import KillEngine, StartEngine, StopEngine
+from streamrl.launch.launchers.local import LocalLauncher
 from streamrl.launch.supervise import engine_orders, restart_policy
-from streamrl.launch.supervise import supervisor as supervisor_module
-from streamrl.launch.supervise.clean_up import RunProcesses
 from streamrl.launch.supervise.engine_orders import EngineOrders
 from streamrl.launch.supervise.exit_reason import ExitKind, reason_of
 from streamrl.launch.supervise.restart_policy import RENEWED_AFTER_S, SETTLED_AFTER_S, Restarts
@@ -246,7 +245,7 @@ async def test_a_drain_that_finds_no_controller_is_meant_for_its_successor(trial
 async def test_a_run_may_be_left_while_it_is_resumed_or_a_dead_process_is_cleared_up(
     victim: str, trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clearing, end = threading.Event(), RunProcesses.end_left_behind
+    clearing, end = threading.Event(), LocalLauncher._end_left_behind
 
     def end_slowly(*arguments: Any) -> Any:
         clearing.set()
@@ -257,7 +256,7 @@ async def test_a_run_may_be_left_while_it_is_resumed_or_a_dead_process_is_cleare
     async with surviving(one, alone=3, resumes=3) as supervisor, anyio.create_task_group() as tasks:
         supervisor.before_resume.append(supervisor.kill)
         tasks.start_soon(supervisor.watch)
-        monkeypatch.setattr(RunProcesses, "end_left_behind", end_slowly)
+        monkeypatch.setattr(LocalLauncher, "_end_left_behind", end_slowly)
         os.kill(one.pid(victim), signal.SIGKILL)
         if victim == "reward-0":
             await until(clearing.is_set)
@@ -384,9 +383,9 @@ class Refusals:
     """In the place of the function that starts processes: so many starts fail, after some that do not."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._start = supervisor_module.start_child
+        self._start = LocalLauncher.start
         self.spared = self.left = self.seen = 0
-        monkeypatch.setattr(supervisor_module, "start_child", self)
+        monkeypatch.setattr(LocalLauncher, "start", lambda *arguments, **named: self(*arguments, **named))
         monkeypatch.setattr(restart_policy, "FIRST_PAUSE_S", 0.01)
         monkeypatch.setattr(engine_orders, "START_PAUSE_S", 0.01)
 
@@ -454,7 +453,7 @@ async def test_an_engine_that_the_kernel_does_not_let_go_is_in_nobody_s_way(
         held = supervisor.children["engine-0"].process
         with monkeypatch.context() as patch:  # a process that no signal ends cannot be made here
             patch.setattr(held, "terminate", lambda: None)
-            patch.setattr(RunProcesses, "end_left_behind", lambda *_: [held.pid])
+            patch.setattr(LocalLauncher, "_end_left_behind", lambda *_: [held.pid])
             await supervisor.stop_engine("engine-0", grace_s=0.0)
         await EngineOrders(supervisor).handle(StartEngine(engine="engine-0"))
         await until(lambda: one.started("engine-0", 1))

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
-from streamrl.launch.supervise.child_process import ChildProcess
-from streamrl.launch.supervise.exit_reason import Death, notice_of
+from streamrl.launch.launchers.launcher import ChildProcess
+from streamrl.launch.supervise.exit_reason import Death, notice_of, read_reason
 from streamrl.launch.supervise.restart_policy import RestartPolicy
 from streamrl.recipe.topology import Role, Topology
 
@@ -64,7 +64,7 @@ class ExitMonitor:
         for name, child in self.children.items():
             if name in self.due_s or not self._is_missed(child):
                 continue
-            death, restarts, pause_s = child.death(self._run_directory), self.policy.alone.get(name), None
+            death, restarts, pause_s = self._death_of(child), self.policy.alone.get(name), None
             if self.finishing or self.has_ended_well():
                 deaths.append(death)
                 continue
@@ -88,6 +88,11 @@ class ExitMonitor:
             else:
                 self.due_s[name] = time.monotonic() + pause_s
         return deaths
+
+    def _death_of(self, child: ChildProcess) -> Death:
+        """Return its end, with the reason that it left behind."""
+        reason = read_reason(self._run_directory, child.name)
+        return Death(name=child.name, exit_code=child.exit_code, detected_s=child.ended_s, reason=reason)
 
     def _is_missed(self, child: ChildProcess) -> bool:
         """Return whether it ended and should not have."""

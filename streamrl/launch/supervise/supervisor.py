@@ -24,10 +24,10 @@ import msgspec
 
 from streamrl.base.errors import ProcessDied, StreamRLError
 from streamrl.base.run_process import ensure_home
-from streamrl.launch.supervise.child_process import POLL_S, ChildProcess, ended_within, start_child
-from streamrl.launch.supervise.clean_up import RunProcesses, adopt_orphans, marker_of
+from streamrl.launch.launchers.launcher import POLL_S, ChildProcess, Launcher, ended_within
+from streamrl.launch.launchers.local import LocalLauncher
 from streamrl.launch.supervise.exit_monitor import CONSEQUENCE_S, ExitMonitor
-from streamrl.launch.supervise.exit_reason import Death, first_cause
+from streamrl.launch.supervise.exit_reason import Death, first_cause, reason_path
 from streamrl.launch.supervise.followers import FINISH_S, Followers
 from streamrl.launch.supervise.log_files import LogFiles
 from streamrl.launch.supervise.restart_policy import RESUMED
@@ -50,7 +50,7 @@ class Supervisor:
     run ends well. ``resumes``: the run goes on where an earlier life of it ended. ``metrics``: its trackers, and the
     size of its logs. What is in ``before_resume`` is awaited when all processes have ended and before they are started
     again: streams to this process are bound anew. ``children``: the last process of each name; ``starts``: how often
-    each was started."""
+    each was started. ``launcher``: what starts the processes and ends them (None: on this host)."""
 
     def __init__(
         self,
@@ -64,22 +64,22 @@ class Supervisor:
         others_end_s: float = 30.0,
         resumes: bool = False,
         metrics: Metrics = Metrics(),  # noqa: B008 - frozen
+        launcher: Launcher | None = None,
     ) -> None:
         self.topology = topology
         self.run_directory = run_directory
         self.socket_directory = socket_directory
         self.before_resume: list[Callable[[], Awaitable[None]]] = []
-        self._command = (python, *entry)
         self._others_end_s = others_end_s
         self._resumes = resumes
-        self._processes = RunProcesses(marker_of(socket_directory))
+        self._launcher = launcher or LocalLauncher((python, *entry), run_directory, socket_directory)
         self._exits = ExitMonitor(topology, run_directory, replacements=restarts, others_end_s=others_end_s)
         self.children = self._exits.children
         self.starts: Counter[str] = Counter()
         self._followers = Followers(metrics.report_to, run_directory)
         self._logs = LogFiles(run_directory / "logs", most_bytes(metrics.most_mib, "logs"))
         self._asleep: set[str] = set()
-        self._ending = self._adopts = False
+        self._ending = self._opened = False
         self._one_end = anyio.Lock()
 
     # ---- life ------------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ class Supervisor:
             (self.run_directory / folder).mkdir(parents=True, exist_ok=True)
         self.socket_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.run_directory / TOPOLOGY_FILE).write_bytes(msgspec.json.encode(self.topology))
-        adopt_orphans(1)
-        self._adopts = True
+        self._launcher.open()
+        self._opened = True
         self._start_all(resumes=self._resumes)
 
     async def watch(self) -> None:
@@ -146,9 +146,9 @@ class Supervisor:
                 await self._followers.finish(FINISH_S if grace_s else 0.0)
                 await anyio.to_thread.run_sync(lambda: shutil.rmtree(self.socket_directory, ignore_errors=True))
                 self.children.clear()
-                if self._adopts:
-                    adopt_orphans(-1)
-                    self._adopts = False
+                if self._opened:
+                    self._launcher.close()
+                    self._opened = False
 
     @property
     def controller(self) -> ChildProcess | None:
@@ -204,9 +204,9 @@ class Supervisor:
 
     def _start(self, plan: ProcessPlan, *, resumes: bool = False) -> None:
         self.starts[plan.name] += 1
-        self.children[plan.name] = start_child(
-            plan, self._command, self.run_directory, self.socket_directory, self._processes, resumes=resumes
-        )
+        self.children[plan.name] = self._launcher.start(plan, resumes=resumes)
+        # Only now: where nobody can be started, the reason of the one before is still the reason.
+        reason_path(self.run_directory, plan.name).unlink(missing_ok=True)
 
     def _start_all(self, *, resumes: bool) -> None:
         self._exits.begin_life()
@@ -272,7 +272,7 @@ class Supervisor:
 
     async def _end_rest_of(self, child: ChildProcess) -> None:
         """Kill what is left of its session and every orphan of the run."""
-        left = await anyio.to_thread.run_sync(self._processes.end_left_behind, child.process.pid)
+        left = await self._launcher.end_left_behind(child)
         child.exit_code  # noqa: B018 - reaps it
         if left:
             log.error("processes %s of %s survived SIGKILL; look at them with ps", left, child.name)
@@ -283,7 +283,7 @@ class Supervisor:
             if child.running:
                 child.process.terminate()
         await ended_within(grace_s, *children)
-        if left := await anyio.to_thread.run_sync(self._processes.end_all):
+        if left := await self._launcher.end_all():
             log.error("processes %s of the run survived SIGKILL; look at them with ps", left)
         await ended_within(1.0, *children)
 

@@ -1,0 +1,2 @@
+"""Ways to start the processes of a run, to see their ends and to end them: ``launcher`` is what the supervisor knows,
+``local`` starts them on this host. What an end means for the run is in ``launch/supervise``. No torch, no vLLM."""
