@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -214,8 +213,9 @@ def test_processes_of_a_run_do_not_ask(given: str, seen: str, tmp_path: Path, mo
     command = [sys.executable, "-c", "import os; print(os.environ['HF_HUB_OFFLINE'])"]
     plan = ProcessPlan(role=Role.ENGINE, index=0)
     child = LocalLauncher(command, tmp_path, tmp_path).start(plan)
-    os.waitpid(child.process.pid, 0)
-    assert child.log.read_text() == f"{seen}\n"
+    while child.running:
+        time.sleep(0.01)
+    assert child.exit_code == 0 and child.log.read_text() == f"{seen}\n"
 
 
 @pytest.mark.parametrize("says_sizes", [True, False])
