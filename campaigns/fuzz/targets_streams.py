@@ -212,7 +212,7 @@ def _check_end(end: ReceivingEnd | SendingEnd) -> None:
 def control_target() -> Target:
     """The control socket, from its first byte: the length, then the request or the answer."""
     requests = [
-        control_protocol.encode_request(control_protocol.ControlRequest(operation=operation, key="k" * 64))
+        control_protocol.encode(control_protocol.ControlRequest(operation=operation, key="k" * 64))
         for operation in (
             reward_messages.ListRewards(request_id=1),
             reward_messages.AttachReward(reward=REWARD),
@@ -221,7 +221,7 @@ def control_target() -> Target:
         )
     ]
     answers = [
-        control_protocol.encode_answer(answer)
+        control_protocol.encode(answer)
         for answer in (
             control_protocol.ControlRefused(problems=("no", "never")),
             reward_messages.RewardsChanged(request_id=1, reward_version=2, rewards=("a", "b")),

@@ -109,14 +109,16 @@ def length_of(prefix: bytes, largest: int) -> int:
     return int(length)
 
 
-def encode_request(request: ControlRequest) -> bytes:
-    """Encode a request with its length. Raises ``WireError`` for one that is too large."""
-    return _framed(request, LARGEST_REQUEST)
-
-
-def encode_answer(answer: ControlAnswer) -> bytes:
-    """Encode an answer with its length."""
-    return _framed(answer, LARGEST_ANSWER)
+def encode(message: ControlRequest | ControlAnswer) -> bytes:
+    """Encode a message with its length. Raises ``WireError`` for one that is too large."""
+    largest = LARGEST_REQUEST if isinstance(message, ControlRequest) else LARGEST_ANSWER
+    try:
+        body = msgspec.msgpack.encode(message)
+    except UNENCODABLE as error:
+        raise WireError(f"a {type(message).__name__} cannot be sent: {error}") from error
+    if len(body) > largest:
+        raise WireError(f"a {type(message).__name__} of {len(body)} bytes: {largest} are allowed; shorten its options")
+    return _LENGTH.pack(len(body)) + body
 
 
 def decode_request(body: bytes) -> ControlRequest:
@@ -127,16 +129,6 @@ def decode_request(body: bytes) -> ControlRequest:
 def decode_answer(body: bytes) -> ControlAnswer:
     """Raises ``WireError``, and nothing else, on bad bytes."""
     return WireCodec[ControlAnswer](ControlAnswer, _limits(LARGEST_ANSWER)).decode([body])
-
-
-def _framed(message: ControlRequest | ControlAnswer, largest: int) -> bytes:
-    try:
-        body = msgspec.msgpack.encode(message)
-    except UNENCODABLE as error:
-        raise WireError(f"a {type(message).__name__} cannot be sent: {error}") from error
-    if len(body) > largest:
-        raise WireError(f"a {type(message).__name__} of {len(body)} bytes: {largest} are allowed; shorten its options")
-    return _LENGTH.pack(len(body)) + body
 
 
 def _limits(largest: int) -> WireLimits:

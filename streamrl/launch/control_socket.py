@@ -193,7 +193,7 @@ async def ask_control(
             async with await anyio.connect_unix(path) as stream:
                 if peer_of(stream)[1] not in (os.getuid(), 0):
                     raise StreamRLError(f"{path} belongs to another user: nothing was sent to it")
-                await stream.send(protocol.encode_request(protocol.ControlRequest(operation=operation, key=key)))
+                await stream.send(protocol.encode(protocol.ControlRequest(operation=operation, key=key)))
                 return protocol.decode_answer(await _receive(stream, protocol.LARGEST_ANSWER))
     except TimeoutError:
         raise StreamRLError(
@@ -230,7 +230,7 @@ async def _receive(stream: anyio.abc.SocketStream, largest: int) -> bytes:
 def _written(answer: protocol.ControlAnswer) -> bytes:
     """A text with half of a character in it, such as a path may have, must not end the run that refuses it."""
     try:
-        return protocol.encode_answer(answer)
+        return protocol.encode(answer)
     except WireError as error:
         reason = str(error).encode("ascii", "backslashreplace").decode()
-        return protocol.encode_answer(protocol.ControlRefused(problems=(f"the answer could not be written: {reason}",)))
+        return protocol.encode(protocol.ControlRefused(problems=(f"the answer could not be written: {reason}",)))

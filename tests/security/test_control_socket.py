@@ -28,7 +28,7 @@ from streamrl.launch.control_protocol import (
     DrainRun,
     decode_answer,
     decode_request,
-    encode_request,
+    encode,
     is_allowed,
     length_of,
 )
@@ -110,7 +110,7 @@ def framed(body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + body
 
 
-WHOLE = encode_request(ControlRequest(operation=ListRewards()))
+WHOLE = encode(ControlRequest(operation=ListRewards()))
 NONSENSE: dict[str, bytes] = {
     "nothing": b"",
     "half a length": b"\0\0",
@@ -210,7 +210,7 @@ async def test_another_user_is_neither_served_nor_told_the_key(tmp_path: Path, m
         with pytest.raises(StreamRLError, match="belongs to another user: nothing was sent to it"):
             await ask_control(path, DETACH, "the key", 5)
         async with await anyio.connect_unix(path) as stream:
-            await stream.send(encode_request(ControlRequest(operation=DETACH, key="the key")))
+            await stream.send(encode(ControlRequest(operation=DETACH, key="the key")))
             answer = decode_answer((await stream.receive())[4:])
         assert answer == ControlRefused(problems=("this run belongs to another user",))
         assert run.done == []
