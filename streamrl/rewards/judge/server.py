@@ -98,15 +98,10 @@ def _moves(engine: VllmEngine, judge: Judge, *, sleeps: bool) -> tuple[Move, Mov
     """Return the functions that wake the judge and put it to rest. No question is inside then, so nothing is
     aborted."""
 
-    async def pause() -> None:
-        await engine.pause(PauseMode.KEEP, clear_cache=False)
-
-    async def sleep() -> None:
-        await engine.sleep()
-
     async def stay() -> None:
         """Do nothing."""
 
     if judge.when_idle is YieldKind.NEVER:
         return stay, stay
-    return (engine.wake, sleep) if sleeps else (engine.resume, pause)
+    pause = partial(engine.pause, PauseMode.KEEP, clear_cache=False)
+    return (engine.wake, engine.sleep) if sleeps else (engine.resume, pause)

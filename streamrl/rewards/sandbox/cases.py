@@ -98,8 +98,8 @@ def read_cases(
 
 
 def _cases(tests: Any, entry_point: str, setup: str, tolerance: float | None) -> tuple[Case, ...]:
-    if isinstance(tests, str):
-        tests = _unpacked(tests)
+    if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
+        tests = _result(tests)
     if isinstance(tests, str):
         return (_snippet(tests, entry_point, setup),) if tests.strip() else ()
     if isinstance(tests, Mapping):
@@ -140,16 +140,6 @@ def _near(given: str, expected: str, tolerance: float | None) -> bool:
         return False
 
 
-def _unpacked(text: str) -> Any:
-    """Decode a string that is JSON of a list or a mapping; return any other string as it is."""
-    if text.lstrip()[:1] not in ("[", "{"):
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
 def _one_case(test: Any, entry_point: str, setup: str) -> Case:
     if isinstance(test, str):
         return _snippet(test, entry_point, setup)
@@ -185,6 +175,7 @@ def _arguments(value: Any) -> list[Any]:
 
 
 def _result(value: Any) -> Any:
+    """Decode a string that is JSON; return anything else as it is."""
     if isinstance(value, str):
         try:
             return json.loads(value)

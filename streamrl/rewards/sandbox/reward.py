@@ -195,13 +195,7 @@ class CodeReward:
                 message = _wrong_result(answer.values, case)
             else:
                 message = _wrong_answers(answer.values, test, nonce)
-        if not message and not report.timed_out:
-            return _outcome(CaseEnd.PASSED, report, "", inside)
-        if report.timed_out:
-            return _outcome(CaseEnd.TIMED_OUT, report, "it ran beyond its time limit")
-        if report.status != 0:
-            return _outcome(CaseEnd.RAISED, report, report.last_error or f"it ended with {report.status}", inside)
-        return _outcome(CaseEnd.WRONG, report, message[:_MOST_CHARACTERS], inside)
+        return _outcome(report, message, inside)
 
     def _read_test(self, case: SnippetCase) -> SimpleTest | None:
         """The questions of a test; None: it runs in the code's process. Raises ``ValueError`` for one that cannot run
@@ -216,16 +210,12 @@ class CodeReward:
 
     def _judge_output(self, report: ProgramEnd, output: bytes, expected: str) -> CaseOutcome:
         options = self.options
+        if len(output) >= options.output_mb * _MIB and not report.timed_out:
+            message = f"it wrote {options.output_mb} MiB or more"
+            return CaseOutcome(CaseEnd.TOO_MUCH_OUTPUT, report.seconds, report.cpu_seconds, message)
         text = output.decode(errors="replace")
-        if report.timed_out:
-            return _outcome(CaseEnd.TIMED_OUT, report, "it ran beyond its time limit")
-        if len(output) >= options.output_mb * _MIB:
-            return _outcome(CaseEnd.TOO_MUCH_OUTPUT, report, f"it wrote {options.output_mb} MiB or more")
-        if report.status != 0:
-            return _outcome(CaseEnd.RAISED, report, report.last_error or f"it ended with {report.status}")
-        if same_output(text, expected, options.compare, options.tolerance):
-            return _outcome(CaseEnd.PASSED, report, "")
-        return _outcome(CaseEnd.WRONG, report, "it wrote something else than expected")
+        passed = report.status == 0 and same_output(text, expected, options.compare, options.tolerance)
+        return _outcome(report, "" if passed else "it wrote something else than expected")
 
     def _limits(self, seconds: float) -> Limits:
         options = self.options
@@ -264,7 +254,15 @@ def _problem(check: Callable[[], bool]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _outcome(end: CaseEnd, report: ProgramEnd, message: str, inside: bool = False) -> CaseOutcome:
+def _outcome(report: ProgramEnd, wrong: str, inside: bool = False) -> CaseOutcome:
+    """``wrong``: what is wrong with the output or the answers; empty: nothing."""
+    end, message = CaseEnd.PASSED, ""
+    if report.timed_out:
+        end, message, inside = CaseEnd.TIMED_OUT, "it ran beyond its time limit", False
+    elif wrong and report.status != 0:
+        end, message = CaseEnd.RAISED, report.last_error or f"it ended with {report.status}"
+    elif wrong:
+        end, message = CaseEnd.WRONG, wrong[:_MOST_CHARACTERS]
     return CaseOutcome(end, report.seconds, report.cpu_seconds, message, inside)
 
 
