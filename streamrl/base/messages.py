@@ -11,6 +11,7 @@ from streamrl.base.types import (
     Completion,
     EnvironmentResult,
     FinishReason,
+    FloatArray,
     Record,
     RewardFailureKind,
     TokenArray,
@@ -347,13 +348,14 @@ class BeginEpisode(Message, frozen=True):
 
 
 class TurnSampled(Message, frozen=True):
-    """The turn that the episode asked for, whole. ``turn``: its number, from 0; logprobs and versions stay with the
-    controller."""
+    """The turn that the episode asked for, whole. ``turn``: its number, from 0; ``logprobs``: float32, of each token.
+    Versions stay with the controller."""
 
     episode: int
     turn: int
     token_ids: TokenArray
     finish_reason: FinishReason
+    logprobs: FloatArray
 
 
 class StopEpisode(Message, frozen=True):

@@ -142,8 +142,14 @@ class EnvironmentStage:
                     except ValueError as error:
                         worker.order(StopEpisode(episode=number))
                         return EpisodeEnd(EnvironmentResult(), RewardFailureKind.RAISED, str(error))
-                    tokens, finish = done.token_ids, done.finish_reason
-                    worker.order(TurnSampled(episode=number, turn=turns, token_ids=tokens, finish_reason=finish))
+                    sampled = TurnSampled(
+                        episode=number,
+                        turn=turns,
+                        token_ids=done.token_ids,
+                        finish_reason=done.finish_reason,
+                        logprobs=done.behavior_logprobs,
+                    )
+                    worker.order(sampled)
                     turns += 1
         return None
 

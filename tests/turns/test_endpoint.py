@@ -318,6 +318,8 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
         (CHAT, {"messages": [ASKED], "response_format": {"type": "json_object"}}, 400, "json_object"),
         (CHAT, {"messages": [ASKED, {"role": "assistant", "content": "It"}]}, 400, "end with one of the user"),
         (CHAT, {"messages": [ASKED], "max_tokens": 0}, 400, r"max_tokens"),
+        (CHAT, {"messages": [ASKED], "logprobs": True, "top_logprobs": 2}, 400, "top_logprobs is 0 here"),
+        ("/v1/models", {}, 405, "takes GET"),
         (CHAT, b'{"messages": [NaN]}', 400, "malformed"),
         (CHAT, b"[" * 9000, 400, "cannot be read"),
         (CHAT, b'{"messages": [{"content": "x"}], "seed": ' + b"9" * 5000 + b"}", 400, "cannot be read"),
@@ -359,6 +361,34 @@ async def test_special_tokens_and_calls_that_were_cut(of_family: Callable[[str],
         tokens = first.logprobs.content
         assert [token.logprob for token in tokens] == [-0.25] * len(tokens)
         assert "".join(token.token for token in tokens) == f"{CALL}<|im_end|>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_models_counts_of_tokens_and_logprobs(stream: bool, of_family: Callable[[str], Tokenizer]) -> None:
+    tokenizer = of_family("qwen2.5")
+    async with (
+        talking(tokenizer, SAID, "one") as talk,
+        anthropic.AsyncAnthropic(base_url=talk.server.base_url, api_key="key-1", max_retries=0) as claude,
+    ):
+        listed = [*(await talk.client.models.list()).data, *(await claude.models.list()).data]
+        assert [model.id for model in listed] == ["policy"] * 2
+        assert (await talk.client.models.retrieve("m/1")).id == (await claude.models.retrieve("m/1")).id == "m/1"
+        counts = [await claude.messages.count_tokens(model="m", messages=[ASKED])]
+        assert not talk.sampler.asked
+        asked = partial(answer, talk.client.responses, stream, "get_final_response", input=[ASKED])
+        first = await asked(include=["message.output_text.logprobs"])
+        tokens = first.output[0].content[0].logprobs
+        assert [token.logprob for token in tokens] == [-0.25] * first.usage.output_tokens
+        assert "".join(token.token for token in tokens) == f"{SAID}<|im_end|>".replace("🙂", "\ufffd" * 4)
+        assert not (await asked()).output[0].content[0].logprobs  # the same answer without
+        chat: Any = [ASKED, {"role": "assistant", "content": SAID}, ASKED]
+        counts.append(await claude.messages.count_tokens(model="m", messages=chat))
+        ask = partial(answer, talk.client.chat.completions, stream, "get_final_completion", messages=chat)
+        last = await ask(logprobs=True, top_logprobs=0)
+        assert [count.input_tokens for count in counts] == [first.usage.input_tokens, last.usage.prompt_tokens]
+        assert "".join(token.token for token in last.choices[0].logprobs.content) == "one<|im_end|>"
+        assert (await ask()).choices[0].logprobs is None
+    assert talk.sampler.asked == [(-1, 0), (0, 0)]
 
 
 async def test_requests_with_something_wrong_in_them_crash_nothing() -> None:

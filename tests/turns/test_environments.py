@@ -522,7 +522,8 @@ async def test_an_agent_talks_to_the_model_as_to_an_api(qwen: Tokenizer, tmp_pat
         "import json, sys\nfrom openai import OpenAI\nrow, client, said = json.load(sys.stdin), OpenAI(), []\n"
         "for text in (row['question'], 'Really?'):\n"
         "    said.append({'role': 'user', 'content': text})\n"
-        "    answer = client.chat.completions.create(model='policy', messages=said)\n"
+        "    answer = client.chat.completions.create(model='policy', messages=said, logprobs=True)\n"
+        "    assert {token.logprob for token in answer.choices[0].logprobs.content} == {-1.0}\n"
         "    said.append({'role': 'assistant', 'content': answer.choices[0].message.content})\n"
         "print(json.dumps({'reward': float(said[-1]['content'] == row['answer'])}))\n"
     )

@@ -30,11 +30,20 @@ def write_answer(path: str, request: ChatRequest, answer: ChatAnswer, tokenizer:
     )
 
 
+def write_models(name: str) -> bytes:
+    """The body of the list of models, in the form of OpenAI and of Anthropic; with ``name``: of that one. There is one
+    model, which has every name."""
+    model: Body = {"id": name or "policy", "object": "model", "created": 0, "owned_by": "streamrl"}
+    model |= {"type": "model", "display_name": "the policy of the run", "created_at": "1970-01-01T00:00:00Z"}
+    pages: Body = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
+    return msgspec.json.encode(model if name else {"object": "list", "data": [model], **pages})
+
+
 def write_refusal(path: str, error: ApiError) -> bytes:
     """The body of a refusal, in the form of the API at ``path``."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "api_error"}
     said: Body = {"type": kinds.get(error.status, "invalid_request_error"), "message": str(error)}
-    if path == "/v1/messages":
+    if path.startswith("/v1/messages"):
         return msgspec.json.encode({"type": "error", "error": said})
     return msgspec.json.encode({"error": said | {"param": None, "code": None}})
 
@@ -59,7 +68,7 @@ def _chat(request: ChatRequest, answer: ChatAnswer, tokenizer: Tokenizer) -> Bod
             for call_id, name, arguments in _calls(answer)
         ]
     reason = "tool_calls" if answer.calls else "stop" if _ended(answer) else "length"
-    logprobs = _logprobs(answer, tokenizer) if request.logprobs and answer.turn.logprobs else None
+    logprobs = {"content": found, "refusal": None} if (found := _logprobs(request, answer, tokenizer)) else None
     sampled, given = len(answer.turn.token_ids), answer.prompt_tokens
     usage = {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
     choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
@@ -67,13 +76,14 @@ def _chat(request: ChatRequest, answer: ChatAnswer, tokenizer: Tokenizer) -> Bod
     return {**made, "model": request.model, "choices": [choice], "usage": usage}
 
 
-def _logprobs(answer: ChatAnswer, tokenizer: Tokenizer) -> Body:
-    found = []
-    for token_id, logprob in zip(answer.turn.token_ids, answer.turn.logprobs, strict=True):
+def _logprobs(request: ChatRequest, answer: ChatAnswer, tokenizer: Tokenizer) -> list[Body]:
+    """Logprobs of all tokens of the turn, those of reasoning and calls among them. Empty: not wanted."""
+    found: list[Body] = []
+    for token_id, logprob in zip(answer.turn.token_ids, answer.turn.logprobs if request.logprobs else (), strict=False):
         text = tokenizer.decode(token_array([token_id]), skip_special=False)
         whole = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
         found.append({"token": text, "logprob": max(logprob, -9999.0), "bytes": whole, "top_logprobs": []})
-    return {"content": found, "refusal": None}
+    return found
 
 
 def _chat_chunks(whole: Body, *, usage: bool) -> Iterator[Body]:
@@ -93,14 +103,15 @@ def _chat_chunks(whole: Body, *, usage: bool) -> Iterator[Body]:
         yield base | {"choices": [], "usage": whole["usage"]}
 
 
-def _responses(request: ChatRequest, answer: ChatAnswer, _: Tokenizer) -> Body:
+def _responses(request: ChatRequest, answer: ChatAnswer, tokenizer: Tokenizer) -> Body:
     name, status = answer.identity, "completed" if _ended(answer) else "incomplete"
     output: list[Body] = []
     if answer.reasoning:
         thought = [{"type": "reasoning_text", "text": answer.reasoning}]
         output.append({"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": thought})
     if answer.text or not answer.calls:
-        content = [{"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}]
+        text: Body = {"type": "output_text", "text": answer.text, "annotations": []}
+        content = [text | {"logprobs": _logprobs(request, answer, tokenizer)}]
         said: Body = {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": status}
         output.append(said | {"content": content})
     for call_id, tool, arguments in _calls(answer):
@@ -124,8 +135,9 @@ def _responses_events(whole: Body) -> Iterator[Body]:
         found.append({"type": "response.output_item.added", "output_index": place, "item": added})
         for number, part in enumerate(item.get("content", ())):
             here, name = at | {"content_index": number}, f"response.{part['type']}"
-            more: Body = {"logprobs": []} if part["type"] == "output_text" else {}
-            found.append({"type": "response.content_part.added", "part": part | {"text": ""}, **here})
+            more = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
+            empty = {"text": "", **dict.fromkeys(more, ())}
+            found.append({"type": "response.content_part.added", "part": part | empty, **here})
             found.append({"type": f"{name}.delta", "delta": part["text"], **more, **here})
             found.append({"type": f"{name}.done", "text": part["text"], **more, **here})
             found.append({"type": "response.content_part.done", "part": part, **here})

@@ -16,9 +16,10 @@ Content = str | list[Body] | None
 _Positive = Annotated[int, msgspec.Meta(ge=1)] | None
 
 _THE_RUNS = {"temperature", "top_p", "top_k", "min_p", "stop", "stop_sequences", "seed", "logit_bias", "best_of"}
-_THE_RUNS |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "top_logprobs", "parallel_tool_calls"}
+_THE_RUNS |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "parallel_tool_calls"}
 _THE_RUNS |= {"reasoning", "reasoning_effort", "thinking", "verbosity", "chat_template_kwargs"}
-_NEUTRAL = {"model", "stream", "stream_options", "logprobs", "include", "store", "metadata", "user", "service_tier"}
+_NEUTRAL = {"model", "stream", "stream_options", "logprobs", "top_logprobs", "include"}
+_NEUTRAL |= {"store", "metadata", "user", "service_tier"}
 _CHAT = {"messages", "input", "system", "instructions", "tools"}
 _REFUSED = ["functions", "function_call", "audio", "previous_response_id", "conversation", "prompt", "background"]
 _REFUSED += ["web_search_options", "mcp_servers", "container"]
@@ -74,6 +75,8 @@ class _Body(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: Body | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
 
 
 def read_request(path: str, body: bytes) -> ChatRequest:
@@ -92,6 +95,8 @@ def _request(body: Body, given: _Body, read: Callable[[_Body], Iterator[Body]]) 
     for form in (given.response_format, (given.text or {}).get("format")):
         if isinstance(form, Mapping) and form.get("type", "text") != "text":
             raise ApiError(400, f"an answer as {form['type']} is not taken: the run samples freely; ask in words")
+    if given.top_logprobs:
+        raise ApiError(400, "top_logprobs is 0 here: logprobs are known of the sampled tokens, and of no others")
     messages = list(read(given))
     if not any(message["role"] != "system" for message in messages):
         raise ApiError(400, "there is no message: send at least one of the user")
@@ -107,7 +112,8 @@ def _request(body: Body, given: _Body, read: Callable[[_Body], Iterator[Body]]) 
     others = {name: value for name, value in others.items() if name not in _CHAT}
     digest = digest_of([(said.hex(), thought) for said, thought in chat], tool_set.hex(), others)
     usage = bool((given.stream_options or {}).get("include_usage"))
-    wanted = min(limits, default=0), bool(given.stream), choice != "none", usage, bool(given.logprobs)
+    logprobs = bool(given.logprobs) or "message.output_text.logprobs" in (given.include or ())
+    wanted = min(limits, default=0), bool(given.stream), choice != "none", usage, logprobs
     return ChatRequest(messages, tools, chat, tool_set, digest, given.model, *wanted, ignored)
 
 
@@ -200,5 +206,6 @@ def _anthropic(given: _Body) -> Iterator[Body]:
             yield _said(message, place, texts) | more
 
 
-READERS = {"/v1/chat/completions": _chat, "/v1/responses": _responses, "/v1/messages": _anthropic}
+COUNTED = "/v1/messages/count_tokens"
+READERS = {"/v1/chat/completions": _chat, "/v1/responses": _responses, "/v1/messages": _anthropic, COUNTED: _anthropic}
 """By the path of an API; each gives messages as chat templates take them."""

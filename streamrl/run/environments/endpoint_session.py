@@ -132,6 +132,15 @@ class EndpointSession:
             raise node.failure
         return node.answer
 
+    async def count(self, request: ChatRequest) -> int:
+        """Count the tokens that ``request`` would be answered behind; nothing is sampled. Raises ``ApiError``."""
+        if self._closed:
+            raise ApiError(410, ENDED)
+        try:
+            return (await self._prompt(_Node(self._place(request), request), request))[2]
+        except (StreamRLError, RecursionError) as error:
+            raise ApiError(400, str(error)) from None
+
     def _place(self, request: ChatRequest) -> _Node | None:
         """The deepest answer that a chat goes on from, of several the latest; None: it begins a new sequence."""
         found: set[_Node | None] = {None}
@@ -167,14 +176,11 @@ class EndpointSession:
             node.done.set()
 
     async def _sample(self, node: _Node, request: ChatRequest) -> None:
-        work = partial(self._appended, node, request)
-        large = sum(len(message["content"]) for message in request.messages) > _LARGE
-        tokens, (appended, seam, broken) = await anyio.to_thread.run_sync(work) if large else work()
+        tokens, (appended, seam, broken), prompt_tokens = await self._prompt(node, request)
         parent = node.parent
         after = parent.answer.turn.number if parent is not None and parent.answer is not None else -1
         async with self._free:
             turn = await self._sampler.sample(appended, after=after, most_tokens=request.most_tokens)
-        prompt_tokens = (parent.tokens if parent is not None else 0) + len(appended)
         node.tokens = prompt_tokens + len(turn.token_ids)
         parsed = tokens.parse(turn, calls=request.calls)
         self.figures.update(["turns", f"seams/{seam}" if seam else "sequences"])
@@ -187,6 +193,13 @@ class EndpointSession:
             {"role": "assistant", "content": text, "tool_calls": calls, "reasoning_content": thought}
         )
         node.answer = ChatAnswer(turn, text, thought, calls, prompt_tokens, *made)
+
+    async def _prompt(self, node: _Node, request: ChatRequest) -> tuple[ChatTokens, Appended, int]:
+        """Return how the chat is tokenised, what is appended to it, and the tokens that the answer stands behind."""
+        work = partial(self._appended, node, request)
+        large = sum(len(message["content"]) for message in request.messages) > _LARGE
+        tokens, appended = await anyio.to_thread.run_sync(work) if large else work()
+        return tokens, appended, (node.parent.tokens if node.parent is not None else 0) + len(appended[0])
 
     def _appended(self, node: _Node, request: ChatRequest) -> tuple[ChatTokens, Appended]:
         tokens = self.model.tokens(request.tool_set, request.tools)

@@ -317,7 +317,7 @@ class _Serving:
             opened.runs()
             opened.asks = False
         opened.turns_given += 1
-        return SampledTurn(turn.turn, turn.token_ids, turn.finish_reason)
+        return SampledTurn(turn.turn, turn.token_ids, turn.finish_reason, turn.logprobs)
 
     def _note(self, episode: int, call: ReturnedCall) -> None:
         self._send_event.send_nowait(CallReturned(episode=episode, call=call))
