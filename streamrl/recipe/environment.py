@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated
 
-from streamrl.recipe.fields import Count, Positive, PositiveFloat, Section, advanced, doc
+from streamrl.recipe.fields import Count, Natural, Positive, PositiveFloat, Section, advanced, doc
 
 ENVIRONMENT_REWARD = "environment"
 """The built-in reward that is what the environment returned; a recipe with an environment needs no other."""
@@ -51,6 +51,11 @@ class Environment(Section, frozen=True):
     ] = "auto"
     tool_seconds: Annotated[PositiveFloat, advanced("of one call of a tool")] = 30.0
     tool_characters: Annotated[Positive, advanced("of the result of a tool; what is longer is cut")] = 8000
+    agent_tasks: Annotated[
+        Natural,
+        advanced("trajectories that one process of the agent takes at once, as lines of stdin; 0: a process for each"),
+    ] = 0
+    agent_variables: Annotated[tuple[str, ...], advanced("that the agent may see, such as an API key")] = ()
     workers: Annotated[Count, doc("processes that run environments")] = 1
 
     @property

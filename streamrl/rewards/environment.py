@@ -1,4 +1,4 @@
-"""Environment of reward processes: variables that programs need to run, and those that the recipe names. No tokens."""
+"""Environment of rewards and agents: variables that programs need, and those that the recipe names. No tokens."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _ARENAS = {"MALLOC_ARENA_MAX": "2"}
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
-def passed_environment(rewards: Iterable[Reward]) -> dict[str, str]:
-    """Environment of the processes that run ``rewards``: shared, so what one of them names all of them see."""
-    named = {name for reward in rewards for name in reward.environment}
+def passed_environment(rewards: Iterable[Reward], named: Iterable[str] = ()) -> dict[str, str]:
+    """Environment of processes that run ``rewards``, with ``named``: shared, so what one names all of them see."""
+    named = {*named, *(name for reward in rewards for name in reward.environment)}
     passed = {
         name: value
         for name, value in os.environ.items()

@@ -2,8 +2,9 @@
 process of its own. The worker asks for turns; the tokens of a trajectory never leave the controller but as turns.
 
 A worker that ends (user code that blocks it, or kills it) shows as a broken stream. The episodes that it had begin
-again at another one, which is given the turns and the results of tools that they had; an episode that was running at
-``MOST_DEATHS`` deaths has failed."""
+again at another one, which is given the turns and the results of tools that they had. So that one that ends its worker
+fails alone, an episode that was running at a death has few neighbours the next time, and then none; the third death is
+its failure."""
 
 from __future__ import annotations
 
@@ -33,17 +34,25 @@ from streamrl.comm.stream import ReceiveStream, SendStream, converse
 from streamrl.stages.episodes import EpisodeEnd, EpisodeModel
 
 EnvironmentStreams = tuple[SendStream[EnvironmentOrder], ReceiveStream[EnvironmentEvent]]
-MOST_DEATHS = 3
+_AT_ONCE = (math.inf, 8, 1)
+"""Episodes that a worker runs at once, where one of them was running at so many deaths."""
+_LOOK_AGAIN_S = 1.0
 OpenEnvironment = Callable[[], AbstractAsyncContextManager[EnvironmentStreams]]
 
 
 class _Worker:
-    """One environment worker: orders for it, and the events of each of its episodes."""
+    """One environment worker: orders for it, and of each of its episodes the stream of events, the model, and how many
+    may be at once with it."""
 
     def __init__(self) -> None:
         self.send_order, self.orders = anyio.create_memory_object_stream[EnvironmentOrder](math.inf)
         self.opening = anyio.CancelScope()
-        self.episodes: dict[int, MemoryObjectSendStream[EnvironmentEvent]] = {}
+        self.episodes: dict[int, tuple[MemoryObjectSendStream[EnvironmentEvent], EpisodeModel, float]] = {}
+
+    def takes(self, at_once: float) -> bool:
+        """Return whether an episode can begin here as one of ``at_once``. One that is paused may stay so for long."""
+        running = [most for _, model, most in self.episodes.values() if not model.paused()]
+        return len(running) < min((at_once, *running))
 
     def order(self, order: EnvironmentOrder) -> None:
         """Send ``order`` soon; of a worker that has ended, nobody reads it."""
@@ -59,7 +68,7 @@ class EnvironmentStage:
         self._workers: list[_Worker] = []
         self._opening: set[_Worker] = set()
         self._numbers = 0
-        self._changed = Notifier()
+        self._changed, self._choosing = Notifier(), anyio.Lock(fast_acquire=True)
 
     def in_flight(self) -> int:
         """Episodes that have begun and not ended."""
@@ -83,22 +92,26 @@ class EnvironmentStage:
         that the episode asks for, which is its failure."""
         so_far = model.order.so_far
         returned = list(so_far.returned) if so_far else []
-        for _ in range(MOST_DEATHS):
-            while not self._workers:
-                await self._changed.wait()
-            worker = min(self._workers, key=lambda one: len(one.episodes))
-            if (end := await self._run_on(worker, model, returned)) is not None:
+        for at_once in _AT_ONCE:
+            async with self._choosing:  # in turn, so that who needs an empty worker gets one
+                while not (free := [worker for worker in self._workers if worker.takes(at_once)]):
+                    with anyio.move_on_after(_LOOK_AGAIN_S):  # nobody says that control has paused an episode
+                        await self._changed.wait()
+            worker = min(free, key=lambda one: len(one.episodes))
+            if (end := await self._run_on(worker, model, returned, at_once)) is not None:
                 return end
             model.begin_again()
-        message = f"{MOST_DEATHS} environment workers ended while they ran it: see logs/environment-*.log of the run"
+        message = f"{len(_AT_ONCE)} environment workers ended while they ran it: see logs/environment-*.log of the run"
         return EpisodeEnd(EnvironmentResult(), RewardFailureKind.RAISED, message)
 
-    async def _run_on(self, worker: _Worker, model: EpisodeModel, returned: list[ReturnedCall]) -> EpisodeEnd | None:
+    async def _run_on(
+        self, worker: _Worker, model: EpisodeModel, returned: list[ReturnedCall], at_once: float
+    ) -> EpisodeEnd | None:
         """Return the end of the episode; None: the worker has ended before."""
         self._numbers += 1
         number, order = self._numbers, model.order
         sender, events = anyio.create_memory_object_stream[EnvironmentEvent](math.inf)
-        worker.episodes[number] = sender
+        worker.episodes[number] = sender, model, at_once  # before the next episode looks for a worker
         begin = BeginEpisode(
             episode=number,
             trajectory=str(order.id),
@@ -116,6 +129,7 @@ class EnvironmentStage:
             return end
         finally:
             del worker.episodes[number]
+            self._changed.notify()
             if end is None:
                 worker.order(StopEpisode(episode=number))
 
@@ -142,14 +156,10 @@ class EnvironmentStage:
                     except ValueError as error:
                         worker.order(StopEpisode(episode=number))
                         return EpisodeEnd(EnvironmentResult(), RewardFailureKind.RAISED, str(error))
-                    sampled = TurnSampled(
-                        episode=number,
-                        turn=turns,
-                        token_ids=done.token_ids,
-                        finish_reason=done.finish_reason,
-                        logprobs=done.behavior_logprobs,
+                    ids, finish, logprobs = done.token_ids, done.finish_reason, done.behavior_logprobs
+                    worker.order(
+                        TurnSampled(episode=number, turn=turns, token_ids=ids, finish_reason=finish, logprobs=logprobs)
                     )
-                    worker.order(sampled)
                     turns += 1
         return None
 
@@ -173,8 +183,8 @@ class EnvironmentStage:
                     self._workers.remove(worker)
                 worker.send_order.close()
                 worker.orders.close()
-                for episode in worker.episodes.values():
-                    episode.close()
+                for sender, _, _ in worker.episodes.values():
+                    sender.close()
 
     async def _give(self, worker: _Worker, orders: SendStream[EnvironmentOrder]) -> None:
         async for order in worker.orders:
@@ -183,9 +193,9 @@ class EnvironmentStage:
 
     async def _take(self, worker: _Worker, events: ReceiveStream[EnvironmentEvent]) -> None:
         async for event in events:
-            episode = worker.episodes.get(getattr(event, "episode", 0))
-            if episode is not None:
+            sender, *_ = worker.episodes.get(getattr(event, "episode", 0), (None,))
+            if sender is not None:
                 with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # it is cancelled just now
-                    await episode.send(event)
+                    await sender.send(event)
         if self._open:
             raise StreamBroken("an environment worker has ended its events before the run ended its orders")

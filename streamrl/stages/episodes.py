@@ -273,10 +273,15 @@ class EpisodeModel:
         self,
         order: LaunchTrajectory,
         sample: SampleTurns,
-        begin_again: Callable[[], None],
+        trajectory: _OpenTrajectory,
         note: Callable[[TrajectoryId, ReturnedCall], None],
     ) -> None:
-        self.order, self.sample, self.begin_again, self.note = order, sample, begin_again, note
+        self.order, self.sample, self.begin_again, self.note = order, sample, trajectory.begin_again, note
+        self._trajectory = trajectory
+
+    def paused(self) -> bool:
+        """Return whether control has paused the trajectory."""
+        return self._trajectory.paused
 
 
 Episode = Callable[[EpisodeModel], Awaitable[EpisodeEnd | None]]
@@ -396,7 +401,7 @@ class Episodes:
                 with trajectory.scope:
                     sample = partial(self._sample, trajectory)
                     note = self._journal.returned
-                    end = await self._episode(EpisodeModel(order, sample, trajectory.begin_again, note))
+                    end = await self._episode(EpisodeModel(order, sample, trajectory, note))
             except RequestRefused as error:
                 refused = str(error)
             except EpisodeCancelled:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-from turns.test_endpoint import Scripted, served
+from turns.test_endpoint import Scripted
 
 from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.recipe.environment import Environment
 from streamrl.run.environments import agent_process
-from streamrl.run.environments.agent_process import AgentFailedError, reward_of, run_agent
+from streamrl.run.environments.agent_process import AgentFailedError, Agents, reward_of
 from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.endpoint_session import EndpointSession
 
@@ -39,10 +40,16 @@ def session(of_family: Callable[[str], Tokenizer]) -> EndpointSession:
     return EndpointSession(KEY, Scripted(tokenizer, "Hello.", "It is 5."), ChatModel(tokenizer))
 
 
-async def run(session: EndpointSession, code: str, seconds: float = 60.0, **more: Any) -> float | None:
-    row = {"question": "What is 2 + 3?", "answer": "It is 5."}
-    url = more.pop("base_url", "http://127.0.0.1:1")
-    return await run_agent([sys.executable, "-c", code], session, row, seconds, base_url=url, **more)
+ROW = {"question": "What is 2 + 3?", "answer": "It is 5."}
+
+
+async def run(session: EndpointSession, *command: str, **more: Any) -> float | None:
+    async with (agents := Agents(Environment(agent=command, **more))).serving():
+        try:
+            return await agents.run(session, ROW)
+        except AgentFailedError as error:
+            failed = error
+    raise failed
 
 
 def left() -> list[int]:
@@ -53,22 +60,27 @@ def left() -> list[int]:
     return pids
 
 
-@pytest.mark.parametrize(("code", "reward", "turns"), [(ASKS, 1.0, 2), ("print('no')", None, 0)])
+SEES = """
+import os
+seen = set(os.environ)
+assert seen >= {"PATH", "SEARCH_KEY", "OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"}, seen
+print(float("HF_TOKEN" in seen))
+"""
+
+
+@pytest.mark.parametrize(("code", "reward", "turns"), [(ASKS, 1.0, 2), ("print('no')", None, 0), (SEES, 0.0, 0)])
 async def test_an_agent_knows_the_endpoint_and_its_last_line_is_the_reward(
-    code: str, reward: float | None, turns: int, session: EndpointSession
+    code: str, reward: float | None, turns: int, session: EndpointSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with served(session) as server:
-        assert await run(session, code, base_url=server.base_url) == reward
+    for name in ("HF_TOKEN", "SEARCH_KEY"):
+        monkeypatch.setenv(name, "secret")
+    assert await run(session, "python", "-c", code, agent_variables=("SEARCH_KEY",)) == reward
     assert session.figures["turns"] == turns
 
 
-HANGS = """
-import signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-time.sleep(999)
-"""
 LEAVES = """
-import os, subprocess, sys
+import os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 for own in (False, True):
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(999)"], start_new_session=own)
 print(0.5)
@@ -76,45 +88,100 @@ print(0.5)
 
 
 @pytest.mark.parametrize(
-    ("code", "seconds", "said"),
+    ("code", "said"),
     [
-        (HANGS, 2.0, "took more than 2 s"),
-        ("while True: print('y' * 99_999)", 60.0, "wrote more than 2097152 bytes$"),
-        ("import os; os.kill(os.getpid(), 9)", 60.0, "ended with -9$"),
-        ("print(1); raise SystemExit('no answer')", 60.0, "ended with 1: no answer"),
+        ("while True: print('y' * 99_999)", "wrote more than 2097152 bytes$"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with -9$"),
+        ("print(1); raise SystemExit('no answer')", "ended with 1: no answer"),
+        ("", "no-program cannot be started: .*No such file"),
     ],
 )
 async def test_an_agent_that_fails_says_why(
-    code: str, seconds: float, said: str, session: EndpointSession, monkeypatch: pytest.MonkeyPatch
+    code: str, said: str, session: EndpointSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent_process, "MOST_OUTPUT", 2 << 20)
     with pytest.raises(AgentFailedError, match=said):
-        await run(session, code, seconds, grace_s=0.2)
+        await run(session, *(("python", "-c", code) if code else ("no-program",)))
     assert not left()
 
 
-async def test_nothing_that_an_agent_started_is_left(session: EndpointSession, tmp_path: Path) -> None:
-    assert await run(session, LEAVES) == 0.5
+async def test_nothing_that_an_agent_started_is_left(
+    session: EndpointSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_process, "_GRACE_S", 0.2)
+    assert await run(session, "python", "-c", LEAVES) == 0.5
     assert not left()
-    stays = f"{LEAVES}\nopen('started', 'w').close()\nimport time; time.sleep(999)"
+    stays = f"{LEAVES}\nopen({str(tmp_path / 'started')!r}, 'w').close()\nimport time; time.sleep(999)"
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(run, session, stays, directory=tmp_path))
+        tasks.start_soon(run, session, "python", "-c", stays)
         while not (tmp_path / "started").exists():
             await anyio.sleep(0.02)
         assert len(left()) == 3
         tasks.cancel_scope.cancel()
     assert not left()
-    with pytest.raises(AgentFailedError, match=r"no-program cannot be started: .*No such file"):
-        await run_agent(["no-program"], session, {}, 60.0, base_url="http://127.0.0.1:1")
+
+
+MANY = """
+import json, os, sys, threading, time, openai
+client = openai.OpenAI()
+def say(**said): sys.stdout.write(json.dumps(said) + "\\n"); sys.stdout.flush()
+def play(key, row):
+    if row["do"] == "hang": time.sleep(999)
+    if row["do"] == "exit": os._exit(3)
+    if row["do"] == "fail": return say(key=key, error="no such row")
+    chat = [{"role": "user", "content": row["do"]}]
+    client.with_options(api_key=key).chat.completions.create(model="m", messages=chat)
+    say(key=key, reward=os.getpid())
+print("it has begun")
+say(key="other")
+for line in sys.stdin:
+    threading.Thread(target=play, daemon=True, kwargs=json.loads(line)).start()
+"""
+
+
+async def test_a_process_takes_many_trajectories(
+    of_family: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_process, "_GRACE_S", 0.2)
+    tokenizer, pids = of_family("qwen2.5"), []
+    environment = Environment(agent=("python", "-c", MANY), agent_tasks=2)
+    with anyio.fail_after(120):
+        async with (agents := Agents(environment)).serving(), anyio.create_task_group() as tasks:
+
+            async def play(do: str, said: str = "") -> None:
+                session = EndpointSession(f"key of {do}", Scripted(tokenizer, f"Yes to {do}."), ChatModel(tokenizer))
+                if said:
+                    with pytest.raises(AgentFailedError, match=said):
+                        await agents.run(session, {"do": do})
+                else:
+                    pids.append(await agents.run(session, {"do": do}))
+
+            async with anyio.create_task_group() as first:
+                for name in "abc":
+                    first.start_soon(play, name)
+            assert len(pids) == 3 and len(set(pids)) == 2  # two at once
+            await play("fail", "no such row")
+            await play("d")
+            assert pids[3] in pids[:3]
+            with anyio.move_on_after(0.2):
+                await play("hang")  # it is late: the process has no other, and ends
+            tasks.start_soon(play, "exit", "the agent ended with 3")  # fails with what is beside it
+            await play("hang", "the agent ended with 3")
+            await play("e")
+            assert pids[4] not in pids[:4]
+    assert not [pid for pid in map(int, pids) if os.path.exists(f"/proc/{pid}")]  # noqa: ASYNC240
 
 
 WORKER = """
-import anyio, functools, sys
-from streamrl.run.environments.agent_process import run_agent
+import anyio, sys
+from streamrl.recipe.environment import Environment
+from streamrl.run.environments.agent_process import Agents
 from streamrl.run.environments.endpoint_session import EndpointSession
-session = EndpointSession(sys.argv[1], None, None)
-agent = [sys.executable, "-c", "import time; time.sleep(999)"]
-anyio.run(functools.partial(run_agent, agent, session, {}, 999.0, base_url="http://127.0.0.1:1"))
+async def work():
+    agents = Agents(Environment(agent=("python", "-c", "import time; time.sleep(999)")))
+    async with agents.serving():
+        await agents.run(EndpointSession(sys.argv[1], None, None), {})
+anyio.run(work)
 """
 
 

@@ -605,6 +605,23 @@ async def test_an_episode_that_ends_every_worker_has_failed(qwen: Tokenizer, cod
     assert isinstance(outcome.outcome, RewardFailure) and "3 environment workers ended" in outcome.outcome.message
 
 
+async def test_an_episode_that_ends_its_workers_fails_alone(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    def answer(text: str) -> str:
+        if "poison" in text:  # while others are about as far as it is
+            run.break_worker()
+        return "ok"
+
+    run = Run(Environment(env=code("Game")), qwen, answer)
+    with anyio.fail_after(60):
+        async with run.running() as episodes:
+            for sample in range(30):
+                run.launch(episodes, {"level": "poison" if sample == 3 else sample}, sample)
+    assert len(run.outcomes) == 30
+    failed = [one.outcome.trajectory.id.sample for one in run.outcomes if isinstance(one.outcome, RewardFailure)]
+    assert failed == [3]
+    assert run.begun == 4
+
+
 async def test_a_cancelled_trajectory_stops_its_environment(qwen: Tokenizer, code: Callable[[str], str]) -> None:
     run = Run(Environment(episode=code("hangs")), qwen, lambda text: "hi")
     with anyio.fail_after(60):

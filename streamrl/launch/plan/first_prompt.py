@@ -23,9 +23,8 @@ def first_prompt_lines(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
         f"text        {_abbreviated(text, _CHARACTERS, '')}",
         f"completion  ends with {', '.join(ends)}",
     ]
-    also = (
-        [f"the prompt itself ends with {last}, which ends a completion"] if ids[-1] in tokenizer.eos_token_ids else []
-    )
+    ended = {*ids[-1:]} & {*tokenizer.eos_token_ids}  # a prompt of an environment is written later
+    also = [f"the prompt itself ends with {last}, which ends a completion"] if ended else []
     return [*lines, *(f"{'':<12}{line}" for line in (tokenizer.end_notice, *also) if line)]
 
 

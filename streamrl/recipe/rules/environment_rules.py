@@ -16,6 +16,10 @@ has_no_effect(
     "environment.tool_format environment.tool_seconds environment.tool_characters",
     lambda r: "" if not r.environment.env else " with env, which calls no tools: remove it",
 )
+has_no_effect(
+    "environment.agent_tasks environment.agent_variables",
+    lambda r: "" if r.environment.agent or not r.environment.given else " without an agent: remove it",
+)
 
 
 @rule("environment", "rewards")

@@ -13,7 +13,12 @@ from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.run.environments.chat_requests import Body
 from streamrl.run.environments.endpoint_session import ApiError, ChatAnswer, ChatRequest
 
+_MODEL: Body = {"id": "policy", "object": "model", "created": 0, "owned_by": "streamrl"}
+_MODEL |= {"type": "model", "display_name": "the policy of the run", "created_at": "1970-01-01T00:00:00Z"}
+_PAGE: Body = {"object": "list", "data": [_MODEL], "has_more": False, "first_id": "policy", "last_id": "policy"}
 _NONE: Body = {"error": None, "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+MODELS = msgspec.json.encode(_PAGE)
+"""The body of the list of models, in the form of OpenAI and of Anthropic. Any other name is the same model."""
 
 
 def write_answer(path: str, request: ChatRequest, answer: ChatAnswer, tokenizer: Tokenizer) -> bytes:
@@ -28,15 +33,6 @@ def write_answer(path: str, request: ChatRequest, answer: ChatAnswer, tokenizer:
     return b"".join(
         b"event: " + event["type"].encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n" for event in events
     )
-
-
-def write_models(name: str) -> bytes:
-    """The body of the list of models, in the form of OpenAI and of Anthropic; with ``name``: of that one. There is one
-    model, which has every name."""
-    model: Body = {"id": name or "policy", "object": "model", "created": 0, "owned_by": "streamrl"}
-    model |= {"type": "model", "display_name": "the policy of the run", "created_at": "1970-01-01T00:00:00Z"}
-    pages: Body = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
-    return msgspec.json.encode(model if name else {"object": "list", "data": [model], **pages})
 
 
 def write_refusal(path: str, error: ApiError) -> bytes:

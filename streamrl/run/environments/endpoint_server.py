@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 
 from streamrl.base.errors import RecipeError
-from streamrl.run.environments.chat_answers import write_answer, write_models, write_refusal
+from streamrl.run.environments.chat_answers import MODELS, write_answer, write_refusal
 from streamrl.run.environments.chat_requests import COUNTED, READERS, read_request
 from streamrl.run.environments.endpoint_session import ApiError, EndpointSession
 
@@ -87,15 +87,14 @@ class EndpointServer:
         session.open_requests += 1
         try:
             session.figures["requests"] += 1
-            models = path == "/v1/models" or path.startswith("/v1/models/")
-            if path not in READERS and not models:
+            if path == "/v1/models" and method == "GET":
+                return MODELS
+            if path not in READERS:
                 raise ApiError(404, f"there is no {path[:200]}: post to one of {', '.join(READERS)}")
-            if method != ("GET" if models else "POST"):
-                raise ApiError(405, f"{path[:200]} takes {'GET' if models else 'POST'}")
+            if method != "POST":
+                raise ApiError(405, f"{path} takes POST")
             if session.open_requests > OPEN_REQUESTS:
                 raise ApiError(429, f"{OPEN_REQUESTS} requests of this trajectory are open: wait for answers")
-            if models:
-                return write_models(path[len("/v1/models/") :])
             if (body := await _received(headers, receive, self._largest_body)) is None:
                 return None
             request = read_request(path, body)

@@ -11,10 +11,9 @@ from typing import Any
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.environment import Environment, command_of, with_run_python
 from streamrl.recipe.user_code import load_user_object
-from streamrl.run.environments.agent_process import AgentFailedError, run_agent
+from streamrl.run.environments.agent_process import AgentFailedError, Agents
 from streamrl.run.environments.chat import EpisodePolicy, Said
 from streamrl.run.environments.chat_tokens import ChatModel
-from streamrl.run.environments.endpoint_server import EndpointServer
 from streamrl.run.environments.endpoint_session import EndpointSession
 from streamrl.run.environments.tools import TakenColumns, Tool, ToolBox, ToolLimits, call_user
 from streamrl.run.environments.turns import EpisodeLimit
@@ -26,18 +25,18 @@ UserEpisode = Callable[[EpisodePolicy, Mapping[str, Any]], Awaitable[Any]]
 def load_episode(
     environment: Environment,
     chat_model: ChatModel | None = None,
-    server: EndpointServer | None = None,
+    agents: Agents | None = None,
     served: Sequence[Tool] | None = None,
 ) -> tuple[UserEpisode, tuple[str, ...]]:
     """Load what ``environment`` names: the episode, and the columns that it cannot do without. ``chat_model`` and
-    ``server``, at which agents reach the model, may be missing where no episode is run; without ``served``, tools of
-    MCP servers, these are started, asked and ended. Raises ``RecipeError`` with every problem."""
+    ``agents`` may be missing where no episode is run; without ``served``, tools of MCP servers, these are started,
+    asked and ended. Raises ``RecipeError`` with every problem."""
     if environment.episode:
         return _episode(environment.episode)
     if environment.env:
         return _env(environment.env)
     if environment.agent:
-        return _agent(environment.agent, server), ()
+        return _agent(with_run_python(environment.agent), agents), ()
     limits = ToolLimits(environment.tool_seconds, environment.tool_characters)
     own = [load_user_object(spec) for spec in environment.tools if not command_of(spec)]
     if environment.servers and served is None:
@@ -137,17 +136,15 @@ def _first(columns: Mapping[str, Any], opening: str) -> Said:
     return said
 
 
-def _agent(command: Sequence[str], server: EndpointServer | None) -> UserEpisode:
-    command = with_run_python(command)
+def _agent(command: Sequence[str], agents: Agents | None) -> UserEpisode:
     if shutil.which(command[0]) is None:
         raise RecipeError(f'environment.agent: there is no program "{command[0]}": correct it, or install it')
 
     async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> float | None:
-        assert server is not None, "agents have an endpoint where episodes are run"
+        assert agents is not None, "there are agents where episodes are run"
         session = EndpointSession(secrets.token_hex(16), model.turns, model.chat_model)
         try:
-            with server.serving(session):
-                return await run_agent(command, session, columns, base_url=server.base_url)
+            return await agents.run(session, columns)
         except AgentFailedError:
             if model.turns.finish is None:
                 raise

@@ -51,9 +51,9 @@ from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.environment import Environment
 from streamrl.recipe.user_code import describe_error
 from streamrl.rewards.calls.trusted import open_timer
+from streamrl.run.environments.agent_process import Agents
 from streamrl.run.environments.chat import EpisodePolicy
 from streamrl.run.environments.chat_tokens import ChatModel
-from streamrl.run.environments.endpoint_server import EndpointServer
 from streamrl.run.environments.forms import UserEpisode, load_episode
 from streamrl.run.environments.tools import Tool, ToolLimits
 from streamrl.run.environments.turns import CallRecord, EpisodeLimit, LimitedTurns, SampledTurn
@@ -79,7 +79,7 @@ async def run_environment_worker(
     gone."""
     limits = ToolLimits(environment.tool_seconds, environment.tool_characters)
     chat_model = ChatModel(tokenizer, environment.tool_format, limits)
-    server = EndpointServer() if environment.agent else None
+    agents = Agents(environment) if environment.agent else None
     servers: AbstractAsyncContextManager[Sequence[Tool]] = nullcontext(())
     if environment.servers:
         from streamrl.run.environments.mcp_tools import opened_servers
@@ -90,9 +90,9 @@ async def run_environment_worker(
     threads.total_tokens = max(threads.total_tokens, _THREADS)
     try:
         async with servers as served:
-            episode, _ = load_episode(environment, chat_model, server, served)
+            episode, _ = load_episode(environment, chat_model, agents, served)
             serving = _Serving(environment, chat_model, episode, user_code, owns_process=owns_process)
-            async with _watched(owns_process), user_code, _serving_endpoint(server):
+            async with _watched(owns_process), user_code, agents.serving() if agents else nullcontext():
                 await send_hello(events, orders, EnvironmentReady(worker=worker))
                 await converse(lambda: serving.receive(orders), lambda: serving.send(events))
                 if serving.stuck and owns_process:
@@ -122,16 +122,6 @@ async def _watched(owns_process: bool) -> AsyncIterator[None]:
             beside.cancel_scope.cancel()
     finally:
         timer.disarm()
-
-
-@asynccontextmanager
-async def _serving_endpoint(server: EndpointServer | None) -> AsyncIterator[None]:
-    """Answer requests of agents in the block."""
-    async with anyio.create_task_group() as tasks:
-        if server is not None:
-            tasks.start_soon(server.serve)
-        yield
-        tasks.cancel_scope.cancel()
 
 
 class _OpenEpisode:
