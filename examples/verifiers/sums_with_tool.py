@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import operator
+from typing import Any
 
 import verifiers.v1 as vf
 from sums import Sums
 
+SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+SCHEMA |= {"additionalProperties": False}
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
@@ -20,6 +23,12 @@ class Calculator(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
     def calculate(self, expression: str) -> str:
         """Work out whole numbers with +, - and *."""
         return str(_value(ast.parse(expression, mode="eval").body))
+
+    def register(self, mcp: Any) -> None:
+        """Offer the tool with the schema that the small model has seen: pydantic's has titles."""
+        super().register(mcp)
+        for tool in mcp._tool_manager.list_tools():
+            tool.parameters = SCHEMA
 
 
 class SumsWithTool(Sums):

@@ -34,9 +34,7 @@ from streamrl.comm.stream import ReceiveStream, SendStream, converse
 from streamrl.stages.episodes import EpisodeEnd, EpisodeModel
 
 EnvironmentStreams = tuple[SendStream[EnvironmentOrder], ReceiveStream[EnvironmentEvent]]
-_AT_ONCE = (math.inf, 8, 1)
-"""Episodes that a worker runs at once, where one of them was running at so many deaths."""
-_LOOK_AGAIN_S = 1.0
+_AT_ONCE = (math.inf, 8, 1)  # episodes of a worker, where one of them was running at so many deaths
 OpenEnvironment = Callable[[], AbstractAsyncContextManager[EnvironmentStreams]]
 
 
@@ -95,7 +93,7 @@ class EnvironmentStage:
         for at_once in _AT_ONCE:
             async with self._choosing:  # in turn, so that who needs an empty worker gets one
                 while not (free := [worker for worker in self._workers if worker.takes(at_once)]):
-                    with anyio.move_on_after(_LOOK_AGAIN_S):  # nobody says that control has paused an episode
+                    with anyio.move_on_after(1.0):  # nobody says that control has paused an episode
                         await self._changed.wait()
             worker = min(free, key=lambda one: len(one.episodes))
             if (end := await self._run_on(worker, model, returned, at_once)) is not None:

@@ -267,7 +267,7 @@ class EpisodeModel:
     """The model of one episode: ``order``, its launch, and ``sample``. What is sampled and appended becomes the
     trajectory. ``begin_again``: is called before the episode is run from its start again: a turn that it asks for with
     the same tokens as before is answered as before; from the first other one on, turns are sampled. ``note``: records a
-    call of a tool that has returned."""
+    call of a tool that has returned. ``paused``: whether control has paused the trajectory."""
 
     def __init__(
         self,
@@ -277,11 +277,7 @@ class EpisodeModel:
         note: Callable[[TrajectoryId, ReturnedCall], None],
     ) -> None:
         self.order, self.sample, self.begin_again, self.note = order, sample, trajectory.begin_again, note
-        self._trajectory = trajectory
-
-    def paused(self) -> bool:
-        """Return whether control has paused the trajectory."""
-        return self._trajectory.paused
+        self.paused: Callable[[], bool] = lambda: trajectory.paused
 
 
 Episode = Callable[[EpisodeModel], Awaitable[EpisodeEnd | None]]

@@ -15,6 +15,7 @@ from streamrl.base.types import token_array
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.pretrained.turns.template_facts import Appending, template_facts
 from streamrl.pretrained.turns.tool_calls import parse_turn
+from streamrl.recipe.rules.load import load_recipe
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -60,6 +61,16 @@ def test_a_game_is_won_by_halving_and_lost_after_five_guesses(monkeypatch: pytes
         lost = [played.step(said)[1:3] for said in ("0", "100", "", "none", "-1")]
         assert lost == [(0.0, False)] * (game.GUESSES - 1) + [(0.0, True)]
         assert (played.low, played.high) == (row["low"], row["high"])
+
+
+@pytest.mark.parametrize("name", ["recipe", "tool"])
+def test_the_examples_of_verifiers_are_whole(name: str) -> None:
+    folder, recipe = EXAMPLES / "verifiers", load_recipe(EXAMPLES / "verifiers" / f"{name}.toml")
+    program, taskset = recipe.environment.agent[1:]
+    for file in (Path(program), folder / f"{taskset}.py"):  # of a virtual environment that tests do not have
+        compile(file.read_text(), str(file), "exec")
+    questions = rows("calculator", "train")
+    assert all(row["task"] < len(questions) for row in rows("verifiers", "tasks"))
 
 
 @pytest.mark.parametrize(("name", "script"), [("calculator", "questions"), ("game", "games")])

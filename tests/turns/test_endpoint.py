@@ -382,7 +382,7 @@ async def test_models_counts_of_tokens_and_logprobs(stream: bool, of_family: Cal
         chat: Any = [ASKED, {"role": "assistant", "content": SAID}, ASKED]
         counts.append(await claude.messages.count_tokens(model="m", messages=chat))
         ask = partial(answer, talk.client.chat.completions, stream, "get_final_completion", messages=chat)
-        last = await ask(logprobs=True, top_logprobs=0)
+        last = await ask(logprobs=True)
         assert [count.input_tokens for count in counts] == [first.usage.input_tokens, last.usage.prompt_tokens]
         assert "".join(token.token for token in last.choices[0].logprobs.content) == "one<|im_end|>"
         assert (await ask()).choices[0].logprobs is None

@@ -13,9 +13,8 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 import msgspec
-from anyio.streams.buffered import BufferedByteReceiveStream
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.recipe.environment import Environment, with_run_python
@@ -32,7 +30,7 @@ from streamrl.run.environments.endpoint_server import EndpointServer
 from streamrl.run.environments.endpoint_session import EndpointSession
 
 MOST_OUTPUT = 64 << 20
-"""Bytes that an agent may write to stdout, and to stderr; in a line, where it takes many trajectories."""
+"""Bytes that an agent may write to stderr, and to stdout where that is not read as lines."""
 _KEPT, _SHOWN, _LEFT_OPEN_S, _GRACE_S = 1 << 16, 2_000, 1.0, 5.0
 _ROOT = Path(__file__).resolve().parents[3]
 _STARTER = """
@@ -50,11 +48,6 @@ except OSError as error:
 
 class AgentFailedError(StreamRLError):
     """An agent that did not end by itself with exit code 0; the message has the end of its stderr."""
-
-
-class _Said(msgspec.Struct):
-    key: str
-    error: str = ""
 
 
 class Agents:
@@ -78,32 +71,26 @@ class Agents:
         """Give a row and the key of ``session`` to the agent, and return its reward (None: it said none). Nothing is
         left of a program for one trajectory, also where the call is cancelled. Raises ``AgentFailedError``."""
         with self._server.serving(session):
-            if self._at_once:
-                return await self._run_beside_others(session.key, columns)
-            alone, out = _Process(), bytearray()
-            alone.lines.put_nowait(msgspec.json.encode(columns) + b"\n")
-            alone.lines.put_nowait(b"")
-            await self._run_program(session.key, alone, partial(_read, kept=out, limit=alone.limit))
-            return reward_of(bytes(out))
-
-    async def _run_beside_others(self, key: str, columns: Mapping[str, Any]) -> float | None:
-        process = next((one for one in self._processes if one.takes(self._at_once)), None)
-        if process is None:
-            self._processes.append(process := _Process())
-            self._group.start_soon(self._live, process)
-        ended: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
-        process.open[key] = ended
-        process.lines.put_nowait(msgspec.json.encode({"key": key, "row": columns}) + b"\n")
-        try:
-            return await ended
-        finally:
-            if process.open and all(one.done() for one in process.open.values()):
-                process.limit.cancel()
+            if not self._at_once:
+                alone = _Process(msgspec.json.encode(columns) + b"\n", b"")
+                await self._run_program(session.key, alone)
+                return reward_of(bytes(alone.out))
+            free = [one for one in self._processes if len(one.open) < self._at_once and not one.limit.cancel_called]
+            if not free:
+                self._processes += (free := [_Process()])
+                self._group.start_soon(self._live, free[0])
+            ended = free[0].open[session.key] = asyncio.Future[float | None]()
+            free[0].lines.put_nowait(msgspec.json.encode({"key": session.key, "row": columns}) + b"\n")
+            try:
+                return await ended
+            finally:
+                if (others := free[0].open.values()) and all(one.done() for one in others):
+                    free[0].limit.cancel()
 
     async def _live(self, process: _Process) -> None:
         failure = "the agent ended before this trajectory"
         try:
-            await self._run_program(secrets.token_hex(16), process, process.take)
+            await self._run_program(secrets.token_hex(16), process, process.end)
         except AgentFailedError as error:
             failure = str(error)
         finally:
@@ -111,9 +98,9 @@ class Agents:
             for ended in [one for one in process.open.values() if not one.done()]:
                 ended.set_exception(AgentFailedError(failure))
 
-    async def _run_program(self, key: str, given: _Process, take: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        """Run the program until it ends, or ``given.limit`` is cancelled. Its environment has what programs need of the
-        worker's and the recipe names, and address and key where clients of OpenAI and Anthropic look for them."""
+    async def _run_program(self, key: str, given: _Process, end: Callable[[bytes], None] | None = None) -> None:
+        """Run the program until it ends, or ``given.limit`` is cancelled; ``end`` takes lines of its stdout. Of the
+        worker's environment it has what programs need and the recipe names, with address and key for its clients."""
         command = [sys.executable, "-I", "-S", "-c", _STARTER, str(_ROOT), str(os.getpid()), *self._command]
         own, url, limit = passed_environment((), self._variables), self._server.base_url, given.limit
         own |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
@@ -125,8 +112,8 @@ class Agents:
         errors = bytearray()
         async with process, anyio.create_task_group() as tasks:
             tasks.start_soon(given.give, process.stdin)
-            tasks.start_soon(take, process.stdout)
-            tasks.start_soon(partial(_read, kept=errors, limit=limit), process.stderr)
+            tasks.start_soon(_read, process.stdout, given.out, limit, end)
+            tasks.start_soon(_read, process.stderr, errors, limit)
             try:
                 with limit:
                     await process.wait()
@@ -141,15 +128,14 @@ class Agents:
 
 
 class _Process:
-    """A process as its trajectories know it. ``lines``: for its stdin, an empty one ends it; ``open``: by key, the ends
-    of trajectories that it has not said, cancelled where the trajectory is."""
+    """A process as its trajectories know it. ``lines``: for its stdin, an empty one ends it; ``out``: the end of its
+    stdout; ``open``: by key, the ends of trajectories that it has not said, cancelled where the trajectory is."""
 
-    def __init__(self) -> None:
-        self.lines, self.limit = asyncio.Queue[bytes](), anyio.CancelScope()
+    def __init__(self, *lines: bytes) -> None:
+        self.lines, self.limit, self.out = asyncio.Queue[bytes](), anyio.CancelScope(), bytearray()
         self.open: dict[str, asyncio.Future[float | None]] = {}
-
-    def takes(self, at_once: int) -> bool:
-        return len(self.open) < at_once and not self.limit.cancel_called
+        for line in lines:
+            self.lines.put_nowait(line)
 
     async def give(self, stdin: Any) -> None:
         with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # an agent need not read it
@@ -157,22 +143,13 @@ class _Process:
                 await stdin.send(line)
             await stdin.aclose()
 
-    async def take(self, stdout: Any) -> None:
-        lines = BufferedByteReceiveStream(stdout)
-        with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError, anyio.IncompleteRead):
-            try:
-                while True:
-                    self._end(await lines.receive_until(b"\n", MOST_OUTPUT))
-            except anyio.DelimiterNotFound:
-                self.limit.cancel()
-
-    def _end(self, line: bytes) -> None:
+    def end(self, line: bytes) -> None:
         """End the trajectory that a line names."""
         with suppress(*UNDECODABLE):
-            said = msgspec.json.decode(line, type=_Said)
-            if (ended := self.open.pop(said.key, None)) is not None and not ended.done():
-                if said.error:
-                    ended.set_exception(AgentFailedError(said.error[:_SHOWN]))
+            said = msgspec.json.decode(line, type=dict[str, Any])
+            if (ended := self.open.pop(str(said.get("key")), None)) is not None and not ended.done():
+                if error := said.get("error"):
+                    ended.set_exception(AgentFailedError(str(error)[:_SHOWN]))
                 else:
                     ended.set_result(reward_of(line))
 
@@ -188,13 +165,19 @@ def reward_of(output: bytes) -> float | None:
     return reward if math.isfinite(reward) else None
 
 
-async def _read(stream: Any, *, kept: bytearray, limit: anyio.CancelScope) -> None:
-    """Read an output to its end, so that the agent never waits, and keep its last bytes."""
+async def _read(
+    stream: Any, kept: bytearray, limit: anyio.CancelScope, take: Callable[[bytes], None] | None = None
+) -> None:
+    """Read an output to its end, so that the agent never waits. Keep its last bytes, or ``take`` its lines."""
     written = 0
     with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
         async for part in stream:
-            written += len(part)
-            kept[:] = (kept + part)[-_KEPT:]
+            kept += part
+            if take is not None:
+                *lines, kept[:] = kept.split(b"\n")
+                for line in lines:
+                    take(bytes(line))
+            kept[:], written = kept[-_KEPT:], written + len(part) if take is None else 0
             if written > MOST_OUTPUT:
                 limit.cancel()
 

@@ -13,12 +13,10 @@ from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.run.environments.chat_requests import Body
 from streamrl.run.environments.endpoint_session import ApiError, ChatAnswer, ChatRequest
 
-_MODEL: Body = {"id": "policy", "object": "model", "created": 0, "owned_by": "streamrl"}
-_MODEL |= {"type": "model", "display_name": "the policy of the run", "created_at": "1970-01-01T00:00:00Z"}
-_PAGE: Body = {"object": "list", "data": [_MODEL], "has_more": False, "first_id": "policy", "last_id": "policy"}
 _NONE: Body = {"error": None, "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
-MODELS = msgspec.json.encode(_PAGE)
-"""The body of the list of models, in the form of OpenAI and of Anthropic. Any other name is the same model."""
+MODELS = b"""{"object": "list", "has_more": false, "first_id": "policy", "last_id": "policy", "data": [{"id": "policy",
+"object": "model", "type": "model", "created": 0, "created_at": "1970-01-01T00:00:00Z", "owned_by": "streamrl",
+"display_name": "the policy of the run"}]}"""  # in the form of OpenAI and of Anthropic; other names are the same model
 
 
 def write_answer(path: str, request: ChatRequest, answer: ChatAnswer, tokenizer: Tokenizer) -> bytes:

@@ -16,10 +16,9 @@ Content = str | list[Body] | None
 _Positive = Annotated[int, msgspec.Meta(ge=1)] | None
 
 _THE_RUNS = {"temperature", "top_p", "top_k", "min_p", "stop", "stop_sequences", "seed", "logit_bias", "best_of"}
-_THE_RUNS |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "parallel_tool_calls"}
+_THE_RUNS |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "top_logprobs", "parallel_tool_calls"}
 _THE_RUNS |= {"reasoning", "reasoning_effort", "thinking", "verbosity", "chat_template_kwargs"}
-_NEUTRAL = {"model", "stream", "stream_options", "logprobs", "top_logprobs", "include"}
-_NEUTRAL |= {"store", "metadata", "user", "service_tier"}
+_NEUTRAL = {"model", "stream", "stream_options", "logprobs", "include", "store", "metadata", "user", "service_tier"}
 _CHAT = {"messages", "input", "system", "instructions", "tools"}
 _REFUSED = ["functions", "function_call", "audio", "previous_response_id", "conversation", "prompt", "background"]
 _REFUSED += ["web_search_options", "mcp_servers", "container"]
@@ -75,7 +74,6 @@ class _Body(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: Body | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
     include: list[str] | None = None
 
 
@@ -95,7 +93,7 @@ def _request(body: Body, given: _Body, read: Callable[[_Body], Iterator[Body]]) 
     for form in (given.response_format, (given.text or {}).get("format")):
         if isinstance(form, Mapping) and form.get("type", "text") != "text":
             raise ApiError(400, f"an answer as {form['type']} is not taken: the run samples freely; ask in words")
-    if given.top_logprobs:
+    if body.get("top_logprobs"):
         raise ApiError(400, "top_logprobs is 0 here: logprobs are known of the sampled tokens, and of no others")
     messages = list(read(given))
     if not any(message["role"] != "system" for message in messages):

@@ -134,8 +134,6 @@ class EndpointSession:
 
     async def count(self, request: ChatRequest) -> int:
         """Count the tokens that ``request`` would be answered behind; nothing is sampled. Raises ``ApiError``."""
-        if self._closed:
-            raise ApiError(410, ENDED)
         try:
             return (await self._prompt(_Node(self._place(request), request), request))[2]
         except (StreamRLError, RecursionError) as error:
