@@ -20,7 +20,7 @@ from streamrl.launch.plan.run_length import with_steps_of_epochs
 from streamrl.launch.roles import role_main
 from streamrl.launch.supervise.child import ChildContext, run_role
 from streamrl.recipe.sections import Recipe, TransportKind
-from streamrl.recipe.topology import RENDEZVOUS, Role, plan_topology
+from streamrl.recipe.topology import RENDEZVOUS, Role, plan_topology, rank_host
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -57,10 +57,9 @@ def serve_external(role: Role, recipe: Recipe, index: int | None = None, run_dir
         raise RecipeError(f"serve: {role.value} {index} is not in this recipe: it has 0 to {counts[role] - 1}")
     if recipe.transport.kind is not TransportKind.TCP:
         raise RecipeError(f'transport.kind: {recipe.transport.kind.value} is private to one run; set it to "tcp"')
-    if role is Role.TRAINER and (problem := port_problem(recipe.transport.host, 0)):
-        where = f'transport.host = "{recipe.transport.host}" is no address of this one ({problem})'
-        remedy = "start it there; engines may run on other hosts"
-        raise RecipeError(f"serve: a trainer rank runs on the host of the controller, and {where}: {remedy}")
+    if role is Role.TRAINER and (problem := port_problem(host := rank_host(recipe, index), 0)):
+        remedy = "start it there, or name the hosts of the ranks in transport.advanced.training_hosts"
+        raise RecipeError(f"serve: trainer rank {index} is for {host}, no address of this host ({problem}): {remedy}")
     recipe, _ = with_steps_of_epochs(recipe)
     placement = gpu_placement(recipe, by_hand=True)
     if placement.problems:

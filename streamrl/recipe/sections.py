@@ -421,6 +421,13 @@ class Transport(Section, frozen=True):
     )
     engines: Annotated[LaunchedBy, doc("")] = LaunchedBy.LOCAL
     training: Annotated[LaunchedBy, doc("")] = LaunchedBy.LOCAL
+    training_hosts: Annotated[
+        tuple[str, ...],
+        advanced(
+            "addresses of the hosts of external trainer ranks, in the order of the ranks, equally many on each; ranks "
+            "meet on the first; empty: all are on `host`"
+        ),
+    ] = ()
     security: Annotated[TransportSecurity, advanced("of what other hosts reach")] = TransportSecurity.CURVE
     keys: Annotated[
         str,

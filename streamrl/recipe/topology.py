@@ -146,6 +146,12 @@ def set_of_engine(recipe: Recipe, index: int) -> PreparedSet:
     raise IndexError(f"engine-{index} is not in this recipe")
 
 
+def rank_host(recipe: Recipe, rank: int) -> str:
+    """Address of the host of trainer rank ``rank``, where it serves its weights; ranks meet at that of rank 0."""
+    hosts = recipe.transport.training_hosts or (recipe.transport.host,)
+    return hosts[rank * len(hosts) // recipe.training.ranks]
+
+
 def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
     """Processes of ``recipe``; ipc endpoints are files in ``socket_directory`` (short: a socket path has 107 bytes)."""
     engines_local = recipe.transport.engines is LaunchedBy.LOCAL
@@ -177,16 +183,19 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
     ]
     if recipe.judge.model:
         processes.append(ProcessPlan(role=Role.JUDGE, index=0, restarts=recipe.judge.restarts))
-    names = [f"{p.name}.{s}" for p in processes for s in STREAMS.get(p.role, ())]
+    streams = [(p, s) for p in processes for s in STREAMS.get(p.role, ())]
     tcp = recipe.transport.kind is TransportKind.TCP
     endpoints = {}
-    for offset, name in enumerate(names):
+    for port, (process, stream) in enumerate(streams, recipe.transport.port):
+        name = f"{process.name}.{stream}"
         # Workers of user code, the judge and the controller are always children of this run, so they never need a port.
-        if tcp and name.startswith((Role.ENGINE.value, Role.TRAINER.value)):
-            endpoints[name] = f"tcp://{recipe.transport.host}:{recipe.transport.port + offset}"
+        if tcp and process.role in (Role.ENGINE, Role.TRAINER):
+            host = rank_host(recipe, process.index) if stream == "weights" else recipe.transport.host
+            endpoints[name] = f"tcp://{host}:{port}"
         else:
             endpoints[name] = f"ipc://{socket_directory / name}"
-    endpoints[RENDEZVOUS] = f"tcp://{recipe.transport.host}:{recipe.transport.port + len(names)}" if tcp else ""
+    meeting = f"tcp://{rank_host(recipe, 0)}:{recipe.transport.port + len(streams)}"
+    endpoints[RENDEZVOUS] = meeting if tcp else ""
     return Topology(processes=tuple(processes), endpoints=endpoints, min_serving=recipe.engines.min_serving)
 
 

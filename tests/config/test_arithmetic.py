@@ -312,6 +312,7 @@ def test_sets_of_engines_are_shown_and_the_larger_one_is_reckoned_with() -> None
 
 
 def test_processes_and_commands() -> None:
+    hosts = ("10.0.0.2", "10.0.0.3")
     transport = Transport(kind=TransportKind.TCP, engines=LaunchedBy.EXTERNAL, training=LaunchedBy.EXTERNAL)
     recipe = msgspec.structs.replace(RECIPE, transport=transport, engines=Engines(count=2))
     lines = process_lines(recipe, plan_topology(recipe, Path("/tmp/s")), "demo.toml")
@@ -323,6 +324,16 @@ def test_processes_and_commands() -> None:
         "  streamrl serve engine demo.toml --index 1",
         "  streamrl serve trainer demo.toml --index 0",
     ]
+    apart = msgspec.structs.replace(
+        recipe, transport=msgspec.structs.replace(transport, training_hosts=hosts), training=Training(ranks=4)
+    )
+    topology = plan_topology(apart, Path("/tmp/s"))
+    bound = {name: endpoint.partition("//")[2].partition(":")[0] for name, endpoint in topology.endpoints.items()}
+    assert [bound[f"trainer-{rank}.weights"] for rank in range(4)] == ["10.0.0.2", "10.0.0.2", "10.0.0.3", "10.0.0.3"]
+    assert bound["trainer.rendezvous"] == "10.0.0.2" and bound["trainer-3.batches"] == "127.0.0.1"
+    assert (
+        process_lines(apart, topology, "demo.toml")[-1] == "  streamrl serve trainer demo.toml --index 3  (on 10.0.0.3)"
+    )
     local = process_lines(RECIPE, plan_topology(RECIPE, Path("/tmp/s")), "demo.toml")
     assert "start by hand" not in local
     assert not any("must be free" in line for line in local)

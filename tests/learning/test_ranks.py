@@ -361,7 +361,12 @@ def test_torchrun_starts_the_ranks_of_a_recipe(
     recipe = small_recipe(
         tiny_model,
         training=Training(ranks=2, device="cpu", threads=1, learning_rate=1e-3, micro_batch_tokens=64),
-        transport=Transport(kind=TransportKind.TCP, port=free_ports(16), training=LaunchedBy.EXTERNAL),
+        transport=Transport(
+            kind=TransportKind.TCP,
+            port=free_ports(16),
+            training=LaunchedBy.EXTERNAL,
+            training_hosts=("127.0.0.2", "127.0.0.3"),  # not the controller's
+        ),
     )
     (tmp_path / "recipe.toml").write_text(dump_recipe(recipe))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -22,7 +22,7 @@ from streamrl.recipe.problems import shown
 from streamrl.recipe.schedules.schedule import rate_factor
 from streamrl.recipe.scheduling import InFlight, RoundKind, SizingKind, StalePolicy
 from streamrl.recipe.sections import HELD_OUT, EngineKind, EvaluationSet, Gathered, Recipe
-from streamrl.recipe.topology import ProcessPlan, Role, Topology, prepared_sets
+from streamrl.recipe.topology import ProcessPlan, Role, Topology, prepared_sets, rank_host
 
 SIMULATED_SENTENCE = "simulated: random text, whatever the weights; nothing is learnt about a model (engines.kind)"
 
@@ -322,9 +322,11 @@ def process_lines(recipe: Recipe, topology: Topology, recipe_path: str) -> list[
     if ports := [
         endpoint.rpartition(":")[2] for endpoint in topology.endpoints.values() if endpoint.startswith("tcp:")
     ]:
-        lines.append(f"  ports {ports[0]} to {ports[-1]} of {recipe.transport.host} must be free")
+        lines.append(f"  ports {ports[0]} to {ports[-1]} must be free on the hosts above")
+    apart = recipe.transport.training_hosts
     commands = [
-        f"  streamrl serve {'engine' if p.role is Role.ENGINE else 'trainer'} {recipe_path} --index {p.index}"
+        f"  streamrl serve {p.role.value} {recipe_path} --index {p.index}"
+        + (f"  (on {rank_host(recipe, p.index)})" if apart and p.role is Role.TRAINER else "")
         for p in topology.processes
         if not p.local
     ]

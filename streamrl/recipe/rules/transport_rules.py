@@ -27,23 +27,42 @@ def external_needs_tcp(recipe: Recipe) -> Broken:
             )
 
 
+@rule("transport", "training.ranks")
+def hosts_of_ranks(recipe: Recipe) -> Broken:
+    """Hosts of trainer ranks are for ranks that a person starts, equally many on each host."""
+    hosts = recipe.transport.training_hosts
+    if hosts and recipe.transport.training is not LaunchedBy.EXTERNAL:
+        text = (
+            f'{len(hosts)} hosts, but this run starts the ranks here: set transport.training = "external" or no hosts'
+        )
+        yield Problem("transport.training_hosts", text)
+    elif hosts and recipe.training.ranks % len(hosts):
+        text = f"{len(hosts)} hosts for {recipe.training.ranks} ranks: name so many that each has equally many ranks"
+        yield Problem("transport.training_hosts", text)
+
+
 @rule("transport")
 def hosts_are_named(recipe: Recipe) -> Broken:
     """Peers connect to the host that is bound; trainer ranks meet there without any authentication."""
-    host = recipe.transport.host
-    if recipe.transport.kind is not TransportKind.TCP:
-        return
-    if is_wildcard(host):
-        yield Problem(
-            "transport.host",
-            f'"{host}" is every interface: name the address of one private interface, to which the others connect',
-        )
-    elif is_public(host) and recipe.transport.security is not TransportSecurity.NONE:
-        yield Problem(
-            "transport.host",
-            f'"{host}" is a public address, and trainer ranks (gloo, NCCL) do not authenticate each other: '
-            "name a private interface, or a tunnel between the hosts",
-        )
+    for field, host in _bound(recipe):
+        if is_wildcard(host):
+            yield Problem(
+                field,
+                f'"{host}" is every interface: name the address of one private interface, to which the others connect',
+            )
+        elif is_public(host) and recipe.transport.security is not TransportSecurity.NONE:
+            yield Problem(
+                field,
+                f'"{host}" is a public address, and trainer ranks (gloo, NCCL) do not authenticate each other: '
+                "name a private interface, or a tunnel between the hosts",
+            )
+
+
+def _bound(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """(field, address) of each host that processes of this run bind."""
+    if recipe.transport.kind is TransportKind.TCP:
+        yield "transport.host", recipe.transport.host
+        yield from (("transport.training_hosts", host) for host in recipe.transport.training_hosts)
 
 
 @rule("transport", "metrics.endpoint")
@@ -65,9 +84,8 @@ def nothing_leaves_without_keys(recipe: Recipe) -> Broken:
 
 def open_to_others(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """(field, value) of every address in the recipe that is not for this host alone."""
-    host, endpoint = recipe.transport.host, recipe.metrics.endpoint
-    if recipe.transport.kind is TransportKind.TCP and not is_loopback(host) and not is_wildcard(host):
-        yield "transport.host", host
+    endpoint = recipe.metrics.endpoint
+    yield from (one for one in _bound(recipe) if not is_loopback(one[1]) and not is_wildcard(one[1]))
     if endpoint.startswith("tcp://") and not is_loopback(host_of(endpoint)):
         yield "metrics.endpoint", endpoint
 
