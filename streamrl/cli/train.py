@@ -172,7 +172,7 @@ class _Run:
         by_hand = [process.name for process in processes if not process.local]
         if by_hand:
             self._report.line(f"waiting for {', '.join(by_hand)}: start them with `streamrl serve`")
-        shown = (p for p in processes if p.local and not p.starts_inactive and p.role is not Role.CONTROLLER)
+        shown = (p for p in processes if not p.starts_inactive and p.role is not Role.CONTROLLER)
         names = ", ".join(process.name for process in shown)
         while not self._started.is_set():
             self._report(StartProgress(process=names, state="starting", seconds=time.monotonic() - began))
