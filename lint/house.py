@@ -27,7 +27,7 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 68_400,
+    "lines of streamrl": 68_520,
     "lines of tests": 52_500,
     "lines of campaigns": 8_400,
     "lines of benchmarks": 7_350,

@@ -259,8 +259,21 @@ class SaveCheckpoint(Message, frozen=True):
     beside: dict[str, bytes] = {}
 
 
+class ReadFile(Message, frozen=True):
+    """Read the file at ``path``: a rank on another host must see what the controller wrote."""
+
+    path: str
+
+
 TrainingOrder = (
-    TrainGroup | TrainTogether | CloseBatch | WeightsAcknowledged | PublishAnchor | EnginesFreed | SaveCheckpoint
+    TrainGroup
+    | TrainTogether
+    | CloseBatch
+    | WeightsAcknowledged
+    | PublishAnchor
+    | EnginesFreed
+    | SaveCheckpoint
+    | ReadFile
 )
 
 
@@ -315,7 +328,13 @@ class CheckpointSaved(Message, frozen=True):
     seconds: float
 
 
-TrainingEvent = TrainerReady | StepReport | AnchorPublished | CheckpointSaved
+class FileRead(Message, frozen=True):
+    """Answer to ``ReadFile``. ``content``: of the file; None: it cannot be read."""
+
+    content: bytes | None
+
+
+TrainingEvent = TrainerReady | StepReport | AnchorPublished | CheckpointSaved | FileRead
 
 
 # ---- controller <-> environment worker -----------------------------------------------------------

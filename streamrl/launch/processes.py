@@ -37,7 +37,7 @@ from streamrl.launch.reward_workers import open_reward_stage
 from streamrl.launch.steering.steering_messages import SteeringReply
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.sections import Recipe
-from streamrl.recipe.topology import Role, Topology, prepared_sets
+from streamrl.recipe.topology import TOPOLOGY_FILE, Role, Topology, prepared_sets
 from streamrl.rewards.judge.link import JudgeLink
 from streamrl.rewards.reward_messages import RewardReply
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
@@ -125,6 +125,8 @@ async def connect_processes(
     digests |= {f"trainer rank {hello.rank}": hello.tokenizer_digest for hello in hellos}
     refuse_different_tokenizers(recipe.model.path, digests)
     nursery.start_soon(trainer.run)
+    if recipe.transport.training_hosts:
+        await trainer.refuse_other_files(run_directory / TOPOLOGY_FILE)
     return Processes(
         tokenizer=tokenizer,
         reward=reward,

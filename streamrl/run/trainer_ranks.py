@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import Future, Lock, get_running_loop
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import anyio
@@ -16,7 +17,7 @@ from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.control import actions as do
 
 RankStreams = tuple[SendStream[messages.TrainingOrder], ReceiveStream[messages.TrainingEvent]]
-Answer = TypeVar("Answer", messages.StepReport, messages.AnchorPublished, messages.CheckpointSaved)
+Answer = TypeVar("Answer", messages.StepReport, messages.AnchorPublished, messages.CheckpointSaved, messages.FileRead)
 GONE = "the trainer ranks are gone: they answer nothing any more"
 
 
@@ -128,6 +129,18 @@ class TrainerRanks:
         )
         gather = await self._ask(order, messages.CheckpointSaved)
         return (await gather())[0]
+
+    async def refuse_other_files(self, path: Path) -> None:
+        """Raise ``StreamRLError`` for a rank that does not see the file at ``path`` as this host does: at the start,
+        and not at the first checkpoint, which needs one file system."""
+        content = await anyio.Path(path).read_bytes()
+        gather = await self._ask(messages.ReadFile(path=str(path)), messages.FileRead)
+        for rank, answer in enumerate(await gather()):
+            if answer.content != content:
+                raise StreamRLError(
+                    f"trainer-{rank} does not see {path} as the controller wrote it, and checkpoints are written "
+                    "there by both: set run.directory to a folder of a file system that all hosts share"
+                )
 
     async def aclose(self) -> None:
         """End the batches of every rank: ranks end when they have done what was sent."""

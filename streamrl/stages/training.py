@@ -5,7 +5,9 @@ enough tokens wait, what is pending is trained: training overlaps the rollout of
 
 from __future__ import annotations
 
+import os
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
@@ -103,4 +105,7 @@ def _carry_out(trainer: TorchTrainer, order: messages.TrainingOrder) -> messages
             trainer.engines_freed(count)
         case messages.SaveCheckpoint():
             return trainer.save_checkpoint(order)
+        case messages.ReadFile(path=path):
+            content = Path(path).read_bytes() if os.access(path, os.R_OK) else None
+            return messages.FileRead(content=content)
     return None
