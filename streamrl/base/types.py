@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from enum import StrEnum
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -122,12 +123,13 @@ class Segment(Record, frozen=True):
 class EnvironmentResult(Record, frozen=True):
     """The result of an episode. ``reward``: None: it gives none; ``seconds``: in which the
     episode was not in the engines; ``calls``: of tools, counted by their end; ``notes``: what was counted beside, such
-    as special tokens that were broken."""
+    as special tokens that were broken. ``turn_rewards``: parts of ``reward``, by turn; empty: no turn has one."""
 
     reward: float | None = None
     seconds: float = 0.0
     calls: dict[str, int] = {}
     notes: dict[str, int] = {}
+    turn_rewards: tuple[float, ...] = ()
 
 
 class Trajectory(Record, frozen=True):
@@ -147,6 +149,11 @@ class Trajectory(Record, frozen=True):
     def generated_tokens(self) -> int:
         """Number of tokens that the policy sampled."""
         return sum(len(s.token_ids) for s in self.segments if s.trained)
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        """Rewards that its environment gave its turns; empty: none has one."""
+        return self.environment.turn_rewards if self.environment else ()
 
     @property
     def oldest_version(self) -> int:
@@ -185,7 +192,8 @@ class RewardCall(Record, frozen=True):
 class ScoredTrajectory(Record, frozen=True, tag=True):
     """A trajectory with the reward that the user's functions returned for it. ``reward_parts``: by function, and by
     ``function.part`` where one returned named parts. ``separate_rewards``: weight and value of each, where each is
-    compared with its siblings' alone. ``reward_version``: of the set of functions that scored it."""
+    compared with its siblings' alone. ``reward_version``: of the set of functions that scored it. ``turn_rewards``:
+    parts of ``reward``, by turn; empty: no turn has one."""
 
     trajectory: Trajectory
     reward: float
@@ -194,6 +202,7 @@ class ScoredTrajectory(Record, frozen=True, tag=True):
     calls: tuple[RewardCall, ...] = ()
     reward_version: int = 0
     separate_rewards: dict[str, tuple[float, float]] = {}
+    turn_rewards: tuple[float, ...] = ()
 
 
 class RewardFailure(Record, frozen=True, tag=True):
@@ -218,7 +227,8 @@ class TrainingSample(Record, frozen=True):
     policy versions of its trained tokens; where they differ, ``version_spans`` says which of ``token_ids`` is of which.
     ``separate_rewards``: weight and value of each reward that is compared alone; empty: ``reward`` is compared.
     ``temperature``: that sampled it, where it is not the recipe's. ``sequence_starts``: where each of several sequences
-    begins in ``token_ids``, with the prompt again; empty: there is one."""
+    begins in ``token_ids``, with the prompt again; empty: there is one. ``turn_rewards``: of the trajectory, by number
+    of the turn; ``turns``: number and tokens of each turn, in the order of ``token_ids``; empty where there is none."""
 
     id: TrajectoryId
     token_ids: TokenArray
@@ -232,6 +242,8 @@ class TrainingSample(Record, frozen=True):
     version_spans: tuple[VersionSpan, ...] = ()
     temperature: float | None = None
     sequence_starts: tuple[int, ...] = ()
+    turn_rewards: tuple[float, ...] = ()
+    turns: tuple[tuple[int, int], ...] = ()
 
     @property
     def trained_tokens(self) -> int:
@@ -254,6 +266,8 @@ def to_training_sample(scored: ScoredTrajectory, temperature: float | None = Non
     token_ids, logprobs, loss_mask = token_array(), float_array(), bytearray()
     spans: list[VersionSpan] = []
     starts: list[int] = []
+    turns: list[tuple[int, int]] = []
+    numbers = list(accumulate(segment.trained for segment in trajectory.segments))
     for path, trained in _sequences(trajectory):
         starts.append(len(token_ids))
         token_ids.extend(prompt)
@@ -265,6 +279,7 @@ def to_training_sample(scored: ScoredTrajectory, temperature: float | None = Non
             token_ids.extend(segment.token_ids)
             loss_mask.extend((b"\x01" if index in trained else b"\x00") * count)
             logprobs.extend(segment.behavior_logprobs if index in trained else float_array([0.0]) * count)
+            turns += [(numbers[index] - 1, count)] if index in trained else ()
             spans += [
                 VersionSpan(start=before + span.start, end=before + span.end, policy_version=span.policy_version)
                 for span in segment.version_spans
@@ -283,6 +298,8 @@ def to_training_sample(scored: ScoredTrajectory, temperature: float | None = Non
         version_spans=tuple(spans) if trajectory.oldest_version < trajectory.newest_version else (),
         temperature=temperature,
         sequence_starts=tuple(starts) if len(starts) > 1 else (),
+        turn_rewards=scored.turn_rewards,
+        turns=tuple(turns) if scored.turn_rewards else (),
     )
 
 

@@ -10,6 +10,7 @@ from msgspec import structs
 from streamrl.base.run_process import usable_cores
 from streamrl.learning.threads import trainer_threads
 from streamrl.pretrained.tokenizer import end_tokens
+from streamrl.recipe.environment import Credit
 from streamrl.recipe.objective import ObjectiveSettings, OffPolicy, why_not_streaming
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Lora, Recipe, Training
@@ -46,6 +47,7 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     end_tokens: tuple[int, ...] = ()
     max_tokens: int = 512
     objective: ObjectiveSettings = ObjectiveSettings()
+    credit: Credit = Credit.TRAJECTORY
     off_policy: OffPolicy = OffPolicy()
     lora: Lora = Lora()
     shortest_first: bool = False
@@ -90,6 +92,7 @@ def trainer_options(
         idle_threads=threads(engines_on_cpu=False),
         freed_threads=tuple(threads(freed=freed) for freed in range(1, recipe.engines.count + 1)),
         objective=objective,
+        credit=recipe.environment.credit,
         off_policy=recipe.off_policy,
         lora=recipe.lora,
         shortest_first=recipe.rollout.rounds is RoundKind.LENGTH_SORTED,

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from enum import StrEnum
 from typing import Annotated
 
 from streamrl.recipe.fields import Count, Natural, Positive, PositiveFloat, Section, advanced, doc
@@ -16,6 +17,17 @@ MCP = "mcp:"
 """Prefix of a tool that is the command of an MCP server."""
 FORMS = ("episode", "env", "tools", "agent")
 """Keys of which an environment has one."""
+
+
+class Credit(StrEnum):
+    """Source of the advantage of a turn. ``trajectory``: the whole reward. ``return_to_go``: the reward without that of
+    earlier turns, compared with the siblings' in the same turn, or in their last one where they have fewer. ``turn``:
+    the turn's own reward, compared so (0 where a sibling has no such turn), plus the rest of the reward, which is no
+    turn's, compared by itself (MT-GRPO, arXiv 2505.11821)."""
+
+    TRAJECTORY = "trajectory"
+    TURN = "turn"
+    RETURN_TO_GO = "return_to_go"
 
 
 class Environment(Section, frozen=True):
@@ -56,6 +68,7 @@ class Environment(Section, frozen=True):
         advanced("trajectories that one process of the agent takes at once, as lines of stdin; 0: a process for each"),
     ] = 0
     agent_variables: Annotated[tuple[str, ...], advanced("that the agent may see, such as an API key")] = ()
+    credit: Annotated[Credit, advanced("")] = Credit.TRAJECTORY
     workers: Annotated[Count, doc("processes that run environments")] = 1
 
     @property

@@ -111,6 +111,7 @@ def outcome_of(trajectory: Trajectory, reward: SampleReward, version: int) -> Sc
             calls=reward.calls,
             reward_version=version,
             separate_rewards=reward.separate,
+            turn_rewards=tuple([reward.environment_weight * one for one in trajectory.turn_rewards]),
         )
     return RewardFailure(
         trajectory=trajectory,

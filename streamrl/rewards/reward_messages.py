@@ -142,7 +142,8 @@ class RewardWorkerReady(Message, frozen=True):
 
 
 class SampleReward(Record, frozen=True):
-    """The reward of one trajectory, which the stage still has; or ``kind``: it failed (see ``RewardFailure``)."""
+    """The reward of one trajectory, which the stage still has; or ``kind``: it failed (see ``RewardFailure``).
+    ``environment_weight``: of what its environment returned, in ``reward``."""
 
     reward: float = 0.0
     parts: dict[str, float] = {}
@@ -153,6 +154,7 @@ class SampleReward(Record, frozen=True):
     message: str = ""
     policy: str = ""
     separate: dict[str, tuple[float, float]] = {}
+    environment_weight: float = 0.0
 
 
 class GroupScored(Record, frozen=True, array_like=True):

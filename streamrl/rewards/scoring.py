@@ -24,6 +24,7 @@ from streamrl.base.types import (
     TokenArray,
     token_array,
 )
+from streamrl.recipe.environment import ENVIRONMENT_REWARD
 from streamrl.recipe.rewards import FailurePolicy, Reward
 from streamrl.rewards.reward_messages import CompletionToScore, SampleReward
 from streamrl.rewards.reward_queue import total_of
@@ -204,6 +205,7 @@ def combine(values: Sequence[SampleValue], *, own: CallResult | None = None, sep
         seconds=_seconds(values),
         calls=_calls(values),
         separate={reward.label: (reward.weight, v) for reward, v in applicable} if separate else {},
+        environment_weight=sum((one.weight for one, _ in applicable if one.function == ENVIRONMENT_REWARD), 0.0),
     )
 
 

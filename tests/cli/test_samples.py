@@ -10,11 +10,11 @@ import pytest
 from builders import trajectory
 
 from streamrl.base.stage_messages import EndedOutcome, Scored, TrajectoryLost
-from streamrl.base.types import ScoredTrajectory, Segment, TokenArray, TrajectoryId
+from streamrl.base.types import EnvironmentResult, ScoredTrajectory, Segment, TokenArray, TrajectoryId
 from streamrl.cli.main import main
 from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
 from streamrl.observe.follow.run_files import RunFiles
-from streamrl.run.evaluate.sample_files import TrainingSamples, write_evaluation
+from streamrl.run.evaluate.sample_files import TrainingSamples, sample_line, write_evaluation
 
 
 def decode(token_ids: TokenArray) -> str:
@@ -111,8 +111,11 @@ def test_a_stored_completion_has_text_logprob_and_version_of_each_sampled_token(
         return segment
 
     turns = (turn("ab", 3), Segment(token_ids=turn("tool", 0).token_ids, trained=False), turn("c", 5))
+    made = trajectory(segments=turns, environment=EnvironmentResult(turn_rewards=(0.5, 0.0)))
     samples = TrainingSamples(tmp_path / "samples.jsonl", decode)
-    samples.take(2, [ScoredTrajectory(trajectory=trajectory(segments=turns), reward=1.0)])
+    samples.take(2, [scored := ScoredTrajectory(trajectory=made, reward=1.0)])
     samples.close()
+    assert '"turn_rewards":[0.5,0.0]' in (tmp_path / "samples.jsonl").read_text()
+    assert sample_line(Scored(outcome=scored), None)["turn_rewards"] == (0.5, 0.0)
     (row, *_) = sample_rows(RunFiles(tmp_path), SampleFilter(), 0, 3)["rows"]
     assert (row["token_texts"], row["logprobs"], row["versions"]) == (["a", "b", "c"], [-0.5] * 3, [3, 3, 5])

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from builders import small_recipe
+from msgspec import structs
 
+from streamrl.recipe.environment import Credit, Environment
+from streamrl.recipe.objective import Objective
 from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
 from streamrl.recipe.rules.load import dump_recipe, load_recipe
+from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import Prompts, Recipe
 
 HEAD = '[model]\npath = "m"\n\n[prompts]\ntrain = "t.jsonl"\n\n'
@@ -16,6 +20,21 @@ HEAD = '[model]\npath = "m"\n\n[prompts]\ntrain = "t.jsonl"\n\n'
 
 def recipe_of(*rewards: Reward, **limits: Any) -> Recipe:
     return small_recipe("/m", prompts=Prompts(train="/t.jsonl"), rewards=rewards, reward_limits=RewardLimits(**limits))
+
+
+def test_credit_of_turns_that_would_have_no_effect_is_refused() -> None:
+    fits, own = Environment(episode="e.py:f", credit=Credit.TURN), (Reward(function="environment"),)
+    by_agent = structs.replace(fits, episode="", agent=("a",))
+    for sections, said in (
+        ({"rewards": own}, ""),
+        ({"rewards": own, "environment": by_agent}, "with agent, whose turns"),
+        ({}, 'divides the reward "environment", which is not trained'),
+        ({"rewards": own, "reward_limits": RewardLimits(combine="separate")}, "divides a sum of rewards"),
+        ({"rewards": own, "objective": Objective(algorithm="gspo")}, 'averaged out by surrogate = "sequence_clip"'),
+    ):
+        made = small_recipe(**{"environment": fits} | sections)
+        found = [text for path, text in broken_rules(made) if path == "environment.advanced.credit"]
+        assert len(found) == bool(said) and said in "".join(found)
 
 
 def test_everything_survives_a_round_trip(tmp_path: Path) -> None:

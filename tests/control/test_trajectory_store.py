@@ -48,7 +48,8 @@ def test_a_tree_of_turns_comes_back_from_the_journal_and_is_one_sample() -> None
         Segment(token_array([7, index]), True, float_array([-1.0] * 2), (VersionSpan(0, 2, index),), follows)
         for index, follows in enumerate((None, 0, 0, -1))
     )
-    scored = ScoredTrajectory(trajectory=trajectory(segments=turns), reward=1.0)
+    earned = (1.0, 0.0, 2.0, -2.0)
+    scored = ScoredTrajectory(trajectory=trajectory(segments=turns), reward=1.0, turn_rewards=earned)
     codec, store = JournalCodec(), TrajectoryStore()
     sampled, reward = (codec.decode(codec.encode(record)) for record in content_records(scored.trajectory.id, scored))
     store.add(scored_trajectory(trajectory_of(sampled, scored.trajectory.prompt), reward))
@@ -58,3 +59,4 @@ def test_a_tree_of_turns_comes_back_from_the_journal_and_is_one_sample() -> None
     assert list(sample.token_ids) == [4, 5, 7, 0, 7, 1, 4, 5, 7, 0, 7, 2, 4, 5, 7, 3]
     assert sample.loss_mask == bytes([0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1, 1])
     assert sample.sequence_starts == (0, 6, 12)
+    assert (sample.turn_rewards, sample.turns) == (earned, ((0, 2), (1, 2), (2, 2), (3, 2)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
@@ -16,8 +18,10 @@ from streamrl.learning.objective.advantages import (  # noqa: E402
     group_advantages,
     moments_of,
     separate_advantages,
+    turn_advantages,
     whiten,
 )
+from streamrl.recipe.environment import Credit  # noqa: E402
 from streamrl.recipe.objectives.catalog import ADVANTAGES  # noqa: E402
 from streamrl.recipe.objectives.method import token_returns  # noqa: E402
 from streamrl.recipe.objectives.ppo import generalized_advantages  # noqa: E402
@@ -49,6 +53,50 @@ def test_group_advantages_by_hand() -> None:
         assert advantages(rewards, kind) == rewards
 
 
+EIGHTHS = st.integers(-16, 16).map(lambda number: number / 8)  # exact in every sum here
+SIBLINGS = st.lists(st.tuples(EIGHTHS, st.lists(EIGHTHS, min_size=1, max_size=5)), min_size=2, max_size=5)
+
+
+def of_turns(siblings: list[tuple[float, list[float]]], kind: str, credit: str) -> Any:
+    """``siblings``: what no turn earned, and what each turn did."""
+    totals = [rest + sum(earned) for rest, earned in siblings]
+    return turn_advantages(totals, [earned for _, earned in siblings], Credit(credit), ADVANTAGES[kind])
+
+
+@given(SIBLINGS, st.sampled_from(sorted(ADVANTAGES)))
+def test_turns_have_their_share_of_a_trajectory(siblings: list[tuple[float, list[float]]], kind: str) -> None:
+    whole = torch.tensor(advantages([rest + sum(earned) for rest, earned in siblings], kind))
+    to_go, of_turn = (of_turns(siblings, kind, credit) for credit in ("return_to_go", "turn"))
+    assert torch.equal(to_go[:, 0], whole)
+    at_the_end = [(rest + sum(t[:-1]), [0.0] * (len(t) - 1) + t[-1:]) for rest, t in siblings]
+    for found, (_, t), value in zip(of_turns(at_the_end, kind, "return_to_go"), siblings, whole, strict=True):
+        assert torch.equal(found[: len(t)], value.expand(len(t)))
+    if kind in WITHIN_GROUPS:
+        assert torch.cat([to_go, of_turn], 1).sum(0).abs().max() < 1e-5
+    if kind != "group_std":
+        rest_S1 = torch.tensor(advantages([rest for rest, _ in siblings], kind))[:, None]
+        assert torch.allclose((of_turn - rest_S1).sum(1) + rest_S1[:, 0], whole, atol=1e-5)
+
+
+@given(SIBLINGS, st.data(), st.sampled_from(["turn", "return_to_go"]))
+def test_a_baseline_has_nothing_of_its_own_trajectory(siblings: Any, data: st.DataObject, credit: str) -> None:
+    """What a turn earns more is its advantage more, with ``return_to_go`` that of earlier turns too, and no other's."""
+    index = data.draw(st.integers(0, len(siblings) - 1))
+    (rest, earned), before = siblings[index], of_turns(siblings, "leave_one_out", credit)[index]
+    changed = data.draw(st.integers(0, len(earned) - 1))
+    siblings[index] = (rest, [r + 4.0 * (turn == changed) for turn, r in enumerate(earned)])
+    risen = (of_turns(siblings, "leave_one_out", credit)[index] - before)[: len(earned)].tolist()
+    expected = [4.0 * (t == changed or (t < changed and credit == "return_to_go")) for t in range(len(earned))]
+    assert risen == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_rounding_leaves_of_a_reward_is_no_signal() -> None:
+    turns, totals, kind = [[0.1, 0.2, 0.0], [0.1, 0.2]], [0.1 + 0.2, 0.3], ADVANTAGES["leave_one_out"]
+    assert not turn_advantages(totals, turns, Credit.TURN, kind).any()
+    # In a third turn nothing is left to the first, as 0.2 was to the second in its last one.
+    assert turn_advantages(totals, turns, Credit.RETURN_TO_GO, kind)[0].tolist() == [0.0, 0.0, pytest.approx(-0.2)]
+
+
 def test_separate_advantages_by_hand() -> None:
     """GDPO: a reward of 0 or 1 counts as much as one of 0 or 100, where their sum would drown it."""
     right, length = [1.0, 0.0, 0.0, 0.0], [0.0, 100.0, 0.0, 0.0]
@@ -61,19 +109,6 @@ def test_separate_advantages_by_hand() -> None:
     pair = np.array([*advantages(length[:2], "group_std"), 0.0, 0.0])
     found = separate_advantages(partly, ADVANTAGES["group_std"])
     assert found.tolist() == pytest.approx(list(alone[0] + 2.0 * pair), rel=1e-6)
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_group_advantages_of_any_size(size: int) -> None:
-    rng = random.Random(size)
-    rewards = [rng.random() for _ in range(size)]
-    mean = statistics.fmean(rewards)
-    others = [r - statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i, r in enumerate(rewards)]
-    assert advantages(rewards, "leave_one_out") == pytest.approx(others, rel=1e-6)
-    assert advantages(rewards, "group_mean") == pytest.approx([r - mean for r in rewards], rel=1e-6)
-    deviation = statistics.stdev(rewards) + 1e-4
-    expected = [(r - mean) / deviation for r in rewards]
-    assert advantages(rewards, "group_std") == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", WITHIN_GROUPS)

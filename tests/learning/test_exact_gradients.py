@@ -2,8 +2,8 @@
 
 The reference takes one sampled turn at a time, behind all that it goes on from, through transformers' own model and
 shares no code with ``streamrl.learning``. The batch has 19 trajectories in groups of 4, 3, 5, 2, 4 and 1 and a number
-of tokens that neither 2 nor 3 divides; tokens of four versions, also inside a turn; several turns; forks and several
-sequences; truncated ones; a group of equal rewards."""
+of tokens that neither 2 nor 3 divides; tokens of four versions, also inside a turn; several turns, with rewards of
+their own; forks and several sequences; truncated ones; a group of equal rewards."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from streamrl.base.types import (  # noqa: E402
     token_array,
 )
 from streamrl.learning.model import policy  # noqa: E402
+from streamrl.recipe.environment import Credit  # noqa: E402
 from streamrl.recipe.objective import (  # noqa: E402
     KlEstimator,
     Objective,
@@ -84,15 +85,17 @@ class Turn(NamedTuple):
     tokens: list[int]
     behavior: Any
     ages: Any
+    number: int
 
 
 class Sampled(NamedTuple):
-    """What the reference knows of a trajectory."""
+    """What the reference knows of a trajectory. ``earned``: what each turn added, as they were sampled."""
 
     id: TrajectoryId
     reward: float
     truncated: bool
     turns: list[Turn]
+    earned: list[float]
 
     @property
     def trained_tokens(self) -> int:
@@ -134,7 +137,8 @@ def batch(tiny_model: str) -> Batch:
                     spans = (VersionSpan(0, cut, -3), VersionSpan(cut, len(ids), age)) if cut else ()
                     spans = spans or (VersionSpan(0, len(ids), age),)
                     ages = [-span.policy_version for span in spans for _ in range(span.end - span.start)]
-                    turns[place] = Turn(paths[place], torch.tensor(behavior, dtype=torch.float64), torch.tensor(ages))
+                    own = torch.tensor(behavior, dtype=torch.float64)
+                    turns[place] = Turn(paths[place], own, torch.tensor(ages), len(turns))
                 segments.append(Segment(token_array(ids), trained, behavior, spans, follows))
             trajectory = Trajectory(
                 id=sample.id,
@@ -143,8 +147,10 @@ def batch(tiny_model: str) -> Batch:
                 finish_reason=FinishReason.LENGTH if index % 6 == 2 else FinishReason.STOP,
             )
             reward = 1.0 if group.group_id == 3 else sample.reward
-            samples.append(to_training_sample(ScoredTrajectory(trajectory=trajectory, reward=reward)))
-            sampled.append(Sampled(sample.id, reward, index % 6 == 2, [turns[place] for place in order]))
+            earned = [(7 * index + 5 * number) % 4 / 2 - 0.5 for number in range(len(order) * (index % 5 != 1))]
+            scored = ScoredTrajectory(trajectory=trajectory, reward=reward, turn_rewards=tuple(earned))
+            samples.append(to_training_sample(scored))
+            sampled.append(Sampled(sample.id, reward, index % 6 == 2, [turns[place] for place in order], earned))
             index += 1
         found.groups.append(msgspec.structs.replace(group, samples=tuple(samples)))
         found.sampled.append(sampled)
@@ -192,8 +198,9 @@ class Reference:
         updates_per_batch: int = 1,
         epochs_per_batch: int = 1,
         shortest_first: bool = False,
+        credit: Credit = Credit.TRAJECTORY,
     ) -> None:
-        self.groups, self.settings, self.off_policy = groups, settings, off_policy
+        self.groups, self.settings, self.off_policy, self.credit = groups, settings, off_policy, credit
         self.temperature, self.updates, self.shortest_first = temperature, updates_per_batch, shortest_first
         self.early = min_tokens, list(end_tokens)
         self.steps = updates_per_batch * epochs_per_batch
@@ -288,35 +295,50 @@ class Reference:
         """Advantages and returns of the trained tokens, by sample id."""
         kind, found, returns = self.settings.advantages, {}, {}
         for group in self.groups:
-            penalties = [self.penalties(sample) for sample in group]
-            totals = [self.reward(s) - p.sum().item() for s, p in zip(group, penalties, strict=True)]
-            size, mean = len(totals), sum(totals) / len(totals)
-            deviation = (sum((t - mean) ** 2 for t in totals) / max(1, size - 1)) ** 0.5
-            for sample, total, penalty in zip(group, totals, penalties, strict=True):
+            penalties, alone = [self.penalties(sample) for sample in group], kind in ("batch", "cohort", "gae")
+            totals = [self.reward(s) - (0 if alone else p.sum().item()) for s, p in zip(group, penalties, strict=True)]
+            turns = self.of_turns(group, torch.tensor(totals, dtype=torch.float64))
+            for index, (sample, penalty) in enumerate(zip(group, penalties, strict=True)):
+                own = torch.cat([turns[turn.number][index].expand_as(turn.behavior) for turn in sample.turns])
                 if kind == "gae":
-                    found[sample.id], returns[sample.id] = self.gae(sample, penalty)
-                elif kind in ("batch", "cohort"):
-                    found[sample.id] = self.reward(sample) - penalty.flip(0).cumsum(0).flip(0)
+                    found[sample.id], returns[sample.id] = self.gae(sample, own, penalty)
                 else:
-                    others = (sum(totals) - total) / max(1, size - 1)
-                    value = {"group_std": (total - mean) / (deviation + 1e-4), "leave_one_out": total - others}
-                    alone = size == 1 or deviation < 1e-9
-                    found[sample.id] = torch.full_like(penalty, 0.0 if alone else value.get(kind, total - mean))
+                    found[sample.id] = own - penalty.flip(0).cumsum(0).flip(0) if alone else own
         if kind in ("batch", "group_then_batch", "cohort", "gae"):
             every = torch.cat([values for key, values in found.items() if key in self.seen])
             found = {key: (values - every.mean()) / every.std(correction=0) for key, values in found.items()}
         return {key: (values, returns.get(key)) for key, values in found.items()}
+
+    def of_turns(self, group: list[Sampled], totals: Any) -> list[Any]:
+        """Advantages of each turn of the siblings, or what takes the place of their rewards."""
+        found = []
+        for turn in range(max(len(sample.turns) for sample in group)):
+            before = [sum(s.earned[: min(turn, len(s.turns) - 1)]) for s in group]
+            rest = totals - torch.tensor([sum(s.earned) for s in group])
+            own = torch.tensor([sum(s.earned[turn : turn + 1]) for s in group], dtype=torch.float64)
+            parts = {Credit.TURN: [own, rest], Credit.RETURN_TO_GO: [totals - torch.tensor(before)]}
+            found.append(sum(map(self.compared, parts.get(self.credit, [totals]))))
+        return found
+
+    def compared(self, rewards: Any) -> Any:
+        kind, size, apart = self.settings.advantages, len(rewards), rewards - rewards.mean()
+        if kind in ("batch", "cohort", "gae"):
+            return rewards
+        if size == 1 or rewards.std() < 1e-9:
+            return torch.zeros_like(rewards)
+        others = (rewards.sum() - rewards) / (size - 1)
+        return {"group_std": apart / (rewards.std() + 1e-4), "leave_one_out": rewards - others}.get(kind, apart)
 
     def penalties(self, sample: Sampled) -> Any:
         behavior = sample.behavior
         in_reward = self.other is not None and self.settings.kl_in is KlPlace.REWARD
         return self.kl(behavior, sample) if in_reward else torch.zeros_like(behavior)
 
-    def gae(self, sample: Sampled, penalties: Any) -> tuple[Any, Any]:
+    def gae(self, sample: Sampled, left: Any, penalties: Any) -> tuple[Any, Any]:
         values = self.before[sample.id].values
         advantages, running, after = torch.zeros_like(values), 0.0, 0.0
         for t in reversed(range(len(values))):
-            reward = (self.reward(sample) if t == len(values) - 1 else 0.0) - penalties[t].item()
+            reward = (left[t] - sum(left[t + 1 : t + 2]) - penalties[t]).item()
             delta = reward + self.settings.discount * after - values[t].item()
             running = delta + self.settings.discount * self.settings.gae_lambda * running
             advantages[t], after = running, values[t].item()
@@ -438,6 +460,7 @@ def objective(algorithm: str = "grpo", **fields: Any) -> Objective:
 
 
 TWICE, THRICE = {"updates_per_batch": 2}, {"updates_per_batch": 3}
+BASELINE = "reinforce_plus_plus_baseline"
 SORTED, EPOCHS = {"shortest_first": True}, {"epochs_per_batch": 2}
 CASES = {
     f"{algorithm}, updates {updates}": Case(
@@ -472,7 +495,7 @@ CASES = {
         for algorithm, estimator in [
             ("rloo", KlEstimator.K1),
             ("reinforce_plus_plus", KlEstimator.K1),
-            ("reinforce_plus_plus_baseline", KlEstimator.K2),
+            (BASELINE, KlEstimator.K2),
             ("grpo", KlEstimator.K3),
         ]
     },
@@ -512,6 +535,14 @@ CASES = {
     "overlong shaping and filtering": Case(
         objective("dapo", overlong_buffer=20, overlong_penalty=0.7, train_truncated=False), clips=True
     ),
+    **{
+        f"{credit} in {algorithm}": Case(
+            objective(algorithm, kl_coefficient=kl, overlong_buffer=buffer, overlong_penalty=0.7),
+            options={"credit": credit} | (TWICE if algorithm == "rloo" else {}),
+        )
+        for credit in (Credit.TURN, Credit.RETURN_TO_GO)
+        for algorithm, kl, buffer in [("dapo", 0.0, 20), ("rloo", 0.1, 0), ("ppo", 0.1, 0), (BASELINE, 0.0, 0)]
+    },
     "temperature": Case(objective(kl_coefficient=0.1, entropy_coefficient=0.02), options={"temperature": 0.7}),
     "no end among the first tokens of a turn": Case(
         objective("ppo", kl_coefficient=0.1, entropy_coefficient=0.02), options={"min_tokens": 3, "end_tokens": (1, 2)}

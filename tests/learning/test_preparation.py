@@ -34,6 +34,7 @@ from streamrl.learning.batches.preparation import (  # noqa: E402
 )
 from streamrl.learning.objective.advantages import separate_advantages  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
+from streamrl.recipe.environment import Credit  # noqa: E402
 from streamrl.recipe.objective import KlEstimator, Objective, ObjectiveSettings, objective_settings  # noqa: E402
 from streamrl.recipe.objectives.catalog import ADVANTAGES  # noqa: E402
 from streamrl.recipe.objectives.method import KlPlace, LossNormalization  # noqa: E402
@@ -75,7 +76,12 @@ def test_rewards_that_are_compared_alone_are_a_signal_where_their_totals_are_equ
     assert has_signal(group_of(rewards), options)
     assert any(advantages(group_of(rewards), options, {}))
     assert not has_signal(group_of(rewards, separate=False), options)
-    assert not has_signal(group_of([rewards[0]] * 4), options)
+    equal = group_of([rewards[0]] * 4)
+    assert not has_signal(equal, options)
+    turns = [msgspec.structs.replace(s, turn_rewards=(float(n),)) for n, s in enumerate(equal.samples)]
+    equal = msgspec.structs.replace(equal, samples=tuple(turns))
+    assert not has_signal(equal, options)
+    assert has_signal(equal, msgspec.structs.replace(options, credit=Credit.TURN))
 
 
 @pytest.mark.parametrize("penalty", [0.01, 0.1, 1.0, 10.0])

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.base import types
 from streamrl.base.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory, token_array
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
@@ -424,8 +425,10 @@ def test_total_is_the_weighted_sum_of_what_applies(
     values = []
     for index, (value, weight) in enumerate(parts):
         checked = check_value(value)
-        values.append(SampleValue(Reward(function=f"m:f{index}", weight=weight), checked, CallResult((checked,))))
-    outcome = outcome_of(make_trajectory(), combine(values), 0)
+        reward = Reward(function="m:f" if index else "environment", name=f"f{index}", weight=weight)
+        values.append(SampleValue(reward, checked, CallResult((checked,))))
+    result = types.EnvironmentResult(turn_rewards=(1.0, -2.0))
+    outcome = outcome_of(msgspec.structs.replace(make_trajectory(), environment=result), combine(values), 0)
     applicable = [(value, weight) for value, weight in parts if value is not None]
     if not applicable:
         assert isinstance(outcome, RewardFailure)
@@ -433,6 +436,7 @@ def test_total_is_the_weighted_sum_of_what_applies(
     else:
         assert isinstance(outcome, ScoredTrajectory)
         assert outcome.reward == pytest.approx(math.fsum(v * w for v, w in applicable), rel=1e-9, abs=1e-6)
+        assert outcome.turn_rewards == ((parts[0][1], -2.0 * parts[0][1]) if parts[0][0] is not None else (0.0, 0.0))
         assert set(outcome.reward_parts) == {f"f{i}" for i, (value, _) in enumerate(parts) if value is not None}
 
 

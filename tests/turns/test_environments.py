@@ -5,6 +5,7 @@ would make of the text."""
 from __future__ import annotations
 
 import asyncio
+import math
 import shlex
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -91,6 +92,14 @@ async def talks(model, question, *, answer=""):
     reply = await chat.say(question)
     reply = await chat.say("Really?")
     return float(reply.text == answer)
+
+async def pays(model, left=None):
+    chat = model.chat()
+    first, second = await chat.say("a"), await chat.say("b")
+    model.reward(second, 0.25)
+    model.reward(first, 1)
+    model.reward(second, 0.5)
+    return left
 
 async def raises(model, **columns):
     await model.chat().say("hello")
@@ -418,6 +427,7 @@ async def test_a_class_of_tools_is_reset_rewards_and_is_closed(qwen: Tokenizer, 
     run = Run(Environment(tools=(code("Counter"),)), qwen, lambda text: "ok" if "<tool_response>\n" in text else up)
     trajectory = await run.one({"prompt": "Count.", "start": 38})
     assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
+    assert trajectory.turn_rewards == (42.0, 0.0)
     assert trajectory.environment.reward == 42.0 and "Count. It stands at 38." in shown(qwen, trajectory)
     assert module_of(code).LEFT == ["counter"]
 
@@ -434,6 +444,7 @@ async def test_a_game_of_gymnasium_is_played_to_its_end(qwen: Tokenizer, code: C
                 run.launch(episodes, {"level": 3, "other": 1}, sample)
     trajectories = [outcome.outcome.trajectory for outcome in run.outcomes]
     for trajectory in trajectories:
+        assert trajectory.turn_rewards == (0.5,) * 3
         assert trajectory.environment.reward == 1.5 and len(trajectory.segments) == 6
         assert "you said move 1" in shown(qwen, trajectory) and "level 3" in shown(qwen, trajectory)
     first, second = module_of(code).LEFT
@@ -455,6 +466,12 @@ async def test_a_coroutine_talks_and_rewards(qwen: Tokenizer, code: Callable[[st
     assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
     assert trajectory.environment.reward == 1.0 and "Be brief." in shown(qwen, trajectory)
     assert_tokens_are_those_of_the_engine(run, trajectory)
+    for left, reward in ((None, 1.75), (2, 3.75), ("good", "wrong_type"), (math.nan, "not_finite")):
+        found: Any = await Run(Environment(episode=code("pays")), qwen, lambda text: "ok").one({"left": left})
+        if isinstance(found, RewardFailure):
+            assert found.kind == reward
+        else:
+            assert (found.environment.reward, found.turn_rewards) == (reward, (1.0, 0.75))
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,14 @@ from streamrl.learning.objective.advantages import (
     group_advantages,
     moments_of,
     separate_advantages,
+    turn_advantages,
     whiten,
 )
 from streamrl.learning.objective.objectives import reference_kl, token_weight
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.process_group import all_gather_bytes
-from streamrl.recipe.objectives.method import KlPlace
+from streamrl.recipe.environment import Credit
+from streamrl.recipe.objectives.method import KlPlace, Value
 
 
 class SampleScores(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,9 +54,10 @@ def _overlong(sample: TrainingSample, options: TrainerOptions) -> float:
 
 
 def has_signal(group: TrainingGroup, options: TrainerOptions) -> bool:
-    """Return whether a group can have a gradient at all. Rewards that are compared alone may differ where totals are
-    equal."""
-    compared = [(shaped_reward(sample, options), sample.separate_rewards) for sample in group.samples]
+    """Return whether a group can have a gradient at all. Rewards that are compared alone, or by turns, may differ where
+    totals are equal."""
+    turns = options.credit is not Credit.TRAJECTORY
+    compared = [(shaped_reward(s, options), s.separate_rewards, turns and s.turn_rewards) for s in group.samples]
     return options.objective.trains_without_signal or any(rewards != compared[0] for rewards in compared)
 
 
@@ -76,28 +79,29 @@ def prepare_group(
 ) -> list[PreparedSample]:
     """Samples of one group with their advantages; those of the whole batch are not final yet."""
     penalties = [_penalties(sample, scores.get(sample.id, UNSCORED), options) for sample in group.samples]
-    if not options.objective.estimator.compares_siblings:
-        compared = [shaped_reward(sample, options) for sample in group.samples]
-    else:
-        # Siblings are compared by what the whole sample earned, so its penalties are one number.
-        compared = _compared(group, [float(p.sum()) for p in penalties], options)
     return [
         _prepare(sample, value, p, scores.get(sample.id, UNSCORED), options)
-        for sample, value, p in zip(group.samples, compared, penalties, strict=True)
+        for sample, value, p in zip(group.samples, _compared(group, penalties, options), penalties, strict=True)
         if sample.trained_tokens and counts_in_loss(sample, options)  # models say nothing of a sample without any
     ]
 
 
-def _compared(group: TrainingGroup, penalties: Sequence[float], options: TrainerOptions) -> list[float]:
-    """Advantages of the siblings by their totals; or by each reward alone, where each that shapes them is one more."""
-    estimator = options.objective.estimator
-    if not any(sample.separate_rewards for sample in group.samples):
-        totals = [shaped_reward(s, options) - penalty for s, penalty in zip(group.samples, penalties, strict=True)]
+def _compared(group: TrainingGroup, penalties: Sequence[FloatVector], options: TrainerOptions) -> Sequence[Value]:
+    """Advantages of the siblings by their totals, of their tokens by turns, or by each reward alone, where each that
+    shapes them is one more. Their rewards where siblings are not compared."""
+    estimator, samples = options.objective.estimator, group.samples
+    # Siblings are compared by what the whole sample earned, so its penalties are one number.
+    sums = [float(p.sum()) if estimator.compares_siblings else 0.0 for p in penalties]
+    totals = [shaped_reward(sample, options) - penalty for sample, penalty in zip(samples, sums, strict=True)]
+    if options.credit is not Credit.TRAJECTORY:
+        turns_ST = turn_advantages(totals, [s.turn_rewards or (0.0,) for s in samples], options.credit, estimator)
+        turns = [np.array(sample.turns or [(0, sample.trained_tokens)]).T for sample in samples]
+        return [np.repeat(of_T[own[0]], own[1]) for of_T, own in zip(turns_ST.numpy(), turns, strict=True)]
+    if not estimator.compares_siblings:
+        return totals
+    if not any(sample.separate_rewards for sample in samples):
         return list(group_advantages(torch.tensor(totals, dtype=torch.float64), estimator).tolist())
-    rewards = [
-        sample.separate_rewards | _shaping(sample, penalty, options)
-        for sample, penalty in zip(group.samples, penalties, strict=True)
-    ]
+    rewards = [s.separate_rewards | _shaping(s, penalty, options) for s, penalty in zip(samples, sums, strict=True)]
     return list(separate_advantages(rewards, estimator).tolist())
 
 
@@ -124,17 +128,17 @@ def _penalties(sample: TrainingSample, scores: SampleScores, options: TrainerOpt
 
 
 def _prepare(
-    sample: TrainingSample, value: float, penalties: FloatVector, scores: SampleScores, options: TrainerOptions
+    sample: TrainingSample, value: Value, penalties: FloatVector, scores: SampleScores, options: TrainerOptions
 ) -> PreparedSample:
     settings = options.objective
-    advantages = returns = None
+    advantages, returns = value if isinstance(value, np.ndarray) else None, None
     if settings.estimator.whole_batch:
         advantages, returns = settings.estimator.of_tokens(
             value, penalties, scores.values, discount=settings.discount, gae_lambda=settings.gae_lambda
         )
     return PreparedSample(
         sample,
-        advantage=value,
+        advantage=value if isinstance(value, float) else 0.0,
         weight=token_weight(settings.loss_normalization, sample.trained_tokens),
         token_advantages=advantages,
         proximal=scores.proximal,

@@ -10,7 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
+from streamrl.recipe.environment import Credit
 from streamrl.recipe.objectives.method import Advantages
 
 FloatVector = NDArray[np.float32]
@@ -69,3 +72,25 @@ def separate_advantages(rewards_S: Sequence[Mapping[str, tuple[float, float]]], 
         values = torch.tensor([rewards_S[index][name][1] for index in members], dtype=torch.float64)
         advantages_S[members] += weights * group_advantages(values, estimator).double()
     return advantages_S.float()
+
+
+def turn_advantages(
+    totals_S: Sequence[float], turns_S: Sequence[Sequence[float]], credit: Credit, estimator: Advantages
+) -> Tensor:
+    """Advantage of each turn of siblings, as ``Credit`` says; those behind the last turn of a sibling mean nothing.
+    Float32 [S, most turns]. ``totals_S``: whole rewards, ``turns_S``: what each turn adds to them; one turn at least.
+
+    A sibling that ended before a turn is compared in it all the same, so that every turn has the whole group's
+    baseline: by the return of its last turn, which is its total where only last turns earn."""
+    rewards_ST = pad_sequence([torch.tensor(rewards, dtype=torch.float64) for rewards in turns_S], batch_first=True)
+    totals_S1 = torch.tensor(totals_S, dtype=torch.float64)[:, None]
+    # What is left of a total, from each turn on and behind the last one; not what is left by rounding.
+    left_ST1 = totals_S1 - pad(rewards_ST.cumsum(1), (1, 0))
+    rounding_S1 = EQUAL * (totals_S1.abs() + rewards_ST.abs().sum(1, keepdim=True))
+    left_ST1 = left_ST1.where(left_ST1.abs() > rounding_S1, 0.0)
+    if credit is Credit.TURN:
+        compared_ST, outcomes_S = rewards_ST, group_advantages(left_ST1[:, -1], estimator)
+    else:
+        places_ST = torch.arange(rewards_ST.shape[1]).minimum(torch.tensor([[len(own) - 1] for own in turns_S]))
+        compared_ST, outcomes_S = left_ST1.gather(1, places_ST), torch.zeros(len(turns_S))
+    return torch.stack([outcomes_S + group_advantages(turn_S, estimator) for turn_S in compared_ST.T], 1)

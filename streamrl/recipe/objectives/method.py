@@ -17,6 +17,8 @@ else:
     Tensor = Any
 
 Vector = NDArray[np.float32]
+Value = float | Vector
+"""An advantage or a reward of a sample, or that of each trained token."""
 
 
 class LossNormalization(StrEnum):
@@ -82,17 +84,17 @@ class Advantages(Section, frozen=True):
         return centred_S
 
     def of_tokens(
-        self, value: float, penalties_N: Vector, values_N: Vector | None, *, discount: float, gae_lambda: float
+        self, value: Value, penalties_N: Vector, values_N: Vector | None, *, discount: float, gae_lambda: float
     ) -> tuple[Vector, Vector | None]:
         """Return the advantages of a sample's tokens before they are whitened, and the critic's returns, if
         ``whole_batch``. Float32 [N] each. ``value``: its advantage within the group, or its reward where siblings are
-        not compared; ``penalties_N``: KL to the reference; ``values_N``: of the critic, if there is one. Several
-        sequences of a trajectory come one after the other, the one with the last sampled token at the end."""
+        not compared, or those of each token; ``penalties_N``: KL to the reference; ``values_N``: of the critic, if any.
+        Sequences of a trajectory come one after the other, the one with the last sampled token at the end."""
         # Siblings were compared by rewards minus penalties of the whole sample: these are in ``value`` then.
         return token_returns(value, np.zeros_like(penalties_N) if self.compares_siblings else penalties_N), None
 
 
-def token_returns(reward: float, penalties_N: Vector) -> Vector:
+def token_returns(reward: Value, penalties_N: Vector) -> Vector:
     """Return of each token: the reward minus the penalties (KL to the reference) of it and later tokens."""
     later_N = np.cumsum(penalties_N[::-1], dtype=np.float64)[::-1]
     return (reward - later_N).astype(np.float32)

@@ -9,7 +9,7 @@ import numpy as np
 
 from streamrl.recipe.fields import NaturalFloat, Section, Share, advanced
 from streamrl.recipe.objectives.grpo import TokenClip
-from streamrl.recipe.objectives.method import Advantages, KlPlace, Method, Vector
+from streamrl.recipe.objectives.method import Advantages, KlPlace, Method, Value, Vector
 
 
 class ValueModel(StrEnum):
@@ -43,11 +43,12 @@ class Gae(Advantages, frozen=True):
     whole_batch = of_critic = True
 
     def of_tokens(
-        self, value: float, penalties_N: Vector, values_N: Vector | None, *, discount: float, gae_lambda: float
+        self, value: Value, penalties_N: Vector, values_N: Vector | None, *, discount: float, gae_lambda: float
     ) -> tuple[Vector, Vector | None]:
         assert values_N is not None
-        rewards_N = -penalties_N
-        rewards_N[-1:] += np.float32(value)
+        # What the return falls by behind a token is its reward.
+        returns_N = np.broadcast_to(np.float32(value), penalties_N.shape)
+        rewards_N = -penalties_N - np.diff(returns_N, append=np.float32(0))
         return generalized_advantages(rewards_N, values_N, discount=discount, gae_lambda=gae_lambda)
 
 

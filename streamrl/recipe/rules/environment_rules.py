@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from streamrl.recipe.environment import ENVIRONMENT_REWARD, FORMS, Environment, command_of
+from streamrl.recipe.environment import ENVIRONMENT_REWARD, FORMS, Credit, Environment, command_of
+from streamrl.recipe.rewards import COMBINE_WEIGHTS
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
 from streamrl.recipe.sections import Recipe
 
@@ -20,6 +21,22 @@ has_no_effect(
     "environment.agent_tasks environment.agent_variables",
     lambda r: "" if r.environment.agent or not r.environment.given else " without an agent: remove it",
 )
+
+
+@rule("environment", "rewards", "reward_limits.combine", "objective")
+def turns_can_have_credit(recipe: Recipe) -> Broken:
+    """Turns have parts of the reward, and the objective an advantage for each of them."""
+    credit, surrogate = recipe.environment.credit, recipe.objective_settings.token_surrogate
+    untrained = all(one.function != ENVIRONMENT_REWARD or one.shadow or not one.weight for one in recipe.rewards)
+    separate, one_ratio = recipe.reward_limits.combine != COMBINE_WEIGHTS, surrogate.whole_sequences
+    reasons = [
+        recipe.environment.agent and "has no effect with agent, whose turns have no rewards: write an episode",
+        untrained and 'divides the reward "environment", which is not trained: add it to [[rewards]]',
+        separate and 'divides a sum of rewards: set reward_limits.combine = "weights"',
+        one_ratio and f'is averaged out by surrogate = "{surrogate.name}": set objective.surrogate = "token_clip"',
+    ]
+    for reason in filter(None, reasons if recipe.environment.given and credit is not Credit.TRAJECTORY else ()):
+        yield Problem("environment.credit", f'"{credit}" {reason}, or set credit = "trajectory"')
 
 
 @rule("environment", "rewards")

@@ -44,7 +44,8 @@ class Reply(msgspec.Struct, frozen=True):
 
 class EpisodePolicy:
     """The model, in one episode. ``seed``: of the trajectory; ``prompt_seed``: the same for all trajectories of a
-    prompt; ``random``: seeded by ``seed``. ``counts``: calls of tools by their end; ``notes``: other counts."""
+    prompt; ``random``: seeded by ``seed``. ``counts``: calls of tools by their end; ``notes``: other counts;
+    ``turn_rewards``: by number of the turn, of those that have one."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class EpisodePolicy:
         self.seed, self.prompt_seed, self.random = seed, prompt_seed, random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
+        self.turn_rewards: dict[int, float] = {}
         self.chat_model, self.turns = model, turns
         self._record, self._stack, self._system = record, stack, system
 
@@ -72,6 +74,11 @@ class EpisodePolicy:
         or classes that the model may call. Raises ``RecipeError`` for tools that cannot be described to a model."""
         box = tools if isinstance(tools, ToolBox) else self.chat_model.toolbox(tuple(tools)) if tools else None
         return Chat(self, self._system if system is None else system, box)
+
+    def reward(self, turn: Reply | SampledTurn, reward: float) -> None:
+        """Add ``reward`` to that of ``turn``, and so to that of the trajectory."""
+        number = turn.turn if isinstance(turn, Reply) else turn.number
+        self.turn_rewards[number] = self.turn_rewards.get(number, 0.0) + float(reward)
 
     def at_end(self, function: Callable[[], Any]) -> None:
         """Call ``function`` when the episode has ended, however it ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -61,7 +62,10 @@ def _episode(spec: str) -> tuple[UserEpisode, tuple[str, ...]]:
     taken = TakenColumns(function, 1)
 
     async def episode(model: EpisodePolicy, columns: Mapping[str, Any]) -> Any:
-        return await function(model, **taken.of(columns, model.prompt_seed))
+        returned = await function(model, **taken.of(columns, model.prompt_seed))
+        if not model.turn_rewards or not isinstance(returned, numbers.Real | None):
+            return returned
+        return sum(model.turn_rewards.values()) + (returned or 0.0)
 
     return episode, taken.needed
 
@@ -101,6 +105,7 @@ async def _play(model: EpisodePolicy, env: Any, arguments: Mapping[str, Any]) ->
         if not isinstance(answer, tuple) or len(answer) != 5:
             raise TypeError("step returns (observation, reward, terminated, truncated, info): return all five")
         observation, reward, terminated, truncated, _ = answer
+        model.reward(reply, reward)
         total += float(reward)
         if terminated or truncated:
             return total
@@ -116,8 +121,12 @@ def _tools(box: ToolBox) -> UserEpisode:
         tools = await chat.open_tools(columns)
         try:
             reply = await chat.say(_first(columns, tools.opening))
-            while reply.ended and (reply.calls or reply.problem):
-                reply = await chat.run_tools(reply)
+            while (asked := reply).ended and (reply.calls or reply.problem):
+                before = tools.reward or 0.0
+                try:
+                    reply = await chat.run_tools(asked)
+                finally:
+                    model.reward(asked, (tools.reward or 0.0) - before)
         except EpisodeLimit:
             pass  # trained as it is
         return tools.reward

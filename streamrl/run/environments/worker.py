@@ -231,12 +231,15 @@ class _Serving:
             return
         if not opened.turns_given and end.kind is None and turns.limit:
             end = _End(kind=RewardFailureKind.RAISED, message=turns.limit)
-        seconds = round(opened.spent_s, 6)
-        notes, calls = dict(model.notes), dict(model.counts)
+        seconds, calls, notes = round(opened.spent_s, 6), dict(model.counts), dict(model.notes)
+        rewards = tuple([model.turn_rewards.get(turn, 0.0) for turn in range(opened.turns_given)])
+        turns_earned = rewards if any(rewards) else ()
         self._send_event.send_nowait(
             EpisodeEnded(
                 episode=order.episode,
-                result=EnvironmentResult(reward=end.reward, seconds=seconds, calls=calls, notes=notes),
+                result=EnvironmentResult(
+                    reward=end.reward, seconds=seconds, calls=calls, notes=notes, turn_rewards=turns_earned
+                ),
                 kind=end.kind,
                 message=end.message,
                 finish=turns.finish,

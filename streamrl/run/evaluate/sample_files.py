@@ -38,11 +38,12 @@ SHOWN_EVERY = 10
 
 class StoredSample(CompletionSampled, frozen=True, kw_only=True, omit_defaults=True, tag="CompletionSampled"):
     """A completion with its tokens, as it stands in ``samples.jsonl``: the text, the behaviour logprob and the policy
-    version of each; empty where it has more than ``MOST_TOKENS``."""
+    version of each; empty where it has more than ``MOST_TOKENS``. ``turn_rewards``: as its environment gave them."""
 
     token_texts: list[str] = []
     logprobs: list[float] = []
     versions: list[int] = []
+    turn_rewards: tuple[float, ...] = ()
 
 
 class TrainingSamples:
@@ -84,7 +85,7 @@ def sample_of(scored: ScoredTrajectory, decode: Decode, *, step: int, chosen: st
 
 
 def _stored(shown: CompletionSampled, scored: ScoredTrajectory, decode: Decode) -> StoredSample:
-    stored = StoredSample(**msgspec.structs.asdict(shown))
+    stored = StoredSample(**msgspec.structs.asdict(shown), turn_rewards=scored.trajectory.turn_rewards)
     if shown.tokens > MOST_TOKENS:
         return stored
     turns = [segment for segment in scored.trajectory.segments if segment.trained]
@@ -163,6 +164,7 @@ def _texts(trajectory: Trajectory, decode: Decode | None) -> dict[str, Any]:
         "prompt_token_ids": prompt.tolist(),
         "token_ids": completion.tolist(),
     }
+    fields |= {"turn_rewards": trajectory.turn_rewards} if trajectory.turn_rewards else {}
     return fields if decode is None else fields | {"prompt": decode(prompt), "text": _text_of(trajectory, decode)}
 
 

@@ -102,6 +102,7 @@ class JournalScored(Record, frozen=True, tag=True):
     calls: tuple[RewardCall, ...] = ()
     reward_version: int = 0
     separate_rewards: dict[str, tuple[float, float]] = {}
+    turn_rewards: tuple[float, ...] = ()
 
 
 class JournalPublished(Record, frozen=True, tag=True):
