@@ -120,16 +120,23 @@ class Segment(Record, frozen=True):
     follows: int | None = None
 
 
+TurnTimes = tuple[int, float, int, float]
+"""Tokens that the environment appended, seconds in it, tokens that were sampled then, and seconds of that. The last of
+a trajectory is of what the environment did after its last turn: no tokens."""
+
+
 class EnvironmentResult(Record, frozen=True):
     """The result of an episode. ``reward``: None: it gives none; ``seconds``: in which the
     episode was not in the engines; ``calls``: of tools, counted by their end; ``notes``: what was counted beside, such
-    as special tokens that were broken. ``turn_rewards``: parts of ``reward``, by turn; empty: no turn has one."""
+    as special tokens that were broken. ``turn_rewards``: parts of ``reward``, by turn; empty: no turn has one;
+    ``turns``: by the controller's clock."""
 
     reward: float | None = None
     seconds: float = 0.0
     calls: dict[str, int] = {}
     notes: dict[str, int] = {}
     turn_rewards: tuple[float, ...] = ()
+    turns: tuple[TurnTimes, ...] = ()
 
 
 class Trajectory(Record, frozen=True):

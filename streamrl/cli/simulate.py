@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
@@ -44,18 +46,25 @@ class InVirtualTime(Command, frozen=True, kw_only=True):
     steps: int
     warm_up: Annotated[int, Argument("steps before them (default 10)", metavar="N")] = 10
     seed: Annotated[int, Argument("of lengths and rewards")] = 0
+    environment_factor: Annotated[float, Argument("times as long in environments (default 1)", metavar="X")] = 1.0
 
     def world(self, trace: Path | None) -> tuple[str, World, list[str]]:
         """Name of the cluster, what to simulate in, and what to know of it. A recorded run gives lengths, and a cluster
         where none is named. Raises ``StreamRLError``."""
-        if self.steps < 1 or self.warm_up < 0 or self.seed < 0:
-            given = f"--steps {self.steps} --warm-up {self.warm_up} --seed {self.seed}"
-            raise RecipeError(f"{given}: at least 1, 0 and 0")
-        simulated = partial(World, steps=self.steps, warm_up=self.warm_up, seed=self.seed)
+        factor = self.environment_factor
+        if self.steps < 1 or self.warm_up < 0 or self.seed < 0 or not 0 <= factor < math.inf:
+            given = f"--steps {self.steps} --warm-up {self.warm_up} --seed {self.seed} --environment-factor {factor:g}"
+            raise RecipeError(f"{given}: at least 1, 0, 0 and 0")
+
+        def simulated(model: ClusterModel, **more: Any) -> World:
+            environment = replace(model.environment, factor=factor * model.environment.factor)
+            model = replace(model, environment=environment)
+            return World(model=model, steps=self.steps, warm_up=self.warm_up, seed=self.seed, **more)
+
         if trace is None:
             name = self.cluster or DEFAULT_CLUSTER
             model = load_cluster(name)
-            return name, simulated(model=model, lengths=cache(model.drawn_lengths)), []
+            return name, simulated(model, lengths=cache(model.drawn_lengths)), []
         run, recipe = load_recording(trace), _recipe_of(trace)
         notes, agreed = [], None
         if self.cluster:
@@ -75,7 +84,7 @@ class InVirtualTime(Command, frozen=True, kw_only=True):
                 "longer: a record of synchronous rounds answers better"
             )
         lengths = cache(lambda seed: RecordedLengths(run, seed=seed))
-        return name, simulated(model=model, lengths=lengths, agreement=agreed), notes
+        return name, simulated(model, lengths=lengths, agreement=agreed), notes
 
 
 class Simulate(InVirtualTime, frozen=True, kw_only=True):
@@ -229,6 +238,9 @@ def quality_table(outcomes: list[Outcome]) -> Table:
         yield "rounds", outcome.name
         yield "bubble", f"{r.rollout_bubble:.3f}"
         yield "free slots", f"{r.free_slots:.3f}"
+        if any(one.report.environment_s for one in outcomes):
+            yield "sampling s", f"{r.sampling_s * outcome.slower:.3g}"
+            yield "environment s", f"{r.environment_s:.3g}"
         yield "staleness", f"{r.staleness_mean:.2f}"
         yield "largest", str(r.staleness_max)
         yield "wait", f"{r.wait_mean:.2f}"

@@ -111,6 +111,9 @@ def advice_table(shown: list[TriedRecipe], advice: Advice) -> Table:
         yield "length", f"{figures.length_share:.2f}" if figures else ""
         yield "wasted", f"{figures.wasted_share:.0%}" if figures else ""
         yield "bubble", f"{figures.rollout_bubble:.2f}" if figures else ""
+        if now and now.environment_s:
+            yield "sampling s", f"{figures.sampling_s:.3g}" if figures else ""
+            yield "environment s", f"{figures.environment_s:.3g}" if figures else ""
         yield "stale", str(figures.staleness) if figures else ""
         yield "wait", str(figures.wait) if figures else ""
         yield "steps/grad", str(tried.steps_a_gradient) if figures else ""

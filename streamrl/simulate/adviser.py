@@ -22,7 +22,7 @@ from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.calibrate import calibrate
 from streamrl.simulate.engine_changes import engine_plan
-from streamrl.simulate.lengths import RecordedLengths, capped
+from streamrl.simulate.lengths import RecipeLengths, RecordedLengths
 from streamrl.simulate.simulation import simulate_candidates
 
 FIRST_GROUPS, FIRST_ROUNDS = 20, 4
@@ -64,7 +64,7 @@ def advice_for(run: RecordedRun, recipe: Recipe) -> RoundsAdvised:
     recorded too little."""
     run = recent(run)
     fit = calibrate(run, recipe)
-    lengths = capped(RecordedLengths(run), recipe.sampling.max_tokens)
+    lengths = RecipeLengths(recipe, fit.model.environment, RecordedLengths(run))
     engines = engine_plan(recipe, fit.model)
     reports = simulate_candidates(control_settings(recipe), fit.model, lengths, engines=engines)
     figures = {"trajectories": float(len(run.trajectories)), "step_error": fit.step_error}

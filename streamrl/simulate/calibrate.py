@@ -22,7 +22,7 @@ from streamrl.simulate.engine_fit import StepFit, fit_arrivals, fit_step, step_s
 from streamrl.simulate.engines import EngineModel
 from streamrl.simulate.lengths import LengthModel, recorded_rows
 from streamrl.simulate.recording import life_times, steps_alone, trained_groups
-from streamrl.simulate.stages import PushModel, RewardModel, TrainerClock, TrainerModel
+from streamrl.simulate.stages import EnvironmentModel, PushModel, RewardModel, TrainerClock, TrainerModel
 
 FEWEST_COMPLETIONS = 64
 FEWEST_STEPS = 3
@@ -77,6 +77,7 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
         engine=_engine(run, step, arrival, presubmitted, recipe.engines.max_num_seqs if recipe else 0),
         trainer=msgspec.structs.replace(trainer, rollout_slowdown=step.slowdown),
         lengths=fit_lengths(run),
+        environment=_environment(run),
         # Not the run's capacity: another recipe's batches are measured against their own.
         engines=msgspec.structs.replace(
             DEMO.engines,
@@ -107,6 +108,18 @@ def _engine(run: RecordedRun, step: StepFit, arrival: float, presubmitted: float
         arrival_s=arrival,
         admission_s=arrival,
         presubmitted_s=presubmitted,
+    )
+
+
+def _environment(run: RecordedRun) -> EnvironmentModel:
+    rows = [line.turns for line in run.trajectories if line.turns]
+    if not rows:
+        return EnvironmentModel()
+    turns = sum(map(len, rows)) - len(rows)
+    appended, _, tokens, _ = (sum(each) for each in zip(*(turn for row in rows for turn in row), strict=True))
+    after_s = sum(turn[1] for row in rows for turn in row[1:])
+    return EnvironmentModel(
+        turn_tokens=tokens / turns, appended_tokens=round(appended / turns), seconds=after_s / turns
     )
 
 
@@ -201,7 +214,7 @@ def fit_lengths(run: RecordedRun) -> LengthModel:
     """A mixture of log-normals below the cap (as many as the Bayesian information criterion allows: classes of prompts
     differ in length), a mass at the cap, and the correlation of two completions of a prompt."""
     cap = run.header.max_tokens
-    rows = [[min(length, cap) for length in row] for row in recorded_rows(run)]
+    rows = [[min(length, cap) for length, _ in row] for row in recorded_rows(run)]
     lengths = np.array([length for row in rows for length in row], dtype=float)
     below = lengths < cap
     logs = np.log(lengths[below]) if below.any() else np.log(lengths)

@@ -14,7 +14,7 @@ from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import parse_toml
 from streamrl.simulate.engines import EngineModel
 from streamrl.simulate.lengths import DomainLengths, LengthModel, LengthSource, ModelledLengths
-from streamrl.simulate.stages import PushModel, RewardModel, TrainerModel
+from streamrl.simulate.stages import EnvironmentModel, PushModel, RewardModel, TrainerModel
 
 
 class ClusterEngines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +54,7 @@ class ClusterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engines: ClusterEngines = ClusterEngines()
     reward: RewardModel = RewardModel()
     push: PushModel = PushModel()
+    environment: EnvironmentModel = EnvironmentModel()
     domains: tuple[Domain, ...] = ()
 
     def __post_init__(self) -> None:

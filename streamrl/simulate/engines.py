@@ -14,6 +14,7 @@ import msgspec
 
 from streamrl.base.types import TrajectoryId
 from streamrl.engines.step_cost import StepCost
+from streamrl.simulate.lengths import Turns
 
 NEVER = math.inf
 ROUNDING = 1e-6  # tokens: below what the clock resolves after hours
@@ -27,7 +28,8 @@ class EngineModel(StepCost, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prompt. ``arrival_s``: interval at which the front end takes requests; ``admission_s + admission_per_running_s x
     running``: how long each holds up decoding; ``presubmitted_s``: the same for one that came while the engine was
     paused. ``rejected_per_token``: where deferred prompts are verified, the chance that the weights of the long round
-    choose another token than the one that was sampled before (assumed)."""
+    choose another token than the one that was sampled before (assumed). ``prefix_cache``: a later turn on the same
+    engine under the same weights prefills only what was appended; without it the whole context."""
 
     max_num_seqs: int = 256
     kv_tokens: int = 0
@@ -37,12 +39,14 @@ class EngineModel(StepCost, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     admission_per_running_s: float = 0.0
     presubmitted_s: float = 0.0
     rejected_per_token: float = 0.001
+    prefix_cache: bool = True
 
 
 class Request(msgspec.Struct, eq=False):
-    """One trajectory on its way. ``length``: tokens it will have; ``sampled``: before it runs, or since it was stopped
-    (in parts of a token: the clock stops anywhere). ``noise``: of its group; ``verified``: it begins with tokens of an
-    earlier attempt."""
+    """One trajectory on its way. ``length``: tokens it will have, at the end of its turn; ``sampled``: before it runs,
+    or since it was stopped (in parts of a token: the clock stops anywhere). ``noise``: of its group; ``verified``: it
+    begins with tokens of an earlier attempt. ``turns``: still to come; ``appended``: tokens of its environment;
+    ``sampling_s``: from launch to end, without ``environment_s``."""
 
     id: TrajectoryId
     prompt: int
@@ -61,9 +65,18 @@ class Request(msgspec.Struct, eq=False):
     paused_arrival: bool = False
     noise: int = -1
     verified: bool = False
+    turns: Turns = ()
+    appended: int = 0
+    environment_s: float = 0.0
+    sampling_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.request_id = str(self.id)
+
+    @property
+    def context(self) -> float:
+        """Tokens that it has, its prompt with them."""
+        return self.prompt_tokens + self.sampled + self.appended
 
     def again(self) -> Request:
         """The same trajectory, to be submitted anew with the tokens that it has: this one may still be in a queue."""
@@ -117,6 +130,7 @@ class EngineClock:
         self._serial = 0
         self._held_up_s = 0.0
         self._prefixes: dict[int, int] = {}
+        self._cached: dict[TrajectoryId, float] = {}
 
     def _step_s(self) -> float:
         return self.model.step_s(len(self.running), self.context) * self.slowdown
@@ -165,6 +179,8 @@ class EngineClock:
             if request.running and request.attempt_serial == serial:
                 self._leave(request)
                 request.sampled = request.length
+                if request.turns and self.model.prefix_cache:
+                    self._cached[request.id] = request.context
                 ended.append(request)
         if not ended:
             self._preempt_when_full()
@@ -190,7 +206,7 @@ class EngineClock:
                 continue
             if model.kv_tokens and self.running:
                 shared = request.id.group_id in self._prefixes
-                needed = request.sampled + 1 + (0 if shared else request.prompt_tokens)
+                needed = request.context + 1 - (request.prompt_tokens if shared else 0)
                 if self.held_kv + needed > model.kv_tokens:
                     return
             waiting.popleft()
@@ -205,14 +221,15 @@ class EngineClock:
         group = request.id.group_id
         siblings = self._prefixes.get(group, 0)
         self._prefixes[group] = siblings + 1
-        own = request.sampled + (0 if siblings else request.prompt_tokens)
+        own = request.context - (request.prompt_tokens if siblings else 0)
         held_up = model.presubmitted_s if request.paused_arrival else model.admission_s
         if not request.paused_arrival:
             held_up += model.admission_per_running_s * len(self.running)
         if request.verified:
             held_up *= 2  # what verifies it is a request of its own
         if model.prefill_tokens_s:
-            held_up += own / model.prefill_tokens_s
+            cached = self._cached.pop(request.id, 0.0)
+            held_up += (request.context - cached if cached else own) / model.prefill_tokens_s
         if held_up:
             self.blocked_until = max(self.blocked_until, self.time) + held_up
         self._serial += 1
@@ -221,7 +238,7 @@ class EngineClock:
         request.start = self.clock
         self.running[request] = None
         self._together.change(self.time, 1)
-        self.context += request.prompt_tokens + request.sampled
+        self.context += request.context
         self.held_kv += own
         finish = self.clock + request.length - request.sampled
         heapq.heappush(self._finishing, (finish, self._serial, request))
@@ -231,8 +248,8 @@ class EngineClock:
         self._together.change(self.time, -1)
         request.running = False
         decoded = self.clock - request.start
-        self.context -= request.prompt_tokens + request.sampled + decoded
-        self.held_kv -= request.sampled + decoded
+        self.context -= request.context + decoded
+        self.held_kv -= request.context - request.prompt_tokens + decoded
         group = request.id.group_id
         left = self._prefixes[group] - 1
         if left:
@@ -266,6 +283,7 @@ class EngineClock:
     def resume(self, now: float, *, recompute: bool = False) -> None:
         """Resume; ``recompute``: the KV of all that runs is made again under the new weights."""
         self.advance(now)
+        self._cached.clear()
         self.paused = False
         held_up = self._held_up_s if self.running else 0.0  # what was due is still to be done, unless it was taken off
         if recompute and self.model.prefill_tokens_s:

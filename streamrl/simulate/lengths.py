@@ -5,6 +5,8 @@ its lengths; for one that is regenerated they are drawn again around the same pr
 from __future__ import annotations
 
 import math
+import random
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -13,8 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.types import TurnTimes
 from streamrl.observe.report.trajectory_trace import RecordedRun, TrajectoryLine
+from streamrl.recipe.sections import Recipe
+from streamrl.simulate.stages import EnvironmentModel
 
+Turns = tuple[TurnTimes, ...]
 Floats = NDArray[np.float64]
 
 POOL_BITS = 19
@@ -170,7 +176,7 @@ class RecordedLengths:
             raise StreamRLError(
                 f"run {run.header.run_id} recorded no finished trajectory: there are no lengths to replay"
             )
-        means = [sum(map(math.log, row)) / len(row) for row in self._rows]
+        means = [sum(math.log(length) for length, _ in row) / len(row) for row in self._rows]
         self._sorted = sorted(range(len(means)), key=means.__getitem__)
         self._places = [0] * len(means)
         for place, row in enumerate(self._sorted):
@@ -183,6 +189,10 @@ class RecordedLengths:
 
     def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
         """Draw from the record. ``version`` is ignored: a record has its own drift."""
+        return [length for length, _ in self.completions(prompt, noise, samples)]
+
+    def completions(self, prompt: int, noise: int, samples: int) -> list[tuple[int, Turns]]:
+        """The same lengths, each with its turns."""
         count = len(self._rows)
         if not self._resample and self._noises.setdefault(prompt, noise) == noise:
             return self._drawn(self._places[prompt % count], 0, samples)
@@ -193,10 +203,10 @@ class RecordedLengths:
         place = -1 - place if place < 0 else place if place < count else 2 * count - 1 - place
         return self._drawn(place, mixed >> 8, samples)
 
-    def _drawn(self, place: int, turn: int, samples: int) -> list[int]:
+    def _drawn(self, place: int, turn: int, samples: int) -> list[tuple[int, Turns]]:
         """The row at ``place`` in order of length, turned round, and as many of those beside it as it takes."""
         row = self._rows[self._sorted[place]]
-        lengths: list[int] = []
+        lengths: list[tuple[int, Turns]] = []
         beside = 0
         while len(lengths) < samples:
             turned = turn % len(row)
@@ -207,42 +217,66 @@ class RecordedLengths:
         return lengths[:samples]
 
 
-class CappedLengths:
-    """Lengths of ``source``, cut at the ``cap`` of the recipe."""
+class RecipeLengths:
+    """Lengths of ``source``, no longer than ``recipe`` allows: what is longer than their own cap is unknown. With an
+    environment they are in turns: the recorded ones, or such as ``environment`` has."""
 
-    def __init__(self, source: LengthSource, cap: int) -> None:
-        self._source = source
-        self.cap = cap
+    def __init__(self, recipe: Recipe, environment: EnvironmentModel, source: LengthSource, seed: int = 0) -> None:
+        self._source, self._model, self._seed = source, environment, seed
+        self.cap = min(recipe.most_tokens, source.cap)
+        self._most_turns = recipe.environment.max_turns if recipe.environment.given else 0
 
     def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
+        if turns := self.turns(prompt, noise, samples, version):
+            return [sum(tokens for _, _, tokens, _ in one) for one in turns]
         return [min(length, self.cap) for length in self._source.draw(prompt, noise, samples, version)]
 
+    def turns(self, prompt: int, noise: int, samples: int, version: int) -> list[Turns]:
+        """The turns of each sample, with what its environment does after the last; empty without an environment."""
+        source = self._source
+        if not self._most_turns:
+            return []
+        if isinstance(source, RecordedLengths):
+            drawn = source.completions(prompt, noise, samples)
+        else:
+            drawn = [(length, ()) for length in source.draw(prompt, noise, samples, version)]
+        return [
+            turns[:-1][: self._most_turns] + turns[-1:]
+            or self._modelled(min(length, self.cap), random.Random(hash((self._seed, prompt, noise, sample))))
+            for sample, (length, turns) in enumerate(drawn)
+        ]
 
-def capped(source: LengthSource, max_tokens: int) -> LengthSource:
-    """``source`` with no length beyond ``max_tokens``. Lengths beyond their own cap are unknown."""
-    return CappedLengths(source, max_tokens) if max_tokens < source.cap else source
+    def _modelled(self, length: int, source: random.Random) -> Turns:
+        model = self._model
+        wanted = round(length / model.turn_tokens) if model.turn_tokens else 1
+        count = max(min(wanted, self._most_turns, length), 1)
+        ends = [length * number // count for number in range(count + 1)]
+        waits = [0.0, *(model.seconds * source.expovariate(1.0) for _ in range(count))]
+        turns = ((model.appended_tokens, waits[i], ends[i + 1] - ends[i], 0.0) for i in range(count))
+        return (*turns, (0, waits[-1], 0, 0.0))
 
 
-def recorded_rows(run: RecordedRun, seed: int = 0) -> list[list[int]]:
-    """The lengths of each prompt in the order of their launch; of several attempts the one that says most. A completion
-    that was stopped gets the length of a recorded one that is longer, or the cap where none is."""
+def recorded_rows(run: RecordedRun, seed: int = 0) -> list[list[tuple[int, Turns]]]:
+    """The lengths, with turns, of each prompt in the order of their launch; of several attempts the one that says most.
+    A completion that was stopped gets those of a recorded one that is longer, or the cap where none is."""
     attempts: dict[str, dict[int, list[TrajectoryLine]]] = {}
     for line in run.trajectories:
         attempts.setdefault(line.prompt_id, {}).setdefault(line.group, []).append(line)
-    finished = np.sort([line.tokens for line in run.trajectories if line.finish_reason])
+    finished = sorted((line for line in run.trajectories if line.finish_reason), key=lambda line: line.tokens)
+    tokens = [line.tokens for line in finished]
     source = np.random.default_rng([seed, 11])
     rows = []
     for groups in sorted(attempts.values(), key=min):
         # A replayed prompt repeats its lengths: the attempt that got furthest has them all.
         lines = max(groups.values(), key=lambda group: sum(bool(line.finish_reason) for line in group))
-        row = []
+        row = list[tuple[int, Turns]]()
         for line in sorted(lines, key=lambda line: line.sample):
             if line.finish_reason:
-                row.append(max(line.tokens, 1))
+                row.append((max(line.tokens, 1), line.turns))
             elif line.tokens:
-                longer = int(np.searchsorted(finished, line.tokens, side="right"))
-                beyond = longer < len(finished)
-                row.append(int(source.choice(finished[longer:])) if beyond else run.header.max_tokens)
+                longer = bisect_right(tokens, line.tokens)
+                other = finished[source.choice(np.arange(longer, len(tokens)))] if longer < len(tokens) else None
+                row.append((other.tokens, other.turns) if other else (run.header.max_tokens, ()))
         if row:
             rows.append(row)
     return rows

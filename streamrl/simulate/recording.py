@@ -34,7 +34,7 @@ def load_recording(path: Path) -> RecordedRun:
 
 
 class LifeTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Completions that ran from launch to end under one version, one row each; times in seconds since the run began.
+    """Completions, or turns, that ran from launch to end under one version, one row each; seconds since the run began.
 
     ``begins``: launch, or when the version that sampled it went live where it waited for that in a paused engine
     (``presubmitted``); ``ends``: last token; ``arrivals``: requests that began on its engine from its begin to its end,
@@ -67,7 +67,7 @@ class LifeTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 def life_times(run: RecordedRun) -> LifeTimes:
     """Spans from the launch to the end of every recorded trajectory; those that were stopped count as load only."""
-    lines = [line for line in run.trajectories if line.rollout_s > 0]
+    lines = [one for line in run.trajectories if line.rollout_s > 0 for one in _completions(line)]
     live = {line.policy_version: line.time_s for line in run.steps}
     launched = np.array([line.launched_s for line in lines])
     ends = launched + np.array([line.rollout_s for line in lines])
@@ -96,6 +96,16 @@ def life_times(run: RecordedRun) -> LifeTimes:
         times=times[order],
         in_flight=np.cumsum(changes) / engines,
     )
+
+
+def _completions(line: TrajectoryLine) -> list[TrajectoryLine]:
+    """Return the turns of ``line`` as lines of their own; where it has none, itself."""
+    found, now = [], line.launched_s
+    for _, environment_s, tokens, sampling_s in line.turns:
+        now += environment_s
+        found.append(msgspec.structs.replace(line, launched_s=now, rollout_s=sampling_s, tokens=tokens))
+        now += sampling_s
+    return found[:-1] or [line]
 
 
 def _whole(line: TrajectoryLine) -> bool:

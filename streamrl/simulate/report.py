@@ -66,7 +66,8 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
 
     ``goodput``: trained tokens a second; ``groups_s``: trained groups a second. ``unbiased``: lengths as the prompts
     that were launched would give them; ``trained``: those trained on. ``rollout_bubble``,
-    ``free_slots``: free share of ``capacity``, in the rollout and in the whole step. Staleness: of the oldest token.
+    ``free_slots``: free share of ``capacity``, in the rollout and in the whole step. ``sampling_s``, ``environment_s``:
+    of a trained trajectory outside of its environment and in it, means. Staleness: of the oldest token.
     ``step_s_p50``, ``step_s_p95``: of the steps in ``recent``. ``wait_mean``, ``wait_max``: optimizer steps between the
     first launch of a prompt and its training. ``straggler_rate``: mean over trained batches of the share of their
     step's groups that straggle (SAGC's budget)."""
@@ -83,6 +84,8 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     groups_s: float
     rollout_bubble: float
     free_slots: float
+    sampling_s: float
+    environment_s: float
     staleness_mean: float
     staleness_max: int
     unbiased: LengthSummary
@@ -156,6 +159,8 @@ class Sums(msgspec.Struct):
     waits: Counter[int] = msgspec.field(default_factory=Counter)
     group_sizes: Counter[int] = msgspec.field(default_factory=Counter)
     reasons: Counter[str] = msgspec.field(default_factory=Counter)
+    sampling_s: float = 0.0
+    environment_s: float = 0.0
     batches: int = 0
     stragglers: float = 0.0
 
@@ -205,6 +210,8 @@ class StepLedger:
         lengths = [request.length for request in requests]
         sums.trained[kind].update(lengths)
         sums.group_sizes[len(lengths)] += 1
+        sums.sampling_s += sum(request.sampling_s for request in requests)
+        sums.environment_s += sum(request.environment_s for request in requests)
         sums.staleness.update(trainer_version - request.first_version for request in requests)
         first = self._first_launch.pop(requests[0].prompt, None)
         if first is not None:
@@ -289,6 +296,8 @@ class StepLedger:
             groups_s=sums.group_sizes.total() / seconds,
             rollout_bubble=sum(row.rollout_bubble * row.rollout_s for row in rows) / max(rollout_s, 1e-12),
             free_slots=sum(row.free_slots * row.step_s for row in rows) / seconds,
+            sampling_s=sums.sampling_s / max(trained.total(), 1),
+            environment_s=sums.environment_s / max(trained.total(), 1),
             staleness_mean=_total(sums.staleness) / max(trained.total(), 1),
             staleness_max=max(sums.staleness, default=0),
             unbiased=summary_of(sums.unbiased, cap),

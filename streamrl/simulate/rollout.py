@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from streamrl.base.types import TrajectoryId
@@ -15,6 +15,7 @@ from streamrl.engines.routing import Router, ServedRequest
 from streamrl.observe.dashboard.chrome_trace import ChromeTrace
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request, RunningTogether
+from streamrl.simulate.lengths import Turns
 from streamrl.simulate.stages import EventQueue
 
 
@@ -52,7 +53,8 @@ class SimulatedRollout:
     """``requests``: all trajectories that have not ended, those that are being scored included. A caller that changes
     something calls ``settle`` before time goes on. ``aborted``: requests were stopped since it was last set to False;
     ``engines``: those of the largest set, of which the first ``serving`` ones serve; ``together``: what runs on all
-    of them; ``fullest``: largest share of a cache that was in use when a request ended, since it was last set to 0.
+    of them; ``fullest``: largest share of a cache that was in use when a request ended, since it was last set to 0;
+    ``sampled``: is called with what its environment has ended.
     ``verifies_deferred``: what was cancelled keeps its tokens until the same draw is launched again."""
 
     def __init__(
@@ -63,6 +65,7 @@ class SimulatedRollout:
         self.engines = [EngineClock(model.engine, self.together) for _ in range(max(most, model.engines.count))]
         self.fullest = 0.0
         self.trace: ChromeTrace | None = None
+        self.sampled: Callable[[Request], None]
         self.requests: dict[TrajectoryId, Request] = {}
         self.aborted = False
         self._queue = queue
@@ -121,20 +124,40 @@ class SimulatedRollout:
 
     # ---- what control orders -----------------------------------------------------------------------
 
-    def launch(self, action: do.LaunchGroup, prompt: int, lengths: list[int]) -> None:
-        """Submit a group; ``lengths`` by sample number."""
+    def launch(self, action: do.LaunchGroup, prompt: int, lengths: list[int], turns: Sequence[Turns] = ()) -> None:
+        """Submit a group; ``lengths`` by sample number, or ``turns``: environments begin."""
         tokens, now, version = self.model.engines.prompt_tokens, self._queue.now, action.policy_version
         requests = self.requests
         for identity in action.ids:
             request = Request(identity, prompt, tokens, lengths[identity.sample], now)
             request.first_version = version
             request.noise = action.seed_base
+            requests[identity] = request
+            if turns:
+                request.length, request.turns = 0, turns[identity.sample]
+                self.to_environment(request)
+                continue
             if self.deferred is not None:
                 self.deferred.verify(request)
-            requests[identity] = request
             self._submit(request)
         if self.deferred is not None:
             self.deferred.most_open = max(self.deferred.most_open, len(requests))
+
+    def to_environment(self, request: Request) -> None:
+        """Have the environment of ``request`` append to it for its next turn."""
+        (appended, seconds, tokens, _), request.turns = request.turns[0], request.turns[1:]
+        request.appended += appended
+        request.length += tokens
+        request.environment_s += seconds * self.model.environment.factor
+        self._queue.call_after(seconds * self.model.environment.factor, partial(self._answered, request))
+
+    def _answered(self, request: Request) -> None:
+        if request.stopped:
+            return
+        if request.sampled >= request.length:
+            self.sampled(request)
+        else:
+            self._submit(request)
 
     def _submit(self, request: Request) -> None:
         index = self.serving[0]
@@ -185,6 +208,7 @@ class SimulatedRollout:
             self.fullest = max(self.fullest, min(engine.held_kv / engine.model.kv_tokens, 1.0))
         ended = engine.finished(time)
         for request in ended:
+            self._router.answered(request.request_id)
             self._left(request)
         return ended
 
@@ -194,14 +218,15 @@ class SimulatedRollout:
             request = self.requests.pop(identity, None)
             if request is not None:
                 self._take_off(request)
-                if self.deferred is not None:
+                if self.deferred is not None and not request.appended:
                     self.deferred.add(request)
 
     def pause_trajectories(self, action: do.PauseTrajectories) -> None:
         """Stop those that have not ended, and keep their tokens."""
         for identity in action.ids:
             request = self.requests.get(identity)
-            if request is not None and request.engine >= 0:  # otherwise it ended: its reward is on the way
+            # Others ended: their rewards are on the way. An environment answers until it goes on.
+            if request is not None and (request.engine >= 0 or request.turns):
                 self._take_off(request)
 
     def _take_off(self, request: Request) -> None:

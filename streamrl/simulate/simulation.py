@@ -27,7 +27,7 @@ from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan, SimulatedFreeing, SimulatedSets, engine_plan
 from streamrl.simulate.engines import Request
-from streamrl.simulate.lengths import LengthSource, capped
+from streamrl.simulate.lengths import LengthSource, RecipeLengths
 from streamrl.simulate.report import SimulationReport, StepLedger
 from streamrl.simulate.rollout import SimulatedRollout
 from streamrl.simulate.stages import EventQueue, RewardServers, TrainerClock
@@ -94,7 +94,7 @@ def simulate_recipe(
         control_settings(recipe),
         model,
         steps,
-        lengths=capped(lengths, recipe.sampling.max_tokens),
+        lengths=RecipeLengths(recipe, model.environment, lengths, seed),
         in_flight=recipe.rollout.in_flight,
         seed=seed,
         warm_up=warm_up,
@@ -148,6 +148,7 @@ class Simulation:
             model, self.queue, max_tokens=lengths.cap, most=largest, verifies_deferred=verifies
         )
         most = model.engines.count * model.engine.max_num_seqs
+        self.rollout.sampled = self._sampled
         # Whatever the rounds have in flight: as the real pipeline measures its engines.
         capacity = model.engines.capacity or min(most, settings.batch_trajectories)
         self.ledger = StepLedger(settings, self.rollout.engines, self.rollout.together, capacity, lengths.cap)
@@ -218,7 +219,11 @@ class Simulation:
     def _sampled(self, request: Request) -> None:
         if request.stopped:  # cancelled by what ended at the same instant
             return
+        if request.turns:
+            self.rollout.to_environment(request)
+            return
         now = self.queue.now
+        request.sampling_s = now - request.launched_s - request.environment_s
         request.newest_version = self.core.state.live_version
         servers = self._rewards[self.model.domain_of(request.prompt)]
         ends, reward = servers.score(now, request.prompt, truncated=request.length >= self._lengths.cap)
@@ -288,7 +293,9 @@ class Simulation:
     def _launch(self, action: do.LaunchGroup) -> None:
         ids = action.ids
         prompt = int(ids[0].prompt_id[1:])
-        lengths = self._lengths.draw(prompt, action.seed_base, ids[-1].sample + 1, action.policy_version)
+        drawn = (prompt, action.seed_base, ids[-1].sample + 1, action.policy_version)
+        lengths = self._lengths.draw(*drawn)
+        turns = self._lengths.turns(*drawn) if isinstance(self._lengths, RecipeLengths) else ()
         self.ledger.launched(prompt, ids[0].attempt, lengths, self.core.state.live_version)
         kind = action.round_kind
         if self._release is not None:
@@ -297,7 +304,7 @@ class Simulation:
             because = self._switch.launched(kind, ids, action.policy_version)
             if because is not None:
                 self.ledger.explained(because.subject)
-        self.rollout.launch(action, prompt, lengths)
+        self.rollout.launch(action, prompt, lengths, turns)
 
     def _drop(self, action: do.Drop) -> None:
         if action.abort:

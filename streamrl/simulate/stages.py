@@ -33,6 +33,17 @@ class RewardModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     spread: float = 1.0
 
 
+class EnvironmentModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Environment of a recipe that has one. ``turn_tokens``: sampled in a turn, so that longer ones have more turns
+    (0: one); ``appended_tokens``: before each; ``seconds``: after each, mean of an exponential distribution.
+    ``factor``: by which all seconds are multiplied, also those of a recorded run."""
+
+    turn_tokens: float = 0.0
+    appended_tokens: int = 0
+    seconds: float = 0.0
+    factor: float = 1.0
+
+
 class TrainerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``token_s``, ``sequence_s``: forward and backward of one trained token, and of one sequence, at full speed.
 

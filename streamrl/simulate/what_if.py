@@ -71,6 +71,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     length_share: float
     wasted_share: float
     rollout_bubble: float
+    sampling_s: float
+    environment_s: float
     staleness: int
     wait: int
     simulations: int
@@ -336,6 +338,8 @@ def _figures(reports: list[SimulationReport], agreement: Agreement | None) -> Fi
         length_share=fmean(report.length_ratio for report in reports),
         wasted_share=fmean(report.wasted_share for report in reports),
         rollout_bubble=fmean(report.rollout_bubble for report in reports),
+        sampling_s=fmean(report.sampling_s * by for report, by in zip(reports, slower, strict=True)),
+        environment_s=fmean(report.environment_s for report in reports),
         staleness=max(report.staleness_max for report in reports),
         wait=max(report.wait_max for report in reports),
         simulations=len(reports),

@@ -83,7 +83,7 @@ class _Turn:
         self.own_seed_tokens = 0
         self.done: Completion | None = None
         self.parts = 0
-        self.seconds = 0.0
+        self.seconds = self.outside_s = 0.0
         if done is not None:
             self.restore(done.completion, done.parts, done.seconds)
 
@@ -136,6 +136,7 @@ class _OpenTrajectory:
         self.cancelled = ""
         self.paused = False
         self.samples = self.waits = False
+        self.outside_since = anyio.current_time()
         self.resumed = anyio.Event()
         self.scope = anyio.CancelScope()
         for known in order.so_far.turns if order.so_far else ():
@@ -202,6 +203,7 @@ class _OpenTrajectory:
         first = number == 0 and not self._parts
         kept, done = (self.kept, order.done) if first else (_NOTHING, None)
         turn = _Turn(order.id, request, kept, done, first_part=self._parts, asked=(appended, after))
+        turn.outside_s = anyio.current_time() - self.outside_since
         self.turns.append(turn)
         self.asked_for += 1
         return turn
@@ -236,6 +238,13 @@ class _OpenTrajectory:
             )
         )
         self.finish = done.finish_reason
+        self.outside_since = anyio.current_time()
+
+    def result(self, ended: EnvironmentResult) -> EnvironmentResult:
+        """Return ``ended`` with the turns."""
+        turns = [(len(one.asked[0]), round(one.outside_s, 4), one.tokens, round(one.seconds, 4)) for one in self.turns]
+        last_s = round(anyio.current_time() - self.outside_since, 4)
+        return structs.replace(ended, turns=(*turns, (0, last_s, 0, 0.0)))
 
 
 class EpisodeEnd(msgspec.Struct, frozen=True):
@@ -433,7 +442,7 @@ class Episodes:
             finish_reason=end.finish or trajectory.finish or FinishReason.ABORT,
             rollout_seconds=sum(turn.seconds for turn in trajectory.turns),
             evaluation=order.evaluation,
-            environment=end.result,
+            environment=end.result and trajectory.result(end.result),
         )
 
     async def _sample(

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import msgspec
 from oracle.trace_header import trace_header
 
+from streamrl.base.types import TurnTimes
 from streamrl.control import actions as do
 from streamrl.observe.report.trajectory_trace import EnginesLine, RecordedRun, StepLine, TrajectoryLine
+from streamrl.recipe.sections import Recipe
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import Request
-from streamrl.simulate.lengths import ModelledLengths
+from streamrl.simulate.lengths import ModelledLengths, RecipeLengths
 from streamrl.simulate.simulation import Simulation
 from tests.simulate.worlds import control_settings
 
 
 class Recorder(Simulation):
-    """``samples``: whether the engines report their steps; the other ``settings`` are control's."""
+    """``samples``: whether the engines report their steps; ``recipe``: of a run with an environment; the other
+    ``settings`` are control's."""
 
     def __init__(
-        self, model: ClusterModel, steps: int, *, samples: bool = True, seed: int = 4, **settings: Any
+        self,
+        model: ClusterModel,
+        steps: int,
+        *,
+        samples: bool = True,
+        seed: int = 4,
+        recipe: Recipe | None = None,
+        **settings: Any,
     ) -> None:
+        lengths = ModelledLengths(model.lengths, seed)
         super().__init__(
             control_settings(**{"batch_groups": 16, "group_size": 8, "steps": steps, **settings}),
             model,
-            ModelledLengths(model.lengths, seed),
+            RecipeLengths(recipe, model.environment, lengths) if recipe else lengths,
             seed=seed,
         )
         self.samples = samples
+        self._turns: defaultdict[Request, list[TurnTimes]] = defaultdict(list)
         self.trajectories: dict[object, TrajectoryLine] = {}
         self.engine_lines: list[EnginesLine] = []
         self._told_s = 0.0
@@ -47,7 +60,13 @@ class Recorder(Simulation):
 
     def _sampled(self, request: Request) -> None:
         now = self.queue.now
-        if not request.stopped:
+        if self.model.environment.turn_tokens:
+            before = [sum(part) for part in zip((0, 0.0, 0, 0.0), *self._turns[request], strict=True)]
+            environment_s = request.environment_s - before[1]
+            sampling_s = now - request.launched_s - environment_s - before[1] - before[3]
+            turn = (request.appended - before[0], environment_s, request.length - before[2], sampling_s)
+            self._turns[request].append(turn)
+        if not request.stopped and not request.turns:
             finish = "length" if request.length >= self.model.lengths.cap else "stop"
             self.trajectories[request.id] = self._line(request, finish)
         super()._sampled(request)
@@ -72,6 +91,7 @@ class Recorder(Simulation):
             finish_reason=finish_reason, outcome="trained", round_kind="synchronous", launched_s=request.launched_s,
             ended_s=now, rollout_s=now - request.launched_s, reward_s=0.004, reward=1.0,
             oldest_version=request.first_version, newest_version=request.first_version,
+            turns=tuple(self._turns[request]),
         )  # fmt: skip
 
     def recorded(self) -> RecordedRun:

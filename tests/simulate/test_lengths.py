@@ -130,7 +130,7 @@ def test_deferred_prompts_are_counted_once_and_stopped_samples_are_longer() -> N
     run = recorded_run(
         [("late", [5, -20, -8]), ("winner", [6, 7, 30]), ("late", [5, 25, 9]), ("open", [4, -28]), ("last", [-60])]
     )
-    rows = recorded_rows(run)
+    rows = [[length for length, _ in row] for row in recorded_rows(run)]
     assert rows[:2] == [[5, 25, 9], [6, 7, 30]], "of two attempts the whole one"
     assert rows[2] == [4, 30], "the only recorded length beyond 28"
     assert rows[3] == [99], "none is beyond 60: the cap"

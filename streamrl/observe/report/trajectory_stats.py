@@ -186,6 +186,8 @@ def _line(trajectory: TrajectoryId, one: _Open, outcome: str, now: float, live: 
     """``live``: when versions went live."""
     scored = one.outcome.outcome if isinstance(one.outcome, Scored) else None
     sampled = scored.trajectory if scored is not None else None
+    turns = sampled.environment.turns if sampled is not None and sampled.environment is not None else ()
+    sampled_s = 0.0 if sampled is None else sampled.rollout_seconds + sum(turn[1] for turn in turns)
     oldest = one.policy_version if sampled is None else sampled.oldest_version
     began_s = max(one.routed_s, live.get(oldest, 0.0)) if one.engine else one.returned_s or now
     paused_s = one.paused_s + (max((one.returned_s or now) - one.left_s, 0.0) if one.left_s is not None else 0.0)
@@ -201,7 +203,7 @@ def _line(trajectory: TrajectoryId, one: _Open, outcome: str, now: float, live: 
         round_kind=one.round_kind,
         launched_s=round(one.launched_s, 4),
         ended_s=round(now, 4),
-        rollout_s=round((one.returned_s or now) - one.launched_s if sampled is None else sampled.rollout_seconds, 4),
+        rollout_s=round((one.returned_s or now) - one.launched_s if sampled is None else sampled_s, 4),
         reward_s=0.0 if scored is None else round(scored.reward_seconds, 5),
         reward=scored.reward if isinstance(scored, ScoredTrajectory) else None,
         oldest_version=oldest,
@@ -210,6 +212,7 @@ def _line(trajectory: TrajectoryId, one: _Open, outcome: str, now: float, live: 
         queued_s=round(min(max(began_s - one.launched_s, 0.0), (one.returned_s or now) - one.launched_s), 4),
         paused_s=round(paused_s, 4),
         returned_s=round(one.returned_s, 4),
+        turns=turns,
     )
 
 

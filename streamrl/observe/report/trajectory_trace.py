@@ -15,6 +15,7 @@ import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.line_file import LineFile
+from streamrl.base.types import TurnTimes
 
 TRACE_SCHEMA = 1
 TRAINED = "trained"
@@ -59,7 +60,8 @@ class TrajectoryLine(Line, frozen=True, tag="trajectory"):
     """A trajectory that ended.
 
     ``outcome``: ``trained``, a ``DropReason``, or ``unfinished``. ``tokens``: sampled, also by one that was stopped;
-    ``finish_reason`` is empty for such a one. ``rollout_s``: launch to last token; ``reward_s``: in the reward
+    ``finish_reason`` is empty for such a one. ``rollout_s``: launch to last token, or to the end of its environment,
+    whose ``turns`` those have that ended by themselves; ``reward_s``: in the reward
     functions; ``ended_s``: when it was trained or its end was known. ``oldest_version`` to ``newest_version``: those
     that sampled it (the launch version where that is not known). ``engine``: that had it last ("": none had it);
     ``queued_s``: launch to when an engine could sample it; ``paused_s``: outside of the engines, not in ``rollout_s``;
@@ -85,6 +87,7 @@ class TrajectoryLine(Line, frozen=True, tag="trajectory"):
     queued_s: float = 0.0
     paused_s: float = 0.0
     returned_s: float = 0.0
+    turns: tuple[TurnTimes, ...] = ()
 
 
 class StepLine(Line, frozen=True, tag="step"):
