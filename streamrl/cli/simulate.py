@@ -6,9 +6,9 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec.structs import replace
@@ -55,16 +55,11 @@ class InVirtualTime(Command, frozen=True, kw_only=True):
         if self.steps < 1 or self.warm_up < 0 or self.seed < 0 or not 0 <= factor < math.inf:
             given = f"--steps {self.steps} --warm-up {self.warm_up} --seed {self.seed} --environment-factor {factor:g}"
             raise RecipeError(f"{given}: at least 1, 0, 0 and 0")
-
-        def simulated(model: ClusterModel, **more: Any) -> World:
-            environment = replace(model.environment, factor=factor * model.environment.factor)
-            model = replace(model, environment=environment)
-            return World(model=model, steps=self.steps, warm_up=self.warm_up, seed=self.seed, **more)
-
+        simulated = partial(World, steps=self.steps, warm_up=self.warm_up, seed=self.seed)
         if trace is None:
             name = self.cluster or DEFAULT_CLUSTER
             model = load_cluster(name)
-            return name, simulated(model, lengths=cache(model.drawn_lengths)), []
+            return name, simulated(model=_timed(model, factor), lengths=cache(model.drawn_lengths)), []
         run, recipe = load_recording(trace), _recipe_of(trace)
         notes, agreed = [], None
         if self.cluster:
@@ -84,7 +79,11 @@ class InVirtualTime(Command, frozen=True, kw_only=True):
                 "longer: a record of synchronous rounds answers better"
             )
         lengths = cache(lambda seed: RecordedLengths(run, seed=seed))
-        return name, simulated(model, lengths=lengths, agreement=agreed), notes
+        return name, simulated(model=_timed(model, factor), lengths=lengths, agreement=agreed), notes
+
+
+def _timed(model: ClusterModel, factor: float) -> ClusterModel:
+    return replace(model, environment=replace(model.environment, factor=factor * model.environment.factor))
 
 
 class Simulate(InVirtualTime, frozen=True, kw_only=True):

@@ -112,15 +112,10 @@ def _engine(run: RecordedRun, step: StepFit, arrival: float, presubmitted: float
 
 
 def _environment(run: RecordedRun) -> EnvironmentModel:
-    rows = [line.turns for line in run.trajectories if line.turns]
-    if not rows:
-        return EnvironmentModel()
-    turns = sum(map(len, rows)) - len(rows)
-    appended, _, tokens, _ = (sum(each) for each in zip(*(turn for row in rows for turn in row), strict=True))
-    after_s = sum(turn[1] for row in rows for turn in row[1:])
-    return EnvironmentModel(
-        turn_tokens=tokens / turns, appended_tokens=round(appended / turns), seconds=after_s / turns
-    )
+    """Means a turn; of a run without an environment zeros."""
+    turns = np.array([turn for line in run.trajectories for turn in line.turns] or [(0, 0.0, 0, 0.0)])
+    appended, seconds, tokens, _ = (turns.sum(axis=0) / max(np.count_nonzero(turns[:, 2]), 1)).tolist()
+    return EnvironmentModel(turn_tokens=tokens, appended_tokens=round(appended), seconds=seconds)
 
 
 def _push(steps: Sequence[StepLine]) -> PushModel:

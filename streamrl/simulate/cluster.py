@@ -98,13 +98,13 @@ def differences(recipe: Recipe, model: ClusterModel, cap: int) -> list[str]:
             f"the cluster has {model.engines.count} engines, whatever the recipe says (engines.count = "
             f"{recipe.engines.count}): a cluster file sets engines.count"
         )
-    wanted = recipe.sampling.max_tokens
+    key, wanted = "environment.max_tokens" if recipe.environment.given else "sampling.max_tokens", recipe.most_tokens
     if wanted < cap:
-        found.append(f"lengths of the cluster go up to {cap} tokens and are cut at sampling.max_tokens = {wanted}")
+        found.append(f"lengths of the cluster go up to {cap} tokens and are cut at {key} = {wanted}")
     elif wanted > cap:
         found.append(
-            f"no completion is longer than the cluster's {cap} tokens, and the recipe allows more (sampling.max_tokens "
-            f"= {wanted}): a cluster file sets lengths.cap"
+            f"no completion is longer than the cluster's {cap} tokens, and the recipe allows more ({key} = {wanted}): a "
+            "cluster file sets lengths.cap"
         )
     return found
 

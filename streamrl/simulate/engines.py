@@ -73,11 +73,6 @@ class Request(msgspec.Struct, eq=False):
     def __post_init__(self) -> None:
         self.request_id = str(self.id)
 
-    @property
-    def context(self) -> float:
-        """Tokens that it has, its prompt with them."""
-        return self.prompt_tokens + self.sampled + self.appended
-
     def again(self) -> Request:
         """The same trajectory, to be submitted anew with the tokens that it has: this one may still be in a queue."""
         return msgspec.structs.replace(self, stopped=False, verified=False, engine=-1)
@@ -180,7 +175,7 @@ class EngineClock:
                 self._leave(request)
                 request.sampled = request.length
                 if request.turns and self.model.prefix_cache:
-                    self._cached[request.id] = request.context
+                    self._cached[request.id] = request.sampled + request.appended
                 ended.append(request)
         if not ended:
             self._preempt_when_full()
@@ -206,7 +201,7 @@ class EngineClock:
                 continue
             if model.kv_tokens and self.running:
                 shared = request.id.group_id in self._prefixes
-                needed = request.context + 1 - (request.prompt_tokens if shared else 0)
+                needed = request.sampled + request.appended + 1 + (0 if shared else request.prompt_tokens)
                 if self.held_kv + needed > model.kv_tokens:
                     return
             waiting.popleft()
@@ -221,7 +216,8 @@ class EngineClock:
         group = request.id.group_id
         siblings = self._prefixes.get(group, 0)
         self._prefixes[group] = siblings + 1
-        own = request.context - (request.prompt_tokens if siblings else 0)
+        after_prompt = request.sampled + request.appended
+        own = after_prompt + (0 if siblings else request.prompt_tokens)
         held_up = model.presubmitted_s if request.paused_arrival else model.admission_s
         if not request.paused_arrival:
             held_up += model.admission_per_running_s * len(self.running)
@@ -229,7 +225,7 @@ class EngineClock:
             held_up *= 2  # what verifies it is a request of its own
         if model.prefill_tokens_s:
             cached = self._cached.pop(request.id, 0.0)
-            held_up += (request.context - cached if cached else own) / model.prefill_tokens_s
+            held_up += (after_prompt - cached if cached else own) / model.prefill_tokens_s
         if held_up:
             self.blocked_until = max(self.blocked_until, self.time) + held_up
         self._serial += 1
@@ -238,7 +234,7 @@ class EngineClock:
         request.start = self.clock
         self.running[request] = None
         self._together.change(self.time, 1)
-        self.context += request.context
+        self.context += request.prompt_tokens + after_prompt
         self.held_kv += own
         finish = self.clock + request.length - request.sampled
         heapq.heappush(self._finishing, (finish, self._serial, request))
@@ -248,8 +244,8 @@ class EngineClock:
         self._together.change(self.time, -1)
         request.running = False
         decoded = self.clock - request.start
-        self.context -= request.context + decoded
-        self.held_kv -= request.context - request.prompt_tokens + decoded
+        self.context -= request.prompt_tokens + request.sampled + request.appended + decoded
+        self.held_kv -= request.sampled + request.appended + decoded
         group = request.id.group_id
         left = self._prefixes[group] - 1
         if left:

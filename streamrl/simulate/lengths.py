@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -227,8 +226,6 @@ class RecipeLengths:
         self._most_turns = recipe.environment.max_turns if recipe.environment.given else 0
 
     def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
-        if turns := self.turns(prompt, noise, samples, version):
-            return [sum(tokens for _, _, tokens, _ in one) for one in turns]
         return [min(length, self.cap) for length in self._source.draw(prompt, noise, samples, version)]
 
     def turns(self, prompt: int, noise: int, samples: int, version: int) -> list[Turns]:
@@ -258,12 +255,11 @@ class RecipeLengths:
 
 def recorded_rows(run: RecordedRun, seed: int = 0) -> list[list[tuple[int, Turns]]]:
     """The lengths, with turns, of each prompt in the order of their launch; of several attempts the one that says most.
-    A completion that was stopped gets those of a recorded one that is longer, or the cap where none is."""
+    A completion that was stopped gets the length of a recorded one that is longer, or the cap where none is."""
     attempts: dict[str, dict[int, list[TrajectoryLine]]] = {}
     for line in run.trajectories:
         attempts.setdefault(line.prompt_id, {}).setdefault(line.group, []).append(line)
-    finished = sorted((line for line in run.trajectories if line.finish_reason), key=lambda line: line.tokens)
-    tokens = [line.tokens for line in finished]
+    finished = np.sort([line.tokens for line in run.trajectories if line.finish_reason])
     source = np.random.default_rng([seed, 11])
     rows = []
     for groups in sorted(attempts.values(), key=min):
@@ -274,9 +270,9 @@ def recorded_rows(run: RecordedRun, seed: int = 0) -> list[list[tuple[int, Turns
             if line.finish_reason:
                 row.append((max(line.tokens, 1), line.turns))
             elif line.tokens:
-                longer = bisect_right(tokens, line.tokens)
-                other = finished[source.choice(np.arange(longer, len(tokens)))] if longer < len(tokens) else None
-                row.append((other.tokens, other.turns) if other else (run.header.max_tokens, ()))
+                longer = int(np.searchsorted(finished, line.tokens, side="right"))
+                beyond = longer < len(finished)
+                row.append((int(source.choice(finished[longer:])) if beyond else run.header.max_tokens, ()))
         if row:
             rows.append(row)
     return rows

@@ -79,29 +79,12 @@ def simulate(
 
 
 def simulate_recipe(
-    recipe: Recipe,
-    model: ClusterModel,
-    steps: int,
-    lengths: LengthSource,
-    *,
-    seed: int = 0,
-    warm_up: int = 0,
-    progress: Callable[[int], None] | None = None,
-    trace: ChromeTrace | None = None,
+    recipe: Recipe, model: ClusterModel, steps: int, lengths: LengthSource, *, seed: int = 0, **more: Any
 ) -> SimulationReport:
-    """``simulate`` what ``recipe`` asks for, no completion longer than it allows."""
-    return simulate(
-        control_settings(recipe),
-        model,
-        steps,
-        lengths=RecipeLengths(recipe, model.environment, lengths, seed),
-        in_flight=recipe.rollout.in_flight,
-        seed=seed,
-        warm_up=warm_up,
-        progress=progress,
-        engines=engine_plan(recipe, model),
-        trace=trace,
-    )
+    """``simulate`` what ``recipe`` asks for, no completion longer than it allows; ``more``: arguments of that."""
+    lengths, plan = RecipeLengths(recipe, model.environment, lengths, seed), engine_plan(recipe, model)
+    settings, in_flight = control_settings(recipe), recipe.rollout.in_flight
+    return simulate(settings, model, steps, lengths=lengths, in_flight=in_flight, seed=seed, engines=plan, **more)
 
 
 def simulate_candidates(
@@ -294,8 +277,8 @@ class Simulation:
         ids = action.ids
         prompt = int(ids[0].prompt_id[1:])
         drawn = (prompt, action.seed_base, ids[-1].sample + 1, action.policy_version)
-        lengths = self._lengths.draw(*drawn)
         turns = self._lengths.turns(*drawn) if isinstance(self._lengths, RecipeLengths) else ()
+        lengths = [sum(turn[2] for turn in one) for one in turns] or self._lengths.draw(*drawn)
         self.ledger.launched(prompt, ids[0].attempt, lengths, self.core.state.live_version)
         kind = action.round_kind
         if self._release is not None:
