@@ -103,8 +103,8 @@ def differences(recipe: Recipe, model: ClusterModel, cap: int) -> list[str]:
         found.append(f"lengths of the cluster go up to {cap} tokens and are cut at {key} = {wanted}")
     elif wanted > cap:
         found.append(
-            f"no completion is longer than the cluster's {cap} tokens, and the recipe allows more ({key} = {wanted}): a "
-            "cluster file sets lengths.cap"
+            f"no completion is longer than the cluster's {cap} tokens, and the recipe allows more ({key} = {wanted}): "
+            "a cluster file sets lengths.cap"
         )
     return found
 

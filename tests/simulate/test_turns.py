@@ -19,7 +19,7 @@ from streamrl.simulate.calibrate import calibrate
 from streamrl.simulate.lengths import ModelledLengths, RecipeLengths, RecordedLengths
 from streamrl.simulate.recording import agreement
 from streamrl.simulate.report import SimulationReport
-from streamrl.simulate.simulation import simulate, simulate_recipe
+from streamrl.simulate.simulation import Simulation, simulate_recipe
 from streamrl.simulate.stages import EnvironmentModel, TrainerModel
 from tests.simulate.recorder import Recorder
 from tests.simulate.test_calibrate import TRUTH
@@ -74,7 +74,15 @@ def test_rounds_pause_and_cancel_trajectories_in_their_environments(rounds: str)
     settings = control_settings(batch_groups=4, group_size=4, seed=3, **COMPOSITIONS[rounds])
     environment = EnvironmentModel(turn_tokens=8, appended_tokens=5, seconds=0.05)
     lengths = RecipeLengths(RECIPE, environment, ModelledLengths(TINY.lengths, 3))
-    report = simulate(settings, replace(TINY, environment=environment), 30, lengths=lengths)  # checks every invariant
+    simulation = Simulation(replace(settings, steps=30), replace(TINY, environment=environment), lengths)
+
+    def check(version: int) -> None:
+        rollout, paused = simulation.rollout, simulation.core.state.buffer.paused
+        assert {one.request_id for one in rollout._router} <= {str(one) for one in rollout.requests}, "cancelled"
+        running = [request.id.group_id for engine in rollout.engines for request in engine.running]
+        assert not set(running) & set(paused)
+
+    report = simulation.run(progress=check)
     assert report.finished and report.steps == 30 and report.environment_s > 0.05
 
 
