@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from builders import trajectory as finished
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.trace_header import trace_header
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.stage_messages import TrajectoryLost, TrajectoryPaused
-from streamrl.base.types import TrajectoryId
+from streamrl.base.stage_messages import Scored, TrajectoryLost, TrajectoryPaused
+from streamrl.base.types import EnvironmentResult, ScoredTrajectory, TrajectoryId
 from streamrl.control.actions import LaunchGroup
 from streamrl.observe.report.trajectory_stats import TrajectoryStats
 from streamrl.observe.report.trajectory_trace import (
@@ -141,7 +142,7 @@ def test_a_trajectory_has_its_engine_and_the_time_that_it_was_queued_and_paused(
     """Queued until its version is live on the engine that has it; a pause counts from when it left the engine."""
     trace = TrajectoryTrace(tmp_path / "t", trace_header())
     stats = TrajectoryStats(trace)
-    ids = tuple(TrajectoryId(prompt_id="p", group_id=1, sample=sample) for sample in range(3))
+    ids = tuple(TrajectoryId(prompt_id="p", group_id=1, sample=sample) for sample in range(4))
     stats.launched(LaunchGroup(group_id=1, ids=ids, policy_version=4, seed_base=0, round_kind="long"), 5, 10.0)
     stats.routed("1.0.0", "engine-1", 10.5)
     stats.routed("1.1.0", "engine-0", 10.5)
@@ -152,9 +153,12 @@ def test_a_trajectory_has_its_engine_and_the_time_that_it_was_queued_and_paused(
     stats.paused(ids[:2], 15.0, paused=False)
     stats.on_outcome(TrajectoryPaused(id=ids[1], tokens=3), 15.5)  # that pause was taken back before it was answered
     stats.routed("1.0.0", "engine-2", 15.1)
-    for number, trajectory in enumerate(ids):
+    for number, trajectory in enumerate(ids[:3]):
         lost = TrajectoryLost(id=trajectory, cancelled=True, reason="cancelled")
         stats.on_outcome(lost, 17.0 + number)
+    turns = ((9, 0.5, 4, 0.25), (0, 1.0, 0, 0.0))
+    talked = finished(3, 1, rollout_seconds=0.25, environment=EnvironmentResult(turns=turns))
+    stats.on_outcome(Scored(outcome=ScoredTrajectory(trajectory=talked, reward=1.0)), 12.0)
     stats.close(20.0)
     trace.close()
     lines = read_trace(tmp_path / "t").trajectories
@@ -162,4 +166,6 @@ def test_a_trajectory_has_its_engine_and_the_time_that_it_was_queued_and_paused(
         ("engine-2", 2.0, 1.5, 17.0),
         ("engine-0", 2.0, 0.0, 18.0),
         ("", 9.0, 0.0, 19.0),
+        ("", 2.0, 0.0, 12.0),
     ]
+    assert (lines[3].turns, lines[3].rollout_s) == (turns, 1.75), "to the end of its environment"

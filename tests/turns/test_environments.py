@@ -446,6 +446,8 @@ async def test_a_game_of_gymnasium_is_played_to_its_end(qwen: Tokenizer, code: C
     for trajectory in trajectories:
         assert trajectory.turn_rewards == (0.5,) * 3
         assert trajectory.environment.reward == 1.5 and len(trajectory.segments) == 6
+        turns = [tokens for appended, _, sampled, _ in trajectory.environment.turns for tokens in (appended, sampled)]
+        assert turns == [*(len(segment.token_ids) for segment in trajectory.segments), 0, 0]
         assert "you said move 1" in shown(qwen, trajectory) and "level 3" in shown(qwen, trajectory)
     first, second = module_of(code).LEFT
     assert first == second  # siblings play the same game
@@ -458,6 +460,8 @@ async def test_many_games_that_sleep_do_so_at_once(qwen: Tokenizer, code: Callab
             for sample in range(300):  # in 40 threads, the usual number, the last would be late
                 run.launch(episodes, {}, sample)
     assert [type(outcome.outcome) for outcome in run.outcomes] == [ScoredTrajectory] * 300
+    slept = [outcome.outcome.trajectory.environment.turns[-1] for outcome in run.outcomes]
+    assert all(after_s > 2.4 for _, after_s, _, _ in slept), "it sleeps after its only turn"
 
 
 async def test_a_coroutine_talks_and_rewards(qwen: Tokenizer, code: Callable[[str], str]) -> None:
