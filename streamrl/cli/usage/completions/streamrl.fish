@@ -51,7 +51,7 @@ function _shtab_streamrl_using
 end
 
 set -g _shtab_streamrl_commands init check explain try train watch dashboard top report trace samples show sync runs status pause continue set checkpoint evaluate drain resume eval export push reward 'reward test' 'reward attach' 'reward replace' 'reward detach' 'reward list' simulate calibrate what-if compare completion serve keys
-set -g _shtab_streamrl_opts_with_value --cluster --compare --completions --corpus --engine --environment --from --index --keys --max-staleness --max-tokens --memory --min-length-share --model --name --option --out --page --port --prompts --recipe --repeats --samples --seed --set --shard-size --step --steps --systems --task --temperature --timeline --timeout --to --tokenizer --trace --version --warm-up --warm-up-steps --weight -n
+set -g _shtab_streamrl_opts_with_value --cluster --compare --completions --corpus --engine --environment --environment-factor --from --index --keys --max-staleness --max-tokens --memory --min-length-share --model --name --option --out --page --port --prompts --recipe --repeats --samples --seed --set --shard-size --step --steps --systems --task --temperature --timeline --timeout --to --tokenizer --trace --version --warm-up --warm-up-steps --weight -n
 
 complete -c streamrl -e
 complete -c streamrl -f
@@ -248,6 +248,7 @@ complete -c streamrl -n '_shtab_streamrl_using simulate' -l cluster -x -d 'a clu
 complete -c streamrl -n '_shtab_streamrl_using simulate' -l steps -x -d 'optimizer steps that count (default 40)'
 complete -c streamrl -n '_shtab_streamrl_using simulate' -l warm-up -x -d 'steps before them (default 10)'
 complete -c streamrl -n '_shtab_streamrl_using simulate' -l seed -x -d 'of lengths and rewards'
+complete -c streamrl -n '_shtab_streamrl_using simulate' -l environment-factor -x -d 'times as long in environments (default 1)'
 complete -c streamrl -n '_shtab_streamrl_using simulate' -l set -x -d 'override one value, such as rollout.group_size=4 or rewards.0.weight=2; may be repeated; also without --set, and as --rollout.group_size 4'
 complete -c streamrl -n '_shtab_streamrl_using simulate' -l trace -xka "(__fish_complete_path (commandline -ct))" -d 'a recorded run: its cluster, and its lengths'
 complete -c streamrl -n '_shtab_streamrl_using simulate' -l compare -x -d 'rounds or systems to compare, each with its settings: continuous:rollout.max_staleness=2,synchronous'
@@ -265,6 +266,7 @@ complete -c streamrl -n '_shtab_streamrl_using what-if' -l cluster -x -d 'a clus
 complete -c streamrl -n '_shtab_streamrl_using what-if' -l steps -x -d 'steps that count, a candidate (default 90)'
 complete -c streamrl -n '_shtab_streamrl_using what-if' -l warm-up -x -d 'steps before them (default 10)'
 complete -c streamrl -n '_shtab_streamrl_using what-if' -l seed -x -d 'of lengths and rewards'
+complete -c streamrl -n '_shtab_streamrl_using what-if' -l environment-factor -x -d 'times as long in environments (default 1)'
 complete -c streamrl -n '_shtab_streamrl_using what-if' -l set -x -d 'override one value, such as rollout.group_size=4 or rewards.0.weight=2; may be repeated; also without --set, and as --rollout.group_size 4'
 complete -c streamrl -n '_shtab_streamrl_using what-if' -l max-staleness -x -d 'oldest trained token, in steps (default: that of the recipe)'
 complete -c streamrl -n '_shtab_streamrl_using what-if' -l min-length-share -x -d 'mean trained length over the unbiased one, at least (default 0.9)'
