@@ -73,6 +73,14 @@ class Request(msgspec.Struct, eq=False):
     def __post_init__(self) -> None:
         self.request_id = str(self.id)
 
+    def next_turn(self, factor: float) -> float:
+        """Begin the next turn. Returns the seconds that its environment takes before it, ``factor`` times as long."""
+        (appended, seconds, tokens, _), self.turns = self.turns[0], self.turns[1:]
+        self.appended += appended
+        self.length = int(self.sampled) + tokens
+        self.environment_s += seconds * factor
+        return seconds * factor
+
     def again(self) -> Request:
         """The same trajectory, to be submitted anew with the tokens that it has: this one may still be in a queue."""
         return msgspec.structs.replace(self, stopped=False, verified=False, engine=-1)

@@ -253,6 +253,12 @@ class RecipeLengths:
         return (*turns, (0, waits[-1], 0, 0.0))
 
 
+def drawn_turns(source: LengthSource, *draw: int) -> tuple[list[int], list[Turns]]:
+    """A ``draw`` of lengths, and their turns; those are empty without an environment."""
+    turns = source.turns(*draw) if isinstance(source, RecipeLengths) else []
+    return [sum(turn[2] for turn in one) for one in turns] or source.draw(*draw), turns
+
+
 def recorded_rows(run: RecordedRun, seed: int = 0) -> list[list[tuple[int, Turns]]]:
     """The lengths, with turns, of each prompt in the order of their launch; of several attempts the one that says most.
     A completion that was stopped gets the length of a recorded one that is longer, or the cap where none is."""

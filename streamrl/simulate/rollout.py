@@ -63,11 +63,10 @@ class SimulatedRollout:
         self.model = model
         self.together = RunningTogether()
         self.engines = [EngineClock(model.engine, self.together) for _ in range(max(most, model.engines.count))]
-        self.fullest = 0.0
+        self.fullest, self.aborted = 0.0, False
         self.trace: ChromeTrace | None = None
         self.sampled: Callable[[Request], None]
         self.requests: dict[TrajectoryId, Request] = {}
-        self.aborted = False
         self._queue = queue
         self.deferred = DeferredTokens(model.engine.rejected_per_token) if verifies_deferred else None
         self._router = Router(range(len(self.engines)))
@@ -76,7 +75,7 @@ class SimulatedRollout:
         self._freed: set[int] = set()
         self.serving = list(range(self._in_use))
         self._dirty: set[int] = set()
-        self._reported = (0.0, 0.0, 0.0, 0)
+        self._reported: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
         self._round_costs()
 
     @property
@@ -125,44 +124,28 @@ class SimulatedRollout:
     # ---- what control orders -----------------------------------------------------------------------
 
     def launch(self, action: do.LaunchGroup, prompt: int, lengths: list[int], turns: Sequence[Turns] = ()) -> None:
-        """Submit a group; ``lengths`` by sample number, or ``turns``: environments begin."""
+        """Submit a group; ``lengths`` by sample number, and ``turns`` if it has environments, which begin."""
         tokens, now, version = self.model.engines.prompt_tokens, self._queue.now, action.policy_version
-        requests = self.requests
         for identity in action.ids:
             request = Request(identity, prompt, tokens, lengths[identity.sample], now)
             request.first_version = version
             request.noise = action.seed_base
-            requests[identity] = request
-            if turns:
-                request.length, request.turns = 0, turns[identity.sample]
-                self.to_environment(request)
-                continue
+            request.turns = turns[identity.sample] if turns else ()
             if self.deferred is not None:
                 self.deferred.verify(request)
-            self._submit(request)
+            self.requests[identity] = request
+            self._to_environment(request) if turns else self._submit(request)
         if self.deferred is not None:
-            self.deferred.most_open = max(self.deferred.most_open, len(requests))
+            self.deferred.most_open = max(self.deferred.most_open, len(self.requests))
 
-    def to_environment(self, request: Request) -> None:
-        """Have the environment of ``request`` append to it for its next turn."""
-        (appended, seconds, tokens, _), request.turns = request.turns[0], request.turns[1:]
-        request.appended += appended
-        request.length += tokens
-        request.environment_s += seconds * self.model.environment.factor
-        self._queue.call_after(seconds * self.model.environment.factor, partial(self._answered, request))
-
-    def _answered(self, request: Request) -> None:
-        if request.stopped:
-            return
-        if request.sampled >= request.length:
-            self.sampled(request)
-        else:
-            self._submit(request)
+    def _to_environment(self, request: Request) -> None:
+        seconds = request.next_turn(self.model.environment.factor)
+        after = self._submit if request.length > request.sampled else self.sampled
+        self._queue.call_after(seconds, lambda: None if request.stopped else after(request))
 
     def _submit(self, request: Request) -> None:
-        index = self.serving[0]
-        if len(self.serving) > 1:
-            index = self._router.choose(request.request_id, request.prompt, self.serving)
+        lone, choose = len(self.serving) == 1, self._router.choose
+        index = self.serving[0] if lone else choose(request.request_id, request.prompt, self.serving)
         self._opened(request, index)
         gap = self.model.engine.arrival_s
         engine = self.engines[index]
@@ -196,7 +179,7 @@ class SimulatedRollout:
             self._dirty.add(request.engine)
 
     def finished(self, index: int, stamp: int, time: float) -> list[Request]:
-        """Take the requests that end on engine ``index`` at ``time``; none when things have changed since that was
+        """Take the trajectories that end on engine ``index`` at ``time``; none when things have changed since that was
         foreseen."""
         engine = self.engines[index]
         if engine.stamp != stamp:
@@ -210,7 +193,9 @@ class SimulatedRollout:
         for request in ended:
             self._router.answered(request.request_id)
             self._left(request)
-        return ended
+        for request in (turned := [request for request in ended if request.turns]):
+            self._to_environment(request)
+        return [request for request in ended if request not in turned] if turned else ended
 
     def cancel(self, action: do.Drop) -> None:
         """Stop them and forget them, wherever they are."""
@@ -225,8 +210,7 @@ class SimulatedRollout:
         """Stop those that have not ended, and keep their tokens."""
         for identity in action.ids:
             request = self.requests.get(identity)
-            # Others ended: their rewards are on the way. An environment answers until it goes on.
-            if request is not None and (request.engine >= 0 or request.turns):
+            if request is not None and (request.engine >= 0 or request.turns):  # others ended: rewards are on the way
                 self._take_off(request)
 
     def _take_off(self, request: Request) -> None:
@@ -302,18 +286,15 @@ class SimulatedRollout:
         now, engines = self._queue.now, self.engines
         for engine in engines:
             engine.advance(now)
-        generated = sum(engine.generated for engine in engines)
-        steps = sum(engine.steps for engine in engines)
-        decoding = sum(engine.decoding_s for engine in engines)
-        preemptions = sum(engine.preemptions for engine in engines)
-        generated_then, steps_then, decoding_then, preemptions_then = self._reported
-        self._reported = (generated, steps, decoding, preemptions)
-        stepped, capacity = steps - steps_then, self.engines[0].model.kv_tokens
+        sums = [(one.generated, one.steps, one.decoding_s, one.preemptions) for one in engines]
+        before, self._reported = self._reported, tuple(map(sum, zip(*sums, strict=True)))
+        generated, steps, decoding, preemptions = (a - b for a, b in zip(self._reported, before, strict=True))
+        capacity = self.engines[0].model.kv_tokens
         return on.EnginesMeasured(
             # Of the steps that were made, as the real engines' statistics count it.
-            running=(generated - generated_then) / stepped * self._in_use if stepped > 0 else 0.0,
+            running=generated / steps * self._in_use if steps > 0 else 0.0,
             waiting=sum(len(engine.waiting) for engine in engines),
-            token_s=(decoding - decoding_then) / stepped if stepped > 0 else 0.0,
+            token_s=decoding / steps if steps > 0 else 0.0,
             kv_usage=max(engine.held_kv for engine in engines) / capacity if capacity else 0.0,
-            preemptions=preemptions - preemptions_then,
+            preemptions=int(preemptions),
         )

@@ -27,7 +27,7 @@ from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan, SimulatedFreeing, SimulatedSets, engine_plan
 from streamrl.simulate.engines import Request
-from streamrl.simulate.lengths import LengthSource, RecipeLengths
+from streamrl.simulate.lengths import LengthSource, RecipeLengths, drawn_turns
 from streamrl.simulate.report import SimulationReport, StepLedger
 from streamrl.simulate.rollout import SimulatedRollout
 from streamrl.simulate.stages import EventQueue, RewardServers, TrainerClock
@@ -141,9 +141,7 @@ class Simulation:
         self._recompute = in_flight is not InFlight.KEEP
         self._rewards = [RewardServers(one.reward, seed) for one in model.domains or [model]]
         self._trainer = TrainerClock(model.trainer)
-        self._trainer_stamp = 0
-        self._training_slows = 1.0
-        self._round_kind = ""
+        self._trainer_stamp, self._training_slows, self._round_kind = 0, 1.0, ""
         self._release: SimulatedFreeing | None = None
         if engines.release is not ReleaseKind.NEVER:
             self._release = SimulatedFreeing(self.rollout, self._trainer, lengths.cap)
@@ -151,9 +149,7 @@ class Simulation:
         if len(engines.sets) > 1:
             self._switch = SimulatedSets(self.rollout, model, engines.sets, settings.steps)
         self._answers: deque[on.ControlEvent] = deque()
-        self._telling = False
-        self._next_prompt = 0
-        self._measured_s = 0.0
+        self._telling, self._next_prompt, self._measured_s = False, 0, 0.0
         self._carry_out: dict[type[do.ControlAction], Callable[[Any], None]] = {
             do.DrawPrompts: self._draw,
             do.LaunchGroup: self._launch,
@@ -201,9 +197,6 @@ class Simulation:
 
     def _sampled(self, request: Request) -> None:
         if request.stopped:  # cancelled by what ended at the same instant
-            return
-        if request.turns:
-            self.rollout.to_environment(request)
             return
         now = self.queue.now
         request.sampling_s = now - request.launched_s - request.environment_s
@@ -276,9 +269,8 @@ class Simulation:
     def _launch(self, action: do.LaunchGroup) -> None:
         ids = action.ids
         prompt = int(ids[0].prompt_id[1:])
-        drawn = (prompt, action.seed_base, ids[-1].sample + 1, action.policy_version)
-        turns = self._lengths.turns(*drawn) if isinstance(self._lengths, RecipeLengths) else ()
-        lengths = [sum(turn[2] for turn in one) for one in turns] or self._lengths.draw(*drawn)
+        count, version = ids[-1].sample + 1, action.policy_version
+        lengths, turns = drawn_turns(self._lengths, prompt, action.seed_base, count, version)
         self.ledger.launched(prompt, ids[0].attempt, lengths, self.core.state.live_version)
         kind = action.round_kind
         if self._release is not None:

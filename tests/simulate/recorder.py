@@ -42,6 +42,14 @@ class Recorder(Simulation):
         )
         self.samples = samples
         self._turns: defaultdict[Request, list[TurnTimes]] = defaultdict(list)
+        to_environment = self.rollout._to_environment
+
+        def turned(request: Request) -> None:
+            if request.sampled:
+                self._turned(request)
+            to_environment(request)
+
+        self.rollout._to_environment = turned
         self.trajectories: dict[object, TrajectoryLine] = {}
         self.engine_lines: list[EnginesLine] = []
         self._told_s = 0.0
@@ -60,13 +68,9 @@ class Recorder(Simulation):
 
     def _sampled(self, request: Request) -> None:
         now = self.queue.now
-        if self.model.environment.turn_tokens:
-            before = [sum(part) for part in zip((0, 0.0, 0, 0.0), *self._turns[request], strict=True)]
-            environment_s = request.environment_s - before[1]
-            sampling_s = now - request.launched_s - environment_s - before[1] - before[3]
-            turn = (request.appended - before[0], environment_s, request.length - before[2], sampling_s)
-            self._turns[request].append(turn)
-        if not request.stopped and not request.turns:
+        if self._turns:
+            self._turned(request)
+        if not request.stopped:
             finish = "length" if request.length >= self.model.lengths.cap else "stop"
             self.trajectories[request.id] = self._line(request, finish)
         super()._sampled(request)
@@ -81,6 +85,13 @@ class Recorder(Simulation):
                 )
             )  # fmt: skip
             self._generated_then = generated
+
+    def _turned(self, request: Request) -> None:
+        before = [sum(part) for part in zip((0, 0.0, 0, 0.0), *self._turns[request], strict=True)]
+        environment_s = request.environment_s - before[1]
+        sampling_s = self.queue.now - request.launched_s - environment_s - before[1] - before[3]
+        turn = (request.appended - before[0], environment_s, request.length - before[2], sampling_s)
+        self._turns[request].append(turn)
 
     def _line(self, request: Request, finish_reason: str) -> TrajectoryLine:
         now = self.queue.now
