@@ -27,7 +27,8 @@ REWARD_MODEL = "streamrl/rewards/builtin/reward_model.py"
 TENSORS = "streamrl/recipe/objectives/method.py"
 CONFINED = {
     "zmq": ("streamrl/comm/", "streamrl/weights/", "streamrl/observe/telemetry.py"),
-    "vllm": WORKER_SIDE,
+    # A process of environments takes vLLM's tool parsers, where a recipe names one.
+    "vllm": (*WORKER_SIDE, "streamrl/run/environments/vllm_parsers.py"),
     "torch": ("streamrl/learning/", "streamrl/weights/publish/torch_tensors.py", *WORKER_SIDE, REWARD_MODEL, TENSORS),
     # For training one file imports it, without the compiler that it brings along otherwise; the dry run's in a process
     # that imports vLLM. Small models are made by programs of their own.

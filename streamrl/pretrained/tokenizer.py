@@ -33,7 +33,7 @@ class Tokenizer:
     ``digest``: SHA-256 of the canonical ``tokenizer.json`` (added tokens among it), of the ids that end a completion
     and of the chat templates with their tokens; equal on every process that may exchange token ids.
     ``eos_token_ids``: what ends a completion; ``end_notice``: where files of the model disagree about that, else empty.
-    ``embeddings``: tokens that the model can take (0: not known).
+    ``directory``: of the model; ``embeddings``: tokens that it can take (0: not known).
     ``vocabulary_size``: one more than the largest token id. ``special_token_ids``: those that ``decode`` leaves out."""
 
     special_token_ids: frozenset[int] = frozenset()
@@ -46,7 +46,7 @@ class Tokenizer:
         self._backend = backend
         self.digest = digest
         self.eos_token_ids, self.end_notice, self.embeddings = ends.ids, ends.notice, ends.embeddings
-        self._chat = chat
+        self._chat, self.directory = chat, chat.directory
         self._warned = False
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special) | {*ends.ids}

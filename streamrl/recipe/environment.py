@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from streamrl.recipe.fields import Count, Natural, Positive, PositiveFloat, Section, advanced, doc
 
@@ -15,6 +15,8 @@ ENVIRONMENT_REWARD = "environment"
 """The built-in reward that is what the environment returned; a recipe with an environment needs no other."""
 MCP = "mcp:"
 """Prefix of a tool that is the command of an MCP server."""
+VLLM = "vllm:"
+"""Prefix of a ``tool_format`` that is one of vLLM's tool parsers."""
 FORMS = ("episode", "env", "tools", "agent")
 """Keys of which an environment has one."""
 
@@ -59,8 +61,11 @@ class Environment(Section, frozen=True):
     seconds: Annotated[PositiveFloat, doc("that the environment has for a trajectory, without the model's")] = 600.0
     system: Annotated[str, doc("a system message of every conversation")] = ""
     tool_format: Annotated[
-        str, doc('the way in which the model writes calls: hermes, qwen_xml, llama_json or mistral; "auto": found out')
+        str, doc('how the model writes calls: hermes, qwen_xml, llama_json, mistral or vllm:PARSER; "auto": found out')
     ] = "auto"
+    history: Annotated[
+        Literal["keep", "template"], advanced("earlier turns as they were sampled, or as the chat template writes them")
+    ] = "keep"
     tool_seconds: Annotated[PositiveFloat, advanced("of one call of a tool")] = 30.0
     tool_characters: Annotated[Positive, advanced("of the result of a tool; what is longer is cut")] = 8000
     agent_tasks: Annotated[

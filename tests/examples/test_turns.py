@@ -95,7 +95,7 @@ def test_the_vocabulary_takes_its_chats_and_they_are_continued_by_tokens(maker: 
     vocabulary.save(vocabulary.policy(0, layers=1), tmp_path)
     tokenizer, tools = load_tokenizer(tmp_path), getattr(maker, "TOOLS", ())
     facts = template_facts(tokenizer, tools)
-    assert (facts.problems(), set(facts.effects.values())) == ([], {Appending.APPENDS})
+    assert set(facts.effects.values()) == {Appending.APPENDS} and all("is appended" in one for one in facts.sentences())
     assert tokenizer.eos_token_ids == (vocabulary.ids[END],)
     opening = f"{BEGIN}assistant\n"
     for chat in chats:

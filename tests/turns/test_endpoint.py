@@ -22,6 +22,7 @@ from campaigns.endpoint_requests import try_requests
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import FinishReason, TokenArray, float_array, token_array
 from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.recipe.environment import Environment
 from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.endpoint_server import OPEN_REQUESTS, EndpointServer
 from streamrl.run.environments.endpoint_session import EndpointSession
@@ -183,6 +184,24 @@ async def test_thoughts_may_be_left_out_of_a_chat_that_goes_on(of_family: Callab
         for said in (first, other, bare):  # the same answer: its thoughts say which, without them it is the later one
             await talk.ask(ASKED, said, ASKED)
     assert [after for after, _ in talk.sampler.asked] == [-1, -1, 0, 1, 1]
+
+
+async def test_a_turn_that_the_template_rewrites_begins_a_sequence(of_family: Callable[[str], Tokenizer]) -> None:
+    tokenizer = of_family("qwen3")
+    texts = [f"<think>\nHm.\n</think>\n\n{text}" for text in (CALL, SAID, "Yes.", "No.")]
+    async with talking(tokenizer, *texts) as talk:
+        talk.session.model.environment = Environment(history="template")
+        chat: list[Any] = [ASKED]
+        for said in ({"role": "tool", "tool_call_id": "c00000000", "content": "5"}, ASKED, ASKED, None):
+            message = (await talk.ask(*chat, tools=[TOOL])).message.model_dump(exclude_unset=True)
+            thought = message.pop("reasoning_content")  # a client that leaves the thoughts out
+            chat += [message, *filter(None, [said])]
+    assert [after for after, _ in talk.sampler.asked] == [-1, 0, -1, -1]
+    assert talk.session.figures["rewritten_turns"] == 2
+    called = {"function": {"name": "add", "arguments": {"a": 2.0, "b": 3}}}
+    written = [{**message, "tool_calls": [called]} if message.get("tool_calls") else message for message in chat]
+    prompt = tokenizer.write_chat(written[:-1], [TOOL])
+    assert thought == "Hm." and talk.sampler.appended[3] == tokenizer.encode_fragment(prompt)
 
 
 async def test_a_forked_or_summed_up_chat_goes_on_from_where_it_is_equal(of_family: Callable[[str], Tokenizer]) -> None:

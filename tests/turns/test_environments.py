@@ -342,6 +342,46 @@ def qwen(of_family: Callable[[str], Tokenizer]) -> Tokenizer:
     return of_family("qwen2.5")
 
 
+THOUGHT = "<think>\nWell.\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "history", "rewritten"),
+    [
+        ("qwen3", "talks", "template", True),
+        ("qwen3", "talks", "keep", False),
+        ("qwen3", "add", "template", False),  # a result of a tool is appended
+    ],
+)
+async def test_earlier_turns_are_as_the_template_writes_them_where_the_recipe_says_so(
+    family: str, form: str, history: Any, rewritten: bool, of_family: Any, code: Callable[[str], str]
+) -> None:
+    tokenizer, tools = of_family(family), load_tools(code("add")) if form == "add" else None
+    given: Any = {"tools": (code("add"),)} if tools else {"episode": code("talks")}
+    first = THOUGHT + (CALL.replace(": ", ":") if tools else " perhaps")  # spaces are no difference
+
+    def says(text: str) -> str:
+        return "yes" if "Really?" in text or "<tool_response>\n" in text else first
+
+    run = Run(Environment(history=history, **given), tokenizer, says)
+    trajectory = await run.one({"question": "Is it?", "prompt": "What is 2 + 3?"})
+    assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
+    assert trajectory.environment.notes == ({"rewritten_turns": 1} if rewritten else {})
+    assert [segment.follows for segment in trajectory.segments] == [None, None, -1 if rewritten else None, None]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+    said = {"role": "assistant", "content": "" if tools else "perhaps", "reasoning_content": "Well."}
+    asked = [
+        {"role": "user", "content": "What is 2 + 3?"},
+        said | {"tool_calls": [call]},
+        {"role": "tool", "content": "5"},
+    ]
+    talked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Is it?"}, said]
+    whole = tokenizer.write_chat(asked if tools else [*talked, {"role": "user", "content": "Really?"}], tools)
+    seen = run.engine.asked[1].token_ids
+    assert (seen == tokenizer.encode_fragment(whole)) is rewritten
+    assert ("".join(tokenizer.decode(seen, False).split()) == "".join(whole.split())) is (history == "template")
+
+
 def shown(tokenizer: Tokenizer, trajectory: Trajectory) -> str:
     return "".join(tokenizer.decode(segment.token_ids, False) for segment in trajectory.segments)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from builders import small_recipe
 from turns.families import FAMILIES, TOOL
 
+from streamrl.launch.plan.summary import arithmetic_lines
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.template_facts import Appending, template_facts, without_special_tokens
+from streamrl.recipe.environment import Environment
 
 A, T, E, R = Appending.APPENDS, Appending.REWRITES_TURN, Appending.REWRITES_EARLIER, Appending.REFUSED
 FACTS = {  # user, tool, user after reasoning, tool after reasoning; calls of two that are written
@@ -29,6 +32,24 @@ def test_a_template_is_known_before_the_first_chat(name: str, of_family: Callabl
     facts = template_facts(of_family(name), [TOOL], FAMILIES[name].arguments)
     kinds = ("user", "tool", "user after reasoning", "tool after reasoning")
     assert (*map(facts.effects.get, kinds), facts.calls) == FACTS[name]
+
+
+SENTENCES = {
+    "qwen2.5": "a message of the user is appended; a message of a tool is appended",
+    "gemma3": "a message of the user is appended; a message of a tool is refused; the model cannot call tools",
+    "gpt-oss": "today's date stands in the prompt, which another day changes",
+    "qwen3": "a message of a tool rewrites the turn before it; a message of a tool after reasoning is appended",
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_the_dry_run_says_what_a_template_does(name: str, of_family: Callable[[str], Tokenizer]) -> None:
+    environment = Environment(agent=("python",), history="template")
+    lines = arithmetic_lines(small_recipe(of_family(name).directory, environment=environment))
+    [line] = [line for line in lines if "chat template:" in line]
+    history = '. history = "template": a turn before which text is rewritten begins a sequence'
+    assert f"{SENTENCES[name]}{history if name in ('gpt-oss', 'qwen3') else ''}" in line
+    assert (history in line) is (name in ("gpt-oss", "qwen3"))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.pretrained.turns.tool_calls import CALL_FORMATS, ToolCall, parse_turn
+from streamrl.pretrained.turns.tool_calls import CALL_FORMATS, CallReader, ToolCall, parse_turn
 
 NAMES = {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "text": {"type": "string"}}
 TOOLS = [
@@ -50,6 +50,10 @@ GOOD = [
 def test_a_good_call_is_read_and_no_prefix_of_it_calls_anything_else(
     call_format: str, text: str, calls: list[ToolCall]
 ) -> None:
+    assert_no_prefix_calls(call_format, text, calls)
+
+
+def assert_no_prefix_calls(call_format: str | CallReader, text: str, calls: list[ToolCall]) -> None:
     turn = parse_turn(text, call_format, TOOLS)
     assert (list(turn.calls), turn.problem, turn.reasoning) == (calls, "", "")
     thought = parse_turn(f"<think>\nnot {text}\n</think>\n\n{text}", call_format, TOOLS)

@@ -47,7 +47,6 @@ from streamrl.rewards.calls.reward_set import combining_rewards
 from streamrl.rewards.judge.options import judge_problems
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file, resumed_rewards
 from streamrl.rewards.signature import needed_columns
-from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.prompts.prompt_spec import prompt_sources
 from streamrl.run.prompts.prompts import check_prompts, missing_source
 
@@ -141,22 +140,18 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None, see: SeePro
         path = f"rewards.{index}.function" if index < len(recipe.rewards) else "reward_limits.combine"
         yield from (f"{path}: {problem}" for problem in inspection.problems)
     columns = needed_columns([found.signature for found in inspections if found.signature is not None])
-    if recipe.environment.given:
-        problems, columns["environment"] = look_at_environment(recipe.environment, USER_CODE_TIMEOUT_S)
-        yield from problems
     tokenizer: Tokenizer | None = None
     if Path(recipe.model.path).is_dir():
         try:
             tokenizer = load_tokenizer(recipe.model.path)
         except RecipeError as error:
             yield from (f"model.path: {problem}" for problem in error.problems)
+    if recipe.environment.given:
+        path = recipe.model.path if tokenizer else ""
+        problems, columns["environment"] = look_at_environment(recipe.environment, path, USER_CODE_TIMEOUT_S)
+        yield from problems
     if recipe.environment.agent and tokenizer and not tokenizer.chat_templates:
         yield "environment.agent: the model has no chat template, which requests of agents need: take one that has"
-    if recipe.environment.tools and tokenizer:
-        try:
-            _ = ChatModel(tokenizer, recipe.environment.tool_format).tool_format
-        except RecipeError as error:
-            yield from error.problems
     longest = model.context - recipe.sampling.max_tokens if model else None
     for path, spec in prompt_sources(recipe).items():
         show = partial(see, tokenizer) if see and tokenizer and path == "prompts.train" else None

@@ -14,6 +14,7 @@ from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
 from streamrl.launch.plan.first_prompt import difference_from_transformers
 from streamrl.launch.user_calls import observer_class
+from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.environment import Environment
 from streamrl.recipe.throwaway_process import ThrowawayAnswer, answer_parent, run_throwaway
 from streamrl.recipe.user_code import load_user_object
@@ -46,9 +47,10 @@ def problems_of_object(spec: str, timeout_s: float, *, kind: str = "object") -> 
     return [f"{spec} ended the process that imported it ({ran.failure or 'exit code 0'}): import it by hand"]
 
 
-def look_at_environment(environment: Environment, timeout_s: float) -> tuple[Sequence[str], tuple[str, ...]]:
-    """Return problems of what ``[environment]`` names, and the columns that it cannot do without."""
-    found, ran = _run_child("environment", msgspec.json.encode(environment).decode(), timeout_s)
+def look_at_environment(given: Environment, model: str, timeout_s: float) -> tuple[Sequence[str], tuple[str, ...]]:
+    """Return problems of what ``[environment]`` names, and the columns that it cannot do without. ``model``: its
+    directory (empty: none is known), which must write calls in a known way where there are tools."""
+    found, ran = _run_child("environment", msgspec.json.encode((given, model)).decode(), timeout_s)
     if found is not None:
         return found.problems, found.columns
     how = f"not imported within {timeout_s:g} s" if ran.late else f"ended its process ({ran.failure or 'exit code 0'})"
@@ -83,12 +85,15 @@ def _look_at(load: Callable[[str], object], spec: str) -> _Found:
 
 
 def _look_at_environment(argument: str) -> _Found:
+    from streamrl.run.environments.chat_tokens import ChatModel
     from streamrl.run.environments.forms import load_episode
 
+    environment, model = msgspec.json.decode(argument, type=tuple[Environment, str])
     try:
-        return _Found(columns=load_episode(msgspec.json.decode(argument, type=Environment))[1])
+        chat_model = ChatModel(load_tokenizer(model), environment) if model else None
+        return _Found(columns=load_episode(environment, chat_model)[1])
     except RecipeError as error:
-        return _Found(problems=tuple(f"environment: {problem}" for problem in error.problems))
+        return _Found(problems=tuple(f"environment: {one}".replace(": environment.", ".", 1) for one in error.problems))
 
 
 def _look_at_model(argument: str) -> _Found:

@@ -97,12 +97,12 @@ def _environment_lines(recipe: Recipe) -> list[str]:
     if not tokenizer.chat_templates:
         return [*lines, f"{'':<12}the model has no chat template: what is said is appended as plain text"]
     tool = {"name": "calculate", "description": "Compute.", "parameters": {"type": "object", "properties": {}}}
-    tools = [{"type": "function", "function": tool}] if environment.tools else None
-    found = "; ".join(template_facts(tokenizer, tools).problems())
-    effect = (
-        f"{found}. The model sees the tokens that it sampled all the same" if found else "every message is appended"
-    )
-    return [*lines, f"{'':<12}the model's chat template: {effect}"]
+    tools = None if environment.env else [{"type": "function", "function": tool}]
+    found = "; ".join(template_facts(tokenizer, tools).sentences())
+    kept = "the model sees the tokens that it sampled all the same"
+    rewritten = "a turn before which text is rewritten begins a sequence with the text of the template"
+    seen = f'. history = "{environment.history}": {kept if environment.history == "keep" else rewritten}'
+    return [*lines, f"{'':<12}the model's chat template: {found}{seen if 'rewrites' in found else ''}"]
 
 
 def _sizing_lines(recipe: Recipe) -> list[str]:

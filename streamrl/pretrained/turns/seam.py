@@ -32,12 +32,14 @@ class SeamKind(StrEnum):
 
     ``EXACT``: they are the same. ``CLOSED``: no end token was sampled (length limit, abort), so the seam has it.
     ``OTHER_CLOSER``: another end token was sampled. ``OTHER_OPENER``: another end token was sampled, and the template's
-    one opens the appended message rather than closing the turn (GLM)."""
+    one opens the appended message rather than closing the turn (GLM). ``REWRITTEN``: there is no seam, but the whole
+    chat as the template writes it, which begins otherwise."""
 
     EXACT = "exact"
     CLOSED = "closed"
     OTHER_CLOSER = "other_closer"
     OTHER_OPENER = "other_opener"
+    REWRITTEN = "rewritten"
 
 
 class Seam(msgspec.Struct, frozen=True):

@@ -31,37 +31,43 @@ class ParsedTurn(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-class _MalformedError(ValueError):
+class BadCallError(ValueError):
     """A call that cannot be read; the message goes to the model."""
 
 
+Found = tuple[str, list[ToolCall]]
+"""The text of a turn without its calls, and these."""
+Functions = Mapping[str, Mapping[str, Any]]
+Schemas = Sequence[Mapping[str, Any]]
+CallReader = Callable[[str, Functions], Found]
+"""Reads a turn without its reasoning. Raises ``BadCallError``."""
+
+
 def parse_turn(
-    text: str, call_format: str, tools: Sequence[Mapping[str, Any]], *, ended: bool = True, in_reasoning: bool = False
+    text: str, call_format: str | CallReader, tools: Schemas, *, ended: bool = True, in_reasoning: bool = False
 ) -> ParsedTurn:
     """Return the parts of a turn. ``text``: with special tokens, without the end token; ``call_format``: a name of
-    ``CALL_FORMATS``; ``tools``: JSON schemas of what may be called; ``ended``: the model ended the turn (False: length
-    or abort, and no call counts); ``in_reasoning``: the prompt has opened the reasoning. Raises ``KeyError``."""
+    ``CALL_FORMATS``, or what reads calls; ``tools``: JSON schemas of what may be called; ``ended``: the model ended the
+    turn (False: length or abort, and no call counts); ``in_reasoning``: the prompt has opened the reasoning. Raises
+    ``KeyError``."""
     reasoning, content = "", text
     if in_reasoning or text.lstrip().startswith(_THINK):
         reasoning, _, content = text.lstrip().removeprefix(_THINK).partition(_THINK_END)
         reasoning = reasoning.strip("\n")
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     try:
-        said, calls = CALL_FORMATS[call_format](content, functions)
+        read = CALL_FORMATS[call_format] if isinstance(call_format, str) else call_format
+        said, calls = read(content, functions)
         if not calls:
             return ParsedTurn(content.strip(), reasoning)
         if not ended:
-            raise _MalformedError("the turn was cut off before its end, so that its calls were not run")
+            raise BadCallError("the turn was cut off before its end, so that its calls were not run")
         for call in calls:
             if call.name not in functions:
-                raise _MalformedError(f"there is no tool {call.name!r}: call one of {', '.join(functions) or 'none'}")
-    except _MalformedError as error:
+                raise BadCallError(f"there is no tool {call.name!r}: call one of {', '.join(functions) or 'none'}")
+    except BadCallError as error:
         return ParsedTurn(content.strip(), reasoning, problem=str(error))
     return ParsedTurn(said.strip(), reasoning, tuple(calls))
-
-
-Found = tuple[str, list[ToolCall]]
-Functions = Mapping[str, Mapping[str, Any]]
 
 
 def _hermes(content: str, functions: Functions) -> Found:
@@ -74,11 +80,11 @@ def _hermes(content: str, functions: Functions) -> Found:
         value, length = _first_value(body)
         behind = body[length:].lstrip()
         if not behind.startswith("</tool_call>"):
-            raise _MalformedError("<tool_call> must hold one JSON object, and end with </tool_call>")
+            raise BadCallError("<tool_call> must hold one JSON object, and end with </tool_call>")
         calls.append(_call_of(value, "arguments"))
         rest = behind.removeprefix("</tool_call>")
     if "</tool_call>" in rest:
-        raise _MalformedError("there is a </tool_call> without its <tool_call>")
+        raise BadCallError("there is a </tool_call> without its <tool_call>")
     return said + rest, calls
 
 
@@ -95,7 +101,7 @@ def _qwen_xml(content: str, functions: Functions) -> Found:
         said += before
         match = _FUNCTION.match(rest)
         if match is None:
-            raise _MalformedError("<tool_call> must hold <function=NAME> ... </function>, and end with </tool_call>")
+            raise BadCallError("<tool_call> must hold <function=NAME> ... </function>, and end with </tool_call>")
         name, body = match[1].strip(), match[2]
         kinds = functions.get(name, {}).get("parameters", {}).get("properties", {})
         arguments: dict[str, Any] = {}
@@ -103,15 +109,15 @@ def _qwen_xml(content: str, functions: Functions) -> Found:
         while place < len(body) and body[place:].strip():
             parameter = _PARAMETER.match(body, place)
             if parameter is None:
-                raise _MalformedError(f"the parameters of {name} must stand in <parameter=NAME> ... </parameter>")
+                raise BadCallError(f"the parameters of {name} must stand in <parameter=NAME> ... </parameter>")
             key, place = parameter[1].strip(), parameter.end()
             if key in arguments:
-                raise _MalformedError(f"the parameter {key} of {name} is given twice")
+                raise BadCallError(f"the parameter {key} of {name} is given twice")
             arguments[key] = _typed(parameter[2], kinds.get(key, {}))
         calls.append(ToolCall(name, arguments))
         rest = rest[match.end() :]
     if "</tool_call>" in rest or "<function=" in rest:
-        raise _MalformedError("a call must stand between <tool_call> and </tool_call>")
+        raise BadCallError("a call must stand between <tool_call> and </tool_call>")
     return said + rest, calls
 
 
@@ -133,21 +139,21 @@ def _llama_json(content: str, _: Functions) -> Found:
     while rest:
         try:
             value, length = _first_value(rest)
-        except _MalformedError:
+        except BadCallError:
             if calls or re.match(r'\{\s*"name"', rest):
                 raise
             return content, []
         if not (isinstance(value, dict) and "name" in value and {"parameters", "arguments"} & value.keys()):
             if calls:
-                raise _MalformedError("behind ; must stand another call")
+                raise BadCallError("behind ; must stand another call")
             return content, []  # an answer that is an object
         calls.append(_call_of(value, "parameters" if "parameters" in value else "arguments"))
         rest = rest[length:].lstrip()
         if rest and not rest.startswith(";"):
-            raise _MalformedError("behind the call must stand nothing, or ; and another call")
+            raise BadCallError("behind the call must stand nothing, or ; and another call")
         rest, more = rest.removeprefix(";").lstrip(), bool(rest)
         if more and not rest:
-            raise _MalformedError("behind ; must stand another call")
+            raise BadCallError("behind ; must stand another call")
     return "", calls
 
 
@@ -162,28 +168,31 @@ def _mistral(content: str, _: Functions) -> Found:
     if rest.lstrip().startswith("["):
         value, length = _first_value(rest.lstrip())
         if rest.lstrip()[length:].strip() or not value:
-            raise _MalformedError("behind [TOOL_CALLS] must stand one JSON list of calls, and nothing else")
+            raise BadCallError("behind [TOOL_CALLS] must stand one JSON list of calls, and nothing else")
         return said, [_call_of(one, "arguments") for one in value]
     calls = []
     for part in rest.split("[TOOL_CALLS]"):
         match = _NAMED.match(part)
         if match is None:
-            raise _MalformedError(
-                "behind [TOOL_CALLS] must stand the name of a tool and its arguments as a JSON object"
-            )
+            raise BadCallError("behind [TOOL_CALLS] must stand the name of a tool and its arguments as a JSON object")
         value, length = _first_value(part[match.end() :])
         if part[match.end() + length :].strip():
-            raise _MalformedError(f"behind the arguments of {match[1]} must stand nothing")
+            raise BadCallError(f"behind the arguments of {match[1]} must stand nothing")
         calls.append(_call_of({"name": match[1], "arguments": value}, "arguments"))
     return said, calls
 
 
+def read_call(name: str, arguments: str) -> ToolCall:
+    """Return a call whose ``arguments`` are a JSON text. Raises ``BadCallError``."""
+    return _call_of({"name": name, "arguments": _loads(arguments)}, "arguments")
+
+
 def _call_of(value: Any, key: str) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise _MalformedError(f'a call must be a JSON object with "name" and "{key}"')
+        raise BadCallError(f'a call must be a JSON object with "name" and "{key}"')
     arguments = value.get(key, {})
     if not isinstance(arguments, dict):
-        raise _MalformedError(f'"{key}" of {value["name"]} must be a JSON object')
+        raise BadCallError(f'"{key}" of {value["name"]} must be a JSON object')
     return ToolCall(value["name"], arguments)
 
 
@@ -204,18 +213,18 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_consta
 def _loads(text: str) -> Any:
     value, length = _first_value(text.strip())
     if text.strip()[length:]:
-        raise _MalformedError("more stands behind the value")
+        raise BadCallError("more stands behind the value")
     return value
 
 
 def _first_value(text: str) -> tuple[Any, int]:
     """The JSON value that ``text`` begins with, and its length."""
     if len(text) > LONGEST_CALL:
-        raise _MalformedError(f"a call may have {LONGEST_CALL} characters")
+        raise BadCallError(f"a call may have {LONGEST_CALL} characters")
     try:
         return _DECODER.raw_decode(text)
     except (ValueError, RecursionError) as error:
-        raise _MalformedError(f"the arguments are not JSON ({error})") from None
+        raise BadCallError(f"the arguments are not JSON ({error})") from None
 
 
 def format_of_template(templates: Mapping[str, str]) -> str:
@@ -230,7 +239,7 @@ def format_of_template(templates: Mapping[str, str]) -> str:
     return next((name for name, mark in marks.items() if mark in text), "")
 
 
-CALL_FORMATS: dict[str, Callable[[str, Functions], Found]] = {
+CALL_FORMATS: dict[str, CallReader] = {
     "hermes": _hermes,
     "qwen_xml": _qwen_xml,
     "llama_json": _llama_json,

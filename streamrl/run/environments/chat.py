@@ -14,9 +14,9 @@ import msgspec
 from streamrl.base.errors import RecipeError
 from streamrl.base.messages import ReturnedCall
 from streamrl.base.types import FinishReason, TokenArray, token_array
-from streamrl.pretrained.turns.seam import ChatMessage, SeamKind
+from streamrl.pretrained.turns.seam import ChatMessage, SeamKind, calling_message
 from streamrl.pretrained.turns.tool_calls import ToolCall
-from streamrl.run.environments.chat_tokens import Appended, ChatModel, called_tools
+from streamrl.run.environments.chat_tokens import Appended, ChatModel, called_tools, sampled_message
 from streamrl.run.environments.tools import OpenTools, ToolBox, ToolContext, call_user
 from streamrl.run.environments.turns import CallRecord, LimitedTurns, SampledTurn
 
@@ -102,6 +102,7 @@ class Chat:
         self._tokens = of.tokens(box, box.schemas if box else ()) if of.tokenizer.chat_templates else None
         self.messages: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
         self._last: Reply | None = None
+        self._text = ""  # of the newest sequence, to be compared with what the template writes
         self._open_tools: OpenTools | None = None
 
     async def say(self, said: Said) -> Reply:
@@ -152,11 +153,14 @@ class Chat:
                 raise ValueError("the chat has a system message, and another one is said: leave one out")
             appended, after = self._begin(said), -1
         else:
-            appended, after = self._continue(last, said), last.turn
+            appended, after = self._continue(last, said)
         turn = await self._model.turns.sample(appended, after=after)
         self.messages = said
+        if self._tokens is not None:
+            self._text = (self._text if after >= 0 else "") + self._tokens.text(appended + turn.token_ids)
         self._last = reply = self._read(turn)
-        self.messages.append({"role": "assistant", "content": reply.text})
+        called = calling_message(called_tools(reply.turn, reply.calls), [call.arguments for call in reply.calls])
+        self.messages.append(sampled_message(reply.text, reply.reasoning, called["tool_calls"]))
         return reply
 
     def _begin(self, said: Sequence[ChatMessage]) -> TokenArray:
@@ -164,16 +168,18 @@ class Chat:
             return self._model.chat_model.tokenizer.encode(_texts(said))
         return self._counted(self._tokens.prompt_tokens(said))
 
-    def _continue(self, last: Reply, said: Sequence[ChatMessage]) -> TokenArray:
+    def _continue(self, last: Reply, said: Sequence[ChatMessage]) -> tuple[TokenArray, int]:
+        """Tokens, and the turn that they go on from (-1: none)."""
         if self._tokens is None:
-            return self._model.chat_model.tokenizer.encode_fragment(_texts(said[len(self.messages) :]))
+            return self._model.chat_model.tokenizer.encode_fragment(_texts(said[len(self.messages) :])), last.turn
         calls, end = called_tools(last.turn, last.calls), last.token_ids[-1] if last.token_ids else -1
-        return self._counted(self._tokens.seam_tokens(said, len(self.messages) - 1, calls, end))
+        appended = self._tokens.seam_tokens(said, len(self.messages) - 1, calls, end, self._text)
+        return self._counted(appended), -1 if appended[1] == SeamKind.REWRITTEN else last.turn
 
     def _counted(self, appended: Appended) -> TokenArray:
         token_ids, seam, broken = appended
         if seam not in ("", SeamKind.EXACT):
-            self._model.notes[f"seam_{seam}"] += 1
+            self._model.notes["rewritten_turns" if seam == SeamKind.REWRITTEN else f"seam_{seam}"] += 1
         if broken:
             self._model.notes["special_tokens"] += broken
         return token_ids

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import FinishReason, TokenArray
 from streamrl.pretrained.tokenizer import Tokenizer
-from streamrl.pretrained.turns.seam import CalledTool, ChatMessage, ChatSeams
+from streamrl.pretrained.turns.seam import CalledTool, ChatMessage, ChatSeams, SeamKind
 from streamrl.pretrained.turns.template_facts import template_facts, without_special_tokens
-from streamrl.pretrained.turns.tool_calls import ParsedTurn, ToolCall, format_of_template, parse_turn
+from streamrl.pretrained.turns.tool_calls import CallReader, ParsedTurn, ToolCall, format_of_template, parse_turn
+from streamrl.recipe.environment import VLLM, Environment
 from streamrl.run.environments.tools import ToolBox, ToolLimits
 from streamrl.run.environments.turns import SampledTurn
 
@@ -23,28 +24,30 @@ Appended = tuple[TokenArray, str, int]
 
 
 class ChatModel:
-    """The model of a run, as chats of its environment need it: tokenizer, template, and the way in which it writes
-    calls (``tool_format``; ``auto``: as its template shows them)."""
+    """The model of a run, as chats of ``environment`` need it: tokenizer, template, and the way in which it writes
+    calls."""
 
-    def __init__(self, tokenizer: Tokenizer, tool_format: str = "auto", limits: ToolLimits | None = None) -> None:
-        self.tokenizer, self._tool_format, self._limits = tokenizer, tool_format, limits
+    def __init__(self, tokenizer: Tokenizer, environment: Environment | None = None) -> None:
+        self.tokenizer, self.environment = tokenizer, environment or Environment()
         self.toolbox = lru_cache(_REMEMBERED)(self._toolbox)
         self._tokens: dict[Hashable, ChatTokens] = {}
 
-    @cached_property
-    def tool_format(self) -> str:
-        """The way in which calls are written. Raises ``RecipeError`` where it is not known."""
-        if self._tool_format != "auto":
-            return self._tool_format
-        if found := format_of_template(self.tokenizer.chat_templates):
+    def call_reader(self, tools: Sequence[Any]) -> str | CallReader:
+        """Return what ``parse_turn`` reads calls of ``tools`` (JSON schemas) with. Raises ``RecipeError`` where the way
+        in which they are written is not known."""
+        if (found := self.environment.tool_format).startswith(VLLM):
+            from streamrl.run.environments.vllm_parsers import vllm_reader
+
+            return vllm_reader(found, self.tokenizer, tools)
+        if found := found if found != "auto" else format_of_template(self.tokenizer.chat_templates):
             return found
         raise RecipeError(
             "environment.tool_format: the model's chat template does not show how it writes calls, or it has none: "
-            "write hermes, qwen_xml, llama_json or mistral, or take a model that calls tools"
+            "write hermes, qwen_xml, llama_json, mistral or vllm:NAME, or take a model that calls tools"
         )
 
     def _toolbox(self, tools: tuple[Any, ...]) -> ToolBox:
-        return ToolBox(tools, self._limits)
+        return ToolBox(tools, ToolLimits(self.environment.tool_seconds, self.environment.tool_characters))
 
     def tokens(self, tool_set: Hashable, schemas: Sequence[Any]) -> ChatTokens:
         """Return the tokens of chats with the tools of ``schemas``, which ``tool_set`` names. They are made once."""
@@ -62,7 +65,8 @@ class ChatTokens:
         self._tokenizer, self._given = model.tokenizer, tools
         shown, self._in_tools = self._broken(tools)
         self._tools = shown or None
-        self._call_format = model.tool_format if tools else ""
+        self._call_format = model.call_reader(tools) if tools else "hermes"
+        self._rewrites = model.environment.history == "template"
         self._seams = ChatSeams(self._tokenizer, self._tools)
         self._opens_reasoning = template_facts(self._tokenizer, self._tools).opens_reasoning
 
@@ -72,18 +76,30 @@ class ChatTokens:
         return self._tokenizer.encode_chat(shown, self._tools), "", broken + self._in_tools
 
     def seam_tokens(
-        self, messages: Sequence[ChatMessage], turn: int, calls: Sequence[CalledTool], last: int
+        self, messages: Sequence[ChatMessage], turn: int, calls: Sequence[CalledTool], last: int, before: str = ""
     ) -> Appended:
         """Tokens between a sampled turn and the next one. ``messages``: the chat, in which ``turn`` is the place of the
-        sampled turn; ``calls``: of that turn; ``last``: its last token. Raises ``CannotContinueError``."""
+        sampled turn; ``calls``: of that turn; ``last``: its last token; ``before``: ``text`` of the sequence up to its
+        end. Where earlier turns are as the template writes them and ``before`` is not the begin of that, the tokens
+        are ``REWRITTEN``. Raises ``CannotContinueError``, ``ChatError``."""
+        if self._rewrites:
+            shown, broken = self._broken(_named(messages))
+            whole = self._tokenizer.render_chat(shown, self._tools)
+            if not "".join(whole.split()).startswith(before):
+                return self._tokenizer.encode_fragment(whole), SeamKind.REWRITTEN, broken + self._in_tools
         shown, broken = self._broken(_named(messages)[turn + 1 :])
         seam = self._seams.seam(messages[:turn], calls, shown, last)
         return seam.token_ids, seam.kind.value, broken
 
+    def text(self, token_ids: TokenArray) -> str:
+        """Text to compare with that of the template, without spaces: these differ wherever arguments are written, and
+        are stripped off what was said. Empty where nothing is compared."""
+        return "".join(self._tokenizer.decode(token_ids, skip_special=False).split()) if self._rewrites else ""
+
     def parse(self, turn: SampledTurn, *, calls: bool) -> ParsedTurn:
         """The parts of a turn. Its calls count where it ended by itself and ``calls`` may be made; a call that JSON
         cannot hold (half of a character, a number without end) does not."""
-        ids, call_format = turn.token_ids, self._call_format if calls and self._given else "hermes"
+        ids, call_format = turn.token_ids, self._call_format if calls else "hermes"
         ids = ids[:-1] if ids and ids[-1] in self._tokenizer.eos_token_ids else ids
         text, inside = self._tokenizer.decode(ids, skip_special=False), self._opens_reasoning
         ended = calls and turn.finish_reason is FinishReason.STOP
@@ -114,6 +130,12 @@ def _named(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         {"name": names[message["tool_call_id"]], **message} if message.get("tool_call_id") in names else message
         for message in messages
     ]
+
+
+def sampled_message(text: str, reasoning: str, calls: Sequence[Any]) -> dict[str, Any]:
+    """Make the message of a sampled turn, as chat templates take it. ``calls``: in their form too."""
+    thought = {"reasoning_content": reasoning, "thinking": reasoning} if reasoning else {}
+    return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {}), **thought}
 
 
 def called_tools(turn: int, calls: Sequence[ToolCall]) -> list[CalledTool]:

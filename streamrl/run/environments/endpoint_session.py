@@ -18,8 +18,8 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.base.errors import StreamRLError
-from streamrl.pretrained.turns.seam import CalledTool, CannotContinueError, calling_message
-from streamrl.run.environments.chat_tokens import Appended, ChatModel, ChatTokens, called_tools
+from streamrl.pretrained.turns.seam import CalledTool, CannotContinueError, SeamKind, calling_message
+from streamrl.run.environments.chat_tokens import Appended, ChatModel, ChatTokens, called_tools, sampled_message
 from streamrl.run.environments.turns import EpisodeLimit, SampledTurn, TurnSampler
 
 ENDED = "the trajectory of this key has ended"
@@ -74,15 +74,16 @@ class ChatAnswer(msgspec.Struct, frozen=True):
 
 class _Node:
     """A request and its answer. ``end``: messages of the chat with the answer; ``children``: nodes that go on from it;
-    ``tokens``: of the sequence with the answer."""
+    ``tokens``, ``text``: of the sequence with the answer; ``message``: the answer, as chat templates take it."""
 
     def __init__(self, parent: _Node | None, request: ChatRequest) -> None:
         self.parent, self.chat, self.tool_set, self.digest = parent, request.chat, request.tool_set, request.digest
-        self.end, self.children, self.tokens = len(request.chat) + 1, 0, 0
+        self.end, self.children, self.tokens, self.text = len(request.chat) + 1, 0, 0, ""
         self.done = anyio.Event()
         self.failure = ApiError(410, ENDED)
         self.answer: ChatAnswer | None = None
         self.said: Digest = b"", ""
+        self.message: dict[str, Any] = {}
 
     def is_begin_of(self, chat: Sequence[Digest]) -> bool:
         """Whether ``chat`` goes on from this answer, if it does from that of ``parent``."""
@@ -175,21 +176,22 @@ class EndpointSession:
 
     async def _sample(self, node: _Node, request: ChatRequest) -> None:
         tokens, (appended, seam, broken), prompt_tokens = await self._prompt(node, request)
-        parent = node.parent
+        parent = node.parent if seam not in ("", SeamKind.REWRITTEN) else None
         after = parent.answer.turn.number if parent is not None and parent.answer is not None else -1
         async with self._free:
             turn = await self._sampler.sample(appended, after=after, most_tokens=request.most_tokens)
         node.tokens = prompt_tokens + len(turn.token_ids)
+        node.text = (parent.text if parent is not None else "") + tokens.text(appended + turn.token_ids)
         parsed = tokens.parse(turn, calls=request.calls)
-        self.figures.update(["turns", f"seams/{seam}" if seam else "sequences"])
+        self.figures.update(["turns", f"seams/{seam}" if parent is not None else "sequences"])
+        self.figures["rewritten_turns"] += seam == SeamKind.REWRITTEN
         self.figures["special_tokens"] += broken
         self.figures["malformed_calls"] += request.calls and bool(request.tools) and bool(parsed.problem)
         called = called_tools(turn.number, parsed.calls)
         calls = calling_message(called, [call.arguments for call in parsed.calls])["tool_calls"]
         text, thought, made = parsed.text, parsed.reasoning, (secrets.token_hex(12), int(time.time()))
-        node.said = message_digest(
-            {"role": "assistant", "content": text, "tool_calls": calls, "reasoning_content": thought}
-        )
+        node.message = sampled_message(text, thought, calls)
+        node.said = message_digest(node.message)
         node.answer = ChatAnswer(turn, text, thought, calls, prompt_tokens, *made)
 
     async def _prompt(self, node: _Node, request: ChatRequest) -> tuple[ChatTokens, Appended, int]:
@@ -197,18 +199,21 @@ class EndpointSession:
         work = partial(self._appended, node, request)
         large = sum(len(message["content"]) for message in request.messages) > _LARGE
         tokens, appended = await anyio.to_thread.run_sync(work) if large else work()
-        return tokens, appended, (node.parent.tokens if node.parent is not None else 0) + len(appended[0])
+        parent = node.parent if appended[1] not in ("", SeamKind.REWRITTEN) else None
+        return tokens, appended, (parent.tokens if parent is not None else 0) + len(appended[0])
 
     def _appended(self, node: _Node, request: ChatRequest) -> tuple[ChatTokens, Appended]:
-        tokens = self.model.tokens(request.tool_set, request.tools)
-        if node.parent is not None and (answer := node.parent.answer) is not None:
+        tokens, parent, messages = self.model.tokens(request.tool_set, request.tools), node.parent, [*request.messages]
+        if parent is not None and (answer := parent.answer) is not None:
             calls = [CalledTool(call["function"]["name"], call["id"]) for call in answer.calls]
             last = answer.turn.token_ids[-1] if answer.turn.token_ids else -1
+            at: _Node | None = parent
+            while at is not None:  # with the reasoning, which a client may leave out
+                messages[at.end - 1], at = at.message, at.parent
             try:
-                return tokens, tokens.seam_tokens(request.messages, node.parent.end - 1, calls, last)
-            except CannotContinueError:
+                return tokens, tokens.seam_tokens(messages, parent.end - 1, calls, last, parent.text)
+            except CannotContinueError:  # a sequence of its own, which the template writes as a whole
                 self.figures["not_continued"] += 1
-                node.parent = None  # a sequence of its own, which the template writes as a whole
         return tokens, tokens.prompt_tokens(request.messages)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.environment import Environment, command_of, with_run_python
+from streamrl.recipe.environment import VLLM, Environment, command_of, with_run_python
 from streamrl.recipe.user_code import load_user_object
 from streamrl.run.environments.agent_process import AgentFailedError, Agents
 from streamrl.run.environments.chat import EpisodePolicy, Said
@@ -32,6 +32,8 @@ def load_episode(
     """Load what ``environment`` names: the episode, and the columns that it cannot do without. ``chat_model`` and
     ``agents`` may be missing where no episode is run; without ``served``, tools of MCP servers, these are started,
     asked and ended. Raises ``RecipeError`` with every problem."""
+    if chat_model is not None and (environment.tools or environment.tool_format.startswith(VLLM)):
+        chat_model.call_reader(())  # now, and not in the first episode
     if environment.episode:
         return _episode(environment.episode)
     if environment.env:
@@ -45,8 +47,6 @@ def load_episode(
 
         served = list_tools(environment.servers)
     box = ToolBox([*own, *(served or ())], limits)
-    if chat_model is not None:
-        _ = chat_model.tool_format  # now, and not in the first episode
     return _tools(box), ()
 
 

@@ -55,7 +55,7 @@ from streamrl.run.environments.agent_process import Agents
 from streamrl.run.environments.chat import EpisodePolicy
 from streamrl.run.environments.chat_tokens import ChatModel
 from streamrl.run.environments.forms import UserEpisode, load_episode
-from streamrl.run.environments.tools import Tool, ToolLimits
+from streamrl.run.environments.tools import Tool
 from streamrl.run.environments.turns import CallRecord, EpisodeLimit, LimitedTurns, SampledTurn
 
 _BLOCKED_S, _HEARTBEAT_S, _CLOSE_LIMIT_S, _STOP_LIMIT_S = 30.0, 0.5, 5.0, 1.0
@@ -77,8 +77,7 @@ async def run_environment_worker(
     """Run every ``BeginEpisode`` until ``orders`` ends. ``owns_process`` False (tests): user code that blocks the event
     loop hangs. Raises ``RecipeError`` where the user's code cannot be loaded, ``StreamBroken`` when the controller is
     gone."""
-    limits = ToolLimits(environment.tool_seconds, environment.tool_characters)
-    chat_model = ChatModel(tokenizer, environment.tool_format, limits)
+    chat_model = ChatModel(tokenizer, environment)
     agents = Agents(environment) if environment.agent else None
     servers: AbstractAsyncContextManager[Sequence[Tool]] = nullcontext(())
     if environment.servers:
