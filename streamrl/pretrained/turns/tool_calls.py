@@ -36,7 +36,6 @@ class BadCallError(ValueError):
 
 
 Found = tuple[str, list[ToolCall]]
-"""The text of a turn without its calls, and these."""
 Functions = Mapping[str, Mapping[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]
 CallReader = Callable[[str, Functions], Found]
