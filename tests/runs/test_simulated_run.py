@@ -325,6 +325,7 @@ async def talk(model, *, prompt):
     chat = model.chat(tools=[note])
     reply = await chat.say(prompt)
     for turn in range(model.random.randint(1, 3)):  # a simulated engine calls nothing by itself
+        model.reward(reply, len(reply.text) % 5 / 4)
         reply = await chat.run_tools(replace(reply, calls=(ToolCall("note", {"turn": turn}),)))
     return len(reply.text) % 7 / 6
 """
@@ -351,6 +352,7 @@ def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_one_that_was_
             "rewards__0__function": "environment",
         }
         own |= {"environment__max_tokens": 500, "sampling__max_tokens": 24}
+        own |= {"environment__advanced__credit": "return_to_go"}
         flags = [] if arguments else _flags(tmp_path / folder, **common, **(own if talks else {}))
         pipe = subprocess.PIPE
         return subprocess.Popen([*command, *flags], env=environment, text=True, stdout=pipe, stderr=subprocess.STDOUT)
