@@ -156,13 +156,12 @@ class _Process:
 
 def reward_of(output: bytes) -> float | None:
     """The finite number in the last line of ``output``, or in ``reward`` of the JSON object there; else None."""
-    try:
+    with suppress(*UNDECODABLE):
         found = msgspec.json.decode(output.strip().rpartition(b"\n")[2])
         value = found.get("reward") if isinstance(found, dict) else found
-        reward = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    except UNDECODABLE:
-        return None
-    return reward if math.isfinite(reward) else None
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    return None
 
 
 async def _read(
