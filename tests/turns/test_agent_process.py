@@ -56,7 +56,7 @@ def left() -> list[int]:
     pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            pids += [int(path.parent.name)] * (f"OPENAI_API_KEY={KEY}".encode() in path.read_bytes())
+            pids += [int(path.parent.name)] * (f"={KEY}".encode() in path.read_bytes())
     return pids
 
 
@@ -82,7 +82,8 @@ LEAVES = """
 import os, signal, subprocess, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 for own in (False, True):
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(999)"], start_new_session=own)
+    seen = {name: value for name, value in os.environ.items() if "API_KEY" not in name}
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(999)"], start_new_session=own, env=seen)
 print(0.5)
 """
 

@@ -104,7 +104,7 @@ class Agents:
         command = [sys.executable, "-I", "-S", "-c", _STARTER, str(_ROOT), str(os.getpid()), *self._command]
         own, url, limit = passed_environment((), self._variables), self._server.base_url, given.limit
         own |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
-        own |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
+        own |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key, "STREAMRL_AGENT": key}  # harnesses hide API keys
         local = own.get("NO_PROXY") or own.get("no_proxy") or "localhost"
         own |= dict.fromkeys(("NO_PROXY", "no_proxy"), f"{local},127.0.0.1,localhost")
         with anyio.CancelScope(shield=True):
