@@ -3,7 +3,7 @@ the supervisor, which owns the processes; answers to changes of rewards."""
 
 from __future__ import annotations
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from streamrl.base.messages import Message
 
@@ -54,10 +54,22 @@ class EvaluationFinished(Message, frozen=True):
     metrics: dict[str, float]
 
 
+class ShownMessage(Struct, frozen=True, omit_defaults=True):
+    """A message. ``sampled``: by ``version`` at last; ``again``: it follows an earlier turn or none, not the last."""
+
+    role: str
+    text: str
+    tokens: int
+    sampled: bool = False
+    version: int = 0
+    again: bool = False
+
+
 class CompletionSampled(Message, frozen=True):
     """One completion that step ``step`` trained on, or that the evaluation of its version sampled, with its ``reward``,
     and ``rewards`` by function before weights. ``sample``: its number among those of its prompt; ``chosen``: which one
-    of the batch (``best``, ``worst``, ``random``; empty: all were kept)."""
+    of the batch (``best``, ``worst``, ``random``; empty: all were kept). ``turns``: prompt and text by message, of a
+    trajectory with an environment; empty where there are very many."""
 
     step: int
     prompt_id: str
@@ -69,10 +81,13 @@ class CompletionSampled(Message, frozen=True):
     finish_reason: str
     sample: int = 0
     chosen: str = ""
+    turns: tuple[ShownMessage, ...] = ()
 
     def shortened(self, most: int) -> CompletionSampled:
         """The same with at most ``most`` characters of each text, from its start and its end, where answers stand."""
-        return structs.replace(self, prompt=_shortened(self.prompt, most), text=_shortened(self.text, most))
+        turns = tuple(structs.replace(turn, text=_shortened(turn.text, most // 4)) for turn in self.turns)
+        prompt, text = _shortened(self.prompt, most), _shortened(self.text, most)
+        return structs.replace(self, prompt=prompt, text=text, turns=turns)
 
 
 def _shortened(text: str, most: int) -> str:

@@ -87,9 +87,7 @@ async def _run(request: Test, reward: Reward) -> RewardReport:
         await source.aclose()
     outcomes, seconds = await score_groups([reward], RewardLimits(), groups, tokenizer)
     bytes_for_tokens = model is None and "token_ids" in signature.provided
-    return summarize(
-        reward.label, outcomes, groups, seconds, decode=tokenizer.decode, bytes_for_tokens=bytes_for_tokens
-    )
+    return summarize(reward.label, outcomes, groups, seconds, tokenizer=tokenizer, bytes_for_tokens=bytes_for_tokens)
 
 
 def _sampling_recipe(request: Test) -> Recipe:

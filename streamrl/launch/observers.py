@@ -76,13 +76,10 @@ def run_observers(
         evaluations=evaluations,
         resumption=resumption,
         trace=trace,
-        samples=TrainingSamples(
-            run_directory / "samples.jsonl", processes.tokenizer.decode, most_bytes=size("samples")
-        ),
+        samples=TrainingSamples(run_directory / "samples.jsonl", processes.tokenizer, most_bytes=size("samples")),
         length_limit=recipe.most_tokens,
     )
     record.journal.elapsed = report.elapsed
-    scoring, budget = processes.reward.in_flight, recipe.most_tokens
     events.open(trace, report, (state := record.control.state).live_version, paused=state.steering.paused)
     pool.on_routed = events.routed
     return report, [
@@ -91,7 +88,7 @@ def run_observers(
         report,
         events,
         MissingSamples(record.control, emit, train_truncated=recipe.objective_settings.train_truncated),
-        LiveFigures(publish, lambda: record.control.state, report.waits, pool, scoring, budget=budget),
+        LiveFigures(publish, lambda: record.control.state, report.waits, pool, budget=recipe.most_tokens),
         *([resumption] if resumption else []),
         *users,
     ]

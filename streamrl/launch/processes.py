@@ -46,6 +46,7 @@ from streamrl.stages.reward import RewardStage
 
 log = logging.getLogger(__name__)
 
+SayReady = Callable[[Iterable[str]], Awaitable[None]]
 Emit = Callable[[RunEvent | RewardReply | SteeringReply], Awaitable[None]]
 
 
@@ -107,7 +108,7 @@ async def connect_processes(
 
     nursery.start_soon(judge.run)
     loading = BackgroundCall(nursery, partial(anyio.to_thread.run_sync, load_tokenizer, recipe.model.path))
-    environment = _environment_stage(recipe, topology)
+    environment = _environment_stage(topology, say_ready)
     scoring = BackgroundCall(nursery, partial(open_reward_stage, recipe, topology, run_directory, emit))
     training = BackgroundCall(nursery, ready_ranks)
     with waits.waiting_for("the engines to start"):
@@ -175,7 +176,7 @@ async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams:
 
 
 @asynccontextmanager
-async def _open_environment(topology: Topology, name: str) -> AsyncIterator[EnvironmentStreams]:
+async def _open_environment(topology: Topology, say_ready: SayReady, name: str) -> AsyncIterator[EnvironmentStreams]:
     """Streams to an environment worker or to its successor, once it said that it is ready."""
     orders_at, events_at = topology.endpoint(name, "orders"), topology.endpoint(name, "events")
     async with (
@@ -183,10 +184,12 @@ async def _open_environment(topology: Topology, name: str) -> AsyncIterator[Envi
         zmq_receiver(EnvironmentEvent, events_at, bind=True, name=f"{name}.events") as events,
     ):
         await exchange_hello(events.receive, orders)
+        await say_ready([name])
         yield orders, events
 
 
-def _environment_stage(recipe: Recipe, topology: Topology) -> EnvironmentStage | None:
+def _environment_stage(topology: Topology, say_ready: SayReady) -> EnvironmentStage | None:
     """Return the stage that runs the episodes of a recipe with an environment; None where it has none."""
     names = [process.name for process in topology.processes if process.role is Role.ENVIRONMENT]
-    return EnvironmentStage([partial(_open_environment, topology, name) for name in names]) if names else None
+    workers = [partial(_open_environment, topology, say_ready, name) for name in names]
+    return EnvironmentStage(workers) if workers else None

@@ -180,7 +180,7 @@ def _evaluations(
     recipe: Recipe, run_directory: Path, processes: Processes, held_out: HeldOut, keeper: CheckpointKeeper, emit: Emit
 ) -> HeldOutEvaluations:
     bound = most_bytes(recipe.metrics.most_mib, "evaluations")
-    store = partial(write_evaluation, run_directory / "evaluations", processes.tokenizer.decode, most_bytes=bound)
+    store = partial(write_evaluation, run_directory / "evaluations", processes.tokenizer, most_bytes=bound)
     stored = store if recipe.evaluation.store_samples else None
     return HeldOutEvaluations(held_out, recipe.run.seed, emit=emit, scored=keeper.scored, store=stored)
 

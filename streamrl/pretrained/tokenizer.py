@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ from streamrl.pretrained.special_tokens import SpecialTokens, read_json, read_sp
 
 T = TypeVar("T")
 
+_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | {"inst": "user"}
+_ROLES |= dict.fromkeys(("ipython", "observation", "toolresults", "toolresponse"), "tool") | {"model": "assistant"}
 _LARGEST_TOKENIZER = 4 * LARGEST_CONFIGURATION
 
 log = logging.getLogger(__name__)
@@ -129,6 +132,22 @@ class Tokenizer:
         ids = token_ids.tolist()
         ids = ids[:-1] if skip_special and ids and ids[-1] in self.eos_token_ids else ids
         return str(self._backend.decode(ids, skip_special_tokens=skip_special))
+
+    def messages(self, token_ids: TokenArray, role: str = "") -> list[tuple[str, str, int]]:
+        """Role, text and number of tokens of each message in ``token_ids``, which no model sampled: special tokens
+        divide them, and no other text can. ``role``: of what is before the first. Those without text are left out."""
+        found, opened = [(role, "", 0)], False
+        for special, group in groupby(token_ids, self.special_token_ids.__contains__):
+            for ids in ([one] for one in group) if special else [list(group)]:
+                text = self.token_text(ids[0]) if special else self.decode(token_array(ids))
+                head, _, rest = text.partition("\n")
+                head = "".join(filter(str.isalpha, head.lower())) if special else head
+                known = _ROLES.get(head.removeprefix("im").removesuffix("token")) if special or opened else None
+                role, before, tokens = (known, "", 0) if known else found.pop()
+                found.append((role, before + (rest if known else "" if special else text), tokens + len(ids)))
+                opened = special and not known and ("start" in head or head == "turn")
+        named = (("tool" if text.lstrip().startswith("<tool_response>") else role, text, n) for role, text, n in found)
+        return [(role, text.strip(), tokens) for role, text, tokens in named if text.strip()]
 
     def beyond_model(self, token_ids: TokenArray) -> str:
         """Return why the model cannot take ``token_ids``, with the remedy; empty: it can."""

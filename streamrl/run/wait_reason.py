@@ -112,7 +112,7 @@ class RunWaits:
 
     def __init__(self, clock: Callable[[], float], shell: Callable[[], ShellView]) -> None:
         self._clock = clock
-        self._shell = shell
+        self.shell = shell
         self._state: RunState | None = None
         self._reason = WaitReason.ENGINE_START
         self._since_s = self._looked_s = clock()
@@ -125,7 +125,7 @@ class RunWaits:
         self._count(now)
         if self._state is None:
             return
-        reason = wait_reason(self._state, self._shell())
+        reason = wait_reason(self._state, self.shell())
         if reason is not self._reason:
             self._reason, self._since_s = reason, now
 

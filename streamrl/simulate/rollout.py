@@ -227,7 +227,7 @@ class SimulatedRollout:
         if self.trace is not None:
             figures = {"tokens": int(request.sampled), "version": request.first_version, "stopped": request.stopped}
             now = self._queue.now
-            self.trace.request(request.request_id, request.engine, request.launched_s, now, **figures)
+            self.trace.request(request.request_id, request.engine, request.launched_s, now, (), **figures)
         self._router.closed(request.request_id)
         request.engine = -1
 

@@ -10,15 +10,12 @@ import pytest
 from builders import trajectory
 
 from streamrl.base.stage_messages import EndedOutcome, Scored, TrajectoryLost
-from streamrl.base.types import EnvironmentResult, ScoredTrajectory, Segment, TokenArray, TrajectoryId
+from streamrl.base.types import EnvironmentResult, ScoredTrajectory, Segment, TrajectoryId
 from streamrl.cli.main import main
+from streamrl.cli.trial.trial_completions import PlainText
 from streamrl.observe.dashboard.sample_rows import SampleFilter, sample_rows
 from streamrl.observe.follow.run_files import RunFiles
 from streamrl.run.evaluate.sample_files import TrainingSamples, sample_line, write_evaluation
-
-
-def decode(token_ids: TokenArray) -> str:
-    return bytes(token_ids.tolist()).decode()
 
 
 def scored(number: int, text: str, reward: float, *, group: int = 1, **parts: float) -> ScoredTrajectory:
@@ -39,7 +36,7 @@ def run(tmp_path: Path) -> Path:
     """A run that was killed in the middle of a line after step 1, went on, and was evaluated after step 2."""
     (tmp_path / "recipe.toml").write_text("")
     for step, batch in ((1, BATCH[:1]), (2, BATCH)):
-        samples = TrainingSamples(tmp_path / "samples.jsonl", decode)
+        samples = TrainingSamples(tmp_path / "samples.jsonl", PlainText())
         samples.take(step, batch)
         samples.close()
         with (tmp_path / "samples.jsonl").open("a") as file:
@@ -47,7 +44,7 @@ def run(tmp_path: Path) -> Path:
     outcomes: list[EndedOutcome] = [Scored(outcome=scored(n, f"held out {n}", n / 10, group=-1 - n)) for n in range(4)]
     one = TrajectoryId(prompt_id="p9", group_id=-9, sample=0)
     outcomes.append(TrajectoryLost(id=one, cancelled=False, reason="too long"))
-    anyio.run(write_evaluation, tmp_path / "evaluations", decode, 2, outcomes)
+    anyio.run(write_evaluation, tmp_path / "evaluations", PlainText(), 2, outcomes)
     return tmp_path
 
 
@@ -88,7 +85,7 @@ def test_what_is_not_there_is_said(run: Path, tmp_path: Path, capsys: pytest.Cap
 def test_steps_of_a_life_that_was_given_up_are_not_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run went back to step 1 and has trained step 2 anew, not yet step 3."""
     for step in (3, 2):
-        samples = TrainingSamples(run / "samples.jsonl", decode)
+        samples = TrainingSamples(run / "samples.jsonl", PlainText())
         samples.take(step, BATCH[:1])
         samples.close()
     assert main(["samples", str(run)]) == 0
@@ -97,7 +94,7 @@ def test_steps_of_a_life_that_was_given_up_are_not_shown(run: Path, capsys: pyte
 
 
 def test_a_run_shows_a_completion_now_and_then_and_its_file_stays_small(tmp_path: Path) -> None:
-    samples = TrainingSamples(tmp_path / "samples.jsonl", decode, most_bytes=20_000)
+    samples = TrainingSamples(tmp_path / "samples.jsonl", PlainText(), most_bytes=20_000)
     shown = [step for step in range(1, 41) if samples.take(step, [scored(1, "x" * 50_000, 1.0)])]
     samples.close()
     assert shown == [1, 10, 20, 30, 40]
@@ -112,7 +109,7 @@ def test_a_stored_completion_has_text_logprob_and_version_of_each_sampled_token(
 
     turns = (turn("ab", 3), Segment(token_ids=turn("tool", 0).token_ids, trained=False), turn("c", 5))
     made = trajectory(segments=turns, environment=EnvironmentResult(turn_rewards=(0.5, 0.0)))
-    samples = TrainingSamples(tmp_path / "samples.jsonl", decode)
+    samples = TrainingSamples(tmp_path / "samples.jsonl", PlainText())
     samples.take(2, [scored := ScoredTrajectory(trajectory=made, reward=1.0)])
     samples.close()
     assert '"turn_rewards":[0.5,0.0]' in (tmp_path / "samples.jsonl").read_text()

@@ -27,6 +27,7 @@ from streamrl.base.types import (
     TrajectoryId,
     token_array,
 )
+from streamrl.cli.trial.trial_completions import PlainText
 from streamrl.contracts import TakeOutcome
 from streamrl.observe.report.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
 from streamrl.recipe.rules.load import load_recipe
@@ -315,7 +316,7 @@ async def test_an_evaluation_of_nothing_ends() -> None:
 
 
 async def test_every_sample_is_a_line_with_its_text(tmp_path: Path) -> None:
-    write = partial(write_evaluation, tmp_path / "evaluations", lambda ids: "-".join(map(str, ids)))
+    write = partial(write_evaluation, tmp_path / "evaluations", PlainText())
     await write(7, [lost(1, 0), failed(0, 1), *rewarded(0, 0.5)])
     [path] = (tmp_path / "evaluations").iterdir()
     assert path.name == "step-000007.jsonl"
@@ -324,9 +325,9 @@ async def test_every_sample_is_a_line_with_its_text(tmp_path: Path) -> None:
         "finish_reason": "stop",
         "prompt_token_ids": [9, 8],
         "token_ids": [0, 1],
-        "prompt": "9-8",
+        "prompt": "\t\b",
         "tokens": 2,
-        "text": "0-1",
+        "text": "\0\x01",
     }
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         whose | {"sample": 0, "reward": 0.5, "rewards": {"r": 0.5}} | texts,

@@ -101,13 +101,16 @@ def read_block(content: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
         size = int(column["type"][1]) * head["count"]
         columns[column["name"]] = np.frombuffer(content[start : start + size], dtype=column["type"])
         start += size
+    start = -(-start // 8) * 8
+    columns["moments"] = np.frombuffer(content[start : start + 4 * head["moments"]], dtype="f4")
+    start += 4 * head["moments"]
     assert -(-start // 8) * 8 == len(content)
     return head, columns
 
 
 def test_the_block_has_every_trajectory_in_the_order_of_launches(run: Path) -> None:
     head, columns = read_block(client(run).get("/api/runs/0/timeline").content)
-    assert list(columns) == list(COLUMNS) and head["count"] == 4
+    assert list(columns) == [*COLUMNS, "moments"] and head["count"] == 4
     assert columns["launched"].tolist() == [0.5, 1.0, 2.0, 4.5]
     assert columns["begun"].tolist() == [0.5, 1.25, 2.0, 4.5]
     assert columns["rollout_end"].tolist() == [4.0, 2.0, 3.0, 5.5], "a pause is between launch and last token"
@@ -293,7 +296,7 @@ def test_a_client_gets_each_trajectory_once_and_goes_on_from_its_last_event(
     assert found["step"]["step"] == 3 and found["step"]["time_s"] == 9.0 and found["event"]["kind"] == "push"
     assert found["trajectories"]["first"] == 4 and found["trajectories"]["prompts"] == ["p-3"]
     ((*_, newest),) = found["trajectories"]["rows"]
-    assert len(found["trajectories"]["rows"][0]) == len(COLUMNS) and newest == 0
+    assert len(found["trajectories"]["rows"][0]) == len(COLUMNS) and newest == []
     assert list(news(view, place)) == [] and rows == [3], "no row of a step is made again"
     trace.close()
     assert read_place("[0,1,1,1,1,1,1,1]") is None and read_place("x") is None, "of another server"
@@ -345,6 +348,30 @@ def test_a_chrome_trace_has_trajectories_on_their_engines_steps_and_events(run: 
     assert spans["1.1"]["pid"] == 2 and spans["1.1"]["dur"] == pytest.approx(1e6)
     assert spans["long rollout"]["args"]["samples"] == 2 and spans["alarm"]["args"]["text"] == HOSTILE
     assert sum(name in spans for name in ("training", "push", "evaluation")) == 3
+
+
+def test_turns_and_the_times_in_the_environment_between_them_are_in_columns_live_rows_and_the_chrome_trace(
+    run: Path,
+) -> None:
+    trace, turns = TrajectoryTrace(run / "trace.jsonl", trace_header(), goes_on=True), (0.5, 1.0, 2.0, 2.25, 2.5)
+    times = ((3, 0.5, 7, 0.5), (4, 1.0, 3, 0.25), (0, 0.25, 0, 0.0))
+    trace.append(trajectory(0.25, 2.5, 6.0, group=7, turns=times, returned_s=3.0, queued_s=0.5))
+    trace.close()
+    columns = read_block(client(run).get("/api/runs/0/timeline").content)[1]
+    assert columns["moments"].tolist() == [0.0, 5.0, *turns]
+    assert columns["turns"].tolist() == [1, 0, 0, 0, 0], "in the order of launches; 0: one completion"
+    timeline = TimelineColumns(RunFiles(run))
+    timeline.refresh()
+    assert [row[-1] for row in timeline.rows(3, 5)] == [[], list(turns)]
+    slices = [
+        (one["name"], round(one["ts"] / 1e6, 3), round(one["dur"] / 1e6, 3))
+        for one in _spans(json.loads(trace_run("sort", timeline)[0].encoded())["traceEvents"])
+        if one["name"] == "environment" or one["name"].startswith("turn ")
+    ]
+    assert slices == [
+        ("environment", 0.25, 0.5), ("turn 0", 0.75, 0.5), ("environment", 1.25, 1.0), ("turn 1", 2.25, 0.25),
+        ("environment", 2.5, 0.25),
+    ]  # fmt: skip
 
 
 def _spans(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -41,9 +41,9 @@ async def test_tokens_so_far_are_shared_out_among_what_an_engine_runs_and_exact_
     pool, state = EnginePool({"engine-0": engine}), RunState(steps=9, batch=Batch(batch_id=0, target=6), live_version=0)
     state.buffer.admit(group_of(0, 3))
     state.buffer.admit(group_of(1, 2))
-    waits = RunWaits(lambda: 5.0, ShellView)
+    waits = RunWaits(lambda: 5.0, lambda: ShellView(sampling=2, scoring=1, environment=3))
     waits.update(state)
-    live = LiveFigures(lambda *_: None, lambda: state, waits, pool, lambda: 1, budget=40)
+    live = LiveFigures(lambda *_: None, lambda: state, waits, pool, budget=40)
     live.figures(0.0)
     async with anyio.create_task_group() as tasks:
         for sample in range(3):
@@ -64,7 +64,7 @@ async def test_tokens_so_far_are_shared_out_among_what_an_engine_runs_and_exact_
         assert (row.running, row.waiting, row.serves) == (2, 1, True)
         assert row.tokens_s == pytest.approx(32.0)  # 8 steps of 2 in half a second
         assert [(r.id, r.tokens, r.marks) for r in rows] == [(0, [9, 9, 0], "ssw"), (1, [0, 0], "ww")]
-        assert (now.waits_for, now.budget, now.scoring) == ("sampling", 40, 1)
+        assert (now.waits_for, now.budget, now.scoring, now.environment) == ("sampling", 40, 1, 3)
         first = TrajectoryId(prompt_id="p0", group_id=0, sample=0)
         state.buffer.score(first, reward=1.0, tokens=11, reason=FinishReason.LENGTH, oldest=0)
         state.prompts.queue.append(PromptRef(prompt_id="p1"))

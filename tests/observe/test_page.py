@@ -78,6 +78,7 @@ class WrittenRun:
                 engine, lost = (prompt + sample) % 2, sample == SIZE - 1
                 tokens = 20 + 7 * prompt + 11 * sample + self.step
                 took = tokens * 0.01 * (1 + engine)
+                talks = self.step >= STEPS and (prompt, sample) == (1, 1)
                 if self.step == SLOW_STEP and (prompt, sample) == (0, 0):
                     tokens, took = 480, 8.9
                 lines.append(
@@ -88,6 +89,7 @@ class WrittenRun:
                         ended_s=full if lost else end - 0.2, rollout_s=took, reward_s=0.2, queued_s=0.02,
                         reward=None if lost else float(f"prompt-{prompt}" != UNSOLVED and (sample + self.step) % 2),
                         oldest_version=self.step - 1, newest_version=self.step - 1, engine=f"engine-{engine}",
+                        turns=((9, 0.02, 2, 0.18), (5, 0.2, 1, 0.1), (0, 0.0, 0, 0.0)) if talks else (),
                     )
                 )  # fmt: skip
         self._trace.append(*lines)
@@ -117,6 +119,12 @@ class WrittenRun:
             "step": self.step, "chosen": "best", "prompt_id": "prompt-1", "prompt": f"{HOSTILE} 8 + 9 =",
             "text": "".join(texts), "reward": 1.0, "rewards": {"exact": 1.0}, "tokens": 3, "finish_reason": "stop",
             "token_texts": texts, "logprobs": [-0.1, -4.0, -0.5],
+            "turns": [
+                {"role": "user", "text": f"{HOSTILE} 8 + 9 =", "tokens": 9},
+                {"role": "assistant", "text": "".join(texts[:2]), "tokens": 2, "sampled": True, "version": 4},
+                {"role": HOSTILE, "text": f"wrong {HOSTILE}", "tokens": 5},
+                {"role": "assistant", "text": texts[2], "tokens": 1, "sampled": True, "again": True},
+            ],
         }  # fmt: skip
         self.append("samples.jsonl", sample_line)
         self.time = end
@@ -204,7 +212,16 @@ def complete(visit: Visit, *more: str) -> None:
     assert shown == [*more, *PANELS]
     assert visit.empty() == []
     assert visit.page.evaluate("[window.taken ?? '', document.images.length]") == ["", 0]
-    assert HOSTILE in visit.page.locator("#samples article").first.text_content()
+    said = visit.page.locator("#samples article").first.locator(".turn")
+    assert [text.split("tokens")[0] for text in said.all_text_contents()] == [
+        "user9 ", "assistant2 ", f"{HOSTILE}5 ", "assistant1 ",
+    ]  # fmt: skip
+    assert said.nth(1).locator("span[title^=logprob]").all_text_contents() == ["The answer is ", HOSTILE]
+    assert said.nth(3).text_content() == "assistant1 tokens, version 0, behind an earlier turn 17."
+    assert f"wrong {HOSTILE}" in said.nth(2).text_content()
+    lime = "[...timelines][0]?.pixels?.includes([...timelines][0].phases.environment)"
+    visit.until(lambda: visit.page.evaluate(lime), "a trajectory in its environment")
+    assert "in the environment" in visit.text("timeline")
     assert HOSTILE in visit.page.locator("#events").text_content()
     assert visit.complaints == []
 
@@ -292,6 +309,8 @@ def test_it_goes_on_with_a_run(address: str, runs: list[WrittenRun]) -> None:
         visit.until(lambda: f"step {run.step} of 20" in state.text_content(), "the next step")
         bars = "[...timelines][0].columns.count"
         visit.until(lambda: page.evaluate(bars) == run.step * PROMPTS * SIZE, "the bars of the next step")
+        of = "[...timelines][0].columns.outside([...timelines][0].columns.count - {}).turns"
+        assert [page.evaluate(of.format(PROMPTS * SIZE - SIZE - at)) for at in range(3)] == [0, 2, 0]
         sample = page.locator("#samples tbody td").first
         visit.until(lambda: sample.inner_text() == str(run.step), "the sample of the next step")
         visit.until(lambda: not page.evaluate("panels.some(one => one.dirty || one.busy)"), "all is drawn")

@@ -39,11 +39,13 @@ from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import exchange_hello
 from streamrl.contracts import Journal
+from streamrl.observe.terminal.step_line import sample_block
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.environment import Environment
 from streamrl.recipe.sections import Sampling
 from streamrl.run.environments.forms import load_episode
 from streamrl.run.environments.worker import run_environment_worker
+from streamrl.run.evaluate.sample_files import sample_of
 from streamrl.stages.environment import EnvironmentStage, EnvironmentStreams
 from streamrl.stages.episodes import Episodes
 
@@ -430,6 +432,36 @@ async def test_a_tool_of_an_mcp_server_is_called(qwen: Tokenizer, mcp_server: tu
     text = shown(qwen, trajectory)
     assert text.endswith("It is 5.<|im_end|>") and "Add two integers." in text
     assert trajectory.environment.calls == {"done": 1}
+
+
+async def test_a_trajectory_is_read_as_a_conversation(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    """The answer of a tool stays text."""
+    opens = CALL.replace("add", "opens").replace('"a": 2, "b": 3', "")
+    run = Run(Environment(tools=(code("opens"),)), qwen, lambda text: "ok" if "<tool_response>\n" in text else opens)
+    trajectory = await run.one({"prompt": "user\nOpen <|im_start|>system"})
+    assert isinstance(trajectory, Trajectory)
+    shown = sample_of(ScoredTrajectory(trajectory=trajectory, reward=1.0), qwen, step=3, chosen="best")
+    turns = [(one.role, one.sampled, one.text.partition("\n")[0]) for one in shown.turns]
+    joined = "<\N{ZERO WIDTH JOINER}|im_"
+    said = [("user", False, "user"), ("assistant", True, "<tool_call>"), ("tool", False, "<tool_response>")]
+    assert turns == [("system", False, turns[0][2]), *said, ("assistant", True, "ok")]
+    assert f"{joined}end|>" in shown.turns[3].text and "\n> tool: <tool_response>\n> " in shown.text
+    assert shown.text.endswith("</tool_response>\nok") and "\nuser: user\nOpen " + joined in shown.prompt
+    assert [one.tokens for one in shown.turns if one.sampled] == [len(s.token_ids) for s in trajectory.segments[1::2]]
+    block = sample_block("", shown)
+    assert block[4].startswith(f"  {'tool':<20}<tool_response>\n{'':<22}")
+    assert block[5] == f"  {'assistant 3 tok':<20}ok"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3.1", "gemma3", "glm-4.5", "phi3.5", "gpt-oss"])
+def test_messages_of_a_prompt_have_their_roles_and_no_text_makes_one(
+    of_family: Callable[[str], Tokenizer], family: str
+) -> None:
+    tokenizer, text = of_family(family), "system\nWhat? [INST]"
+    token_ids = tokenizer.encode_chat([{"role": "user", "content": text}])
+    assert [one[:2] for one in tokenizer.messages(token_ids) if one[0] not in ("system", "")] == [("user", text)]
+    [(role, text, _)] = tokenizer.messages(tokenizer.encode_fragment("user\nwho"), "tool")
+    assert (role, text) == ("tool", "user\nwho")
 
 
 def load_tools(spec: str) -> Any:

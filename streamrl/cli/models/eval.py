@@ -54,8 +54,8 @@ class Eval(Command, frozen=True, kw_only=True):
             self.out.touch()
         done = run_for_report(lambda: self._evaluate(recipe, version or 0))
         if self.out is not None:
-            decode = load_tokenizer(recipe.model.path).decode
-            lines = (sample_line(outcome, decode) for _, outcomes in done for outcome in outcomes)
+            tokenizer = load_tokenizer(recipe.model.path)
+            lines = (sample_line(outcome, tokenizer) for _, outcomes in done for outcome in outcomes)
             self.out.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
         passes = [one for one, _ in done]
         if self.json:

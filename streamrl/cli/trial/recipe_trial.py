@@ -116,7 +116,7 @@ async def try_recipe(
         parameters=model.facts.parameters,
         prompts=recipe.prompts.train,
         prompt=tuple(first_prompt_lines(first, tokenizer)),
-        reward=summarize(label, outcomes, groups, scoring_s, decode=tokenizer.decode),
+        reward=summarize(label, outcomes, groups, scoring_s, tokenizer=tokenizer),
         lengths=values,
         length_histogram=histogram(lengths),
         truncated=sum(one.finish_reason is FinishReason.LENGTH for one in every),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from rich.bar import Bar as RichBar
@@ -15,9 +15,10 @@ from rich.text import Text
 
 from streamrl.base.printable import printable
 from streamrl.base.run_events import CompletionSampled
-from streamrl.base.types import RewardFailure, ScoredTrajectory, TokenArray
+from streamrl.base.types import RewardFailure, ScoredTrajectory
 from streamrl.cli.trial.trial_completions import CompletedGroup
 from streamrl.observe.terminal.step_line import sample_block
+from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.rewards.scoring import Outcome
 from streamrl.run.evaluate.sample_files import sample_of
 from streamrl.run.step_metrics import part_values, percentile
@@ -97,10 +98,10 @@ def summarize(
     groups: Sequence[CompletedGroup],
     seconds: float,
     *,
-    decode: Callable[[TokenArray], str],
+    tokenizer: Tokenizer,
     bytes_for_tokens: bool = False,
 ) -> RewardReport:
-    """The report of ``outcomes``: those of each group, in its order. ``decode``: text of token ids."""
+    """The report of ``outcomes``: those of each group, in its order."""
     every = [outcome for group in outcomes for outcome in group]
     by_group = [[o.reward for o in group if isinstance(o, ScoredTrajectory)] for group in outcomes]
     values = [value for group in by_group for value in group]
@@ -124,17 +125,17 @@ def summarize(
         limit_s=max((call.limit_s for call in calls), default=0.0),
         failures=tuple(FailureCount(kind, message, count) for (kind, message), count in failed.most_common()),
         signal=signal_of(by_group),
-        examples=_examples(every, decode),
+        examples=_examples(every, tokenizer),
         bytes_for_tokens=bytes_for_tokens,
     )
 
 
-def _examples(outcomes: Sequence[Outcome], decode: Callable[[TokenArray], str]) -> tuple[CompletionSampled, ...]:
+def _examples(outcomes: Sequence[Outcome], tokenizer: Tokenizer) -> tuple[CompletionSampled, ...]:
     """A few completions, from the least value to the greatest."""
     ordered = sorted((o for o in outcomes if isinstance(o, ScoredTrajectory)), key=lambda scored: scored.reward)
     count = min(_EXAMPLES, len(ordered))
     places = [index * (len(ordered) - 1) // max(count - 1, 1) for index in range(count)]
-    return tuple(sample_of(ordered[place], decode, step=0, chosen="") for place in places)
+    return tuple(sample_of(ordered[place], tokenizer, step=0, chosen="") for place in places)
 
 
 def spread(values: Sequence[float]) -> ValueSpread | None:

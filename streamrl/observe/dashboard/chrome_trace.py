@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -32,8 +33,11 @@ class ChromeTrace:
         for process, title in enumerate(["steps", *engines]):
             self._add("process_name", process, 0, "M", args={"name": f"{name}: {title}"})
 
-    def request(self, name: str, engine: int, launched_s: float, left_s: float, **arguments: Any) -> None:
-        """A request was at ``engine`` (a place in those of ``begin``) and left it, because it ended or was stopped."""
+    def request(
+        self, name: str, engine: int, launched_s: float, left_s: float, moments: Sequence[float], **arguments: Any
+    ) -> None:
+        """A request was at ``engine`` (a place in those of ``begin``) and left it, because it ended or was stopped. Its
+        turns, by ``moments`` as in ``TimelineColumns``, and the times between them are bars below it."""
         if self._left <= 0:
             return
         self._left -= 1
@@ -41,6 +45,9 @@ class ChromeTrace:
         lane = next((at for at, busy_until in enumerate(lanes) if busy_until <= launched_s), len(lanes))
         lanes[lane : lane + 1] = [left_s]
         self.span(name, 1 + engine, lane, launched_s, left_s - launched_s, arguments)
+        for place, (since, until) in enumerate(pairwise((0.0, *moments))):
+            part = f"turn {place // 2}" if place % 2 else "environment"
+            self.span(part, 1 + engine, lane, launched_s + since, until - since, {})
 
     def step(self, step: Any, began_s: float, **arguments: Any) -> None:
         """Add a step with its parts: a ``StepLine``, or a row of the simulator, which has the same fields."""
@@ -69,19 +76,20 @@ class ChromeTrace:
 def trace_run(name: str, timeline: TimelineColumns) -> tuple[ChromeTrace, int]:
     """The trace of a run, and how many of its first trajectories it leaves out: a viewer opens so many at most."""
     trace, head = ChromeTrace(), timeline.head()
-    first = max(timeline.count - MOST_REQUESTS, 0)
+    count, prompts = timeline.count, dict(enumerate(head["prompts"]))
+    first = max(count - MOST_REQUESTS * count // max(count + head["moments"] - 1, 1), 0)  # turns are bars as well
     engines = list(dict.fromkeys(slot["engine"] for slot in head["slots"])) or [""]
     trace.begin(name, [engine or "engines" for engine in engines])
     of_slot = [engines.index(slot["engine"]) for slot in head["slots"] for _ in range(slot["lanes"])]
-    rows = timeline.rows(first, timeline.count)
+    rows = timeline.rows(first, count)
     names = [column["name"] for column in head["columns"]]
     order = np.argsort(timeline.column("launched", first), kind="stable").tolist()
     for row in (dict(zip(names, rows[at], strict=True)) for at in order):
         arguments = {key: row[key] for key in ("tokens", "reward", "oldest", "newest", "paused")}
-        arguments |= {"outcome": head["outcomes"][row["outcome"]], "prompt": _name(head["prompts"], row["prompt"])}
+        arguments |= {"outcome": head["outcomes"][row["outcome"]], "prompt": prompts.get(row["prompt"], "")}
         arguments |= {"queued": row["begun"] - row["launched"], "ended": row["ended"]}
         identity = f"{row['group']}.{row['sample']}"
-        trace.request(identity, of_slot[row["slot"]], row["launched"], row["rollout_end"], **arguments)
+        trace.request(identity, of_slot[row["slot"]], row["launched"], row["rollout_end"], row["turns"], **arguments)
     for step in timeline.steps:
         trace.step(step, step.time_s - step.step_s, samples=step.samples)
     kinds = list(dict.fromkeys(event.kind for event in timeline.events))
@@ -92,7 +100,3 @@ def trace_run(name: str, timeline: TimelineColumns) -> tuple[ChromeTrace, int]:
     for at, running, waiting in zip(load["time_s"], load["running"], load["waiting"], strict=True):
         trace.counter("requests", at, {"running": running, "waiting": waiting})
     return trace, first
-
-
-def _name(names: Sequence[str], number: int) -> str:
-    return names[number] if number < len(names) else ""

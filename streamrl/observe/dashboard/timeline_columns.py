@@ -1,10 +1,11 @@
-"""The trace of a run as columns: 53 bytes a trajectory, on slots of engines, and its steps, loads and events."""
+"""The trace of a run as columns: 57 bytes a trajectory, on slots of engines, and its steps, loads and events."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 from threading import RLock
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.base.errors import UNDECODABLE
+from streamrl.base.types import TurnTimes
 from streamrl.observe.follow.followed_lines import FollowedLines
 from streamrl.observe.follow.run_files import RunFiles
 from streamrl.observe.report.trajectory_trace import (
@@ -29,9 +31,11 @@ COLUMNS = {
     "launched": "f4", "begun": "f4", "rollout_end": "f4", "reward_end": "f4", "ended": "f4",
     "paused": "f4",
     "slot": "u2", "outcome": "u1", "group": "u4", "prompt": "u4", "sample": "u2", "tokens": "u4", "reward": "f4",
-    "oldest": "u4", "newest": "u4",
+    "oldest": "u4", "newest": "u4", "turns": "u4",
 }  # fmt: skip
-"""Names and types of the columns of a trajectory; times in seconds since the run began, no reward as nan."""
+"""Names and types of the columns of a trajectory; times in seconds since the run began, no reward as nan. ``turns``:
+where, among the moments, the number of those of the trajectory stands, with them behind it; 0: none. Moments: seconds
+from the launch to the begin and the end of each turn, and to the end of the environment."""
 
 MOST_PROMPTS, MOST_SLOTS, MOST_OUTCOMES = 200_000, 0xFFFF, 0xFF
 MOST_POINTS = 20_000
@@ -82,7 +86,7 @@ class TimelineColumns:
         self._lines = FollowedLines(files.trace)
         self._decode = msgspec.json.Decoder(TraceHeader | TraceLine).decode
         self._columns: dict[str, array[Any]] = {name: array(_CODES[kind]) for name, kind in COLUMNS.items()}
-        self._engine = array("H")
+        self._engine, self._moments = array("H"), array("f", [0.0])
         self._names: dict[str, dict[str, int]] = {"outcome": {}, "prompt": {}, "engine": {}}
         self._placed = 0
         self._slots = EngineSlots()
@@ -111,6 +115,7 @@ class TimelineColumns:
         every = max(len(self.load["time_s"]) // MOST_POINTS, 1)
         return {
             "count": self._placed,
+            "moments": len(self._moments),
             "columns": [{"name": name, "type": kind} for name, kind in COLUMNS.items()],
             "max_tokens": self.header.max_tokens if self.header else 0,
             "steps": list(map(step_row, self.steps)),
@@ -141,23 +146,24 @@ class TimelineColumns:
         one by one, so that no second copy of all of them is ever there."""
         with self.lock:
             count, head = self._placed, msgspec.json.encode(self.head())
-            order = np.argsort(self.column("launched"), kind="stable")
+            order, moments = np.argsort(self.column("launched"), kind="stable"), self._moments.tobytes()
         head += b" " * (-(len(head) + 4) % 8)
         start = len(head).to_bytes(4, "little") + head
-        length = len(start) + sum(_padded(count * int(kind[1])) for kind in COLUMNS.values())
+        length = len(start) + sum(_padded(count * int(kind[1])) for kind in COLUMNS.values()) + _padded(len(moments))
 
         def parts() -> Iterator[bytes]:
             yield start
-            for name in COLUMNS:
-                part = self.column(name)[:count][order].tobytes()
+            for part in chain((self.column(name)[:count][order].tobytes() for name in COLUMNS), [moments]):
                 yield part + bytes(_padded(len(part)) - len(part))
 
         return length, parts()
 
     def rows(self, first: int, last: int) -> list[list[float | int | None]]:
-        """Trajectories from ``first`` to before ``last``, each with the values of ``COLUMNS``; no reward is None."""
+        """Trajectories from ``first`` to before ``last``, each with the values of ``COLUMNS``, for ``turns``
+        the moments; no reward is None."""
         with self.lock:
-            columns = [self._columns[name][first:last].tolist() for name in COLUMNS]
+            *columns, places = [self._columns[name][first:last].tolist() for name in COLUMNS]
+            columns.append([self._moments[at + 1 : at + 1 + int(self._moments[at])].tolist() for at in places])
         return [[None if value != value else value for value in row] for row in zip(*columns, strict=True)]
 
     # ---- lines ---------------------------------------------------------------------------------------
@@ -212,10 +218,17 @@ class TimelineColumns:
             "reward": np.array([line.reward for line in lines], dtype=float),
             "oldest": [line.oldest_version for line in lines],
             "newest": [line.newest_version for line in lines],
+            "turns": [self._keep(line.turns) for line in lines],
         }
         for name, column in columns.items():
             self._columns[name].frombytes(np.asarray(column).astype(COLUMNS[name]).tobytes())
         self._engine.extend(self._numbers("engine", [line.engine for line in lines], MOST_SLOTS))
+
+    def _keep(self, turns: Sequence[TurnTimes]) -> int:
+        moments = [*accumulate(s for _, outside, _, inside in turns for s in (outside, inside))]
+        place = len(self._moments)
+        self._moments.extend((len(moments) - 1, *moments[:-1]) if turns else ())
+        return place if turns else 0
 
     def _numbers(self, kind: str, names: Sequence[str], most: int) -> list[int]:
         """The number of each name; ``most`` for those that do not fit, which have none."""

@@ -189,9 +189,12 @@ def sample_line(sample: CompletionSampled) -> str:
 
 
 def sample_block(title: str, sample: CompletionSampled) -> list[str]:
-    """Title, figures and whole texts, whose further lines are indented: none looks like a line of another sample."""
-    prompt, text = (text.replace("\n", f"\n{'':<10}") for text in (sample.prompt, sample.text))
-    return [f"{title}: {_figures(sample)}" if title else _figures(sample), f"  prompt  {prompt}", f"  text    {text}"]
+    """Title, figures and whole texts, by message of a conversation. Further lines of a text are indented: none looks
+    like a line of another one."""
+    turns = [(f"{one.role} {one.tokens} tok" if one.sampled else one.role, one.text) for one in sample.turns]
+    parts, wide = turns or [("prompt", sample.prompt), ("text", sample.text)], 20 if turns else 8
+    lines = [f"  {name:<{wide}}" + text.replace("\n", f"\n{'':<{wide + 2}}") for name, text in parts]
+    return [f"{title}: {_figures(sample)}" if title else _figures(sample), *lines]
 
 
 def resumed_lines(event: RunResumed) -> list[str]:

@@ -18,7 +18,7 @@ LEVELS = "▁▂▃▄▅▆▇█"
 STATES = {
     "racing": "yellow", "ready": "cyan", "batch": "green", "paused": "magenta", "deferred": "blue", "dropped": "red",
 }  # fmt: skip
-MARKS = {"s": "yellow", "w": "dim", "r": "magenta", "p": "blue", "d": "green", "c": "red"}
+MARKS = {"s": "yellow", "w": "dim", "e": "bright_green", "r": "magenta", "p": "blue", "d": "green", "c": "red"}
 REASONS = {
     "sampling": ("S", "black on cyan"), "tail": ("t", "black on yellow"), "reward": ("R", "black on magenta"),
     "training": ("T", "black on green"), "push": ("P", "white on blue"), "evaluation": ("E", "black on white"),
@@ -65,6 +65,7 @@ def groups(picture: Picture, width: int, height: int, wanted: str) -> list[Text]
         return []
     counts = {state: sum(row.state == state for row in live.groups) for state in STATES}
     head = "  ".join(f"{state} {count}" for state, count in counts.items() if count) or "none under way"
+    head += f"  ({live.environment} trajectories in their environments)" if live.environment else ""
     lines = [Text(f"{head}  of {short_count(live.budget)} tok" if live.groups else head, "dim")]
     members = min(max((len(row.marks) for row in live.groups), default=0), 16) if width >= 56 else 0
     room = max(width - 32 - members, 3)

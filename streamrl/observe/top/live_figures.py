@@ -39,8 +39,8 @@ class EngineRow(msgspec.Struct, frozen=True):
 
 class GroupRow(msgspec.Struct):
     """One group. ``tokens`` and ``marks``: one a member that is left, by sample number; a mark is ``s`` sampling, ``w``
-    waiting for an engine, ``r`` for its reward, ``p`` paused, ``d`` done, ``c`` done and cut at the limit. ``state``:
-    racing, paused, ready, batch, deferred (sampled again later) or dropped. ``size``: members that were launched."""
+    waiting for an engine, ``r`` for its reward or environment, ``p`` paused, ``d`` done, ``c`` done and cut short.
+    ``state``: racing, paused, ready, batch, deferred (sampled again later), dropped. ``size``: launched members."""
 
     id: int
     state: str
@@ -53,7 +53,7 @@ class GroupRow(msgspec.Struct):
 class Live(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of the topic. ``pending``: orders that are not answered (step, push, evaluation, checkpoint);
     ``filled``, ``target``: weight of the open batch; ``deferred``: prompts that wait to be sampled again; ``scoring``:
-    trajectories without a reward; ``stopping``: the reason of a drain."""
+    trajectories without a reward; ``environment``: those between two turns; ``stopping``: the reason of a drain."""
 
     step: int
     steps: int
@@ -69,6 +69,7 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     budget: int
     scoring: int
+    environment: int = 0
     deferred: int
     engines: list[EngineRow]
     groups_in_all: int
@@ -77,23 +78,16 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
 
 class LiveFigures(Observer):
     """Gives ``publish`` the fields of ``live``. ``budget``: tokens of the longest completion; ``engines``: the
-    pool of engines; ``scoring``: trajectories without a reward.
+    pool of engines.
 
     Engines do not report the tokens of a request that is under way: each gets the tokens of its engine since the last
     look over the requests that ran, which is how an engine samples; they are exact from the end of the request on."""
 
     def __init__(
-        self,
-        publish: Publish,
-        state: Callable[[], RunState],
-        waits: RunWaits,
-        engines: Any,
-        scoring: Callable[[], int],
-        *,
-        budget: int,
+        self, publish: Publish, state: Callable[[], RunState], waits: RunWaits, engines: Any, *, budget: int
     ) -> None:
         self._publish, self._state, self._waits = publish, state, waits
-        self._engines, self._scoring, self._budget = engines, scoring, budget
+        self._engines, self._budget = engines, budget
         self._scope = anyio.CancelScope()
         self._loads: dict[str, EngineLoad] = {}
         self._parts: dict[str, float] = {}
@@ -115,7 +109,7 @@ class LiveFigures(Observer):
 
     def figures(self, now_s: float) -> Live:
         """The figures at ``now_s`` of a monotonic clock; rates are since the last call."""
-        state, (reason, waited_s) = self._state(), self._waits.waits_for()
+        state, (reason, waited_s), shell = self._state(), self._waits.waits_for(), self._waits.shell()
         engines, running = self._engine_rows(max(now_s - self._looked_s, 1e-3))
         groups = self._group_rows(state, running)
         self._looked_s = now_s
@@ -125,7 +119,7 @@ class LiveFigures(Observer):
             step=min(state.trainer_version + 1, state.steps), steps=state.steps, live_version=state.live_version,
             waits_for=str(reason), waits_s=round(waited_s, 2), pending=orders, stopping=state.stop_reason or "",
             paused=state.steering.paused, filled=batch.filled, target=batch.target, round_kind=state.round_kind,
-            group_size=batch.group_size, budget=self._budget, scoring=self._scoring(),
+            group_size=batch.group_size, budget=self._budget, scoring=shell.scoring, environment=shell.environment,
             deferred=len(state.prompts.queue), engines=engines, groups_in_all=len(groups), groups=groups[:MOST_GROUPS],
         )  # fmt: skip
 

@@ -37,6 +37,7 @@ function stretch(columns, start, span, width) {
   for (const i of rows) {
     const y = ABOVE + lanes.get(slot[i]) * rise, tall = Math.max(rise * 0.9, 0.8);
     box(begun[i], sampled[i], y, tall, outcomeColour(columns.head.outcomes[outcome[i]]));
+    columns.outside(i, (from, to) => box(from, to, y, tall, PHASES.environment));
     box(sampled[i], rewarded[i], y, tall, PHASES.reward);
   }
   const tick = TICKS.find(one => span / one <= 10);

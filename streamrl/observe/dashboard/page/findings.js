@@ -12,8 +12,8 @@ function enginesOf(columns) {
     const one = found.get(engine), thin = columns.count > 50000 && i % 16;
     one.count++;
     one.tokens += columns.tokens[i];
-    one.busy += columns.rollout_end[i] - columns.begun[i];
-    if (!thin) { one.paces.push(pace(columns, i)); one.queued.push(columns.begun[i] - columns.launched[i]); }
+    one.busy += columns.sampling(i);
+    if (!thin) { one.paces.push(pace(columns, i)); one.queued.push(columns.queued(i)); }
   }
   const rows = [...found.values()].map(one => ({ ...one, pace: median(one.paces), wait: median(one.queued), lanes: columns.head.slots.find(slot => slot.engine === one.engine)?.lanes }));
   const typical = rows.map(row => row.pace).filter(known).sort((a, b) => a - b)[(rows.length - 1) >> 1];  // of two: the faster

@@ -13,7 +13,7 @@ const OUTCOMES = {
   cancelled: ["#6b7680", "cancelled"],
   drained: ["#59636d", "left over when the run drained"],
 };
-const PHASES = { queued: "#8593a1", paused: "#b48ee0", reward: "#f2b134", waiting: "wait" };
+const PHASES = { queued: "#8593a1", environment: "#b4cc3a", paused: "#b48ee0", reward: "#f2b134", waiting: "wait" };
 const outcomeColour = name => OUTCOMES[name]?.[0] ?? RUN_COLOURS[7];
 const SORTS = {
   slot: "a row is a slot of an engine", group: "siblings lie together, longest first", prompt: "a row is a prompt's sample, over the whole run", length: "those of a step lie together, longest first",

@@ -5,7 +5,7 @@
 const REASONS = {
   sampling: ["#4c8bf5", "engines sample and most slots are taken", "more engines, or lower max_tokens"],
   tail: ["#e5604d", "few long completions still run while other slots are free", "rollout.system = \"fastest\" or rounds that race, or group_sizing"],
-  environment: ["#7aa33c", "trajectories are in their environments, and engines idle", "more trajectories in flight, quicker tools, environment.workers"],
+  environment: ["#b4cc3a", "trajectories are in their environments, and engines idle", "more trajectories in flight, quicker tools, environment.workers"],
   reward: ["#f2b134", "completions wait for their reward", "rewards: more concurrency, a shorter time limit"],
   training: ["#3a9d5d", "the trainer computes", "a larger trainer, or packing"],
   push: ["#9162c7", "new weights go to the engines", "weights: deltas, or a faster transport"],

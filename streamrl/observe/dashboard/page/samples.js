@@ -23,12 +23,12 @@ async function samplesOf(run, filter) {
 }
 
 // The completion, by token where the tokens are known: coloured by logprob (rare is red) or by the version that sampled it.
-function completion(row, by) {
+function completion(row, by, whole = row.text, from = 0, to = row.token_texts?.length) {
   const box = element("pre", { class: "text" }), texts = row.token_texts, versions = row.versions ?? [];
-  if (!texts || by === "plain" || (by === "logprob" && !row.logprobs)) return box.textContent = row.text ?? "", box;
+  if (!texts || by === "plain" || (by === "logprob" && !row.logprobs)) return box.textContent = whole ?? "", box;
   const first = Math.min(...versions);
-  texts.forEach((text, index) => {
-    const part = element("span", { title: [known(row.logprobs?.[index]) ? `logprob ${row.logprobs[index].toFixed(3)}, p ${percent(Math.exp(row.logprobs[index]))}` : null, versions.length === texts.length ? `version ${versions[index]}` : null].filter(Boolean).join("\n") }, text);
+  texts.slice(from, to).forEach((text, place) => {
+    const index = from + place, part = element("span", { title: [known(row.logprobs?.[index]) ? `logprob ${row.logprobs[index].toFixed(3)}, p ${percent(Math.exp(row.logprobs[index]))}` : null, versions.length === texts.length ? `version ${versions[index]}` : null].filter(Boolean).join("\n") }, text);
     if (by === "logprob" && known(row.logprobs[index])) part.style.background = `rgba(220, 60, 50, ${(Math.min(1, -row.logprobs[index] / 5) * 0.75).toFixed(2)})`;
     if (by === "version" && versions.length === texts.length) part.style.background = faint(RUN_COLOURS[(versions[index] - first) % 8]);
     box.append(part);
@@ -36,11 +36,18 @@ function completion(row, by) {
   return box;
 }
 
+// Each message under its role: turns of the model as completions, what an environment wrote as it stands.
+function conversation(row, by, from = 0) {
+  return row.turns.map(({ role, text, tokens, sampled, version, again }) => element("div", { class: sampled ? "turn sampled" : "turn" },
+    element("div", { class: "facts" }, element("b", {}, role), element("span", {}, `${tokens} tokens${sampled ? `, version ${version ?? 0}` : ""}${again ? ", behind an earlier turn" : ""}`)),
+    sampled ? completion(row, by, text, from, from += tokens) : element("pre", { class: "text" }, text)));
+}
+
 function sample(row, by, title = "") {
   const parts = Object.entries(row.rewards ?? {}), versions = [...new Set(row.versions ?? [])];
   return element("article", {}, element("div", { class: "facts" }, title ? element("b", {}, title) : null, element("span", {}, "step ", element("b", {}, String(row.step ?? "–"))), element("span", {}, "reward ", element("b", {}, number(row.reward))),
-    ...parts.map(([name, value]) => element("span", {}, `${name} ${number(value)}`)), element("span", {}, `${row.tokens ?? "–"} tokens`), element("span", {}, row.finish_reason || "stopped"), versions.length ? element("span", {}, `versions ${versions.join(", ")}`) : null),
-  element("pre", { class: "text prompt" }, row.prompt ?? ""), completion(row, by));
+    ...parts.map(([name, value]) => element("span", {}, `${name} ${number(value)}`)), element("span", {}, `${row.tokens ?? "–"} tokens${row.turns?.length ? ` in ${row.turns.filter(turn => turn.sampled).length} turns` : ""}`), element("span", {}, row.finish_reason || "stopped"), versions.length ? element("span", {}, `versions ${versions.join(", ")}`) : null),
+  ...(row.turns?.length ? conversation(row, by) : [element("pre", { class: "text prompt" }, row.prompt ?? ""), completion(row, by)]));
 }
 
 panel("samples", "Samples", "Completions that the run kept, with their rewards. Click one to read it whole; with several runs shown, the same prompt of the others stands beside it.", { of: "all", paths: [], without: "" }, async (body, runs) => {

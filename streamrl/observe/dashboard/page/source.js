@@ -37,6 +37,7 @@ class Columns {
       this[name] = new ARRAYS[type](buffer, offset, head.count);
       offset += this[name].byteLength;
     }
+    [this.moments, this.fresh] = [new Float32Array(buffer, Math.ceil(offset / 8) * 8, head.moments), []];
     [this.end, this.longest, this.lanes] = [0, 0, Math.max(1, sum(head.slots.map(slot => slot.lanes)))];
     this.measure(0);
     for (const step of head.steps) this.end = Math.max(this.end, step.time_s);
@@ -51,7 +52,21 @@ class Columns {
     }
   }
 
+  // The turns of a trajectory, and its seconds in the environment before the first and after it; `visit(from, to)` for each time of them.
+  outside(row, visit = () => {}) {
+    const at = this.turns[row], start = this.launched[row];
+    const turns = row < this.sorted ? this.moments.subarray(at + 1, at + 1 + this.moments[at]) : this.fresh[row - this.sorted], found = { turns: turns.length >> 1, before: 0, after: 0 };
+    for (let k = 0, from = start; k < turns.length; from = start + turns[k + 1], k += 2) {
+      visit(from, start + turns[k]);
+      found[k ? "after" : "before"] += start + turns[k] - from;
+    }
+    return found;
+  }
+  queued(row) { return Math.max(0, Math.round((this.begun[row] - this.launched[row] - this.outside(row).before) * 1e4) / 1e4); }
+  sampling(row) { return this.rollout_end[row] - this.begun[row] - this.outside(row).after; }
+
   append(rows) {
+    this.fresh.push(...rows.map(row => row[this.names.indexOf("turns")]));
     const from = this.count, count = from + rows.length;
     if (count > this.capacity) {
       this.capacity = Math.max(count, this.capacity * 2, 4096);

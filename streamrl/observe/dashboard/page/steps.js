@@ -29,7 +29,7 @@ panel("step", "One step", "What took the time of one step, against the median st
   });
 
 const promptName = (columns, place) => columns.head.prompts[place] ?? "#" + place;
-const pace = (columns, i) => columns.tokens[i] > 0 ? (columns.rollout_end[i] - columns.begun[i] - (columns.paused[i] || 0)) / columns.tokens[i] : null;
+const pace = (columns, i) => columns.tokens[i] > 0 ? (columns.sampling(i) - (columns.paused[i] || 0)) / columns.tokens[i] : null;
 
 panel("engines", "Engines", "What each engine did and at what pace: an engine whose seconds a token are well above the others' is slow. Below, requests and KV cache of all engines over time.", { paths: ["timeline"], without: "no trajectory has ended, or trace.jsonl is gone." },
   (body, [run], [[columns]]) => {

@@ -61,7 +61,7 @@ class Timeline {
     }
     if (coarse.done === columns.count) return coarse;
     const scale = bins / coarse.span, row = rows / this.lanes, { launched, begun: queued, rollout_end: sampled, reward_end: rewarded, ended } = columns;
-    const { pixels } = coarse, { colour } = this, { waiting, reward, queued: held } = this.phases;
+    const { pixels } = coarse, { colour } = this, { waiting, reward, environment, queued: held } = this.phases;
     let [left, right] = [bins, 0];
     for (let i = coarse.done; i < columns.count; i++) {
       const at = (lane[i] * row | 0) * bins, a = launched[i] * scale | 0, b = Math.max(a, queued[i] * scale | 0), c = Math.max(b, sampled[i] * scale | 0);
@@ -70,6 +70,7 @@ class Timeline {
       for (let x = c; x < d; x++) pixels[at + x] = reward;
       for (let x = a; x < b; x++) pixels[at + x] = held;
       for (let x = b, color = colour(i); x < c || x === b; x++) pixels[at + x] = color;
+      columns.outside(i, (from, to) => { for (let x = from * scale | 0, until = to * scale | 0; x < until; x++) pixels[at + x] = environment; });
       if (a < left) left = a;
       if (e > right) right = e;
     }
@@ -117,13 +118,14 @@ class Timeline {
       const b = Math.max(a, at(queued[i])), c = Math.max(b, at(sampled[i])), d = Math.max(c, at(rewarded[i]));
       fill(a, b, top + inset, bottom - inset, phases.queued);
       fill(b, Math.max(c, b + 1), top, bottom, colour(i));
+      columns.outside(i, (from, to) => fill(at(from), at(to), top, bottom, phases.environment));
       fill(c, d, top + inset, bottom - inset, phases.reward);
       fill(d, e, top + inset, bottom - inset, phases.waiting);
     });
     for (const event of columns.head.events) {  // what was sampled while engines were paused
       if (event.kind !== "pause" || !known(event.end_s) || event.end_s < view.start || event.time_s > view.stop) continue;
       const [from, to, ground] = [Math.max(0, Math.floor((event.time_s - view.start) * scale)), Math.min(w, Math.floor((event.end_s - view.start) * scale)), pixel(channels(css("panel")))];
-      for (let y = 0; y < h && to > from; y++) for (let x = y * w + from; x < y * w + to; x++) if (pixels[x] !== ground) pixels[x] = phases.paused;
+      for (let y = 0; y < h && to > from; y++) for (let x = y * w + from; x < y * w + to; x++) if (pixels[x] !== ground && pixels[x] !== phases.environment) pixels[x] = phases.paused;
     }
     pen.putImageData(this.image, x0, y0);
   }
@@ -335,12 +337,12 @@ const EVENT_COLOURS = { evaluation: "#2a9aa5", pause: "#b48ee0", push: "#9162c7"
 const eventColour = kind => EVENT_COLOURS[Object.keys(EVENT_COLOURS).find(name => String(kind).startsWith(name))] ?? "#6b7680";
 
 function describe(columns, i) {
-  const { head } = columns, outcome = head.outcomes[columns.outcome[i]], queued = columns.begun[i] - columns.launched[i], sampled = columns.rollout_end[i] - columns.launched[i];
+  const { head } = columns, outcome = head.outcomes[columns.outcome[i]], sampled = columns.sampling(i), { turns, before, after } = columns.outside(i);
   const place = head.steps[columns.stepAt(columns.ended[i])];
   return [`prompt ${head.prompts[columns.prompt[i]] ?? "#" + columns.prompt[i]}, group ${columns.group[i]}, sample ${columns.sample[i]}`,
     `${columns.engineOf(i) || "engine unknown"}, slot ${columns.slot[i]}, launched at ${seconds(columns.launched[i])}`,
-    `queued ${seconds(queued)}, sampled ${seconds(sampled - queued)}, paused ${seconds(columns.paused[i])}`,
-    `${columns.tokens[i]} tokens, ${seconds((sampled - queued) / Math.max(1, columns.tokens[i]))} a token`,
+    `queued ${seconds(columns.queued(i))}, sampled ${seconds(sampled)}, paused ${seconds(columns.paused[i])}` + (turns ? `, in its environment ${seconds(before + after)}` : ""),
+    `${columns.tokens[i]} tokens` + (turns ? ` in ${turns} turns` : "") + `, ${seconds(sampled / Math.max(1, columns.tokens[i]))} a token`,
     `reward ${number(columns.reward[i])} after ${seconds(columns.reward_end[i] - columns.rollout_end[i])}, then waited ${seconds(columns.ended[i] - columns.reward_end[i])}`,
     `sampled by versions ${columns.oldest[i]} to ${columns.newest[i]}${place ? ", ended in step " + place.step : ""}`,
     `${outcome}: ${OUTCOMES[outcome]?.[1] ?? ""}`].join("\n");
@@ -384,7 +386,7 @@ panel("timeline", "Timeline", "Every trajectory as a bar, from its launch until 
         return element("button", { title: `${OUTCOMES[name]?.[1] ?? name}; click: show these alone`, "aria-pressed": String(view.only === place),
           onclick: () => { view.only = view.only === place ? null : place; repaint(); legend(); } }, swatch(outcomeColour(name)), `${name} ${number(count)}`);
       });
-      body.legend.replaceChildren(...outcomes, ...Object.entries(PHASES).map(([name, colour]) => element("span", {}, swatch(css(colour) || colour), { reward: "in the reward", waiting: "waiting for the batch" }[name] ?? name)),
+      body.legend.replaceChildren(...outcomes, ...Object.entries(PHASES).map(([name, colour]) => element("span", {}, swatch(css(colour) || colour), { reward: "in the reward", waiting: "waiting for the batch", environment: "in the environment" }[name] ?? name)),
         element("span", { class: "dim" }, `${number(columns.count)} bars; rows: ${SORTS[view.sort]}; colour: ${COLOURS[view.by]}`));
     };
     if (!data.some(([columns]) => columns.count)) return false;
