@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 
-PRICE = 0.1
+PRICE = 0.2
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 

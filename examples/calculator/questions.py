@@ -34,11 +34,11 @@ class Question(NamedTuple):
         return calculate(self.expression)
 
 
-def random_questions(seed: int, *, excluded: Collection[str] = ()) -> Iterator[Question]:
-    """Endless random questions; equal for equal seeds."""
+def random_questions(seed: int, *, excluded: Collection[str] = (), share: float = EASY) -> Iterator[Question]:
+    """Endless random questions, of which ``share`` are easy; equal for equal seeds."""
     rng = random.Random(seed)
     while True:
-        easy = rng.random() < EASY
+        easy = rng.random() < share
         sign = "+" if easy else rng.choice("+-*")
         first, second = (rng.randint(1, 9) if easy else rng.randint(12, 99) for _ in range(2))
         text = rng.choice(FORMS).format(f"{first} {rng.choice((sign, WORDS[sign]))} {second}")

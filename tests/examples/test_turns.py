@@ -45,7 +45,7 @@ def test_the_calculator_works_out_numbers_and_nothing_else(monkeypatch: pytest.M
     for refused in refusals:
         with pytest.raises((ValueError, SyntaxError)):
             calculator.calculate(refused)
-    assert calculator.reward == pytest.approx(-0.1 * (1 + len(refusals)))
+    assert calculator.reward == pytest.approx(-0.2 * (1 + len(refusals)))
 
 
 def test_a_game_is_won_by_halving_and_lost_after_five_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
