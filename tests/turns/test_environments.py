@@ -525,6 +525,22 @@ async def test_a_game_of_gymnasium_is_played_to_its_end(qwen: Tokenizer, code: C
     assert first == second  # siblings play the same game
 
 
+async def test_what_gymnasium_makes_is_taken_as_it_is_where_it_has_texts(qwen: Tokenizer, tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    (tmp_path / "blackjack.py").write_text(
+        "import gymnasium\n"
+        "from gymnasium.wrappers import TransformAction, TransformObservation\n\n\n"
+        "def blackjack():\n"
+        "    texts = gymnasium.spaces.Text(100)\n"
+        "    env = TransformObservation(gymnasium.make('Blackjack-v1'), lambda seen: f'You have {seen[0]}.', texts)\n"
+        "    return TransformAction(env, lambda said: int(said == 'hit'), texts)\n"
+    )
+    run = Run(Environment(env=f"{tmp_path}/blackjack.py:blackjack"), qwen, lambda text: "hit")
+    played = await run.one({"seed": 3})
+    assert isinstance(played, Trajectory) and played.environment is not None
+    assert played.environment.reward == -1.0 and shown(qwen, played).count("You have ") >= 2
+
+
 async def test_many_games_that_sleep_do_so_at_once(qwen: Tokenizer, code: Callable[[str], str]) -> None:
     run = Run(Environment(env=code("Slow"), seconds=15.0), qwen, lambda text: "ok")
     with anyio.fail_after(60):
