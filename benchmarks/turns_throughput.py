@@ -3,10 +3,11 @@
     python benchmarks/turns_throughput.py --pairs 3
 
 Both runs are the demo's model on a real engine with a learning rate of 0, ``continuous`` rounds, the same number of
-trajectories in flight (more than the engine runs at once), equal rewards (so that nothing is trained, and the engine is
-what a step waits for) and fixed lengths: one completion of 256 tokens, or four
-turns of 64 with a tool between them that sleeps for 0, 0.1 or 1 s. A ratio is of the runs of one pair, which take
-turns."""
+trajectories in flight, equal rewards (so that nothing is trained, and the engine is what a step waits for) and fixed
+lengths: one completion of 256 tokens, or four turns of 64 with a tool between them that sleeps for 0, 0.1 or 1 s. The
+engine runs 48 at once. Those that are with their tool are in flight too, so that five batches of 64 are: with two, the
+bound of staleness lets most of the engine idle at 1 s. A ratio is of the runs of one pair, which take turns; figures
+are of the steps between the first five, while the run fills, and the last five, which launch nothing more."""
 
 from __future__ import annotations
 
@@ -16,12 +17,11 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from training_run import DEMO_RECIPE, training_run
 
 TURNS, TOKENS = 4, 64
-WARM_UP = 2
+STALENESS = 4
 CODE = """
 import anyio
 
@@ -37,17 +37,17 @@ async def talk(model, *, prompt):
 """
 
 
-def rate(folder: Path, tool_s: float | None, steps: int) -> tuple[float, dict[str, Any]]:
-    """Sampled tokens a second after the first steps, and the last step's metrics. ``tool_s`` None: one completion."""
+def rate(folder: Path, tool_s: float | None, steps: int) -> tuple[float, dict[str, float]]:
+    """Sampled tokens a second of ``steps`` steps, and the means of what is shown. ``tool_s`` None: one completion."""
     code = folder / f"code_{tool_s}.py"
     code.write_text(CODE.format(turns=TURNS, sleep=tool_s or 0.0))
     talks = tool_s is not None
     tokens = TOKENS if talks else TURNS * TOKENS
     overrides: dict[str, object] = {
-        "run.steps": steps,
+        "run.steps": steps + 2 * (STALENESS + 1),
         "rewards.0.function": f"{code}:reward",
         "rollout.rounds": "continuous",
-        "rollout.max_staleness": 1,
+        "rollout.max_staleness": STALENESS,
         "rollout.prompts_per_batch": 8,
         "rollout.group_size": 8,
         "sampling.min_tokens": tokens,
@@ -62,9 +62,10 @@ def rate(folder: Path, tool_s: float | None, steps: int) -> tuple[float, dict[st
         overrides |= {"environment.episode": f"{code}:talk", "environment.max_tokens": 500}
     with training_run(DEMO_RECIPE, overrides) as run:
         run.wait(timeout_s=900.0)
-        found = [step for step in run.steps() if step["step"] > WARM_UP]
+        found = run.steps()[STALENESS + 1 :][:steps]
     sampled = sum(step["perf/samples_s"] * step["time/step_s"] * step["completion/length_mean"] for step in found)
-    return sampled / sum(step["time/step_s"] for step in found), found[-1]
+    shown = {key: statistics.fmean(step[key] for step in found) for key in SHOWN if key in found[0]}
+    return sampled / sum(step["time/step_s"] for step in found), shown
 
 
 def main() -> int:
@@ -81,8 +82,8 @@ def main() -> int:
             for _ in range(options.pairs):
                 figures: dict[bool, float] = {}
                 for talks in random.sample([False, True], 2):
-                    figures[talks], last = rate(Path(name), tool_s if talks else None, options.steps)
-                    shown = {key: round(last.get(key, 0.0), 3) for key in SHOWN if key in last}
+                    figures[talks], means = rate(Path(name), tool_s if talks else None, options.steps)
+                    shown = {key: round(mean, 3) for key, mean in means.items()}
                     print(
                         f"tool of {tool_s:g} s, {'turns' if talks else 'one completion'}: {figures[talks]:.0f} {shown}"
                     )

@@ -92,7 +92,8 @@ class Generate(Message, frozen=True):
     the same completion (a resumed trajectory): they count against ``max_tokens`` already. ``kept`` tokens there were
     sampled with this seed by other weights: what of them these weights choose, too, need not be decoded. ``scored``: so
     many tokens there are answered, with their logprobs at temperature 1, and nothing is sampled after them.
-    ``min_tokens``: of the whole completion, as ``max_tokens``."""
+    ``min_tokens``: of the whole completion, as ``max_tokens``. ``priority``: of requests that wait in an engine of a run
+    with an environment, the one with the least goes first."""
 
     request_id: str
     token_ids: TokenArray
@@ -107,6 +108,7 @@ class Generate(Message, frozen=True):
     prefix_length: int = 0
     kept: int = 0
     scored: int = 0
+    priority: int = 0
 
 
 class Abort(Message, frozen=True):

@@ -60,13 +60,15 @@ class TrajectoryFailed(Event, frozen=True):
 class EnginesMeasured(Event, frozen=True):
     """Load of the engines since the last such event; reported at most a few times a second, and only if a policy asks.
     ``running``: mean number of running requests; ``token_s``: seconds of one decode step at that number (0: unknown).
-    ``kv_usage``: largest share of an engine's KV blocks in use."""
+    ``kv_usage``: largest share of an engine's KV blocks in use. ``environment``: trajectories that are in their
+    environments now, and hold no engine slot."""
 
     running: float
     waiting: int
     token_s: float
     kv_usage: float
     preemptions: int
+    environment: int = 0
 
 
 class RoundTimed(Event, frozen=True):

@@ -322,7 +322,8 @@ class Episodes:
         self._kept = CancelledCompletions() if verifies_deferred else None
         self._sampling = structs.asdict(sampling)
         self._open: dict[TrajectoryId, _OpenTrajectory] = {}
-        self._sampling_now, self._engines_paused = 0, False
+        self._has_environment = episode is not one_completion
+        self._sampling_now, self._in_turns, self._engines_paused = 0, 0, False
         self._launched = self._generated_tokens = self._verified_tokens = self._accepted_tokens = 0
         self._busy_seconds = self._working_seconds = self._counted_at = 0.0
         self._tasks: TaskGroup
@@ -377,13 +378,8 @@ class Episodes:
             verified_tokens=self._verified_tokens,
             accepted_tokens=self._accepted_tokens,
             working_seconds=self._working_seconds,
-            environment=self._in_environment(),
+            environment=len(self._open) - self._in_turns if self._has_environment else 0,
         )
-
-    def _in_environment(self) -> int:
-        if self._episode is one_completion:
-            return 0
-        return sum(not trajectory.samples for trajectory in self._open.values())
 
     def engines_paused(self, paused: bool) -> None:
         """Note that all engines were paused, or that it has ended: requests submitted meanwhile keep no engine busy."""
@@ -458,6 +454,7 @@ class Episodes:
         if len(trajectory.ends) == len(trajectory.turns) and turn.done is not None:
             return turn.done  # of an episode that has begun again
         trajectory.samples = True
+        self._in_turns += 1
         self._changed_sampling(1)
         try:
             while not trajectory.cancelled and not turn.whole:
@@ -473,11 +470,12 @@ class Episodes:
                 turn.add(piece, anyio.current_time() - started)
         finally:
             self._changed_sampling(-1)
+            self._in_turns -= 1
             trajectory.samples = False
         if trajectory.cancelled or turn.done is None:
             raise EpisodeCancelled(trajectory.cancelled)
         trajectory.add(turn)
-        if self._episode is not one_completion and not trajectory.order.evaluation:
+        if self._has_environment and not trajectory.order.evaluation:
             so_far = TurnSoFar(appended=appended, after=after, completion=turn.done, seconds=turn.seconds)
             await self._journal.turn(trajectory.order.id, len(trajectory.ends) - 1, so_far)
         return turn.done
@@ -485,7 +483,7 @@ class Episodes:
     async def _until_resumed(self, trajectory: _OpenTrajectory, turn: _Turn) -> None:
         identity, resumed = trajectory.order.id, trajectory.resumed
         # Of several turns, and of what an environment asks for, a later life samples all again.
-        if turn.done is not None and self._episode is one_completion:
+        if turn.done is not None and not self._has_environment:
             done = SampledSoFar(completion=turn.done, parts=turn.parts, seconds=turn.seconds)
             await self._journal.paused(identity, done)
         await trajectory.take(TrajectoryPaused(id=identity, tokens=trajectory.tokens))
@@ -539,6 +537,8 @@ class Episodes:
             request_id=part_id(str(order.id), 0),
             token_ids=order.prompt.token_ids,
             seed=order.seed,
+            # A later turn before the first turns of what was launched after it: groups end in the order of launches.
+            priority=self._launched if self._has_environment else 0,
             **self._sampling | order.sampling,
         )
 

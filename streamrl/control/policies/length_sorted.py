@@ -14,6 +14,7 @@ import msgspec
 
 from streamrl.base.types import DropReason
 from streamrl.buffers.rollout_buffer import PromptRef
+from streamrl.control.events import EnginesMeasured
 from streamrl.control.policies.length_prediction import PromptLengthPredictor
 from streamrl.control.round_policy import (
     Candidate,
@@ -44,6 +45,7 @@ class LengthSortedRounds(StatelessRounds):
         self.cut_tokens = options.cut_tokens
         self._sizes = settings.group_sizes
         self._predictor = PromptLengthPredictor()
+        self._away = 0  # in their environments
 
     def launch(self, view: RoundView) -> Launch | None:
         if not view.at_barrier:
@@ -56,6 +58,7 @@ class LengthSortedRounds(StatelessRounds):
             queued = sum(ref.group_size == size for ref in view.queue) if varies else view.queued
             kept = 1 if self._options.single else size
             limit = round((self._options.oversubscription or self._options.cohort_batches) * view.batch_trajectories)
+            limit += min(self._away, limit)  # those keep no engine busy; as many more can run once all come back
             groups = min(queued, (limit - view.untrained_trajectories) // view.trajectories_of(kept))
             if groups <= 0:
                 return None
@@ -99,18 +102,21 @@ class LengthSortedRounds(StatelessRounds):
         return sorted(queue, key=lambda ref: (ref.attempt, lengths[ref.prompt_id]))
 
     def observe(self, seen: Observation) -> None:
-        """Learn from each group how long its prompt's completions are."""
-        if isinstance(seen, GroupObserved):
+        """Learn from each group how long its prompt's completions are, and how many are in their environments."""
+        if isinstance(seen, EnginesMeasured):
+            self._away = seen.environment
+        elif isinstance(seen, GroupObserved):
             longest = seen.cut_at if seen.cut else max(seen.lengths)
             self._predictor.observe(seen.prompt_id, seen.prompt_tokens, longest, cut=seen.cut)
 
     def snapshot(self) -> dict[str, object]:
-        return msgspec.structs.asdict(self._predictor)
+        return msgspec.structs.asdict(self._predictor) | {"away": self._away}
 
     def restore(self, state: dict[str, object]) -> None:
         """The inverse; the state of another policy is ignored."""
         if "buckets" in state:
             self._predictor = msgspec.convert(state, PromptLengthPredictor, str_keys=True)
+            self._away = msgspec.convert(state.get("away", 0), int)
 
     def slots(self) -> int:
         return self._options.cohort_batches * self._batch

@@ -204,7 +204,7 @@ class PlainVllmEngine:
         prompt = {"type": "token", "prompt_token_ids": request.token_ids.tolist(), "cache_salt": str(self._pauses)}
         final: RequestOutput | None = None
         params = _sampling_params(request, stop_token_ids=list(self._end_tokens), **changes)
-        async for output in self._llm.generate(prompt, params, request.request_id):
+        async for output in self._llm.generate(prompt, params, request.request_id, priority=request.priority):
             final = output
         if final is None:
             raise EngineError(f"{self._name}: request {request.request_id} ended without an output")

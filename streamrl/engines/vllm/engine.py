@@ -177,6 +177,7 @@ def engine_config(options: EngineOptions) -> Any:
     more: dict[str, Any] = {
         "max_num_batched_tokens": batched_tokens(options, memory) or None,
         "enable_sleep_mode": options.sleeps,
+        "scheduling_policy": "priority" if options.by_priority else "fcfs",
         "weight_transfer_config": WeightTransferConfig(backend="streamrl") if options.pushed else None,
     }
     if not options.on_cpu:

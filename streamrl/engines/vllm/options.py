@@ -43,7 +43,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class EngineOptions(PlainOptions, frozen=True, kw_only=True):
     """``cache_blocks`` 0: vLLM decides from free memory (CUDA). ``batch_tokens`` 0: see ``batched_tokens``. ``sleeps``:
     its memory must be such that it can be put to sleep. ``pushed``: it gets weights from a trainer. ``args``: the
-    recipe's own arguments of vLLM."""
+    recipe's own arguments of vLLM. ``by_priority``: waiting requests run in the order of ``Generate.priority``."""
 
     cache_blocks: int
     block_tokens: int
@@ -51,6 +51,7 @@ class EngineOptions(PlainOptions, frozen=True, kw_only=True):
     sleeps: bool
     batch_tokens: int = 0
     pushed: bool = True
+    by_priority: bool = False
     args: dict[str, Any] = {}
 
 
@@ -89,6 +90,7 @@ def engine_options(
         environment=_environment(recipe, index, mine, socket_directory, config, on_cpu),
         batch_tokens=recipe.engines.max_num_batched_tokens,
         args=mine.args,
+        by_priority=recipe.environment.given and not recipe.run.deterministic,
         # KV of a prefill and KV of single steps differ in their last bits, and after a restart nothing is cached.
         prefix_caching=not recipe.run.deterministic,
     )

@@ -122,13 +122,16 @@ class RunReport(Observer):
     async def run(self, notify: Callable[[ControlEvent], None]) -> None:
         """Measure the engines a few times a second, until ``end``."""
         self._notify = notify
-        # Only a policy of the user's reads it; for others it would make the journal longer.
-        reports_load = self._control.settings.rounds is RoundKind.CUSTOM
+        away = -1 if self._resumption else 0
         with self._measuring:
             while True:
                 await anyio.sleep(MEASURING_INTERVAL_S)
-                measured = self.engines_measured(self._load())
-                if reports_load:
+                measured, settings = self.engines_measured(self._load()), self._control.settings
+                # For rounds that do not read it, it would make the journal longer.
+                ordered = settings.rounds is RoundKind.LENGTH_SORTED and settings.length_sorted.oversubscription > 0
+                changed = ordered and not settings.deterministic and measured.environment != away
+                if settings.rounds is RoundKind.CUSTOM or changed:
+                    away = measured.environment
                     notify(measured)
 
     def end(self) -> None:
@@ -265,7 +268,7 @@ class RunReport(Observer):
         before, self._last_load = self._last_load, load
         if load.generated_tokens < before.generated_tokens:
             before = load  # an engine left, and its counters with it: from here on again
-        measured = load_between(before, load, self._serving())
+        measured = load_between(before, load, self._serving(), self._rollout().environment)
         if self._trace is not None and load != before:
             self._trace.append(engines_line(self.elapsed(), before, load, measured))
         return measured

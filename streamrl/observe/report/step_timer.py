@@ -117,8 +117,8 @@ def time_metrics(times: StepTimes, push: PushReport, trainer: Mapping[str, float
     return metrics
 
 
-def load_between(before: EngineLoad, after: EngineLoad, engines: int) -> EnginesMeasured:
-    """Return what ``engines`` engines, all together, did between two of their loads."""
+def load_between(before: EngineLoad, after: EngineLoad, engines: int, environment: int) -> EnginesMeasured:
+    """Return what ``engines`` engines, all together, did between two of their loads. ``environment``: as there."""
     steps = after.decode_steps - before.decode_steps
     decoded = after.decode_tokens - before.decode_tokens
     return EnginesMeasured(
@@ -127,6 +127,7 @@ def load_between(before: EngineLoad, after: EngineLoad, engines: int) -> Engines
         token_s=(after.decode_s - before.decode_s) / steps if steps > 0 else 0.0,
         kv_usage=after.kv_cache_usage,
         preemptions=after.preemptions - before.preemptions,
+        environment=environment,
     )
 
 
