@@ -94,7 +94,13 @@ def main() -> int:
     return int(worst < 0.85)
 
 
-SHOWN = ("util/engine_idle_ratio", "util/free_slot_ratio", "environment/seconds_mean", "util/trainer_idle_ratio")
+SHOWN = (
+    "util/engine_idle_ratio",
+    "util/free_slot_ratio",
+    "environment/seconds_mean",
+    "engines/prefix_hit_of_possible_ratio",
+    "engines/prefix_miss_evicted_ratio",
+)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     python -m campaigns fuzz [--target NAME] [--replay FILE]
     python -m campaigns messages | rewards | surroundings [WORD ...]     # cases with one of the words in their names
     python -m campaigns families [NAME ...]
+    python -m campaigns walks [--events N] [--seed N] [--plant BUG]      # control, with trajectories of several turns
     python -m campaigns endpoint [--requests N] [--seed N]   # requests of agents with something wrong in them
     python -m campaigns followers [shots | pairs]    # trackers that are killed, stopped, out of disk or asleep
     python -m campaigns front_door [KIND ...]        # files as people have them: models, tokenizers, tables, ...
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from campaigns import endpoint_requests, followers, model_families
+from campaigns import control_walks, endpoint_requests, followers, model_families
 from campaigns.faults import campaign as faults
 from campaigns.front_door import campaign as front_door
 from campaigns.fuzz import campaign as fuzz
@@ -32,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     campaigns = parser.add_subparsers(required=True, metavar="CAMPAIGN")
     plain = {"faults": faults, "fuzz": fuzz, "families": model_families, "front_door": front_door}
-    plain |= {"followers": followers, "endpoint": endpoint_requests}
+    plain |= {"followers": followers, "endpoint": endpoint_requests, "walks": control_walks}
     for name, module in {**plain, **HOSTILE}.items():
         command = campaigns.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
         if name in HOSTILE:

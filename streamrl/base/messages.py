@@ -92,8 +92,8 @@ class Generate(Message, frozen=True):
     the same completion (a resumed trajectory): they count against ``max_tokens`` already. ``kept`` tokens there were
     sampled with this seed by other weights: what of them these weights choose, too, need not be decoded. ``scored``: so
     many tokens there are answered, with their logprobs at temperature 1, and nothing is sampled after them.
-    ``min_tokens``: of the whole completion, as ``max_tokens``. ``priority``: of requests that wait in an engine of a run
-    with an environment, the one with the least goes first."""
+    ``min_tokens``: of the whole completion, as ``max_tokens``. ``priority``: of requests that wait in an engine, the
+    one with the least goes first (in runs with an environment)."""
 
     request_id: str
     token_ids: TokenArray

@@ -41,6 +41,12 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, int | float] = {}
 
     @property
+    def reads_environment(self) -> bool:
+        """Return whether the rounds read how many trajectories are in their environments: it depends on the clock."""
+        bounded = self.rounds is RoundKind.LENGTH_SORTED and self.length_sorted.oversubscription > 0
+        return bounded and not self.deterministic
+
+    @property
     def batches(self) -> tuple[tuple[int, int], ...]:
         """(groups, their size) of a batch, for each size that groups may have."""
         return self.group_sizing.batches(self.batch_groups, self.group_size)

@@ -11,7 +11,7 @@ from builders import trajectory as finished
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from oracle.control_walks import COMBINATIONS, ON_POLICY, CrashWorld, TwinWorld, random_run, random_settings
+from oracle.control_walks import COMBINATIONS, ON_POLICY, CrashWorld, TurnsWorld, TwinWorld, random_run, random_settings
 from oracle.control_world import World, begun, control_settings
 from oracle.steered_world import SteeredWorld
 
@@ -43,6 +43,7 @@ def test_random_runs_end_with_everything_accounted_for(composition: str, sizing:
         assert isinstance(world, CrashWorld)
         world.crash(Random(seed))  # also after its end
         world.check_end()
+        random_run(Random(seed), composition, sizing, world_of=TurnsWorld)
     assert CrashWorld.crashes > crashes + 3, "hardly a crash"
 
 

@@ -3,10 +3,11 @@ restored now and then (``TwinWorld``), and runs whose controller is killed at an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import msgspec
-from oracle.control_world import CONTINUOUS, SORTED, TAIL, World, control_settings, through_bytes
+from oracle.control_world import AFTER_FAILURE, CONTINUOUS, SORTED, TAIL, World, control_settings, through_bytes
 
 from streamrl.base.types import TrajectoryId
 from streamrl.control import actions as do
@@ -353,6 +354,69 @@ class CrashWorld(World):
             self.crash(random)
         if random.random() < self.share:
             self.answer_twice(random)
+
+
+class TurnsWorld(CrashWorld):
+    """Trajectories of one turn or of many, a few of very many. Between two turns one is in its environment: no engine
+    samples it, whatever control does meanwhile. Rounds that read it hear how many those are."""
+
+    share = 0.02
+    visits = 0
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        self.away: set[TrajectoryId] = set()
+        self.first_turn: dict[TrajectoryId, int] = {}  # the version that sampled the first turn
+        super().__init__(*arguments, **options)
+
+    @property
+    def sampled(self) -> list[TrajectoryId]:
+        return [trajectory for trajectory in super().sampled if trajectory not in self.away]
+
+    def score_any(self, random: Random, among: list[TrajectoryId]) -> None:
+        """A turn of one of them ends, or its last turn."""
+        trajectory = random.choice(among)
+        ends = Random(f"{trajectory}").choice([1.0, 0.7, 0.5, 0.3, 0.05])
+        if trajectory not in self.running or trajectory in self.away or random.random() < ends:
+            super().score_any(random, [trajectory])
+            return
+        version = self.running[trajectory] + random.choice([0, 0, 0, 1])
+        self.first_turn.setdefault(trajectory, min(version, self.live_version))
+        self.away.add(trajectory)
+        TurnsWorld.visits += 1
+
+    def score(self, trajectory: TrajectoryId, reward: float, tokens: int, late: int = 0, **other: bool) -> None:
+        launched = next(p[trajectory] for p in (self.running, self.paused, self.returning) if trajectory in p)
+        self.away.discard(trajectory)
+        super().score(trajectory, reward, tokens, self.first_turn.get(trajectory, launched + late) - launched, **other)
+
+    def moves(self, random: Random) -> list[tuple[int, Callable[[], None]]]:
+        """One comes back from its environment, or ends in it."""
+        self.away &= self.running.keys() | self.paused.keys()
+        possible = super().moves(random)
+        if away := sorted(self.away):
+            possible.append((40, lambda: self.away.remove(random.choice(away))))
+            possible.append((10, lambda: self.score_any(random, away)))
+            possible.append((2, lambda: self.fail(random.choice(away), random.choice(AFTER_FAILURE))))
+        return possible
+
+    def goes_on(self) -> bool:
+        if super().goes_on():
+            return True
+        self.away &= self.running.keys()
+        if self.sampled or not self.away:
+            return False
+        self.away.clear()
+        return True
+
+    def anything_else(self, random: Random) -> None:
+        super().anything_else(random)
+        if self.core.settings.reads_environment and random.random() < 0.2:
+            figures = {"running": 0.0, "waiting": 0, "token_s": 0.0, "kv_usage": 0.0, "preemptions": 0}
+            self.tell(on.EnginesMeasured(**figures, environment=len(self.away)))
+
+    def _lose_everything(self) -> None:
+        super()._lose_everything()
+        self.away.clear()  # they begin again, with the turns that they had
 
 
 def scored_once(trajectory: TrajectoryId, version: int = 0, reward: float = 1.0, tokens: int = 5) -> on.ControlEvent:

@@ -495,7 +495,7 @@ class World:
         assert all(count == 1 for count in self.trained.values()), "trained twice"
         groups = list(state.buffer.groups())
         waiting = {i for i in self.scored if state.buffer.member(i) is not None}
-        assert waiting >= {i for g in groups for i in g.ids if i not in g.open_ids}, "scored, and nobody scored it"
+        assert waiting >= {i for g in groups for i in {*g.ids} - {*g.open_ids}}, "scored, and nobody scored it"
         if settings.rounds in (TAIL, SORTED) and not settings.length_sorted.single and not state.prompts.exhausted:
             assert all(group.keep == group.prompt.group_size for group in groups if group.queued), (
                 "trained at another size than its cohort, or than it was deferred at"

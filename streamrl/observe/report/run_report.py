@@ -128,9 +128,7 @@ class RunReport(Observer):
                 await anyio.sleep(MEASURING_INTERVAL_S)
                 measured, settings = self.engines_measured(self._load()), self._control.settings
                 # For rounds that do not read it, it would make the journal longer.
-                ordered = settings.rounds is RoundKind.LENGTH_SORTED and settings.length_sorted.oversubscription > 0
-                changed = ordered and not settings.deterministic and measured.environment != away
-                if settings.rounds is RoundKind.CUSTOM or changed:
+                if settings.rounds is RoundKind.CUSTOM or (settings.reads_environment and measured.environment != away):
                     away = measured.environment
                     notify(measured)
 
