@@ -48,7 +48,7 @@ def apply(state: RunState, event: ControlEvent, rules: Rules, out: Actions) -> b
             _continue(state, event)
         case on.EnginesMeasured() | on.RoundTimed() | on.RoundsAdvised():
             rules.policy.observe(event)
-            return False
+            return isinstance(event, on.EnginesMeasured) and event.environment > 0  # others may be launched
     return True
 
 

@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 from msgspec.structs import replace
-from oracle.control_world import World, control_settings
+from oracle.control_world import World, begun, control_settings
 
 from streamrl.buffers.rollout_buffer import PromptRef
 from streamrl.control import actions as do
+from streamrl.control import events as on
 from streamrl.control.launch import view as view_of
 from streamrl.control.policies.tail_batching import LONG, SHORT, TailBatchingRounds
 from streamrl.control.settings import ControlSettings
@@ -154,6 +155,20 @@ def test_prompts_that_are_predicted_to_be_short_are_launched_first() -> None:
     for at in range(24, len(prompts), 12):
         tokens = [tokens_of(prompt_id) for prompt_id in prompts[at : at + 12]]
         assert sum(tokens[:4]) / 4 >= sum(tokens[-4:]) / 4 + 3, tokens
+
+
+@pytest.mark.parametrize(("environment", "in_flight"), [(0, 4), (2, 6), (99, 8)])
+def test_those_in_their_environments_leave_room_for_as_many_others_at_most(environment: int, in_flight: int) -> None:
+    rounds = LengthSorted(cohort_batches=COHORT, oversubscription=1.0)
+    world = begun(rounds=RoundKind.LENGTH_SORTED, length_sorted=rounds, batch_groups=4, group_size=1)
+    assert len(world.running) == 4
+    figures = {"running": 0.0, "waiting": 0, "token_s": 0.0, "kv_usage": 0.0, "preemptions": 0}
+    world.tell(on.EnginesMeasured(**figures, environment=environment))
+    assert len(world.running) == in_flight
+    world.score(min(world.sampled), 1.0, 5)
+    assert len(world.running) == in_flight, "one more for the one that is in the batch"
+    world.run_to_end()
+    world.check_end()
 
 
 def tokens_of(prompt_id: str) -> int:

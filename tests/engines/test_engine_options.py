@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from builders import small_recipe
+from msgspec.structs import replace
 
 from streamrl.base.errors import RecipeError
 from streamrl.engines.vllm.options import (
@@ -21,6 +22,7 @@ from streamrl.engines.vllm.options import (
     expected_room,
 )
 from streamrl.pretrained.model_facts import read_model_config
+from streamrl.recipe.environment import Environment
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import Engines, EngineShape, Recipe, Run, Sampling
 
@@ -87,6 +89,12 @@ def test_device_decides_dtype_and_blocks(model_directory: Path) -> None:
     assert (on_cuda.dtype, on_cuda.cache_blocks, on_cuda.prefix_caching) == ("bfloat16", 0, True)
     repeated = small_recipe(str(model_directory), run=Run(deterministic=True))
     assert not engine_options(repeated, 0, "/s", device="cpu").prefix_caching, "bits must not depend on what is cached"
+    talks = replace(recipe(model_directory, max_num_seqs=8, max_model_len=256), environment=Environment(env="g.py:G"))
+    ordered = engine_options(talks, 0, "/s", device="cpu")
+    assert ordered.by_priority and not on_cpu.by_priority
+    assert ordered.cache_blocks * ordered.block_tokens > 2 * 8 * 256, "room for as many again between two turns"
+    repeated = replace(talks, run=Run(deterministic=True))
+    assert not engine_options(repeated, 0, "/s", device="cpu").by_priority
     assert "VLLM_CPU_KVCACHE_SPACE" not in on_cuda.environment
 
 

@@ -56,6 +56,7 @@ os.environ.update(options.environment)
 from streamrl.engines.vllm.engine import engine_config
 config = engine_config(options)
 print(json.dumps([functools.reduce(getattr, place.split("."), config) for place in json.loads(sys.argv[2])]))
+print(engine_config(msgspec.structs.replace(options, args={}, by_priority=True)).scheduler_config.policy)
 for given in json.loads(sys.argv[3]):
     try:
         engine_config(msgspec.structs.replace(options, args=json.loads(given)))
@@ -73,7 +74,8 @@ def test_ten_arguments_reach_vllm_and_wrong_ones_are_named(tiny_options: Callabl
         asked = [sys.executable, "-c", ASK, msgspec.json.encode(options).decode(), places, json.dumps(list(WRONG))]
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    reached, *refused = done.stdout.splitlines()[-1 - len(WRONG) :]
+    reached, by_priority, *refused = done.stdout.splitlines()[-2 - len(WRONG) :]
+    assert by_priority == "priority"
     assert json.loads(reached) == [wanted for _, _, wanted in TEN.values()]
     for (wrong, words), said in zip(WRONG.items(), refused, strict=True):
         assert words in said, wrong

@@ -25,6 +25,7 @@ from streamrl.base.stage_messages import (
 )
 from streamrl.base.types import Completion, FinishReason, Prompt, Trajectory, TrajectoryId, VersionSpan, token_array
 from streamrl.contracts import Journal
+from streamrl.engines.resumption import whole_of
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.stages.episodes import Episode, EpisodeCancelled, EpisodeModel, Episodes, one_completion
 
@@ -477,6 +478,33 @@ async def test_turns_go_on_from_turns_that_there_are(turns: str, error: str) -> 
     assert requests[2].token_ids == prompt + ANSWER[:1]
     assert requests[3].token_ids == prompt + segments[0].token_ids + ANSWER[:1]
     assert len({request.seed for request in requests}) == len({request.request_id for request in requests}) == 4
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+async def test_later_turns_go_before_what_was_launched_after_them(turns: int) -> None:
+    """And while a trajectory is in its environment it is counted there, and holds no engine."""
+    back = anyio.Event()
+
+    async def away_before_the_last(model: EpisodeModel) -> None:
+        for turn in range(turns):
+            if turn == turns - 1:
+                await back.wait()
+            await model.sample(ANSWER if turn else ANSWER[:0])
+
+    episode = one_completion if turns == 1 else away_before_the_last
+    bench = Bench(RecordingEngine(), episode=episode)
+    await bench.engine.start()
+    async with bench.stage.running():
+        bench.launch(0, 1, 2)
+        if turns > 1:
+            await bench.until(lambda: bench.stage.statistics().environment == 3 and len(bench.engine.pieces) == 6)
+            assert bench.stage.statistics().running == 0
+            bench.order(cancel(2))
+            await bench.until(lambda: bench.stage.statistics().environment == 2)
+        back.set()
+    assert bench.stage.statistics().environment == 0
+    asked = {(whole_of(one.request_id), one.priority) for one in bench.engine.asked.values()}
+    assert asked == {(str(identity(sample)), (sample + 1) * (turns > 1)) for sample in range(3)}
 
 
 class PausesKept(Journal):

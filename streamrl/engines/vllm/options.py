@@ -74,7 +74,8 @@ def engine_options(
         blocks = max(-(-mine.kv_tokens // block_tokens), -(-context // block_tokens)) + 1  # one stays empty
     elif on_cpu:
         workers = mine.tensor_parallel_size
-        blocks = cache_blocks(config, dtype, context, mine.max_num_seqs, workers, block_tokens=block_tokens)
+        kept = mine.max_num_seqs * (2 if recipe.environment.given else 1)  # as many again are between two turns
+        blocks = cache_blocks(config, dtype, context, kept, workers, block_tokens=block_tokens)
     return EngineOptions(
         name=f"engine-{index}",
         model_path=recipe.model.path,
