@@ -120,14 +120,13 @@ class RunReport(Observer):
             self.waits.update(self._resumption.recovered.state)
 
     async def run(self, notify: Callable[[ControlEvent], None]) -> None:
-        """Measure the engines a few times a second, until ``end``."""
+        """Measure the engines a few times a second, until ``end``, and report it to rounds that read it."""
         self._notify = notify
         away = -1 if self._resumption else 0
         with self._measuring:
             while True:
                 await anyio.sleep(MEASURING_INTERVAL_S)
                 measured, settings = self.engines_measured(self._load()), self._control.settings
-                # For rounds that do not read it, it would make the journal longer.
                 if settings.rounds is RoundKind.CUSTOM or (settings.reads_environment and measured.environment != away):
                     away = measured.environment
                     notify(measured)
