@@ -10,7 +10,6 @@ from oracle.control_world import World, begun, control_settings
 
 from streamrl.buffers.rollout_buffer import PromptRef
 from streamrl.control import actions as do
-from streamrl.control import events as on
 from streamrl.control.launch import view as view_of
 from streamrl.control.policies.tail_batching import LONG, SHORT, TailBatchingRounds
 from streamrl.control.settings import ControlSettings
@@ -162,13 +161,10 @@ def test_those_in_their_environments_leave_room_for_as_many_others_at_most(envir
     rounds = LengthSorted(cohort_batches=COHORT, oversubscription=1.0)
     world = begun(rounds=RoundKind.LENGTH_SORTED, length_sorted=rounds, batch_groups=4, group_size=1)
     assert len(world.running) == 4
-    figures = {"running": 0.0, "waiting": 0, "token_s": 0.0, "kv_usage": 0.0, "preemptions": 0}
-    world.tell(on.EnginesMeasured(**figures, environment=environment))
+    world.tell(world.measured(environment=environment))
     assert len(world.running) == in_flight
     world.score(min(world.sampled), 1.0, 5)
     assert len(world.running) == in_flight, "one more for the one that is in the batch"
-    world.run_to_end()
-    world.check_end()
 
 
 def tokens_of(prompt_id: str) -> int:

@@ -90,11 +90,9 @@ def test_device_decides_dtype_and_blocks(model_directory: Path) -> None:
     repeated = small_recipe(str(model_directory), run=Run(deterministic=True))
     assert not engine_options(repeated, 0, "/s", device="cpu").prefix_caching, "bits must not depend on what is cached"
     talks = replace(recipe(model_directory, max_num_seqs=8, max_model_len=256), environment=Environment(env="g.py:G"))
-    ordered = engine_options(talks, 0, "/s", device="cpu")
-    assert ordered.by_priority and not on_cpu.by_priority
+    ordered, repeated = (engine_options(replace(talks, run=Run(deterministic=d)), 0, "/s") for d in (False, True))
+    assert ordered.by_priority and not repeated.by_priority and not on_cpu.by_priority
     assert ordered.cache_blocks * ordered.block_tokens > 2 * 8 * 256, "room for as many again between two turns"
-    repeated = replace(talks, run=Run(deterministic=True))
-    assert not engine_options(repeated, 0, "/s", device="cpu").by_priority
     assert "VLLM_CPU_KVCACHE_SPACE" not in on_cuda.environment
 
 

@@ -376,13 +376,13 @@ class TurnsWorld(CrashWorld):
         """A turn of one of them ends, or its last turn."""
         trajectory = random.choice(among)
         ends = Random(f"{trajectory}").choice([1.0, 0.7, 0.5, 0.3, 0.05])
-        if trajectory not in self.running or trajectory in self.away or random.random() < ends:
+        if trajectory in self.running and trajectory not in self.away and random.random() > ends:
+            version = self.running[trajectory] + random.choice([0, 0, 0, 1])
+            self.first_turn.setdefault(trajectory, min(version, self.live_version))
+            self.away.add(trajectory)
+            TurnsWorld.visits += 1
+        else:
             super().score_any(random, [trajectory])
-            return
-        version = self.running[trajectory] + random.choice([0, 0, 0, 1])
-        self.first_turn.setdefault(trajectory, min(version, self.live_version))
-        self.away.add(trajectory)
-        TurnsWorld.visits += 1
 
     def score(self, trajectory: TrajectoryId, reward: float, tokens: int, late: int = 0, **other: bool) -> None:
         launched = next(p[trajectory] for p in (self.running, self.paused, self.returning) if trajectory in p)
@@ -390,7 +390,6 @@ class TurnsWorld(CrashWorld):
         super().score(trajectory, reward, tokens, self.first_turn.get(trajectory, launched + late) - launched, **other)
 
     def moves(self, random: Random) -> list[tuple[int, Callable[[], None]]]:
-        """One comes back from its environment, or ends in it."""
         self.away &= self.running.keys() | self.paused.keys()
         possible = super().moves(random)
         if away := sorted(self.away):
@@ -400,23 +399,15 @@ class TurnsWorld(CrashWorld):
         return possible
 
     def goes_on(self) -> bool:
-        if super().goes_on():
-            return True
-        self.away &= self.running.keys()
-        if self.sampled or not self.away:
-            return False
-        self.away.clear()
-        return True
+        went = super().goes_on()
+        if not went and not self.sampled:  # all come back at once
+            self.away.clear()
+        return went
 
     def anything_else(self, random: Random) -> None:
         super().anything_else(random)
         if self.core.settings.reads_environment and random.random() < 0.2:
-            figures = {"running": 0.0, "waiting": 0, "token_s": 0.0, "kv_usage": 0.0, "preemptions": 0}
-            self.tell(on.EnginesMeasured(**figures, environment=len(self.away)))
-
-    def _lose_everything(self) -> None:
-        super()._lose_everything()
-        self.away.clear()  # they begin again, with the turns that they had
+            self.tell(self.measured(environment=len(self.away)))
 
 
 def scored_once(trajectory: TrajectoryId, version: int = 0, reward: float = 1.0, tokens: int = 5) -> on.ControlEvent:

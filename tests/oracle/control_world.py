@@ -376,11 +376,13 @@ class World:
         late = [a for a in self.answers[answered:] if not (isinstance(a, do.Drop) and not a.abort)]
         assert not late, "a late result was acted upon"
 
+    def measured(self, token_s: float = 0.001, environment: int = 0) -> on.EnginesMeasured:
+        figures = {"token_s": token_s, "environment": environment, "kv_usage": 0.3}
+        return on.EnginesMeasured(running=float(len(self.running)), waiting=0, preemptions=0, **figures)
+
     def measure(self, random: Random) -> None:
         """Engines and clocks report. Now and then the tail looks costly, so that ``auto`` has something to change."""
-        busy = float(len(self.running))
-        token_s = random.choice([0.001, 0.001, 0.0001 * (1 + busy)])
-        self.tell(on.EnginesMeasured(running=busy, waiting=0, token_s=token_s, kv_usage=0.3, preemptions=0))
+        self.tell(self.measured(random.choice([0.001, 0.001, 0.0001 * (1 + len(self.running))])))
         rollout_s = random.choice([0.06, 0.06, 0.5])
         self.tell(on.RoundTimed(policy_version=self.trainer_version, rollout_s=rollout_s, training_s=0.01, push_s=0.01))
 
