@@ -54,9 +54,9 @@ from streamrl.engines.vllm.options import EngineOptions
 options = msgspec.json.decode(sys.argv[1], type=EngineOptions)
 os.environ.update(options.environment)
 from streamrl.engines.vllm.engine import engine_config
+ordered = engine_config(msgspec.structs.replace(options, args={}, by_priority=True)).scheduler_config.policy
 config = engine_config(options)
-print(json.dumps([functools.reduce(getattr, place.split("."), config) for place in json.loads(sys.argv[2])]))
-print(engine_config(msgspec.structs.replace(options, args={}, by_priority=True)).scheduler_config.policy)
+print(json.dumps([ordered, *(functools.reduce(getattr, place.split("."), config) for place in json.loads(sys.argv[2]))]))
 for given in json.loads(sys.argv[3]):
     try:
         engine_config(msgspec.structs.replace(options, args=json.loads(given)))
@@ -74,9 +74,8 @@ def test_ten_arguments_reach_vllm_and_wrong_ones_are_named(tiny_options: Callabl
         asked = [sys.executable, "-c", ASK, msgspec.json.encode(options).decode(), places, json.dumps(list(WRONG))]
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    reached, by_priority, *refused = done.stdout.splitlines()[-2 - len(WRONG) :]
-    assert by_priority == "priority"
-    assert json.loads(reached) == [wanted for _, _, wanted in TEN.values()]
+    reached, *refused = done.stdout.splitlines()[-1 - len(WRONG) :]
+    assert json.loads(reached) == ["priority", *(wanted for _, _, wanted in TEN.values())]
     for (wrong, words), said in zip(WRONG.items(), refused, strict=True):
         assert words in said, wrong
 
