@@ -56,7 +56,8 @@ os.environ.update(options.environment)
 from streamrl.engines.vllm.engine import engine_config
 ordered = engine_config(msgspec.structs.replace(options, args={}, by_priority=True)).scheduler_config.policy
 config = engine_config(options)
-print(json.dumps([ordered, *(functools.reduce(getattr, place.split("."), config) for place in json.loads(sys.argv[2]))]))
+reached = (functools.reduce(getattr, place.split("."), config) for place in json.loads(sys.argv[2]))
+print(json.dumps([ordered, *reached]))
 for given in json.loads(sys.argv[3]):
     try:
         engine_config(msgspec.structs.replace(options, args=json.loads(given)))
