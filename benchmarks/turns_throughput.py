@@ -64,7 +64,8 @@ def rate(folder: Path, tool_s: float | None, steps: int) -> tuple[float, dict[st
         run.wait(timeout_s=900.0)
         found = run.steps()[STALENESS + 1 :][:steps]
     sampled = sum(step["perf/samples_s"] * step["time/step_s"] * step["completion/length_mean"] for step in found)
-    shown = {key: statistics.fmean(step[key] for step in found) for key in SHOWN if key in found[0]}
+    values = {key: [step[key] for step in found if key in step] for key in SHOWN}
+    shown = {key: statistics.fmean(known) for key, known in values.items() if known}
     return sampled / sum(step["time/step_s"] for step in found), shown
 
 
