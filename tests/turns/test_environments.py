@@ -344,44 +344,30 @@ def qwen(of_family: Callable[[str], Tokenizer]) -> Tokenizer:
     return of_family("qwen2.5")
 
 
-THOUGHT = "<think>\nWell.\n</think>\n\n"
-
-
-@pytest.mark.parametrize(
-    ("family", "form", "history", "rewritten"),
-    [
-        ("qwen3", "talks", "template", True),
-        ("qwen3", "talks", "keep", False),
-        ("qwen3", "add", "template", False),  # a result of a tool is appended
-    ],
+@pytest.mark.parametrize(  # a result of a tool is appended, a message of the user drops thoughts
+    ("form", "history", "rewritten"), [("talks", "template", 1), ("talks", "keep", 0), ("add", "template", 0)]
 )
 async def test_earlier_turns_are_as_the_template_writes_them_where_the_recipe_says_so(
-    family: str, form: str, history: Any, rewritten: bool, of_family: Any, code: Callable[[str], str]
+    form: str, history: Any, rewritten: int, of_family: Callable[[str], Tokenizer], code: Callable[[str], str]
 ) -> None:
-    tokenizer, tools = of_family(family), load_tools(code("add")) if form == "add" else None
+    qwen3, tools = of_family("qwen3"), load_tools(code("add")) if form == "add" else None
     given: Any = {"tools": (code("add"),)} if tools else {"episode": code("talks")}
-    first = THOUGHT + (CALL.replace(": ", ":") if tools else " perhaps")  # spaces are no difference
-
-    def says(text: str) -> str:
-        return "yes" if "Really?" in text or "<tool_response>\n" in text else first
-
-    run = Run(Environment(history=history, **given), tokenizer, says)
-    trajectory = await run.one({"question": "Is it?", "prompt": "What is 2 + 3?"})
+    first = "<think>\nWell.\n</think>\n\n" + (CALL.replace(": ", ":") if tools else " perhaps")  # but for spaces
+    environment = Environment(history=history, **given)
+    run = Run(environment, qwen3, lambda text: "yes" if text.count("<|im_start|>assistant") > 1 else first)
+    trajectory = await run.one({"question": "Is it?", "prompt": "Is it?"})
     assert isinstance(trajectory, Trajectory) and trajectory.environment is not None
     assert trajectory.environment.notes == ({"rewritten_turns": 1} if rewritten else {})
     assert [segment.follows for segment in trajectory.segments] == [None, None, -1 if rewritten else None, None]
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
     said = {"role": "assistant", "content": "" if tools else "perhaps", "reasoning_content": "Well."}
-    asked = [
-        {"role": "user", "content": "What is 2 + 3?"},
-        said | {"tool_calls": [call]},
-        {"role": "tool", "content": "5"},
-    ]
-    talked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Is it?"}, said]
-    whole = tokenizer.write_chat(asked if tools else [*talked, {"role": "user", "content": "Really?"}], tools)
+    later = [said | {"tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    later = later if tools else [said, {"role": "user", "content": "Really?"}]
+    system = [] if tools else [{"role": "system", "content": "Be brief."}]
+    whole = qwen3.write_chat([*system, {"role": "user", "content": "Is it?"}, *later], tools)
     seen = run.engine.asked[1].token_ids
-    assert (seen == tokenizer.encode_fragment(whole)) is rewritten
-    assert ("".join(tokenizer.decode(seen, False).split()) == "".join(whole.split())) is (history == "template")
+    assert (seen == qwen3.encode_fragment(whole)) is bool(rewritten)
+    assert ("".join(qwen3.decode(seen, False).split()) == "".join(whole.split())) is (history == "template")
 
 
 def shown(tokenizer: Tokenizer, trajectory: Trajectory) -> str:

@@ -18,21 +18,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.filterwarnings("d
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 34}}\n</tool_call>'
 VALUES = "<parameter=a>\n12\n</parameter>\n<parameter=b>\n34\n</parameter>"
 XML = f"<tool_call>\n<function=add>\n{VALUES}\n</function>\n</tool_call>"
-CASES = {  # family; a good turn; bad ones
-    "hermes": (
-        "qwen2.5",
-        f"So. {CALL}\n{CALL}",
-        {
-            CALL.replace("12", "NaN"): "NaN is no JSON",
-            CALL.replace("add", "sub"): "there is no tool 'sub': call one of add, say",
-            f"{CALL}<tool_call>{{broken}}</tool_call>": "not every <tool_call> begins a call",
-        },
-    ),
-    "qwen3_xml": (
-        "qwen3.5",
-        f"So.\n{XML}\n{XML}",
-        {XML.replace("</function>\n</tool_call>", ""): "must end with </tool"},
-    ),
+BAD = {
+    CALL.replace("12", "NaN"): "NaN is no JSON",
+    CALL.replace("add", "sub"): "there is no tool 'sub': call one of add, say",
+    f"{CALL}<tool_call>{{broken}}</tool_call>": "not every <tool_call> begins a call",
+}
+CASES: dict[str, tuple[str, str, dict[str, str]]] = {  # family; a good turn; bad ones
+    "hermes": ("qwen2.5", f"So. {CALL}\n{CALL}", BAD),
+    "qwen3_xml": ("qwen3.5", f"So.\n{XML}\n{XML}", {XML.rpartition("\n</function>")[0]: "must end with </tool_call>"}),
     "pythonic": ("llama3.1", "[add(a=12, b=34)]", {}),
 }
 
