@@ -88,8 +88,8 @@ TrajectoryOutcome = EndedOutcome | TrajectoryPaused
 class RolloutStatistics(Record, frozen=True):
     """``busy_seconds``: integral of running trajectories over time, no more than the capacity at once;
     ``working_seconds``: time in which one ran; both without pauses of all engines. ``environment``: those between
-    two turns. ``verified_tokens``: of deferred completions, that were kept; ``accepted_tokens`` of them the new weights
-    chose, too: they are not decoded again."""
+    two turns; ``environment_seconds``: their integral, of no more than the free slots. ``verified_tokens``: of deferred
+    completions, that were kept; ``accepted_tokens`` of them the new weights chose, too: they are not decoded again."""
 
     launched: int
     finished: int
@@ -100,3 +100,4 @@ class RolloutStatistics(Record, frozen=True):
     accepted_tokens: int = 0
     working_seconds: float = 0.0
     environment: int = 0
+    environment_seconds: float = 0.0

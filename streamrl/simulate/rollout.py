@@ -297,4 +297,5 @@ class SimulatedRollout:
             token_s=decoding / steps if steps > 0 else 0.0,
             kv_usage=max(engine.held_kv for engine in engines) / capacity if capacity else 0.0,
             preemptions=int(preemptions),
+            environment=sum(bool(one.turns) and one.engine < 0 < one.length for one in self.requests.values()),
         )

@@ -172,7 +172,7 @@ class Simulation:
     def run(self, warm_up: int = 0, progress: Callable[[int], None] | None = None) -> SimulationReport:
         """Run to the end. To be called once."""
         self._warm_up, self._progress, queue, rollout = warm_up, progress, self.queue, self.rollout
-        measures = self.core.settings.rounds is RoundKind.CUSTOM
+        measures = self.core.settings.rounds is RoundKind.CUSTOM or self.core.settings.reads_environment
         self._send_event(on.RunBegan())
         rollout.settle()
         while not self.finished:

@@ -325,7 +325,7 @@ class Episodes:
         self._has_environment = episode is not one_completion
         self._sampling_now, self._in_turns, self._engines_paused = 0, 0, False
         self._launched = self._generated_tokens = self._verified_tokens = self._accepted_tokens = 0
-        self._busy_seconds = self._working_seconds = self._counted_at = 0.0
+        self._busy_seconds = self._working_seconds = self._environment_seconds = self._counted_at = 0.0
         self._tasks: TaskGroup
 
     @asynccontextmanager
@@ -374,6 +374,7 @@ class Episodes:
             finished=self._launched - len(self._open),
             running=self._sampling_now,
             busy_seconds=self._busy_seconds,
+            environment_seconds=self._environment_seconds,
             generated_tokens=self._generated_tokens,
             verified_tokens=self._verified_tokens,
             accepted_tokens=self._accepted_tokens,
@@ -454,8 +455,8 @@ class Episodes:
         if len(trajectory.ends) == len(trajectory.turns) and turn.done is not None:
             return turn.done  # of an episode that has begun again
         trajectory.samples = True
-        self._in_turns += 1
         self._changed_sampling(1)
+        self._in_turns += 1
         try:
             while not trajectory.cancelled and not turn.whole:
                 if trajectory.paused:
@@ -547,4 +548,7 @@ class Episodes:
         if not self._engines_paused and (running := self._sampling_now):
             self._busy_seconds += min(running, self._capacity) * (now - self._counted_at)
             self._working_seconds += now - self._counted_at
+        if self._has_environment:
+            free = self._capacity - min(self._sampling_now, self._capacity)
+            self._environment_seconds += min(len(self._open) - self._in_turns, free) * (now - self._counted_at)
         self._counted_at = now

@@ -335,7 +335,9 @@ class Story:
 
     def rollout(self) -> RolloutStatistics:
         counts = {"launched": 0, "finished": 0, "running": 0, "generated_tokens": self.tokens}
-        return RolloutStatistics(**counts, busy_seconds=self.busy, working_seconds=self.working)
+        return RolloutStatistics(
+            **counts, busy_seconds=self.busy, working_seconds=self.working, environment_seconds=self.busy / 2
+        )
 
     def runs(self, seconds: float, running: float) -> None:
         """Time passes with ``running`` trajectories in the engines."""
@@ -397,6 +399,7 @@ async def test_a_step_is_reported_as_it_was(tmp_path: Path) -> None:
 
     # 10 request-seconds: of 4 s and of 8 s, at the same capacity of 4.
     assert metrics["util/rollout_bubble_ratio"] == pytest.approx(1 - 10 / 16)
+    assert metrics["util/environment_bubble_ratio"] == pytest.approx(5 / 16)
     assert metrics["util/free_slot_ratio"] == pytest.approx(1 - 10 / 32)
     assert metrics["util/engine_idle_ratio"] == pytest.approx(1 - 4 / 8), "one request is enough to keep it busy"
     assert metrics["util/capacity"] == 4

@@ -492,12 +492,17 @@ async def test_later_turns_go_before_what_was_launched_after_them(turns: int) ->
             await model.sample(ANSWER if turn else ANSWER[:0])
 
     episode = one_completion if turns == 1 else away_before_the_last
-    bench = Bench(RecordingEngine(), episode=episode)
+    bench = Bench(RecordingEngine(), episode=episode, capacity=2)
     await bench.engine.start()
     async with bench.stage.running():
         bench.launch(0, 1, 2)
         if turns > 1:
             await bench.until(lambda: bench.stage.statistics().environment == 3 and len(bench.engine.pieces) == 6)
+            outer, before, inner = anyio.current_time(), bench.stage.statistics(), anyio.current_time()
+            await anyio.sleep(0.01)
+            least = 2 * (anyio.current_time() - inner)
+            seconds = bench.stage.statistics().environment_seconds - before.environment_seconds
+            assert least <= seconds <= 2 * (anyio.current_time() - outer), "three would fill the two free slots"
         back.set()
     assert bench.stage.statistics().environment == 0
     asked = {(whole_of(one.request_id), one.priority) for one in bench.engine.asked.values()}

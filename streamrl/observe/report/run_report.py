@@ -206,7 +206,8 @@ class RunReport(Observer):
                 "time/close_batch_s": times.training_s,
                 "util/rollout_bubble_ratio": times.rollout_bubble,
             }
-            | ({f"round/{kind}/group_size": len(batch) / groups} if kind else {}),
+            | ({f"round/{kind}/group_size": len(batch) / groups} if kind else {})
+            | ({"util/environment_bubble_ratio": times.environment_bubble} if times.environment_bubble else {}),
             round_kind=kind,
             samples=len(batch),
             groups=groups,

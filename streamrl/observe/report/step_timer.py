@@ -14,11 +14,13 @@ from streamrl.observe.report.trajectory_trace import EnginesLine
 
 
 class BatchTimes(msgspec.Struct, frozen=True):
-    """Seconds until the batch was full and from there until it was trained; the idle share of the engines meanwhile."""
+    """Seconds until the batch was full and from there until it was trained; the idle share of the engines meanwhile,
+    and the part of it that trajectories in their environments would fill."""
 
     rollout_s: float
     training_s: float
     rollout_bubble: float
+    environment_bubble: float
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +61,9 @@ class StepTimer:
         self._trained_at = self._clock()
         rollout_s = max(self._closed_at - self._began_at, 0.0)
         bubble = self._free_slots(self._began_with, self._closed_with, rollout_s)
-        return BatchTimes(rollout_s, self._trained_at - self._closed_at, bubble)
+        away = self._closed_with.environment_seconds - self._began_with.environment_seconds
+        away /= max(self._capacity * rollout_s, 1e-9)
+        return BatchTimes(rollout_s, self._trained_at - self._closed_at, bubble, away)
 
     def publishing(self) -> None:
         """The push of the trained version begins."""
