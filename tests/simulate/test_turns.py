@@ -69,14 +69,19 @@ def test_a_recorded_trajectory_is_replayed_turn_by_turn(
     assert report.rollout_bubble == pytest.approx(1 - sampling_s / (environment_s + sampling_s)), "they hold no slot"
 
 
-@pytest.mark.parametrize("rounds", ["continuous at 3", "race on both axes", "deferred prompts resumed", "partial"])
+@pytest.mark.parametrize(
+    "rounds", ["continuous at 3", "race on both axes", "deferred prompts resumed", "partial", "sorted, oversubscribed"]
+)
 def test_rounds_pause_and_cancel_trajectories_in_their_environments(rounds: str) -> None:
     settings = control_settings(batch_groups=4, group_size=4, seed=3, **COMPOSITIONS[rounds])
     environment = EnvironmentModel(turn_tokens=8, appended_tokens=5, seconds=0.05)
     lengths = RecipeLengths(RECIPE, environment, ModelledLengths(TINY.lengths, 3))
     simulation = Simulation(replace(settings, steps=30), replace(TINY, environment=environment), lengths)
 
+    away = {0}
+
     def check(version: int) -> None:
+        away.add(getattr(simulation.core.rules.policy, "_away", 0))
         rollout, paused = simulation.rollout, simulation.core.state.buffer.paused
         assert {one.request_id for one in rollout._router} <= {str(one) for one in rollout.requests}, "cancelled"
         running = [request.id.group_id for engine in rollout.engines for request in engine.running]
@@ -84,6 +89,7 @@ def test_rounds_pause_and_cancel_trajectories_in_their_environments(rounds: str)
 
     report = simulation.run(progress=check)
     assert report.finished and report.steps == 30 and report.environment_s > 0.05
+    assert (max(away) > 0) is settings.reads_environment, "of what waits for its environment"
 
 
 def test_a_run_with_turns_gives_its_constants_and_times_back(
