@@ -317,12 +317,10 @@ class Episodes:
         ended: Callable[[str], object] = lambda trajectory: None,
     ) -> None:
         self._engine, self._scorer, self._journal, self._episode = engine, scorer, journal, episode
-        self._capacity, self._ended = capacity, ended
+        self._capacity, self._ended, self._has_environment = capacity, ended, episode is not one_completion
         self._alone = anyio.Semaphore(1) if one_at_a_time else nullcontext()
         self._kept = CancelledCompletions() if verifies_deferred else None
-        self._sampling = structs.asdict(sampling)
-        self._open: dict[TrajectoryId, _OpenTrajectory] = {}
-        self._has_environment = episode is not one_completion
+        self._sampling, self._open = structs.asdict(sampling), dict[TrajectoryId, _OpenTrajectory]()
         self._sampling_now, self._in_turns, self._engines_paused = 0, 0, False
         self._launched = self._generated_tokens = self._verified_tokens = self._accepted_tokens = 0
         self._busy_seconds = self._working_seconds = self._environment_seconds = self._counted_at = 0.0
@@ -343,8 +341,7 @@ class Episodes:
         """Begin a trajectory; ``take`` is called with its outcome, and with each pause before."""
         self._count()
         self._launched += 1
-        trajectory = _OpenTrajectory(order, self._request(order), self._kept_of(order), take)
-        self._open[order.id] = trajectory
+        self._open[order.id] = trajectory = _OpenTrajectory(order, self._request(order), self._kept_of(order), take)
         self._tasks.start_soon(self._live, trajectory)
 
     def pause(self, ids: Collection[TrajectoryId]) -> None:
@@ -548,7 +545,6 @@ class Episodes:
         if not self._engines_paused and (running := self._sampling_now):
             self._busy_seconds += min(running, self._capacity) * (now - self._counted_at)
             self._working_seconds += now - self._counted_at
-        if self._has_environment:
-            free = self._capacity - min(self._sampling_now, self._capacity)
-            self._environment_seconds += min(len(self._open) - self._in_turns, free) * (now - self._counted_at)
+        away = min(len(self._open) - self._in_turns, self._capacity - min(self._sampling_now, self._capacity))
+        self._environment_seconds += away * (now - self._counted_at) * self._has_environment
         self._counted_at = now

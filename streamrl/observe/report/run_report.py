@@ -105,9 +105,8 @@ class RunReport(Observer):
         self._rewards, self._rounds = RewardCalls(), Counter[str]()
         self._began, self._round_kind, self._recovered = False, "", -1
         self.trajectories = TrajectoryStats(trace, length_limit)
-        self._last_load = EngineLoad()
         self._notify: Callable[[ControlEvent], None] = lambda event: None
-        self._measuring = anyio.CancelScope()
+        self._last_load, self._measuring = EngineLoad(), anyio.CancelScope()
         self.waits = RunWaits(clock, self._shell)
 
     def elapsed(self) -> float:
