@@ -11,7 +11,6 @@ from oracle.trace_header import trace_header
 from streamrl.base.types import TurnTimes
 from streamrl.control import actions as do
 from streamrl.observe.report.trajectory_trace import EnginesLine, RecordedRun, StepLine, TrajectoryLine
-from streamrl.recipe.sections import Recipe
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import Request
 from streamrl.simulate.lengths import ModelledLengths, RecipeLengths
@@ -24,16 +23,9 @@ class Recorder(Simulation):
     ``settings`` are control's."""
 
     def __init__(
-        self,
-        model: ClusterModel,
-        steps: int,
-        *,
-        samples: bool = True,
-        seed: int = 4,
-        recipe: Recipe | None = None,
-        **settings: Any,
+        self, model: ClusterModel, steps: int, *, samples: bool = True, seed: int = 4, **settings: Any
     ) -> None:
-        lengths = ModelledLengths(model.lengths, seed)
+        lengths, recipe = ModelledLengths(model.lengths, seed), settings.pop("recipe", None)
         super().__init__(
             control_settings(**{"batch_groups": 16, "group_size": 8, "steps": steps, **settings}),
             model,
@@ -43,13 +35,7 @@ class Recorder(Simulation):
         self.samples = samples
         self._turns: defaultdict[Request, list[TurnTimes]] = defaultdict(list)
         to_environment = self.rollout._to_environment
-
-        def turned(request: Request) -> None:
-            if request.sampled:
-                self._turned(request)
-            to_environment(request)
-
-        self.rollout._to_environment = turned
+        self.rollout._to_environment = lambda request: (self._turned(request), to_environment(request))
         self.trajectories: dict[object, TrajectoryLine] = {}
         self.engine_lines: list[EnginesLine] = []
         self._told_s = 0.0
@@ -68,8 +54,7 @@ class Recorder(Simulation):
 
     def _sampled(self, request: Request) -> None:
         now = self.queue.now
-        if self._turns:
-            self._turned(request)
+        self._turned(request)
         if not request.stopped:
             finish = "length" if request.length >= self.model.lengths.cap else "stop"
             self.trajectories[request.id] = self._line(request, finish)
@@ -87,6 +72,8 @@ class Recorder(Simulation):
             self._generated_then = generated
 
     def _turned(self, request: Request) -> None:
+        if not request.appended:  # launched, or without an environment
+            return
         before = [sum(part) for part in zip((0, 0.0, 0, 0.0), *self._turns[request], strict=True)]
         environment_s = request.environment_s - before[1]
         sampling_s = self.queue.now - request.launched_s - environment_s - before[1] - before[3]
