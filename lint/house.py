@@ -27,9 +27,9 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 68_520,
-    "lines of tests": 52_500,
-    "lines of campaigns": 8_400,
+    "lines of streamrl": 68_880,
+    "lines of tests": 52_800,
+    "lines of campaigns": 8_470,
     "lines of benchmarks": 7_350,
     "files of streamrl": 520,
     "words of README": 800,
