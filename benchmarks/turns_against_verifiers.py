@@ -79,7 +79,7 @@ def of_a_run(recipe: str, overrides: dict[str, object], answers: int, at_once: i
     with training_run(ROOT / "examples" / recipe, {**shape, **rest, **overrides}) as run:
         run.wait(timeout_s=900.0)
         steps = [step for step in run.steps() if step["step"] > 1]
-    return len(steps) * at_once / sum(step["time/step_s"] for step in steps)
+    return len(steps) * at_once / float(sum(step["time/step_s"] for step in steps))
 
 
 def main() -> int:
@@ -93,7 +93,7 @@ def main() -> int:
     options = arguments.parse_args()
     amount, python = (options.answers, options.at_once), str(Path(options.python).absolute())
     os.environ["PATH"] = f"{Path(python).parent}:{os.environ['PATH']}"  # its uv, for the harness
-    agent = {"environment.agent": [python, "verifiers_agent.py", "sums_with_tool"]}
+    agent: dict[str, object] = {"environment.agent": [python, "verifiers_agent.py", "sums_with_tool"]}
     ratios: list[tuple[float, float]] = []
     for _ in range(options.rounds):
         alone = verifiers_alone(python, options.port, *amount)
