@@ -36,6 +36,7 @@ from streamrl.launch.control_protocol import ParentMessage
 from streamrl.launch.reward_workers import open_reward_stage
 from streamrl.launch.steering.steering_messages import SteeringReply
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer, refuse_different_tokenizers
+from streamrl.recipe.environment import ENVIRONMENT_REWARD
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import TOPOLOGY_FILE, Role, Topology, prepared_sets
 from streamrl.rewards.judge.link import JudgeLink
@@ -108,7 +109,7 @@ async def connect_processes(
 
     nursery.start_soon(judge.run)
     loading = BackgroundCall(nursery, partial(anyio.to_thread.run_sync, load_tokenizer, recipe.model.path))
-    environment = _environment_stage(topology, say_ready)
+    environment = _environment_stage(recipe, topology, say_ready)
     scoring = BackgroundCall(nursery, partial(open_reward_stage, recipe, topology, run_directory, emit))
     training = BackgroundCall(nursery, ready_ranks)
     with waits.waiting_for("the engines to start"):
@@ -188,8 +189,9 @@ async def _open_environment(topology: Topology, say_ready: SayReady, name: str) 
         yield orders, events
 
 
-def _environment_stage(topology: Topology, say_ready: SayReady) -> EnvironmentStage | None:
+def _environment_stage(recipe: Recipe, topology: Topology, say_ready: SayReady) -> EnvironmentStage | None:
     """Return the stage that runs the episodes of a recipe with an environment; None where it has none."""
     names = [process.name for process in topology.processes if process.role is Role.ENVIRONMENT]
     workers = [partial(_open_environment, topology, say_ready, name) for name in names]
-    return EnvironmentStage(workers) if workers else None
+    rewards = [reward for reward in recipe.rewards if reward.function == ENVIRONMENT_REWARD]
+    return EnvironmentStage(workers, *rewards[:1]) if workers else None

@@ -56,9 +56,13 @@ class Environment(Section, frozen=True):
             'Anthropic\'s), and the row on stdin; a last line {"reward": 1.0} is the reward'
         ),
     ] = ()
-    max_turns: Annotated[Positive, doc("that are sampled in a trajectory")] = 16
-    max_tokens: Annotated[Positive, doc("of a conversation: prompt, turns, and what stands between them")] = 4096
-    seconds: Annotated[PositiveFloat, doc("that the environment has for a trajectory, without the model's")] = 600.0
+    max_turns: Annotated[Positive, doc("turns that the model samples in a trajectory, at most")] = 16
+    max_tokens: Annotated[
+        Positive, doc("tokens of a conversation, at most: prompt, turns, and what stands between them")
+    ] = 4096
+    seconds: Annotated[
+        PositiveFloat, doc("time limit of a trajectory in its environment, without the time of the model")
+    ] = 600.0
     system: Annotated[str, doc("a system message of every conversation")] = ""
     tool_format: Annotated[
         str, doc('how the model writes calls: hermes, qwen_xml, llama_json, mistral or vllm:PARSER; "auto": found out')
@@ -66,13 +70,17 @@ class Environment(Section, frozen=True):
     history: Annotated[
         Literal["keep", "template"], advanced("earlier turns as they were sampled, or as the chat template writes them")
     ] = "keep"
-    tool_seconds: Annotated[PositiveFloat, advanced("of one call of a tool")] = 30.0
-    tool_characters: Annotated[Positive, advanced("of the result of a tool; what is longer is cut")] = 8000
+    tool_seconds: Annotated[PositiveFloat, advanced("time limit of a call of a tool")] = 30.0
+    tool_characters: Annotated[Positive, advanced("length of the result of a tool, at most; what is longer is cut")] = (
+        8000
+    )
     agent_tasks: Annotated[
         Natural,
         advanced("trajectories that one process of the agent takes at once, as lines of stdin; 0: a process for each"),
     ] = 0
-    agent_variables: Annotated[tuple[str, ...], advanced("that the agent may see, such as an API key")] = ()
+    agent_variables: Annotated[
+        tuple[str, ...], advanced("names of environment variables that the agent gets, such as an API key")
+    ] = ()
     credit: Annotated[Credit, advanced("")] = Credit.TRAJECTORY
     workers: Annotated[Count, doc("processes that run environments")] = 1
 

@@ -87,6 +87,10 @@ class Reward(Section, frozen=True):
     memory_mib: Annotated[Positive, doc("what a process of it may allocate")] = 1024
     environment: Annotated[tuple[str, ...], doc("variables that it may see, such as an API key")] = ()
 
+    def failure_policy(self, *, late: bool) -> FailurePolicy:
+        """Return the policy for a sample without this value. ``late``: it was not there within the time limit."""
+        return self.on_timeout if late and self.on_timeout is not None else self.on_failure
+
     @property
     def label(self) -> str:
         """Name of the reward in metrics and records."""

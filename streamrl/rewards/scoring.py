@@ -227,9 +227,8 @@ def _total(applicable: Sequence[tuple[Reward, float]], own: CallResult | None) -
 
 def policy_of(value: SampleValue) -> FailurePolicy:
     """Policy of the recipe for this failure."""
-    reward, failure = value.reward, value.failure
-    late = failure is not None and failure.kind is RewardFailureKind.TIMED_OUT
-    return reward.on_timeout if late and reward.on_timeout is not None else reward.on_failure
+    failure = value.failure
+    return value.reward.failure_policy(late=failure is not None and failure.kind is RewardFailureKind.TIMED_OUT)
 
 
 def _parts(values: Sequence[SampleValue]) -> dict[str, float]:

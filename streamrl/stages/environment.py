@@ -15,6 +15,7 @@ from functools import partial
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from msgspec import structs
 
 from streamrl.base.errors import StreamBroken
 from streamrl.base.messages import (
@@ -31,6 +32,8 @@ from streamrl.base.messages import (
 from streamrl.base.notifier import Notifier
 from streamrl.base.types import EnvironmentResult, RewardFailureKind
 from streamrl.comm.stream import ReceiveStream, SendStream, converse
+from streamrl.recipe.environment import ENVIRONMENT_REWARD
+from streamrl.recipe.rewards import Reward
 from streamrl.stages.episodes import EpisodeEnd, EpisodeModel
 
 EnvironmentStreams = tuple[SendStream[EnvironmentOrder], ReceiveStream[EnvironmentEvent]]
@@ -59,10 +62,16 @@ class _Worker:
 
 
 class EnvironmentStage:
-    """Runs episodes on ``workers`` while it is ``running``; ``episode`` is the ``Episode`` of the run."""
+    """Runs episodes on ``workers`` while it is ``running``; ``episode`` is the ``Episode`` of the run. ``reward``: the
+    built-in reward ``environment`` of the recipe, which says what happens when an episode fails."""
 
-    def __init__(self, workers: Sequence[OpenEnvironment]) -> None:
+    def __init__(
+        self,
+        workers: Sequence[OpenEnvironment],
+        reward: Reward = Reward(function=ENVIRONMENT_REWARD),  # noqa: B008
+    ) -> None:
         self._open = list(workers)
+        self._reward = reward
         self._workers: list[_Worker] = []
         self._opening: set[_Worker] = set()
         self._numbers = 0
@@ -97,10 +106,13 @@ class EnvironmentStage:
                         await self._changed.wait()
             worker = min(free, key=lambda one: len(one.episodes))
             if (end := await self._run_on(worker, model, returned, at_once)) is not None:
-                return end
+                break
             model.begin_again()
-        message = f"{len(_AT_ONCE)} environment workers ended while they ran it: see logs/environment-*.log of the run"
-        return EpisodeEnd(EnvironmentResult(), RewardFailureKind.RAISED, message)
+        else:
+            ended = f"{len(_AT_ONCE)} environment workers ended"
+            message = f"{ended} while they ran it: see logs/environment-*.log of the run"
+            end = EpisodeEnd(EnvironmentResult(), RewardFailureKind.RAISED, message)
+        return structs.replace(end, policy=self._reward.failure_policy(late=end.kind is RewardFailureKind.TIMED_OUT))
 
     async def _run_on(
         self, worker: _Worker, model: EpisodeModel, returned: list[ReturnedCall], at_once: float

@@ -53,6 +53,8 @@ from streamrl.engines.resumption import (
     with_kept,
     without_kept,
 )
+from streamrl.recipe.environment import ENVIRONMENT_REWARD
+from streamrl.recipe.rewards import FailurePolicy
 from streamrl.recipe.sections import Sampling
 
 _NOTHING = token_array()
@@ -250,13 +252,22 @@ class _OpenTrajectory:
 class EpisodeEnd(msgspec.Struct, frozen=True):
     """The end of an episode. ``result``: of its environment, where there is one; ``kind``: it failed, and ``message``
     says why; ``finish``: the finish reason of the trajectory, where that is not the one of its last turn; ``turns``:
-    that the episode has taken (None: all): others are not trained."""
+    that the episode has taken (None: all): others are not trained; ``policy``: of the recipe for a failure."""
 
     result: EnvironmentResult | None = None
     kind: RewardFailureKind | None = None
     message: str = ""
     finish: FinishReason | None = None
     turns: int | None = None
+    policy: FailurePolicy = FailurePolicy.DROP_SAMPLE
+
+    def failure(self, trajectory: Trajectory) -> RewardFailure | None:
+        """Return the failure of ``trajectory``, which sampled so much; None: the episode has not failed."""
+        if self.kind is None:
+            return None
+        return RewardFailure(
+            trajectory=trajectory, function=ENVIRONMENT_REWARD, kind=self.kind, message=self.message, policy=self.policy
+        )
 
 
 class SampleTurns(Protocol):
@@ -415,8 +426,7 @@ class Episodes:
             lost = TrajectoryLost(id=order.id, cancelled=bool(trajectory.cancelled), reason=reason, tokens=tokens)
             await trajectory.take(lost)
             await self._scorer.lost(order.id, order.group_size)
-        elif end is not None and end.kind is not None:
-            failure = RewardFailure(trajectory=sampled, function="environment", kind=end.kind, message=end.message)
+        elif end is not None and (failure := end.failure(sampled)) is not None:
             await trajectory.take(Scored(outcome=failure))
             await self._scorer.lost(order.id, order.group_size)
         else:

@@ -42,6 +42,7 @@ from streamrl.contracts import Journal
 from streamrl.observe.terminal.step_line import sample_block
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.environment import Environment
+from streamrl.recipe.rewards import FailurePolicy, Reward
 from streamrl.recipe.sections import Sampling
 from streamrl.run.environments.forms import load_episode
 from streamrl.run.environments.worker import run_environment_worker
@@ -306,7 +307,8 @@ class Run:
 
     @asynccontextmanager
     async def running(self, *, max_tokens: int = 200, workers: int = 1) -> AsyncIterator[Episodes]:
-        self.stage = EnvironmentStage([self._worker] * workers)
+        reward = Reward(function="environment", on_failure=FailurePolicy.DROP_GROUP, on_timeout=FailurePolicy.STOP)
+        self.stage = EnvironmentStage([self._worker] * workers, reward)
         episodes = Episodes(
             self.engine, Sampling(max_tokens=max_tokens), ZeroRewards(), self.journal, episode=self.stage.episode
         )
@@ -577,6 +579,7 @@ async def test_code_that_misbehaves_is_a_failure_of_its_trajectory(
     failure = await run.one({"level": 1})
     assert isinstance(failure, RewardFailure) and failure.function == "environment"
     assert failure.kind == kind and message in failure.message
+    assert failure.policy == ("stop" if kind == "timed_out" else "drop_group")
     if name == "hangs":
         assert module_of(code).LEFT == ["hangs"]
     assert run.begun == 1

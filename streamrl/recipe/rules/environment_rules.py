@@ -18,6 +18,14 @@ has_no_effect(
     lambda r: "" if not r.environment.env else " with env, which calls no tools: remove it",
 )
 has_no_effect(
+    "environment.system environment.tool_seconds environment.tool_characters",
+    lambda r: (
+        ""
+        if not r.environment.agent
+        else " with agent, which writes its own messages and runs its own tools: remove it"
+    ),
+)
+has_no_effect(
     "environment.agent_tasks environment.agent_variables",
     lambda r: "" if r.environment.agent or not r.environment.given else " without an agent: remove it",
 )
@@ -58,7 +66,7 @@ def environment_is_one(recipe: Recipe) -> Broken:
     if environment.tool_format not in FORMATS and not environment.tool_format.startswith(VLLM):
         yield Problem(
             "environment.tool_format",
-            f'"{environment.tool_format}" is no format: write one of {", ".join(FORMATS)}, or vllm:NAME',
+            f'"{environment.tool_format}" is no format: write one of {", ".join(FORMATS)}, or vllm:PARSER',
         )
     for index, reward in enumerate(recipe.rewards):
         if reward.function == ENVIRONMENT_REWARD and not environment.given:
