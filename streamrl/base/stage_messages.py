@@ -87,9 +87,10 @@ TrajectoryOutcome = EndedOutcome | TrajectoryPaused
 
 class RolloutStatistics(Record, frozen=True):
     """``busy_seconds``: integral of running trajectories over time, no more than the capacity at once;
-    ``working_seconds``: time in which one ran; both without pauses of all engines. ``environment``: those between
-    two turns; ``environment_seconds``: their integral, of no more than the free slots. ``verified_tokens``: of deferred
-    completions, that were kept; ``accepted_tokens`` of them the new weights chose, too: they are not decoded again."""
+    ``working_seconds``: time in which one ran; both without pauses of all engines. ``environment``: those in
+    their environment; ``environment_seconds``: their integral, of no more than the free slots. ``verified_tokens``: of
+    deferred completions, that were kept; ``accepted_tokens`` of them the new weights chose, too: they are not decoded
+    again."""
 
     launched: int
     finished: int

@@ -170,7 +170,7 @@ class _OpenTrajectory:
             self.scope.cancel()
 
     def next_turn(self, appended: TokenArray, after: int | None, most_tokens: int) -> _Turn:
-        """Begin a turn behind ``appended``. Raises ``ValueError`` for one that cannot be sampled."""
+        """Begin a turn after ``appended``. Raises ``ValueError`` for one that cannot be sampled."""
         order, number = self.order, self.asked_for
         if self.samples:
             raise ValueError("an episode samples a turn while another one is sampled: await one after the other")
@@ -276,7 +276,7 @@ class SampleTurns(Protocol):
     async def __call__(
         self, appended: TokenArray = ..., *, after: int | None = None, most_tokens: int = 0
     ) -> Completion:
-        """Sample a turn behind ``appended``, token ids that are not trained. ``after``: number of the turn that it goes
+        """Sample a turn after ``appended``, token ids that are not trained. ``after``: number of the turn that it goes
         on from (None: the newest; -1: the prompt); ``most_tokens``: of the turn (0: of the recipe). Asks again for what
         an engine aborted. Raises ``EpisodeCancelled``, ``RequestRefused`` where no engine serves it, and ``ValueError``
         for a turn that cannot be."""
@@ -438,7 +438,7 @@ class Episodes:
             trajectory.drop_turns(end.turns)
         order, segments = trajectory.order, trajectory.segments
         if segments and not segments[-1].trained:
-            segments.pop()  # nothing was sampled behind it
+            segments.pop()  # nothing was sampled after it
         return Trajectory(
             id=order.id,
             prompt=order.prompt,
@@ -490,7 +490,7 @@ class Episodes:
 
     async def _until_resumed(self, trajectory: _OpenTrajectory, turn: _Turn) -> None:
         identity, resumed = trajectory.order.id, trajectory.resumed
-        # Of several turns, and of what an environment asks for, a later life samples all again.
+        # With an environment the journal has each turn that is whole; a later life samples the paused one anew.
         if turn.done is not None and not self._has_environment:
             done = SampledSoFar(completion=turn.done, parts=turn.parts, seconds=turn.seconds)
             await self._journal.paused(identity, done)

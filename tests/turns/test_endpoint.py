@@ -171,7 +171,7 @@ async def test_a_tool_is_called_over_two_turns_by_tokens(
     assert talk.sampler.text(1).replace("add. <tool", "add.\n<tool") == f"{whole}{SAID}<|im_end|>"
     prompt = len(contexts[0]) + len(talk.sampler.appended[1])
     assert usage == (prompt, len(contexts[1]) - prompt)
-    figures = {"sequences": 1, "requests": 2, "turns": 2, "seams/exact": 1, "ignored/temperature": 2}
+    figures = {"sequences": 1, "requests": 2, "turns": 2, "seam_exact": 1, "ignored/temperature": 2}
     assert {name: count for name, count in talk.session.figures.items() if count} == figures
 
 

@@ -77,7 +77,7 @@ BAD = [
     ("hermes", HERMES.format('{"name": "add", "arguments": ' + "[" * 99_999), "recursion"),
     ("qwen_xml", "<tool_call><function=add><parameter=a>1</function></tool_call>", "must stand in <parameter"),
     ("qwen_xml", "<function=add></function></tool_call>", "must stand between"),
-    ("llama_json", '{"name": "add", "parameters": {"a": 1}} and more', "must stand nothing"),
+    ("llama_json", '{"name": "add", "parameters": {"a": 1}} and more', "may follow a call"),
     ("llama_json", '{"name": "add", "parameters": {"a": 1', "not JSON"),
     ("mistral", "[TOOL_CALLS]add[ARGS]12", "the name of a tool and its arguments"),
     ("mistral", "[TOOL_CALLS][]", "one JSON list of calls"),

@@ -1,2 +1,2 @@
-"""Chats of several turns as tokens: what continues one behind a sampled turn, which calls of tools a turn has, and
+"""Chats of several turns as tokens: what continues one after a sampled turn, which calls of tools a turn has, and
 what a model's template does with them. Imports pretrained and rooms before it; no torch."""

@@ -77,11 +77,11 @@ def _hermes(content: str, functions: Functions) -> Found:
         said += before
         body = rest.lstrip()
         value, length = _first_value(body)
-        behind = body[length:].lstrip()
-        if not behind.startswith("</tool_call>"):
+        after = body[length:].lstrip()
+        if not after.startswith("</tool_call>"):
             raise BadCallError("<tool_call> must hold one JSON object, and end with </tool_call>")
         calls.append(_call_of(value, "arguments"))
-        rest = behind.removeprefix("</tool_call>")
+        rest = after.removeprefix("</tool_call>")
     if "</tool_call>" in rest:
         raise BadCallError("there is a </tool_call> without its <tool_call>")
     return said + rest, calls
@@ -144,15 +144,15 @@ def _llama_json(content: str, _: Functions) -> Found:
             return content, []
         if not (isinstance(value, dict) and "name" in value and {"parameters", "arguments"} & value.keys()):
             if calls:
-                raise BadCallError("behind ; must stand another call")
+                raise BadCallError("another call must follow the ;")
             return content, []  # an answer that is an object
         calls.append(_call_of(value, "parameters" if "parameters" in value else "arguments"))
         rest = rest[length:].lstrip()
         if rest and not rest.startswith(";"):
-            raise BadCallError("behind the call must stand nothing, or ; and another call")
+            raise BadCallError("only ; and another call may follow a call")
         rest, more = rest.removeprefix(";").lstrip(), bool(rest)
         if more and not rest:
-            raise BadCallError("behind ; must stand another call")
+            raise BadCallError("another call must follow the ;")
     return "", calls
 
 
@@ -167,16 +167,16 @@ def _mistral(content: str, _: Functions) -> Found:
     if rest.lstrip().startswith("["):
         value, length = _first_value(rest.lstrip())
         if rest.lstrip()[length:].strip() or not value:
-            raise BadCallError("behind [TOOL_CALLS] must stand one JSON list of calls, and nothing else")
+            raise BadCallError("[TOOL_CALLS] must be followed by one JSON list of calls, and nothing else")
         return said, [_call_of(one, "arguments") for one in value]
     calls = []
     for part in rest.split("[TOOL_CALLS]"):
         match = _NAMED.match(part)
         if match is None:
-            raise BadCallError("behind [TOOL_CALLS] must stand the name of a tool and its arguments as a JSON object")
+            raise BadCallError("[TOOL_CALLS] must be followed by the name of a tool and its arguments as a JSON object")
         value, length = _first_value(part[match.end() :])
         if part[match.end() + length :].strip():
-            raise BadCallError(f"behind the arguments of {match[1]} must stand nothing")
+            raise BadCallError(f"nothing may follow the arguments of {match[1]}")
         calls.append(_call_of({"name": match[1], "arguments": value}, "arguments"))
     return said, calls
 
@@ -212,7 +212,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_consta
 def _loads(text: str) -> Any:
     value, length = _first_value(text.strip())
     if text.strip()[length:]:
-        raise BadCallError("more stands behind the value")
+        raise BadCallError("more text follows the value")
     return value
 
 

@@ -85,7 +85,7 @@ class EpisodePolicy:
         self._stack.push_async_callback(call_user, function)
 
     async def sample(self, appended: TokenArray | Sequence[int] = (), *, most_tokens: int = 0) -> SampledTurn:
-        """Sample a turn behind ``appended`` token ids, for an environment that writes the tokens itself."""
+        """Sample a turn after ``appended`` token ids, for an environment that writes the tokens itself."""
         return await self.turns.sample(token_array(appended), most_tokens=most_tokens)
 
     def decode(self, token_ids: TokenArray) -> str:

@@ -134,7 +134,7 @@ class EndpointSession:
         return node.answer
 
     async def count(self, request: ChatRequest) -> int:
-        """Count the tokens that ``request`` would be answered behind; nothing is sampled. Raises ``ApiError``."""
+        """Count the prompt tokens of ``request``; nothing is sampled. Raises ``ApiError``."""
         try:
             return (await self._prompt(_Node(self._place(request), request), request))[2]
         except (StreamRLError, RecursionError) as error:
@@ -183,7 +183,7 @@ class EndpointSession:
         node.tokens = prompt_tokens + len(turn.token_ids)
         node.text = (parent.text if parent is not None else "") + tokens.text(appended + turn.token_ids)
         parsed = tokens.parse(turn, calls=request.calls)
-        self.figures.update(["turns", f"seams/{seam}" if parent is not None else "sequences"])
+        self.figures.update(["turns", f"seam_{seam}" if parent is not None else "sequences"])
         self.figures["rewritten_turns"] += seam == SeamKind.REWRITTEN
         self.figures["special_tokens"] += broken
         self.figures["malformed_calls"] += request.calls and bool(request.tools) and bool(parsed.problem)
@@ -195,7 +195,7 @@ class EndpointSession:
         node.answer = ChatAnswer(turn, text, thought, calls, prompt_tokens, *made)
 
     async def _prompt(self, node: _Node, request: ChatRequest) -> tuple[ChatTokens, Appended, int]:
-        """Return how the chat is tokenised, what is appended to it, and the tokens that the answer stands behind."""
+        """Return how the chat is tokenised, what is appended to it, and the tokens of the prompt."""
         work = partial(self._appended, node, request)
         large = sum(len(message["content"]) for message in request.messages) > _LARGE
         tokens, appended = await anyio.to_thread.run_sync(work) if large else work()

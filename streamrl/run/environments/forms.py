@@ -135,7 +135,7 @@ def _tools(box: ToolBox) -> UserEpisode:
 
 
 def _first(columns: Mapping[str, Any], opening: str) -> Said:
-    """The messages of a row, with what classes of tools said when they were reset behind the last one."""
+    """The messages of a row, and after them what classes of tools said when they were reset."""
     messages = columns.get("messages")
     said: list[Any] = list(messages) if messages else [{"role": "user", "content": str(columns.get("prompt", ""))}]
     if opening:

@@ -25,7 +25,7 @@ class TurnSampler(Protocol):
     """Samples the turns of one trajectory."""
 
     async def sample(self, appended: TokenArray, *, after: int | None = None, most_tokens: int = 0) -> SampledTurn:
-        """Sample a turn behind ``appended``, which is not trained. ``after``: number of the turn that it goes on from
+        """Sample a turn after ``appended``, which is not trained. ``after``: number of the turn that it goes on from
         (None: the newest; -1: none, it begins at the prompt); ``most_tokens``: of the turn (0: of the recipe). Raises
         ``EpisodeLimit``."""
         ...
