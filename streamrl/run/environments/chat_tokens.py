@@ -43,7 +43,7 @@ class ChatModel:
             return found
         raise RecipeError(
             "environment.tool_format: the model's chat template does not show how it writes calls, or it has none: "
-            "write hermes, qwen_xml, llama_json, mistral or vllm:NAME, or take a model that calls tools"
+            "write hermes, qwen_xml, llama_json, mistral or vllm:PARSER, or take a model that calls tools"
         )
 
     def _toolbox(self, tools: tuple[Any, ...]) -> ToolBox:

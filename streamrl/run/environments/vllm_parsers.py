@@ -17,7 +17,7 @@ from streamrl.recipe.environment import VLLM
 
 
 def vllm_reader(tool_format: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> CallReader:
-    """Return what reads calls of ``tools`` (JSON schemas) by the parser of ``tool_format`` (``vllm:NAME``). Raises
+    """Return what reads calls of ``tools`` (JSON schemas) by the parser of ``tool_format`` (``vllm:PARSER``). Raises
     ``RecipeError`` where vLLM has none of the name, or it does not fit the model."""
     try:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
