@@ -1,10 +1,10 @@
-"""Make the starting policy of both games: a small Llama that was shown games of an inattentive teacher.
+"""Make the starting policy of a game: a small Llama that was shown games of a teacher who knows the rules and no plan.
 
-A quarter of its guesses fit what the game has answered; the others are any number, also one that it has said. On the
-ice it goes any way that is neither a wall nor a hole, twice as often to the goal as away from it. Equal seeds give
-equal weights (one thread).
+The teacher guesses any number that fits what the game has answered, without halving what is left. On the ice it goes
+any way that is neither a wall nor a hole, twice as often to the goal as away from it. Equal seeds give equal weights
+(one thread).
 
-    python make_adapters_model.py --out model"""
+    python make_adapters_model.py textarena  # makes model_textarena"""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from textarena_game import GuessTheNumber
 
 from streamrl.learning.small_model.chats import Chats, chat_text
 
-ATTENTION = 0.25
 CONTEXT = 256
 FIRST_SEED = 1_000_000
 """Behind all seeds of ``train.jsonl`` and ``held_out.jsonl``."""
 
 
 async def guessing(seed: int, rng: random.Random) -> str:
-    """The chat of a game of GuessTheNumber that the teacher plays."""
-    game, ended, low, high = GuessTheNumber(), False, 1, 20
+    """The chat of a game of GuessTheNumber."""
+    game, ended, low, high = GuessTheNumber(), False, 1, 7
     messages = [{"role": "user", "content": await game.reset(seed=seed)}]
     while not ended:
-        guess = rng.randint(low, high) if rng.random() < ATTENTION else rng.randint(1, 20)
+        guess = rng.randint(low, high)
         answer, _, ended, _, _ = await game.step(f"[{guess}]")
         low = max(low, guess + 1) if "is higher" in answer else low
         high = min(high, guess - 1) if "is lower" in answer else high
@@ -40,7 +39,7 @@ async def guessing(seed: int, rng: random.Random) -> str:
     return chat_text(messages[:-1])
 
 
-def walk(seed: int, rng: random.Random) -> str:
+async def walk(seed: int, rng: random.Random) -> str:
     """The chat of a walk on the ice."""
     lake, ended, truncated = Lake(), False, False
     messages = [{"role": "user", "content": lake.reset(seed=seed)}]
@@ -52,29 +51,33 @@ def walk(seed: int, rng: random.Random) -> str:
     return chat_text(messages[:-1])
 
 
-def chats(seed: int) -> Iterator[str]:
-    """Endless games, one of each in turn."""
+GAMES = {"textarena": guessing, "gymnasium": walk}
+
+
+def chats(game: str, seed: int) -> Iterator[str]:
+    """Endless games."""
     rng = random.Random(seed)
     while True:
-        yield asyncio.run(guessing(rng.randrange(FIRST_SEED, 2 * FIRST_SEED), rng))
-        yield walk(rng.randrange(FIRST_SEED, 2 * FIRST_SEED), rng)
+        yield asyncio.run(GAMES[game](rng.randrange(FIRST_SEED, 2 * FIRST_SEED), rng))
 
 
 def main() -> None:
     """Make, warm up and save."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    arguments.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
-    arguments.add_argument("--steps", type=int, default=300, help="warm-up steps")
+    arguments.add_argument("game", choices=GAMES)
+    arguments.add_argument("--out", type=Path, help="model_textarena or model_gymnasium beside this file by default")
+    arguments.add_argument("--steps", type=int, default=400, help="warm-up steps")
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
     torch.set_num_threads(1)  # more threads sum in another order, and the weights would differ
-    source = chats(options.seed)
+    out = options.out or Path(__file__).parent / f"model_{options.game}"
+    source = chats(options.game, options.seed)
     vocabulary = Chats(islice(source, 1000), CONTEXT)
     policy = vocabulary.policy(options.seed)
     for step, loss in enumerate(vocabulary.imitate(policy, source, options.steps, batch=32), 1):
         if step % 50 == 0:
             print(f"step {step}/{options.steps}  loss {loss:.3f}", flush=True)
-    print(f"{options.out}: {vocabulary.save(policy, options.out):,} parameters")
+    print(f"{out}: {vocabulary.save(policy, out):,} parameters")
 
 
 if __name__ == "__main__":

@@ -39,23 +39,23 @@ async def test_a_number_is_found_by_halving_and_siblings_have_the_same(monkeypat
     made = adapter("textarena", monkeypatch).GuessTheNumber
 
     async def play(seed: int) -> list[int]:
-        game, low, high, guesses, ended = made(), 1, 20, list[int](), False
+        game, low, high, guesses, ended = made(), 1, 7, list[int](), False
         said = await game.reset(seed=seed)
-        assert said.count("You are playing") == 1 and "between 1 and 20" in said
+        assert said.count("You are playing") == 1 and "between 1 and 7" in said
         while not ended:
             await asyncio.sleep(0)  # the others play in between
             guesses.append((low + high) // 2)
             answer, reward, ended, *_ = await game.step(f"I say [{guesses[-1]}]")
             assert answer in ("" if ended else "The target number is higher.", "The target number is lower.")
             low, high = (guesses[-1] + 1, high) if "higher" in answer else (low, guesses[-1] - 1)
-        assert reward == 1.0 and len(guesses) <= 5
+        assert reward == 1.0 and len(guesses) <= 3
         return guesses
 
     games = await asyncio.gather(*(play(seed) for seed in [*range(30)] * 2))
-    assert games[:30] == games[30:] and len(set(map(tuple, games))) > 10
+    assert games[:30] == games[30:] and len(set(map(tuple, games))) == 7
 
 
-@pytest.mark.parametrize("said", ["7", "[21]", ""])
+@pytest.mark.parametrize("said", ["7", "[8]", ""])
 async def test_a_turn_without_a_number_is_answered_and_the_second_ends_the_game(
     said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
