@@ -93,7 +93,11 @@ def main() -> int:
     for _ in range(options.rounds):
         alone = verifiers_alone(python, options.port, *amount)
         through = of_a_run("verifiers/tool.toml", agent, *amount)
-        own = of_a_run("calculator/recipe.toml", {"evaluation.prompts": ""}, *amount)
+        own = of_a_run(
+            "calculator/recipe.toml",
+            {"evaluation.every": 0, "evaluation.at_start": False, "evaluation.at_end": False},
+            *amount,
+        )
         print(f"answers a second: verifiers {alone:.2f}, as an agent {through:.2f}, own tool {own:.2f}", flush=True)
         ratios.append((through / alone, own / alone))
     medians = [statistics.median(column) for column in zip(*ratios, strict=True)]
