@@ -66,6 +66,9 @@ def _dry_run(hub: HubRecipe, system: Sequence[str], arguments: str) -> int:
 
 
 def _show_prompt(seen: list[Prompt], tokenizer: Tokenizer, prompt: Prompt) -> None:
+    if not len(prompt.token_ids):
+        print(f"\nthe environment writes the prompts, from the columns {', '.join(prompt.columns)} of a row")
+        return
     seen.append(prompt)
     print("\n# the prompt of the first row, as the model will see it\n")
     print("\n".join(first_prompt_lines(prompt, tokenizer)))
