@@ -27,7 +27,7 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 68_930,
+    "lines of streamrl": 68_940,
     "lines of tests": 52_800,
     "lines of campaigns": 8_470,
     "lines of benchmarks": 7_350,

@@ -72,6 +72,8 @@ GRACE_S = 1.0
 """How long processes have to end by themselves when a run is over. One that is cut short has waited long enough."""
 STACKS_S = 0.2
 """How long processes have to write their stacks to their logs before a run that failed ends them."""
+LAST_EVENTS_S = 2.0
+"""How long the last events of a controller that has ended well may take to be read."""
 
 
 class Pipeline:
@@ -112,7 +114,7 @@ class Pipeline:
         self._lock: IO[bytes] | None = None
         self._drain_s = drain_s
         self._failure: ProcessDied | None = None
-        self._ended = anyio.Event()
+        self._ended, self._heard = anyio.Event(), anyio.Event()
         self._rewards = RewardAttachments(partial(name_of_code, directory=cells))
         self._steering = SteeringRequests()
         self._open = AsyncExitStack()
@@ -268,6 +270,8 @@ class Pipeline:
     async def _watch(self) -> None:
         try:
             await self._supervisor.watch()
+            with anyio.move_on_after(LAST_EVENTS_S):  # of a controller that has ended, they may not be read yet
+                await self._heard.wait()
         except ProcessDied as died:
             await self._note_failure(died)
         finally:
@@ -292,6 +296,7 @@ class Pipeline:
                     self._bound.set()
                     await self._listen(steps)
             if not self._conversation.cancelled_caught:
+                self._heard.set()
                 return
 
     async def _await_controller(self) -> None:
