@@ -177,8 +177,7 @@ class Pipeline:
         self._lock = lock_run(self.run_directory)
 
     def _changes(self) -> list[str]:
-        chosen = self._changed_now
-        changes = refuse_changes(self.run_directory, self.recipe, force=self._despite_changes, chosen=chosen)
+        changes = refuse_changes(self.run_directory, self.recipe, force=self._despite_changes, chosen=self._changed_now)
         return [*changes, *horizon_notices(recipe_of_run(self.run_directory), self.recipe)]
 
     def _let_go(self) -> None:
@@ -290,14 +289,13 @@ class Pipeline:
 
     async def _receive(self, endpoint: str) -> None:
         """Receive the events of the controller and of its successors."""
-        while True:
+        while not self._heard.is_set():
             with anyio.CancelScope() as self._conversation:
                 async with zmq_receiver(ParentMessage, endpoint, bind=True, name="controller.steps") as steps:
                     self._bound.set()
                     await self._listen(steps)
             if not self._conversation.cancelled_caught:
                 self._heard.set()
-                return
 
     async def _await_controller(self) -> None:
         """Listen to the next controller, and no more to the one that died, before the run is resumed."""
