@@ -15,6 +15,8 @@ ENVIRONMENT_REWARD = "environment"
 """The built-in reward that is what the environment returned; a recipe with an environment needs no other."""
 MCP = "mcp:"
 """Prefix of a tool that is the command of an MCP server."""
+TOOL_FORMATS = ("hermes", "qwen_xml", "llama_json", "mistral")
+"""Ways to write calls of tools that streamrl reads itself; ``pretrained/turns/tool_calls.py`` has their readers."""
 VLLM = "vllm:"
 """Prefix of a ``tool_format`` that is one of vLLM's tool parsers."""
 FORMS = ("episode", "env", "tools", "agent")

@@ -2,9 +2,9 @@
 process of its own. The worker asks for turns; the tokens of a trajectory never leave the controller but as turns.
 
 A worker that ends (user code that blocks it, or kills it) shows as a broken stream. The episodes that it had begin
-again at another one, which is given the turns and the results of tools that they had. So that one that ends its worker
-fails alone, an episode that was running at a death has few neighbours the next time, and then none; the third death is
-its failure."""
+again at another one, which is given the turns and the results of tools that they had. An episode that was running
+when a worker died shares the next worker with at most seven others, and after a second death runs alone; a third death
+is its failure. So an episode that kills its worker fails without the others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OpenEnvironment = Callable[[], AbstractAsyncContextManager[EnvironmentStreams]]
 
 class _Worker:
     """One environment worker: orders for it, and of each of its episodes the stream of events, the model, and how many
-    may be at once with it."""
+    may run there beside it."""
 
     def __init__(self) -> None:
         self.send_order, self.orders = anyio.create_memory_object_stream[EnvironmentOrder](math.inf)
@@ -51,7 +51,8 @@ class _Worker:
         self.episodes: dict[int, tuple[MemoryObjectSendStream[EnvironmentEvent], EpisodeModel, float]] = {}
 
     def takes(self, at_once: float) -> bool:
-        """Return whether an episode can begin here as one of ``at_once``. One that is paused may stay so for long."""
+        """Return whether an episode can begin here as one of ``at_once``. Paused episodes do not count: a pause may be
+        long."""
         running = [most for _, model, most in self.episodes.values() if not model.paused()]
         return len(running) < min((at_once, *running))
 
@@ -100,7 +101,7 @@ class EnvironmentStage:
         so_far = model.order.so_far
         returned = list(so_far.returned) if so_far else []
         for at_once in _AT_ONCE:
-            async with self._choosing:  # in turn, so that who needs an empty worker gets one
+            async with self._choosing:  # first come, first served: an episode that needs an empty worker gets one
                 while not (free := [worker for worker in self._workers if worker.takes(at_once)]):
                     with anyio.move_on_after(1.0):  # nobody says that control has paused an episode
                         await self._changed.wait()

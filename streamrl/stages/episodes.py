@@ -262,7 +262,7 @@ class EpisodeEnd(msgspec.Struct, frozen=True):
     policy: FailurePolicy = FailurePolicy.DROP_SAMPLE
 
     def failure(self, trajectory: Trajectory) -> RewardFailure | None:
-        """Return the failure of ``trajectory``, which sampled so much; None: the episode has not failed."""
+        """Return the failed reward of ``trajectory``; None: the episode has not failed."""
         if self.kind is None:
             return None
         return RewardFailure(

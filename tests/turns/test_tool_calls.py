@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamrl.pretrained.turns.tool_calls import CALL_FORMATS, CallReader, ToolCall, parse_turn
+from streamrl.recipe.environment import TOOL_FORMATS
 
 NAMES = {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "text": {"type": "string"}}
 TOOLS = [
@@ -44,6 +45,10 @@ GOOD = [
     ("mistral", f"[TOOL_CALLS]add[CALL_ID]abc123[ARGS]{ARGUMENTS}", [ADD]),
     ("mistral", f"[TOOL_CALLS]add[ARGS]{ARGUMENTS}[TOOL_CALLS]say[ARGS]{TEXT}", [ADD, SAY]),
 ]
+
+
+def test_a_recipe_may_name_every_format_that_is_read() -> None:
+    assert {*CALL_FORMATS} == {*TOOL_FORMATS}
 
 
 @pytest.mark.parametrize(("call_format", "text", "calls"), GOOD)

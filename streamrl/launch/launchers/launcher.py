@@ -52,7 +52,7 @@ class Launcher(Protocol):
         """Kill every process of the run and remove its shared memory. Returns pids that survived SIGKILL."""
 
     def close(self) -> None:
-        """Give back what ``open`` took, once, after the last end."""
+        """Release what ``open`` acquired, once, after the last end."""
 
 
 class ChildProcess:

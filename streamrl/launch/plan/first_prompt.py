@@ -23,7 +23,7 @@ def first_prompt_lines(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
         f"text        {_abbreviated(text, _CHARACTERS, '')}",
         f"completion  ends with {', '.join(ends)}",
     ]
-    ended = {*ids[-1:]} & {*tokenizer.eos_token_ids}  # a prompt of an environment is written later
+    ended = ids[-1] in tokenizer.eos_token_ids
     also = [f"the prompt itself ends with {last}, which ends a completion"] if ended else []
     return [*lines, *(f"{'':<12}{line}" for line in (tokenizer.end_notice, *also) if line)]
 

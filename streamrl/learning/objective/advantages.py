@@ -77,7 +77,7 @@ def separate_advantages(rewards_S: Sequence[Mapping[str, tuple[float, float]]], 
 def turn_advantages(
     totals_S: Sequence[float], turns_S: Sequence[Sequence[float]], credit: Credit, estimator: Advantages
 ) -> Tensor:
-    """Advantage of each turn of siblings, as ``Credit`` says; those behind the last turn of a sibling mean nothing.
+    """Advantage of each turn of siblings, as ``Credit`` says; entries past the last turn of a sibling are undefined.
     Float32 [S, most turns]. ``totals_S``: whole rewards, ``turns_S``: what each turn adds to them; one turn at least.
 
     A sibling that ended before a turn is compared in it all the same, so that every turn has the whole group's

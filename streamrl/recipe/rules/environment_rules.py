@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from streamrl.recipe.environment import ENVIRONMENT_REWARD, FORMS, VLLM, Credit, Environment, command_of
+from streamrl.recipe.environment import ENVIRONMENT_REWARD, FORMS, TOOL_FORMATS, VLLM, Credit, Environment, command_of
 from streamrl.recipe.rewards import COMBINE_WEIGHTS
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
 from streamrl.recipe.sections import Recipe
-
-FORMATS = ("auto", "hermes", "qwen_xml", "llama_json", "mistral")
 
 has_no_effect(
     " ".join(f"environment.{name}" for name in Environment.__struct_fields__ if name not in FORMS),
@@ -63,10 +61,10 @@ def environment_is_one(recipe: Recipe) -> Broken:
                 f"environment.{place}",
                 f'"{spec}" names no object: write "module:name" or "path/to/file.py:name", or of a tool "mcp:COMMAND"',
             )
-    if environment.tool_format not in FORMATS and not environment.tool_format.startswith(VLLM):
+    if environment.tool_format not in ("auto", *TOOL_FORMATS) and not environment.tool_format.startswith(VLLM):
         yield Problem(
             "environment.tool_format",
-            f'"{environment.tool_format}" is no format: write one of {", ".join(FORMATS)}, or vllm:PARSER',
+            f'"{environment.tool_format}" is no format: write one of auto, {", ".join(TOOL_FORMATS)}, or vllm:PARSER',
         )
     for index, reward in enumerate(recipe.rewards):
         if reward.function == ENVIRONMENT_REWARD and not environment.given:

@@ -3,7 +3,7 @@ the endpoint, and is ended with all that it started.
 
 A process that takes many (``environment.agent_tasks``) is given ``{"key": KEY, "row": {...}}`` of each in a line of its
 stdin, and ends it by a line ``{"key": KEY, "reward": 1.0}`` (or ``error``, a text) of its stdout. Requests of one that
-is late, or was cancelled, are refused, and the process is ended where it has none but such."""
+is late, or was cancelled, are refused, and a process with only such trajectories is ended."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ class Agents:
 
 
 class _Process:
-    """A process as its trajectories know it. ``lines``: for its stdin, an empty one ends it; ``out``: the end of its
-    stdout; ``open``: by key, the ends of trajectories that it has not said, cancelled where the trajectory is."""
+    """One process of the agent. ``lines``: to be written to its stdin, an empty one closes it; ``out``: the end of its
+    stdout; ``open``: by key, the future reward of each trajectory that it has; cancelled with the trajectory."""
 
     def __init__(self, *lines: bytes) -> None:
         self.lines, self.limit, self.out = asyncio.Queue[bytes](), anyio.CancelScope(), bytearray()

@@ -14,7 +14,7 @@ from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.seam import CalledTool, ChatMessage, ChatSeams, SeamKind
 from streamrl.pretrained.turns.template_facts import template_facts, without_special_tokens
 from streamrl.pretrained.turns.tool_calls import CallReader, ParsedTurn, ToolCall, format_of_template, parse_turn
-from streamrl.recipe.environment import VLLM, Environment
+from streamrl.recipe.environment import TOOL_FORMATS, VLLM, Environment
 from streamrl.run.environments.tools import ToolBox, ToolLimits
 from streamrl.run.environments.turns import SampledTurn
 
@@ -43,7 +43,7 @@ class ChatModel:
             return found
         raise RecipeError(
             "environment.tool_format: the model's chat template does not show how it writes calls, or it has none: "
-            "write hermes, qwen_xml, llama_json, mistral or vllm:PARSER, or take a model that calls tools"
+            f"write {', '.join(TOOL_FORMATS)} or vllm:PARSER, or take a model that calls tools"
         )
 
     def _toolbox(self, tools: tuple[Any, ...]) -> ToolBox:
@@ -80,7 +80,7 @@ class ChatTokens:
     ) -> Appended:
         """Tokens between a sampled turn and the next one. ``messages``: the chat, in which ``turn`` is the place of the
         sampled turn; ``calls``: of that turn; ``last``: its last token; ``before``: ``text`` of the sequence up to its
-        end. Where earlier turns are as the template writes them and ``before`` is not the begin of that, the tokens
+        end. Where earlier turns are as the template writes them and ``before`` is not the start of that, the tokens
         are ``REWRITTEN``. Raises ``CannotContinueError``, ``ChatError``."""
         if self._rewrites:
             shown, broken = self._broken(_named(messages))

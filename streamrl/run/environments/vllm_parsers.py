@@ -41,7 +41,7 @@ def vllm_reader(tool_format: str, tokenizer: Tokenizer, tools: Sequence[Mapping[
     opens, closes = template_facts(tokenizer, tools).call_tags
 
     def read(content: str, _: Functions) -> Found:
-        content = content.strip()  # some want the call at its begin
+        content = content.strip()  # some want the call at its start
         try:  # a parser for each turn: it has the state of a stream
             found = parser(of_vllm, request.tools).extract_tool_calls(content, request)
         except Exception as error:
