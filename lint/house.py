@@ -27,13 +27,13 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 68_940,
-    "lines of tests": 52_800,
-    "lines of campaigns": 8_470,
-    "lines of benchmarks": 7_350,
-    "files of streamrl": 520,
+    "lines of streamrl": 72_450,
+    "lines of tests": 54_900,
+    "lines of campaigns": 9_200,
+    "lines of benchmarks": 7_700,
+    "files of streamrl": 560,
     "words of README": 800,
-    "keys of a recipe in view": 132,
+    "keys of a recipe in view": 135,
     "rooms": 16,
     "arrows between rooms": 80,
     "imports against the order": 0,

@@ -49,6 +49,7 @@ WINGS = {
         "observe/terminal", "recipe/rules",
     ),
     "launch/hub": ("recipe/rules",),
+    "launch/launchers": ("engines/vllm", "launch/plan"),
     "launch/models": (
         "engines/vllm", "observe/follow", "recipe/rules", "rewards/calls", "run/environments", "run/evaluate",
         "run/prompts",

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from campaigns.faults.virtual_time import PROCESS, SimulatedProcess
 from streamrl.base.errors import StreamRLError
+from streamrl.launch.launchers.exit_files import write_reason
 from streamrl.launch.launchers.launcher import ChildProcess
 from streamrl.launch.roles import role_main
 from streamrl.launch.supervise import child
 from streamrl.launch.supervise.child import ChildContext, Terminated
-from streamrl.launch.supervise.exit_reason import TERMINATED_CODE, exit_code_of, failures, reason_of, write_reason
-from streamrl.recipe.topology import ProcessPlan
+from streamrl.launch.supervise.exit_reason import TERMINATED_CODE, exit_code_of, failures, reason_of
+from streamrl.recipe.topology import ProcessPlan, Topology
 
 if TYPE_CHECKING:
     from campaigns.faults.world import World
@@ -196,12 +197,17 @@ class SimulatedLauncher:
     def __init__(self, machine: Machine, run_directory: Path) -> None:
         self._machine = machine
         self._run_directory = run_directory
+        self.on_join: Callable[[], None] = lambda: None
 
     def open(self) -> None:
         """Prepare nothing."""
 
     def close(self) -> None:
         """Give back nothing."""
+
+    async def place(self, topology: Topology) -> Topology:
+        """Return ``topology``."""
+        return topology
 
     def start(self, plan: ProcessPlan, *, resumes: bool = False) -> ChildProcess:
         process = self._machine.start(plan, self._run_directory, resumes=resumes)

@@ -21,7 +21,7 @@ from streamrl.launch.plan.run_length import with_steps_of_epochs
 from streamrl.launch.plan.summary import arithmetic_lines, process_lines
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.rules.load import dump_recipe
-from streamrl.recipe.sections import EngineKind, LaunchedBy, Recipe
+from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.recipe.topology import plan_topology
 from streamrl.run.prompts.prompt_spec import prompt_sources
 from streamrl.run.prompts.prompts import stored_rows
@@ -77,7 +77,7 @@ def _show_prompt(seen: list[Prompt], tokenizer: Tokenizer, prompt: Prompt) -> No
 def _try_model(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:
     """Try the model where this host starts engines of it. Returns False where the trial gave no answer. Raises
     ``RecipeError`` for a model that cannot be trained, or that vLLM cannot serve under trained weights."""
-    if recipe.engines.kind is not EngineKind.VLLM or recipe.transport.engines is not LaunchedBy.LOCAL:
+    if recipe.engines.kind is not EngineKind.VLLM or not recipe.starts_engines_here:
         print("\nthe model was not tried with vLLM: this host starts no engine of it")
         return True
     print("\nthe model is tried with the trainer and vLLM, without its weights (about 10 s): ", end="", flush=True)

@@ -21,6 +21,7 @@ from streamrl.cli.command import Argument, Command, Overrides, RecipePath, RunPa
 from streamrl.cli.dry_run import dry_run
 from streamrl.cli.models.runs import listed_run
 from streamrl.launch.hub.resolution import with_hub_folders
+from streamrl.launch.launchers.opened import placed_lines
 from streamrl.launch.pipeline import Pipeline, recipe_of_run
 from streamrl.launch.plan.summary import SIMULATED_SENTENCE, streaming_notice
 from streamrl.launch.run_directory import refuse_running
@@ -29,10 +30,13 @@ from streamrl.recipe.learning_rate import learning_rate_notice
 from streamrl.recipe.rules.load import read_recipe
 from streamrl.recipe.rules.transport_rules import insecure_notice
 from streamrl.recipe.sections import EngineKind, Recipe
-from streamrl.recipe.topology import Role, plan_topology
+from streamrl.recipe.topology import Role, plan_topology, read_topology
 
 DRAIN_S = 600.0
 """How long a drain may take: the open step and a checkpoint. A second signal ends the run at once."""
+
+
+ClusterAddress = Annotated[str, Argument("HOST:PORT of Ray's head, on whose hosts engines and ranks run; or auto")]
 
 
 class Train(Command, frozen=True):
@@ -42,15 +46,17 @@ class Train(Command, frozen=True):
     recipe: RecipePath
     overrides: Overrides = ()
     dry_run: Annotated[bool, Argument("check everything, print it, start nothing")] = False
+    cluster: ClusterAddress = ""
 
     def run(self) -> int:
         """0: done or drained; 130: cut short."""
         if not self.dry_run:  # of a run that goes on: give its recipe.toml to begin another
             refuse_running(self.recipe)
-        recipe, system = read_recipe(recipe_file(self.recipe), self.overrides)
+        overrides = [*self.overrides, *_of_cluster(self.cluster)]
+        recipe, system = read_recipe(recipe_file(self.recipe), overrides)
         if self.dry_run:
             with redirect_stdout(sys.stderr) if self.json else nullcontext():
-                dry_run(recipe, system, self.recipe, self.overrides)
+                dry_run(recipe, system, self.recipe, overrides)
             return self.print({"checked": True, "recipe": recipe}) if self.json else 0
         recipe = with_hub_folders(recipe)
         return _follow(recipe, lambda: Pipeline(recipe), as_json=self.json)
@@ -66,15 +72,21 @@ class ResumeRun(Command, frozen=True):
     force: Annotated[
         bool, Argument("also where its data, model, code, packages or settings other than run.steps have changed")
     ] = False
+    cluster: ClusterAddress = ""
 
     def run(self) -> int:
         """0: done or drained; 130: cut short."""
-        directory, overrides = self.run_directory, self.overrides
+        directory, overrides = self.run_directory, [*self.overrides, *_of_cluster(self.cluster)]
         return _follow(
             recipe_of_run(directory, overrides),
             lambda: Pipeline.of_run(directory, overrides=overrides, despite_changes=self.force),
             as_json=self.json,
         )
+
+
+def _of_cluster(address: str) -> list[str]:
+    """Return the overrides that ``--cluster`` stands for."""
+    return ["cluster.kind=ray", f"cluster.address={address}"] if address else []
 
 
 def _follow(recipe: Recipe, make: Callable[[], Pipeline], *, as_json: bool) -> int:
@@ -132,6 +144,8 @@ class _Run:
         try:
             async with self._make() as pipeline:
                 self._pipeline = pipeline
+                for line in placed_lines(read_topology(pipeline.run_directory)):
+                    self._report.line(line)
                 with also_log_to(pipeline.run_directory / "logs" / "supervisor.log"):
                     async for event in pipeline.events():
                         self._report(event)

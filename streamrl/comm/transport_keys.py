@@ -23,15 +23,19 @@ from pathlib import Path
 
 import msgspec
 import zmq
+from msgspec import structs
 
 from streamrl.base.errors import StreamRLError
-from streamrl.recipe.sections import Recipe, TransportSecurity
+from streamrl.recipe.sections import ClusterKind, Recipe, TransportSecurity
 from streamrl.recipe.topology import Role
 
 KEYS_DIRECTORY = "STREAMRL_KEYS"
 KEY_ROLE = "STREAMRL_KEY_ROLE"
 OPEN_TO_ALL = "STREAMRL_TRANSPORT_SECURITY"
 """``none`` lets sockets listen on other than loopback addresses without keys."""
+
+CLUSTER_KEYS = "keys"
+"""Directory in that of a run on a cluster, with keys that the run has made for itself."""
 
 KEY_LENGTH = 40
 """Characters of Z85, for 32 bytes."""
@@ -128,6 +132,15 @@ def transport_environment(recipe: Recipe, role: Role) -> dict[str, str]:
         return nothing
     keys = read_role_keys(Path(recipe.transport.keys), KeyRole(role.value))
     return nothing | {KEYS_DIRECTORY: str(keys.directory), KEY_ROLE: keys.role.value}
+
+
+def with_cluster_keys(recipe: Recipe, run_directory: Path) -> Recipe:
+    """``recipe``, on a cluster with the keys of the run's own directory where it names none."""
+    transport = recipe.transport
+    if recipe.cluster.kind is ClusterKind.LOCAL or transport.keys or transport.security is TransportSecurity.NONE:
+        return recipe
+    keys = structs.replace(transport, keys=str(run_directory / CLUSTER_KEYS))
+    return structs.replace(recipe, transport=keys)
 
 
 def _write_new(file: Path, key: bytes) -> None:

@@ -11,8 +11,10 @@ def main() -> None:
     from streamrl.launch.roles import role_main
     from streamrl.launch.supervise.child import leave, load_context, parse_arguments, run_role
 
-    plan, directory, resumes = parse_arguments()
-    leave(plan, directory, lambda: run_role(load_context(plan, directory, resumes=resumes), role_main(plan.role)))
+    plan, directory, sockets, resumes = parse_arguments()
+    leave(
+        plan, directory, lambda: run_role(load_context(plan, directory, sockets, resumes=resumes), role_main(plan.role))
+    )
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, Dr
 from streamrl.launch.control_socket import serving_control
 from streamrl.launch.hub.resolution import with_hub_folders
 from streamrl.launch.launchers.local import SOCKET_PREFIX
+from streamrl.launch.launchers.opened import open_launcher
 from streamrl.launch.plan.gpu_demand import gpu_placement
 from streamrl.launch.plan.preflight import preflight, recipe_of_resumed_run, with_checkpoint_rewards
 from streamrl.launch.plan.run_length import with_steps_of_epochs
@@ -118,8 +119,7 @@ class Pipeline:
         self._rewards = RewardAttachments(partial(name_of_code, directory=cells))
         self._steering = SteeringRequests()
         self._open = AsyncExitStack()
-        self._conversation = anyio.CancelScope()
-        self._bound = anyio.Event()
+        self._conversation, self._bound = anyio.CancelScope(), anyio.Event()
 
     @classmethod
     def of_run(
@@ -191,12 +191,13 @@ class Pipeline:
         sockets = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX))
         self._sender, self._receiver = anyio.create_memory_object_stream[RunEvent](math.inf)
         topology = gpu_placement(self.recipe).placed(plan_topology(self.recipe, sockets))
-        self._supervisor = Supervisor(
-            topology, self.run_directory, sockets, resumes=self._resumes, metrics=self.recipe.metrics
-        )
-        self._supervisor.before_resume.append(self._await_controller)
-        self._orders = EngineOrders(self._supervisor)
         async with AsyncExitStack() as entered:
+            launcher = await entered.enter_async_context(open_launcher(self.recipe, self.run_directory, sockets))
+            make = partial(Supervisor, topology, self.run_directory, sockets, launcher=launcher)
+            self._supervisor = make(resumes=self._resumes, metrics=self.recipe.metrics)
+            self._supervisor.before_resume.append(self._await_controller)
+            self._orders = EngineOrders(self._supervisor)
+            launcher.on_join = self._orders.start_retired
             self._sink_calls = [UserCalls(sink, f"sink {type(sink).__name__}") for sink in self._sinks]
             entered.push_async_callback(close_all, self._sink_calls, "close")
             for stream in (self._sender, self._receiver):

@@ -23,7 +23,9 @@ from streamrl.run.prompts.prompt_spec import SourceKind, prompt_sources, read_sp
 
 LOCK_FILE = "lock"
 INPUTS_FILE = "inputs.json"
-MAY_CHANGE = frozenset({"run.steps", "run.project", "run.tags", "metrics.report_to", "metrics.most_mib"})
+MAY_CHANGE = frozenset(
+    {"cluster.kind", "cluster.address", "run.steps", "run.project", "run.tags", "metrics.report_to", "metrics.most_mib"}
+)
 """Settings with which a run may go on: control gets an event for the first."""
 
 NOT_RESUMED = "the run was not resumed"

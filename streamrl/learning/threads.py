@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.recipe.judge import Judge
-from streamrl.recipe.sections import Engines, LaunchedBy, Recipe, Run
+from streamrl.recipe.sections import Engines, Recipe, Run
 
 
 def engine_threads(engines: Engines, run: Run, cores: int) -> int:
@@ -24,6 +24,6 @@ def trainer_threads(recipe: Recipe, cores: int, *, engines_on_cpu: bool, freed: 
     are theirs, as while nothing else computes."""
     if recipe.training.threads or recipe.run.deterministic:
         return recipe.training.threads or 1
-    engines = recipe.engines.count - freed if recipe.transport.engines is LaunchedBy.LOCAL else 0
+    engines = recipe.engines.count - freed if recipe.starts_engines_here else 0
     taken = engines * engine_threads(recipe.engines, recipe.run, cores) + judge_threads(recipe.judge, cores)
     return max((cores - taken * engines_on_cpu) // recipe.training.ranks, 1)

@@ -438,6 +438,36 @@ class Transport(Section, frozen=True):
     ] = ""
 
 
+class ClusterKind(StrEnum):
+    """``local``: all that the run starts is on this host. ``ray``: engines and trainer ranks are on hosts of a Ray
+    cluster."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
+
+class Cluster(Section, frozen=True):
+    """Hosts of the engines and trainer ranks that the run starts. The controller, rewards and environments are on the
+    host of `streamrl train`, which is one of the cluster; all see the run's directory."""
+
+    kind: Annotated[ClusterKind, doc("")] = ClusterKind.LOCAL
+    address: Annotated[str, doc("HOST:PORT of Ray's head; `streamrl train --cluster` sets it and `kind`")] = "auto"
+    hosts: Annotated[Natural, doc("least number of hosts, with fewer the run does not start (0: those it needs)")] = 0
+    trainer_hosts: Annotated[Natural, advanced("hosts that share the trainer ranks (0: the fewest that hold them)")] = 0
+    engine_hosts: Annotated[
+        Natural, advanced("hosts that share the engines (0: all without a rank; all, where each has one)")
+    ] = 0
+    ports: Annotated[str, advanced("FIRST-LAST, of this run's streams on each host")] = "5700-5899"
+    interface: Annotated[
+        str, advanced("network of the streams, as 10.1.0.0/16 or eth1 (empty: the one by which Ray knows the hosts)")
+    ] = ""
+    lease_s: Annotated[
+        float,
+        Meta(ge=1, le=300),
+        advanced("seconds after which a host ends its processes where the run does not reach it any more"),
+    ] = 10.0
+
+
 class Metrics(Section, frozen=True):
     """Who gets the figures of a run, and how large its files may become."""
 
@@ -480,7 +510,18 @@ class Recipe(Section, frozen=True):
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     transport: Transport = Transport()
+    cluster: Cluster = Cluster()
     metrics: Metrics = Metrics()
+
+    @property
+    def starts_engines_here(self) -> bool:
+        """Return whether the run starts its engines on the controller's host."""
+        return self.transport.engines is LaunchedBy.LOCAL and self.cluster.kind is ClusterKind.LOCAL
+
+    @property
+    def starts_ranks_here(self) -> bool:
+        """Return whether the run starts its trainer ranks on the controller's host."""
+        return self.transport.training is LaunchedBy.LOCAL and self.cluster.kind is ClusterKind.LOCAL
 
     @property
     def batch_trajectories(self) -> int:

@@ -32,7 +32,7 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One process: ``engine-0``, ``trainer-1``, ... ``local``: the supervisor starts it; ``starts_inactive``: only when
     its set of engines serves. ``restarts``: how often it is started again when it died. ``gpus``: its
     own, as ``CUDA_VISIBLE_DEVICES`` names them (empty: it was given none); ``gpu_memory_utilization``: of each, for an
-    engine."""
+    engine. ``host``: of a cluster, by its name (empty: the host of the run); ``address``: of that host, for others."""
 
     role: Role
     index: int
@@ -41,6 +41,8 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     gpus: tuple[str, ...] = ()
     gpu_memory_utilization: float = 0.0
+    host: str = ""
+    address: str = ""
 
     @property
     def name(self) -> str:
@@ -77,13 +79,34 @@ class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
         return float(self.count * self.kv_tokens) if self.kv_tokens else math.inf
 
 
+class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """A process on a host of a cluster: see ``ProcessPlan``."""
+
+    host: str
+    address: str
+    gpus: tuple[str, ...] = ()
+    gpu_memory_utilization: float = 0.0
+
+
+class Places(msgspec.Struct, frozen=True, kw_only=True):
+    """Places of the engines and trainer ranks of a run on a cluster, by name. ``address``: of the controller's host;
+    ``ports``: free ones of each host, by its address. ``epoch``: number of this start of the run's processes."""
+
+    address: str
+    by_name: dict[str, ProcessPlace]
+    ports: dict[str, tuple[int, ...]]
+    epoch: int = 0
+
+
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes and endpoints of one run. The controller binds every stream; ranks bind their weight endpoint.
-    ``min_serving``: with fewer engines that can be had the run ends."""
+    """Processes and endpoints of one run. The controller binds every stream; ranks bind their weight endpoint, and on a
+    cluster engines one at which others get weights from them. ``min_serving``: with fewer engines that can be had the
+    run ends. ``epoch``: processes of different ones do not talk to each other."""
 
     processes: tuple[ProcessPlan, ...]
     endpoints: dict[str, str]
     min_serving: int = 1
+    epoch: int = 0
 
     def endpoint(self, process: str, stream: str) -> str:
         """Endpoint of ``stream`` of ``process``, e.g. ``("engine-0", "orders")``."""
@@ -152,8 +175,28 @@ def rank_host(recipe: Recipe, rank: int) -> str:
     return hosts[rank * len(hosts) // recipe.training.ranks]
 
 
-def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
-    """Processes of ``recipe``; ipc endpoints are files in ``socket_directory`` (short: a socket path has 107 bytes)."""
+def port_range(ports: str) -> range:
+    """The ports of ``FIRST-LAST``. Raises ``ValueError`` for anything else."""
+    first, dash, last = ports.partition("-")
+    if not dash or not 1024 <= int(first) <= int(last) <= 65535:
+        raise ValueError(ports)
+    return range(int(first), int(last) + 1)
+
+
+def plan_topology(recipe: Recipe, socket_directory: Path, places: Places | None = None) -> Topology:
+    """Processes of ``recipe``; ipc endpoints are files in ``socket_directory`` (short: a socket path has 107 bytes).
+    ``places``: on a cluster. Raises ``StreamRLError`` where a host has too few free ports."""
+    processes = [_placed(plan, places) for plan in _plans(recipe)]
+    endpoints = _endpoints(recipe, processes, socket_directory) if places is None else {}
+    if places is not None:
+        endpoints = _endpoints_on_cluster(processes, places, socket_directory)
+    epoch = places.epoch if places else 0
+    return Topology(
+        processes=tuple(processes), endpoints=endpoints, min_serving=recipe.engines.min_serving, epoch=epoch
+    )
+
+
+def _plans(recipe: Recipe) -> list[ProcessPlan]:
     engines_local = recipe.transport.engines is LaunchedBy.LOCAL
     training_local = recipe.transport.training is LaunchedBy.LOCAL
     core = recipe.core_restarts
@@ -183,7 +226,17 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
     ]
     if recipe.judge.model:
         processes.append(ProcessPlan(role=Role.JUDGE, index=0, restarts=recipe.judge.restarts))
-    streams = [(p, s) for p in processes for s in STREAMS.get(p.role, ())]
+    return processes
+
+
+def _placed(plan: ProcessPlan, places: Places | None) -> ProcessPlan:
+    place = places.by_name.get(plan.name) if places else None
+    return msgspec.structs.replace(plan, **msgspec.structs.asdict(place)) if place else plan
+
+
+def _endpoints(recipe: Recipe, processes: list[ProcessPlan], socket_directory: Path) -> dict[str, str]:
+    """Return the endpoints of a run whose hosts the recipe names; ports are counted over all of them."""
+    streams = [(p, s) for p in processes for s in STREAMS[p.role]]
     tcp = recipe.transport.kind is TransportKind.TCP
     endpoints = {}
     for port, (process, stream) in enumerate(streams, recipe.transport.port):
@@ -196,7 +249,31 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
             endpoints[name] = f"ipc://{socket_directory / name}"
     meeting = f"tcp://{rank_host(recipe, 0)}:{recipe.transport.port + len(streams)}"
     endpoints[RENDEZVOUS] = meeting if tcp else ""
-    return Topology(processes=tuple(processes), endpoints=endpoints, min_serving=recipe.engines.min_serving)
+    return endpoints
+
+
+def _endpoints_on_cluster(processes: list[ProcessPlan], places: Places, socket_directory: Path) -> dict[str, str]:
+    free = {address: iter(ports) for address, ports in places.ports.items()}
+
+    def at(address: str) -> str:
+        try:
+            return f"tcp://{address}:{next(free[address])}"
+        except StopIteration:
+            raise StreamRLError(
+                f"cluster.advanced.ports: {address} has {len(places.ports[address])} free ports in that range, which "
+                "are too few for this run: widen it, or end other runs"
+            ) from None
+
+    endpoints = {}
+    for process in processes:
+        for stream in STREAMS[process.role]:
+            name = f"{process.name}.{stream}"
+            address = process.address if stream == "weights" else places.address
+            endpoints[name] = at(address) if process.host else f"ipc://{socket_directory / name}"
+        if process.role is Role.ENGINE and process.host:
+            endpoints[f"{process.name}.weights"] = at(process.address)
+    first = next(process for process in processes if process.role is Role.TRAINER)
+    return endpoints | {RENDEZVOUS: at(first.address)}
 
 
 def local_engine(topology: Topology, name: str) -> ProcessPlan:

@@ -112,7 +112,7 @@ GOLDEN = [
         'demo.toml:4: modle: unknown section; did you mean "model"? Sections: model, prompts, rewards, environment, '
         "run, rollout, tail_batching, length_sorted, group_sizing, "
         "sampling, reward_limits, judge, objective, off_policy, training, lora, engines, weights, evaluation, "
-        "checkpoint, transport, metrics"
+        "checkpoint, transport, cluster, metrics"
     ),
     (
         'demo.toml:9: prompts.temperature: unknown key; did you mean "sampling.temperature" or '

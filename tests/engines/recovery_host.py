@@ -62,7 +62,7 @@ async def serve(name: str, directory: Path) -> None:
 
 def main() -> None:
     die_with_parent()
-    plan, directory, _ = parse_arguments()
+    plan, directory, _, _ = parse_arguments()
     if plan.role is Role.ENGINE:
         leave(plan, directory, lambda: anyio.run(serve, plan.name, directory))
     signal.pause()

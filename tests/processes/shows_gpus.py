@@ -44,8 +44,10 @@ def note(options: EngineOptions, shares: list[float]) -> None:
 
 
 def main() -> None:
-    plan, directory, resumes = child.parse_arguments()
-    child.leave(plan, directory, lambda: child.run_role(child.load_context(plan, directory, resumes=resumes), show))
+    plan, directory, sockets, resumes = child.parse_arguments()
+    child.leave(
+        plan, directory, lambda: child.run_role(child.load_context(plan, directory, sockets, resumes=resumes), show)
+    )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ time.sleep(7200)
 
 def main() -> None:
     die_with_parent()
-    plan, directory, resumes = parse_arguments()
+    plan, directory, _, resumes = parse_arguments()
     if resumes:
         with (directory / "resumed").open("a") as file:
             file.write(f"{plan.name}\n")

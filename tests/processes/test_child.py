@@ -15,19 +15,20 @@ from builders import small_recipe
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import PARENT_PID
 from streamrl.launch.external import serve_external
+from streamrl.launch.launchers.exit_files import ExitKind, read_reason
 from streamrl.launch.roles import role_main
-from streamrl.launch.supervise.child import load_context
-from streamrl.launch.supervise.exit_reason import TERMINATED_CODE, ExitKind, read_reason
+from streamrl.launch.supervise.exit_reason import TERMINATED_CODE
 from streamrl.recipe.rules.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import Transport, TransportKind
-from streamrl.recipe.topology import ProcessPlan, Role, plan_topology
+from streamrl.recipe.topology import Role, plan_topology
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 RECIPE = small_recipe()
 
 
 def start(role: Role, run_directory: Path, **environment: str) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-m", "streamrl.launch", role.value, "--run-directory", str(run_directory)]
+    folders = ["--run-directory", str(run_directory), "--socket-directory", str(run_directory / "s")]
+    arguments = [sys.executable, "-m", "streamrl.launch", role.value, *folders]
     return subprocess.Popen(
         arguments, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -79,11 +80,6 @@ def test_a_child_whose_parent_is_gone_already_does_not_start(run_directory: Path
     with start(Role.REWARD, run_directory, **{PARENT_PID: "1"}) as process:
         output, _ = process.communicate(timeout=900)
     assert (process.returncode, output) == (1, "")
-
-
-def test_the_socket_directory_is_read_from_the_topology(run_directory: Path) -> None:
-    context = load_context(ProcessPlan(role=Role.TRAINER, index=0), run_directory)
-    assert context.socket_directory == run_directory / "s"
 
 
 @pytest.mark.parametrize("role", [Role.CONTROLLER, Role.REWARD, Role.ENGINE])

@@ -10,18 +10,15 @@ from pathlib import Path
 import pytest
 
 from streamrl.base.errors import DiskFull, EngineError, ModelRefused, RecipeError, StreamBroken
+from streamrl.launch.launchers.exit_files import ExitKind, ExitReason, read_reason, write_reason
 from streamrl.launch.supervise.exit_reason import (
     DISK_FULL_EXIT_CODE,
     Death,
-    ExitKind,
-    ExitReason,
     exit_code_of,
     first_cause,
     last_lines,
     notice_of,
-    read_reason,
     reason_of,
-    write_reason,
 )
 from streamrl.recipe.topology import Role
 from streamrl.run.journal.log_errors import JournalFailed

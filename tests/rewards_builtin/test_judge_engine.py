@@ -93,7 +93,8 @@ async def judge_process(directory: Path, topology: bytes) -> AsyncIterator[subpr
     """The process that a run starts: it finds recipe and topology in the directory of the run."""
     (directory / "recipe.toml").write_text(dump_recipe(RECIPE))
     (directory / "topology.json").write_bytes(topology)
-    command = [sys.executable, "-m", "streamrl.launch", "judge", "--index", "0", "--run-directory", str(directory)]
+    folders = ["--run-directory", str(directory), "--socket-directory", str(directory)]
+    command = [sys.executable, "-m", "streamrl.launch", "judge", "--index", "0", *folders]
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}  # it must not get that far
     with (directory / "judge.log").open("wb") as log:
         process = subprocess.Popen(  # noqa: ASYNC220 - it only forks

@@ -22,7 +22,7 @@ from streamrl.learning.threads import engine_threads
 from streamrl.pretrained.model_facts import read_model_config, read_model_facts
 from streamrl.pretrained.model_folder import unsafe_content
 from streamrl.pretrained.weight_files import ModelDirectoryError
-from streamrl.recipe.sections import LaunchedBy, Recipe
+from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import PreparedSet, expected_kv_tokens, prepared_sets, set_of_engine
 
 PROMPT_ALLOWANCE = 1024
@@ -252,7 +252,7 @@ def core_numbers(cores: str) -> list[int]:
 
 def device_problems(recipe: Recipe, config: dict[str, Any], *, device: str) -> Iterator[str]:
     """Yield why a set of engines of ``recipe`` cannot run on this machine; ``config``: the model's."""
-    if recipe.transport.engines is not LaunchedBy.LOCAL:
+    if not recipe.starts_engines_here:
         return
     cores = usable_cores()
     heads = int(config.get("num_attention_heads") or 1)

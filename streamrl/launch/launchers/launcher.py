@@ -9,7 +9,7 @@ from typing import Protocol
 
 import anyio
 
-from streamrl.recipe.topology import ProcessPlan
+from streamrl.recipe.topology import ProcessPlan, Topology
 
 POLL_S = 0.05
 
@@ -35,10 +35,17 @@ class ProcessHandle(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts processes of one run and ends them with all that they started."""
+    """Starts processes of one run and ends them with all that they started. ``on_join``: called when there is room
+    again for processes whose host was lost."""
+
+    on_join: Callable[[], None]
 
     def open(self) -> None:
         """Prepare what starting needs, once, before the first process."""
+
+    async def place(self, topology: Topology) -> Topology:
+        """Give each process its host: before the run's processes are started, and each time before they are started
+        again. Raises ``StreamRLError`` where there is no room for them."""
 
     def start(self, plan: ProcessPlan, *, resumes: bool = False) -> ChildProcess:
         """Start one process. ``resumes``: the run goes on where an earlier life of it ended. Raises ``OSError`` where

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import anyio.to_thread
 import psutil
 
 from streamrl.base.run_process import PARENT_PID, PR_SET_CHILD_SUBREAPER, RUN_MARKER, memory_prefix, set_process_option
 from streamrl.launch.launchers.launcher import ChildProcess
-from streamrl.recipe.topology import ProcessPlan
+from streamrl.recipe.topology import ProcessPlan, Topology
 
+ENTRY = ("-P", "-m", "streamrl.launch")
+"""Arguments of Python that start a process of a run, before those of its role."""
 SOCKET_PREFIX = "streamrl-"
 """How the directories of sockets begin, in the directory for temporary files."""
 _SHARED_MEMORY = Path("/dev/shm")
@@ -51,14 +56,23 @@ def adopt_orphans(runs: int) -> None:
 
 class LocalLauncher:
     """Starts the processes of one run below this one: ``command`` and the arguments of the role, each the leader of a
-    session of its own, so that a terminal's Ctrl-C reaches the supervisor only. ``sessions``: pids of those leaders.
+    session of its own, so that a terminal's Ctrl-C reaches the supervisor only. ``environment``: variables beside those
+    of this process. ``sessions``: pids of those leaders.
 
     Start processes from the thread of the event loop only: they die with the thread that started them."""
 
-    def __init__(self, command: Sequence[str], run_directory: Path, socket_directory: Path) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        run_directory: Path,
+        socket_directory: Path,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.marker = marker_of(socket_directory)
         self.sessions: set[int] = set()
+        self.on_join: Callable[[], None] = lambda: None
         self._command = command
+        self._environment = environment
         self._run_directory = run_directory
         self._socket_directory = socket_directory
         self._starting = threading.Lock()  # one that was just started and is not in ``sessions`` yet is no orphan
@@ -74,8 +88,10 @@ class LocalLauncher:
     def start(self, plan: ProcessPlan, *, resumes: bool = False) -> ChildProcess:
         """Start one role. Raises ``OSError`` where the system has no room for a process."""
         arguments = [*self._command, plan.role.value, "--index", str(plan.index)]
-        arguments += ["--run-directory", str(self._run_directory)] + (["--resume"] if resumes else [])
-        environment = os.environ | {
+        arguments += ["--run-directory", str(self._run_directory)]
+        arguments += ["--socket-directory", str(self._socket_directory)] + (["--resume"] if resumes else [])
+        environment = os.environ | dict(self._environment)
+        environment |= {
             PARENT_PID: str(os.getpid()),
             RUN_MARKER: self.marker,
             "TMPDIR": str(self._socket_directory),  # removed at the end, with what killed processes left in it
@@ -96,6 +112,10 @@ class LocalLauncher:
             )
             self.sessions.add(process.pid)
             return ChildProcess(plan, process, log, output.tell())
+
+    async def place(self, topology: Topology) -> Topology:
+        """Return ``topology``: all is on this host."""
+        return topology
 
     async def end_left_behind(self, child: ChildProcess) -> list[int]:
         """Kill the session of ``child`` and every orphan of the run, remove the shared memory that the session made.
@@ -173,6 +193,26 @@ def remove_shared_memory(prefix: str) -> None:
         for path in _SHARED_MEMORY.glob(pattern):
             with suppress(OSError):
                 path.unlink()
+
+
+def end_marked_processes(sockets: Path, seconds: float) -> list[int]:
+    """Kill the processes of the run with these sockets, and remove its shared memory and its sockets: for a run whose
+    supervisor, or whose agent on this host, was killed. Blocking. Returns pids that survived SIGKILL for so long."""
+    marker = marker_of(sockets)
+    left = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(RUN_MARKER) == marker and not is_resource_tracker(process):  # which ends itself
+                process.kill()
+                left.append(process)
+    _, alive = psutil.wait_procs(left, timeout=seconds)
+    remove_shared_memory(marker)
+    with suppress(OSError):
+        status = sockets.lstat()
+        # Another user may put anything into a directory for temporary files.
+        if sockets.name.startswith(SOCKET_PREFIX) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+            shutil.rmtree(sockets, ignore_errors=True)
+    return [process.pid for process in alive]
 
 
 def is_resource_tracker(process: psutil.Process) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from streamrl.engines.vllm.gpus import Gpu
-from streamrl.recipe.sections import EngineKind, LaunchedBy, Recipe
+from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.recipe.topology import JUDGE, PreparedSet, Topology, prepared_sets
 
 
@@ -86,10 +86,10 @@ def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand, *, by_hand: bool 
     found = Placement(gpus=tuple(gpus), engine_share=recipe.engines.gpu_memory_utilization)
     if not gpus:
         return found
-    if recipe.engines.kind is EngineKind.VLLM and (by_hand or recipe.transport.engines is LaunchedBy.LOCAL):
+    if recipe.engines.kind is EngineKind.VLLM and (by_hand or recipe.starts_engines_here):
         for one in prepared_sets(recipe):
             _place_engines(found, one, demand.engine)
-    if recipe.training.device != "cpu" and (by_hand or recipe.transport.training is LaunchedBy.LOCAL):
+    if recipe.training.device != "cpu" and (by_hand or recipe.starts_ranks_here):
         _place_ranks(found, recipe, demand.rank)
     if by_hand:
         return found

@@ -40,7 +40,7 @@ from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.pretrained.trainable_models import refuse_untrainable, unknown_modules
 from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.rules.rules import broken_rules
-from streamrl.recipe.sections import EngineKind, LaunchedBy, OptimizerKind, Recipe, TransportKind
+from streamrl.recipe.sections import ClusterKind, EngineKind, LaunchedBy, OptimizerKind, Recipe, TransportKind
 from streamrl.recipe.topology import RENDEZVOUS, Role, plan_topology, prepared_sets
 from streamrl.rewards.calls.inspect import inspect_in_subprocess
 from streamrl.rewards.calls.reward_set import combining_rewards
@@ -176,10 +176,10 @@ def _devices(recipe: Recipe) -> Iterator[str]:
     if placement.gpus:
         yield from _shared_memory(recipe)
         return
-    if recipe.transport.training is LaunchedBy.LOCAL and recipe.training.device.startswith("cuda"):
+    if recipe.starts_ranks_here and recipe.training.device.startswith("cuda"):
         yield 'training.device: this host has no CUDA device: write "auto" or "cpu", or start the ranks elsewhere'
     vllm = recipe.engines.kind is EngineKind.VLLM and engine_package() is not None
-    if vllm and recipe.transport.engines is LaunchedBy.LOCAL and installed_device() == "cuda":
+    if vllm and recipe.starts_engines_here and installed_device() == "cuda":
         yield "engines: vllm is a CUDA build and sees no GPU: nvidia-smi and CUDA_VISIBLE_DEVICES must show one"
 
 
@@ -203,8 +203,8 @@ def _live_rewards(recipe: Recipe, kept: RewardsSnapshot) -> str:
 
 
 def _installation(recipe: Recipe) -> Iterator[str]:
-    local_engines = recipe.transport.engines is LaunchedBy.LOCAL
-    local_training = recipe.transport.training is LaunchedBy.LOCAL
+    local_engines = recipe.starts_engines_here
+    local_training = recipe.starts_ranks_here
     remedy = "run `make venv` (CPU) or `pip install 'streamrl[vllm]'` (CUDA); `streamrl check` tells more"
     if local_engines and recipe.engines.kind is EngineKind.VLLM and engine_package() is None:
         yield f"vllm is not installed, and this run would start {recipe.engines.count} engines: {remedy}"
@@ -225,10 +225,11 @@ def _installation(recipe: Recipe) -> Iterator[str]:
 def _ports(recipe: Recipe) -> Iterator[str]:
     """Ports that this run would bind and cannot; those that an external rank binds are not this machine's."""
     topology = plan_topology(recipe, Path("/tmp"))
+    on_cluster = recipe.cluster.kind is not ClusterKind.LOCAL  # each host says which ports are free there
     external = recipe.transport.training is LaunchedBy.EXTERNAL
     theirs = {name for name in topology.endpoints if external and (name.endswith(".weights") or name == RENDEZVOUS)}
-    wanted = {name: endpoint for name, endpoint in topology.endpoints.items() if name not in theirs}
-    by_tcp = recipe.transport.kind is TransportKind.TCP
+    wanted = {name: endpoint for name, endpoint in topology.endpoints.items() if name not in theirs and not on_cluster}
+    by_tcp = recipe.transport.kind is TransportKind.TCP and not on_cluster
     if by_tcp and (problem := port_problem(recipe.transport.host, 0)):
         yield f"transport.host: {problem}: set it to an address of this machine"
         return
@@ -276,7 +277,8 @@ def _ipc_problem(path: str, socket_path: Path) -> Iterator[str]:
 def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
     if model is None or visible_gpus():
         return
-    elsewhere = {process.name for process in plan_topology(recipe, Path("/tmp")).processes if not process.local}
+    here = {Role.ENGINE: recipe.starts_engines_here, Role.TRAINER: recipe.starts_ranks_here}
+    elsewhere = {one.name for one in plan_topology(recipe, Path("/tmp")).processes if not here.get(one.role, True)}
     estimate = estimate_memory(recipe, model.facts, model.context, facts_of(recipe.judge.model))
     needed, available = sum(size for name, size in estimate.items() if name not in elsewhere), available_memory()
     if needed > available:

@@ -23,8 +23,9 @@ import msgspec
 
 from streamrl.base.printable import log_to
 from streamrl.base.run_process import CUDA_DEVICES, CUDA_ORDER, name_shared_memory
-from streamrl.comm.transport_keys import transport_environment
-from streamrl.launch.supervise.exit_reason import TERMINATED_CODE, exit_code_of, reason_of, write_reason
+from streamrl.comm.transport_keys import transport_environment, with_cluster_keys
+from streamrl.launch.launchers.exit_files import write_reason
+from streamrl.launch.supervise.exit_reason import TERMINATED_CODE, exit_code_of, reason_of
 from streamrl.observe.terminal.screen import open_screen
 from streamrl.recipe.rules.transport_rules import insecure_notice
 from streamrl.recipe.sections import Recipe
@@ -52,16 +53,18 @@ class Terminated(Exception):
     """SIGTERM ended this process: an order that was obeyed, not an error."""
 
 
-def parse_arguments() -> tuple[ProcessPlan, Path, bool]:
-    """Return the role of a child of the supervisor, the directory of the run, and whether it resumes the run."""
+def parse_arguments() -> tuple[ProcessPlan, Path, Path, bool]:
+    """Return the role of a child of the supervisor, the directories of the run and of its sockets on this host, and
+    whether it resumes the run."""
     parser = argparse.ArgumentParser(prog="python -m streamrl.launch")
     parser.add_argument("role", type=Role, choices=list(Role))
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--run-directory", type=Path, required=True)
+    parser.add_argument("--socket-directory", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
     plan = ProcessPlan(role=arguments.role, index=arguments.index)
-    return plan, arguments.run_directory, arguments.resume
+    return plan, arguments.run_directory, arguments.socket_directory, arguments.resume
 
 
 def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> NoReturn:
@@ -90,20 +93,20 @@ def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> N
     os._exit(code)
 
 
-def load_context(plan: ProcessPlan, run_directory: Path, *, resumes: bool = False) -> ChildContext:
+def load_context(
+    plan: ProcessPlan, run_directory: Path, socket_directory: Path, *, resumes: bool = False
+) -> ChildContext:
     """Read the recipe and the topology that the supervisor's side wrote."""
     from streamrl.recipe.rules.load import load_recipe
 
-    recipe = load_recipe(run_directory / "recipe.toml")
+    recipe = with_cluster_keys(load_recipe(run_directory / "recipe.toml"), run_directory)
     topology = read_topology(run_directory)
-    # The controller's own stream never leaves the host, so its endpoint is always a file in that directory.
-    steps = topology.endpoint(Role.CONTROLLER.value, "steps")
     return ChildContext(
         plan=next((one for one in topology.processes if one.name == plan.name), plan),
         recipe=recipe,
         topology=topology,
         run_directory=run_directory,
-        socket_directory=Path(steps.removeprefix("ipc://")).parent,
+        socket_directory=socket_directory,
         resumes=resumes,
     )
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from streamrl.base.errors import StreamRLError
-from streamrl.base.run_process import RUN_MARKER
-from streamrl.launch.launchers.local import SOCKET_PREFIX, is_resource_tracker, marker_of, remove_shared_memory
+from streamrl.launch.launchers.local import end_marked_processes
 from streamrl.recipe.topology import Role, read_topology
 
 # Writers of a run give half-written files and directories these names, and rename them at the end.
@@ -32,21 +28,8 @@ def remove_killed_life(run_directory: Path) -> list[str]:
     except (OSError, StreamRLError, KeyError):
         return []
     sockets = Path(steps.removeprefix("ipc://")).parent
-    marker = marker_of(sockets)
-    left = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(RUN_MARKER) == marker and not is_resource_tracker(process):  # which ends itself
-                process.kill()
-                left.append(process)
-    _, alive = psutil.wait_procs(left, timeout=5.0)
-    remove_shared_memory(marker)
-    with suppress(OSError):
-        status = sockets.lstat()
-        # Another user may put anything into a directory for temporary files.
-        if sockets.name.startswith(SOCKET_PREFIX) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
-            shutil.rmtree(sockets, ignore_errors=True)
-    return [f"processes {[process.pid for process in alive]} survived SIGKILL; look at them with ps"] if alive else []
+    alive = end_marked_processes(sockets, 5.0)
+    return [f"processes {alive} survived SIGKILL; look at them with ps"] if alive else []
 
 
 def remove_half_written(run_directory: Path) -> list[str]:

@@ -41,6 +41,14 @@ class EngineOrders:
                 case KillEngine():
                     self._kill(order)
 
+    def start_retired(self) -> None:
+        """Start the engines that were given up: there is room for them again."""
+        for name in self._supervisor.retired:
+            try:
+                self._supervisor.start_engine(name)
+            except OSError as error:
+                log.error("%s cannot be started now: %s", name, error)
+
     async def _start(self, name: str) -> None:
         for _ in range(STARTS - 1):
             try:

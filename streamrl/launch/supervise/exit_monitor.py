@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
+from streamrl.launch.launchers.exit_files import read_reason
 from streamrl.launch.launchers.launcher import ChildProcess
-from streamrl.launch.supervise.exit_reason import Death, notice_of, read_reason
+from streamrl.launch.supervise.exit_reason import Death, notice_of
 from streamrl.launch.supervise.restart_policy import RestartPolicy
 from streamrl.recipe.topology import Role, Topology
 

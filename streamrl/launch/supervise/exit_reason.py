@@ -1,4 +1,4 @@
-"""Reasons of processes' ends, and the first cause among several deaths. Pure, but for one small file a process."""
+"""Reasons of processes' ends, and the first cause among several deaths. Pure, but for reading the ends of logs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import errno
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
 from streamrl.base import errors
-from streamrl.base.atomic_files import write_atomic
-from streamrl.base.errors import UNDECODABLE, EngineError, ModelRefused, RecipeError, StreamBroken, leaves
+from streamrl.base.errors import EngineError, ModelRefused, RecipeError, StreamBroken, leaves
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE, signal_name
+from streamrl.launch.launchers.exit_files import ExitKind, ExitReason
 from streamrl.recipe.topology import Role
 
 DISK_FULL_EXIT_CODE = 74
@@ -27,23 +26,6 @@ _MAY_PASS = (StreamBroken, EngineError, OSError, MemoryError)
 # Whatever else a controller fails with, wrong input, a damaged journal, a bug of ours, its successor would meet again.
 # Never a way in which a process answers the death of another one.
 _NEVER_A_CONSEQUENCE = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
-
-
-class ExitKind(StrEnum):
-    """Kind of an end: of itself, or because another process had ended. ``verdict``: it ended the run on purpose, and a
-    successor would come to the same."""
-
-    CAUSE = "cause"
-    CONSEQUENCE = "consequence"
-    VERDICT = "verdict"
-
-
-class ExitReason(msgspec.Struct, frozen=True, kw_only=True):
-    """Reason of its end that a process left behind. ``monotonic_s``: ``CLOCK_MONOTONIC``, equal for all processes."""
-
-    kind: ExitKind
-    message: str
-    monotonic_s: float
 
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,26 +90,6 @@ def reason_of(role: Role, error: BaseException) -> ExitReason:
         kind = ExitKind.VERDICT
     text = f"{type(reported).__name__}: {reported}" if str(reported) else type(reported).__name__
     return ExitReason(kind=kind, message=text[:_LONGEST_MESSAGE], monotonic_s=time.monotonic())
-
-
-def write_reason(run_directory: Path, name: str, reason: ExitReason) -> None:
-    """Leave ``exit/<name>.json`` for the supervisor; whole or not at all."""
-    path = reason_path(run_directory, name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, msgspec.json.encode(reason))
-
-
-def read_reason(run_directory: Path, name: str) -> ExitReason | None:
-    """Read the reason that the process wrote; None when it had no time to write."""
-    try:
-        return msgspec.json.decode(reason_path(run_directory, name).read_bytes(), type=ExitReason)
-    except (FileNotFoundError, *UNDECODABLE):
-        return None
-
-
-def reason_path(run_directory: Path, name: str) -> Path:
-    """Path of a process's exit reason."""
-    return run_directory / "exit" / f"{name}.json"
 
 
 def exit_code_of(error: BaseException) -> int:

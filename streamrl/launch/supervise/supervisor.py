@@ -22,12 +22,14 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from streamrl.base.atomic_files import write_atomic
 from streamrl.base.errors import ProcessDied, StreamRLError
 from streamrl.base.run_process import ensure_home
+from streamrl.launch.launchers.exit_files import reason_path
 from streamrl.launch.launchers.launcher import POLL_S, ChildProcess, Launcher, ended_within
-from streamrl.launch.launchers.local import LocalLauncher
+from streamrl.launch.launchers.local import ENTRY, LocalLauncher
 from streamrl.launch.supervise.exit_monitor import CONSEQUENCE_S, ExitMonitor
-from streamrl.launch.supervise.exit_reason import Death, first_cause, reason_path
+from streamrl.launch.supervise.exit_reason import Death, first_cause
 from streamrl.launch.supervise.followers import FINISH_S, Followers
 from streamrl.launch.supervise.log_files import LogFiles
 from streamrl.launch.supervise.restart_policy import RESUMED
@@ -59,7 +61,7 @@ class Supervisor:
         socket_directory: Path,
         python: str = sys.executable,
         *,
-        entry: Sequence[str] = ("-P", "-m", "streamrl.launch"),
+        entry: Sequence[str] = ENTRY,
         restarts: int = 20,
         others_end_s: float = 30.0,
         resumes: bool = False,
@@ -87,7 +89,7 @@ class Supervisor:
     async def __aenter__(self) -> Self:
         """Start every local process. ``run_directory`` holds ``recipe.toml`` already; ``topology.json`` is written."""
         try:
-            self._begin()
+            await self._begin()
         except BaseException:
             await self.kill(0)
             raise
@@ -96,15 +98,14 @@ class Supervisor:
     async def __aexit__(self, *_: object) -> None:
         await self.kill()
 
-    def _begin(self) -> None:
+    async def _begin(self) -> None:
         ensure_home()  # of its processes, also where it was started from Python
         for folder in ("logs", "exit"):
             (self.run_directory / folder).mkdir(parents=True, exist_ok=True)
         self.socket_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (self.run_directory / TOPOLOGY_FILE).write_bytes(msgspec.json.encode(self.topology))
         self._launcher.open()
         self._opened = True
-        self._start_all(resumes=self._resumes)
+        await self._start_all(resumes=self._resumes)
 
     async def watch(self) -> None:
         """Return when the controller has ended well and the others after it, or when ``kill`` was called meanwhile.
@@ -149,6 +150,11 @@ class Supervisor:
                 if self._opened:
                     self._launcher.close()
                     self._opened = False
+
+    @property
+    def retired(self) -> list[str]:
+        """Names of the engines that were given up."""
+        return list(self._exits.policy.retired)
 
     @property
     def controller(self) -> ChildProcess | None:
@@ -208,7 +214,10 @@ class Supervisor:
         # Only now: where nobody can be started, the reason of the one before is still the reason.
         reason_path(self.run_directory, plan.name).unlink(missing_ok=True)
 
-    def _start_all(self, *, resumes: bool) -> None:
+    async def _start_all(self, *, resumes: bool) -> None:
+        """Give the processes their hosts and start them. Raises ``StreamRLError`` where there is no room for them."""
+        self.topology = await self._launcher.place(self.topology)
+        write_atomic(self.run_directory / TOPOLOGY_FILE, msgspec.json.encode(self.topology))
         self._exits.begin_life()
         for plan in self.topology.processes:
             if plan.local and not plan.starts_inactive:
@@ -244,14 +253,16 @@ class Supervisor:
             return False
         log.warning("%s; the run is resumed (%d of its restarts left)", first.describe(), self._exits.policy.run.left)
         await self._end_all(0.0)
-        await anyio.to_thread.run_sync(self._remove_stale_sockets)
+        await anyio.to_thread.run_sync(_remove_stale_sockets, self.socket_directory)
         for prepare in self.before_resume:
             await prepare()
         await anyio.sleep(pause_s)
         if self._ending:
             return True
         try:
-            self._start_all(resumes=True)
+            await self._start_all(resumes=True)
+        except StreamRLError as error:
+            raise ProcessDied(f"{first.describe()}\n{error}") from error
         except OSError as error:
             log.error("the run cannot be resumed now: %s", error)
             for one in self.children.values():
@@ -260,15 +271,6 @@ class Supervisor:
         if self._exits.draining:
             self.request_drain()  # the controller was gone when that was asked for
         return True
-
-    def _remove_stale_sockets(self) -> None:
-        """All that ended processes left beside the sockets of this one, where ranks met and engines shared, too."""
-        with suppress(FileNotFoundError):  # ``kill`` removes the whole directory meanwhile
-            for path in self.socket_directory.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                elif not path.name.startswith(OWN_SOCKETS):
-                    path.unlink(missing_ok=True)
 
     async def _end_rest_of(self, child: ChildProcess) -> None:
         """Kill what is left of its session and every orphan of the run."""
@@ -291,3 +293,13 @@ class Supervisor:
         """Return whether the controller died before it ended the streams of the others."""
         controller = self.controller
         return controller is None or controller.exit_code not in (None, 0)
+
+
+def _remove_stale_sockets(directory: Path) -> None:
+    """Remove all that ended processes left beside the sockets of this one, where ranks met and engines shared, too."""
+    with suppress(FileNotFoundError):  # ``kill`` removes the whole directory meanwhile
+        for path in directory.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif not path.name.startswith(OWN_SOCKETS):
+                path.unlink(missing_ok=True)

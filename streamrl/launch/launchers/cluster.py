@@ -1,0 +1,358 @@
+"""Starts the processes of a run on the hosts of a cluster, and sees hosts come and go.
+
+The supervisor decides as on one host. What is without a place of its own (controller, rewards, environments, judge)
+runs below the supervisor; engines and trainer ranks run below the agents of their hosts (``remote``). A host that is
+lost ends as its processes would: they are seen as killed. Their successors get a host that the run does not use yet,
+where the cluster has one, or wait until one joins."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Protocol
+
+import anyio
+import anyio.abc
+import msgspec
+from msgspec import structs
+
+from streamrl.base.atomic_files import write_atomic
+from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.engines.vllm.options import installed_device
+from streamrl.launch.launchers.agent import packages_here
+from streamrl.launch.launchers.agent_messages import AgentSetup, EndAll, EndLeftBehind, HostFacts, StartProcess
+from streamrl.launch.launchers.launcher import ChildProcess
+from streamrl.launch.launchers.local import LocalLauncher
+from streamrl.launch.launchers.placement import GpuNeed, HostRoom, assign, gpu_need
+from streamrl.launch.launchers.remote import AgentLink, RemoteHost, RemoteProcess
+from streamrl.recipe.sections import Recipe
+from streamrl.recipe.topology import (
+    STREAMS,
+    TOPOLOGY_FILE,
+    Places,
+    ProcessPlace,
+    ProcessPlan,
+    Role,
+    Topology,
+    plan_topology,
+)
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+"""How often the cluster is asked for hosts while one is missing."""
+ROOM_S = 60.0
+"""How long a run that has lost a host of trainer ranks waits for room for them."""
+EPOCH_FILE = "epoch"
+PASSED_ON = (
+    "VLLM_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH",
+    "OMP_",
+    "STREAMRL_",
+    "PYTHONPATH",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "CUDA_LAUNCH",
+)
+"""Beginnings of the variables that processes on other hosts get from the run's environment."""
+
+
+class HostOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """A host that the cluster has. ``key``: of this life of the host; ``here``: the run's own; ``gpus``: number of free
+    ones."""
+
+    key: str
+    name: str
+    address: str
+    gpus: int
+    here: bool = False
+
+
+class Hosts(Protocol):
+    """A cluster that has hosts, and starts agents on them."""
+
+    async def offers(self) -> list[HostOffer]:
+        """Return the hosts that are alive, the run's own first. Raises ``StreamRLError``."""
+
+    async def start_agents(
+        self, gpus: Mapping[HostOffer, int], setup: Callable[[HostOffer], AgentSetup]
+    ) -> list[tuple[AgentLink, HostFacts]]:
+        """Start an agent on each host, with so many GPUs, or on none. Raises ``StreamRLError``."""
+
+
+class ClusterLauncher:
+    """Starts the processes of ``recipe`` on ``hosts``, and those without a host by ``local``. Made by
+    ``cluster_launcher``. ``on_join``: called when a host has joined a run that had lost one."""
+
+    def __init__(
+        self, recipe: Recipe, run_directory: Path, sockets: Path, hosts: Hosts, local: LocalLauncher, need: GpuNeed
+    ) -> None:
+        self.on_join: Callable[[], None] = lambda: None
+        self.hosts: dict[str, RemoteHost] = {}
+        self._recipe = recipe
+        self._run_directory = run_directory
+        self._sockets = sockets
+        self._cluster = hosts
+        self._local = local
+        self._need = need
+        self._keys: dict[str, str] = {}
+        self._topology: Topology | None = None
+        self._given: dict[str, ProcessPlace] = {}
+        self._epoch = _next_epoch(run_directory)
+        self._starts = 0
+        self._nursery: anyio.abc.TaskGroup
+        self._digest = hashlib.sha256((run_directory / "recipe.toml").read_bytes()).hexdigest()
+
+    # ---- a launcher ------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Adopt orphans of the run on this host."""
+        self._local.open()
+
+    def close(self) -> None:
+        """Adopt no orphans any more."""
+        self._local.close()
+
+    async def place(self, topology: Topology) -> Topology:
+        """Give each engine and rank a host that is not lost, with ports that are free there. Waits for a host to join
+        where there is no room. Raises ``StreamRLError`` where there is none after a minute."""
+        began_s = time.monotonic()
+        while True:
+            living = [host.facts for host in self.hosts.values() if not host.lost]
+            rooms = [HostRoom(name=one.name, address=one.address, gpus=gpu_names(one)) for one in living]
+            try:
+                self._given = assign(self._recipe, rooms, self._need)
+                break
+            except StreamRLError:
+                if time.monotonic() > began_s + ROOM_S:
+                    raise
+            await self._look()
+            await anyio.sleep(LOOK_S)
+        ports = {one.address: one.ports for one in living}
+        own = next(iter(self.hosts.values())).facts
+        places = Places(address=own.address, by_name=self._given, ports=ports, epoch=self._epoch)
+        placed = plan_topology(self._recipe, self._sockets, places)
+        before = {plan.name: plan for plan in topology.processes}
+        processes = [plan if plan.host else before[plan.name] for plan in placed.processes]
+        self._topology = structs.replace(placed, processes=tuple(processes))
+        return self._topology
+
+    def start(self, plan: ProcessPlan, *, resumes: bool = False) -> ChildProcess:
+        """Start one process. Raises ``OSError`` where its host is lost and the run has no other with room."""
+        if not plan.host:
+            return self._local.start(plan, resumes=resumes)
+        plan = self._place_of(plan.name)
+        host = self.hosts[plan.host]
+        if host.lost:
+            raise OSError(f"{host.lost}; no other host has room for {plan.name}")
+        self._starts += 1
+        log_file = self._run_directory / "logs" / f"{plan.name}.log"
+        log_start = log_file.stat().st_size if log_file.is_file() else 0
+        host.order(StartProcess(self._starts, plan, resumes))
+        return ChildProcess(plan, RemoteProcess(host, self._starts), log_file, log_start)
+
+    async def end_left_behind(self, child: ChildProcess) -> list[int]:
+        """Kill what ``child`` left on its host."""
+        if not isinstance(child.process, RemoteProcess):
+            return await self._local.end_left_behind(child)
+        host = child.process.host
+        await host.carried_out(host.order(EndLeftBehind(child.process.number)))
+        return list(host.survivors)
+
+    async def end_all(self) -> list[int]:
+        """Kill every process of the run on every host. A host that does not answer is waited for until its lease is
+        over: its processes are gone then."""
+        left: list[int] = []
+
+        async def end_on(host: RemoteHost) -> None:
+            await host.carried_out(host.order(EndAll()))
+            left.extend(() if host.lost else host.survivors)
+
+        async def end_here() -> None:
+            left.extend(await self._local.end_all())
+
+        async with anyio.create_task_group() as ending:
+            ending.start_soon(end_here)
+            for host in self.hosts.values():
+                ending.start_soon(end_on, host)
+        return left
+
+    # ---- hosts -----------------------------------------------------------------------------------
+
+    async def run(self, nursery: anyio.abc.TaskGroup) -> None:
+        """Start agents on the hosts that the run needs. Hosts are watched in ``nursery`` from then on. Raises
+        ``StreamRLError`` where there are too few, or one cannot serve."""
+        self._nursery = nursery
+        offers = await self._cluster.offers()
+        rooms = [HostRoom(name=o.name, address=o.address, gpus=tuple(map(str, range(o.gpus)))) for o in offers]
+        given = assign(self._recipe, rooms, self._need)
+        gpus = {offer: _gpus_on(offer.name, given) for offer in offers}
+        used = {offer: count for offer, count in gpus.items() if offer.here or _is_used(offer.name, given)}
+        await self._begin_on(used)
+        nursery.start_soon(self._watch)
+
+    async def _begin_on(self, gpus: Mapping[HostOffer, int]) -> None:
+        started = await self._cluster.start_agents(gpus, self._setup_of)
+        problems = [problem for _, facts in started for problem in host_problems(facts)]
+        if problems:
+            for link, _ in started:
+                await link.release()
+            raise RecipeError(*problems)
+        for offer, (link, facts) in zip(gpus, started, strict=True):
+            host = RemoteHost(facts, link, self._run_directory, epoch=self._epoch, lease_s=self._recipe.cluster.lease_s)
+            self.hosts[facts.name] = host
+            self._keys[facts.name] = offer.key
+            if facts.nice:
+                log.warning(
+                    "processes on %s run at niceness %d: start Ray with RAY_worker_niceness=0", host.name, facts.nice
+                )
+            self._nursery.start_soon(host.run)
+
+    async def _watch(self) -> None:
+        """Look for a host to join while one is lost."""
+        while True:
+            await anyio.sleep(LOOK_S)
+            if any(host.lost for host in self.hosts.values()):
+                await self._look()
+
+    async def _look(self) -> None:
+        """Have hosts join that take the places of lost ones."""
+        lost = [host for host in self.hosts.values() if host.lost]
+        try:
+            offers = [one for one in await self._cluster.offers() if not self._is_here(one)]
+            for host, offer in zip(lost, offers, strict=False):
+                wanted = _gpus_on(host.name, self._given)
+                if offer.gpus < wanted:
+                    continue
+                await host.link.release()
+                await self._begin_on({offer: wanted})
+                self._replace(host, self.hosts[offer.name])
+        except (StreamRLError, OSError) as error:
+            log.warning("no host has joined: %s", error)
+
+    def _is_here(self, offer: HostOffer) -> bool:
+        """Return whether the run uses this host, or lost it in this life without its agent having ended."""
+        host = self.hosts.get(offer.name)
+        return host is not None and not host.lost
+
+    def _replace(self, lost: RemoteHost, joined: RemoteHost) -> None:
+        log.warning("%s joined in place of %s", joined.name, lost.name)
+        if lost.name != joined.name:
+            del self.hosts[lost.name]
+            gpus = iter(gpu_names(joined.facts))
+            for name, place in self._given.items():
+                if place.host == lost.name:
+                    own = tuple(next(gpus) for _ in place.gpus)
+                    self._given[name] = structs.replace(place, host=joined.name, address=joined.facts.address, gpus=own)
+        self._write_topology(joined.facts)
+        self.on_join()
+
+    def _write_topology(self, joined: HostFacts) -> None:
+        """Note the new places of engines, for those that are started from now on."""
+        if self._topology is None:
+            return
+        ports, endpoints, plans = iter(reversed(joined.ports)), dict(self._topology.endpoints), []
+        for plan in self._topology.processes:
+            place = self._given.get(plan.name)
+            if plan.role is Role.ENGINE and place is not None and place.host == joined.name:
+                plan = structs.replace(plan, host=place.host, address=place.address, gpus=place.gpus)
+                endpoints[f"{plan.name}.weights"] = f"tcp://{place.address}:{next(ports)}"
+            plans.append(plan)
+        self._topology = structs.replace(self._topology, processes=tuple(plans), endpoints=endpoints)
+        write_atomic(self._run_directory / TOPOLOGY_FILE, msgspec.json.encode(self._topology))
+
+    def _place_of(self, name: str) -> ProcessPlan:
+        assert self._topology is not None
+        return next(plan for plan in self._topology.processes if plan.name == name)
+
+    def _setup_of(self, offer: HostOffer) -> AgentSetup:
+        cluster, plans = self._recipe.cluster, plan_topology(self._recipe, self._sockets).processes
+        placed = [plan for plan in plans if plan.role in (Role.ENGINE, Role.TRAINER)]
+        return AgentSetup(
+            run_directory=str(self._run_directory),
+            digest=self._digest,
+            epoch=self._epoch,
+            lease_s=cluster.lease_s,
+            ports=cluster.ports,
+            port_count=sum(len(STREAMS[plan.role]) + 1 for plan in placed) + 1,
+            interface=cluster.interface,
+            address=offer.address,
+            environment={name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)},
+        )
+
+    async def release(self) -> None:
+        """End all agents."""
+        for host in self.hosts.values():
+            host.lose("the run has ended")
+            await host.link.release()
+
+
+@asynccontextmanager
+async def cluster_launcher(
+    recipe: Recipe, run_directory: Path, sockets: Path, hosts: Hosts, local: LocalLauncher
+) -> AsyncIterator[ClusterLauncher]:
+    """A launcher with agents on the hosts that ``recipe`` needs. Raises ``StreamRLError`` where there are too few, or
+    one cannot serve."""
+    launcher = ClusterLauncher(recipe, run_directory, sockets, hosts, local, gpu_need(recipe, installed_device()))
+    async with anyio.create_task_group() as nursery:
+        try:
+            await launcher.run(nursery)
+            yield launcher
+        finally:
+            nursery.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await launcher.release()
+
+
+def gpu_names(facts: HostFacts) -> tuple[str, ...]:
+    """Names of the GPUs that the run has on a host, in one order for all processes."""
+    return tuple(sorted((gpu.name for gpu in facts.gpus), key=lambda name: (len(name), name)))
+
+
+def host_problems(facts: HostFacts) -> list[str]:
+    """Reasons for which a host cannot serve this run, each a sentence."""
+    found = [f"{facts.name}: {facts.problem}"] if facts.problem else []
+    if not facts.sees_run:
+        found.append(f"{facts.name} does not see this run's directory: set run.directory to one that all hosts share")
+    here = packages_here()
+    both = {name: (facts.packages.get(name, "(none)"), here.get(name, "(none)")) for name in here | facts.packages}
+    return found + [
+        f"{facts.name} has {name} {there}, this host has {mine}: install the same on all hosts"
+        for name, (there, mine) in both.items()
+        if there != mine
+    ]
+
+
+def placement_lines(recipe: Recipe, offers: Sequence[HostOffer]) -> list[str]:
+    """One line a host, with what would run there. Raises ``RecipeError`` with the arithmetic where there is no room."""
+    rooms = [HostRoom(name=o.name, address=o.address, gpus=tuple(map(str, range(o.gpus)))) for o in offers]
+    given = assign(recipe, rooms, gpu_need(recipe, installed_device()))
+    lines = []
+    for offer in offers:
+        names = [name for name, place in given.items() if place.host == offer.name]
+        names = (["controller"] if offer.here else []) + names
+        lines.append(f"  {offer.name:<16} {offer.address:<16} {', '.join(names) or 'a spare'}")
+    return lines
+
+
+def _gpus_on(name: str, given: Mapping[str, ProcessPlace]) -> int:
+    return len({gpu for place in given.values() if place.host == name for gpu in place.gpus})
+
+
+def _is_used(name: str, given: Mapping[str, ProcessPlace]) -> bool:
+    return any(place.host == name for place in given.values())
+
+
+def _next_epoch(run_directory: Path) -> int:
+    """Number this start of the run: agents and processes of an earlier one are refused."""
+    file = run_directory / EPOCH_FILE
+    epoch = int(file.read_text()) + 1 if file.is_file() else 1
+    write_atomic(file, str(epoch).encode())
+    return epoch

@@ -1,0 +1,235 @@
+"""The hosts of a Ray cluster. Ray says which hosts there are and starts an agent on each; all else goes past it.
+
+Agents belong to the run's process: Ray ends them with it. Nothing is sent by ``runtime_env`` but variables: code, model
+and data are on every host, or on a file system that all see."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from streamrl.base.errors import RecipeError
+from streamrl.launch.launchers.agent import Agent
+from streamrl.launch.launchers.agent_messages import AgentRequest, AgentSetup, HostFacts
+from streamrl.launch.launchers.cluster import HostOffer
+from streamrl.launch.launchers.remote import AgentGone, AgentLink
+from streamrl.recipe.sections import Cluster, Transport, TransportSecurity
+
+log = logging.getLogger(__name__)
+
+PROBE_S = 3.0
+START_S = 60.0
+"""How long the agents of a run may take to start, on hosts that are there."""
+_NAMESPACE = "streamrl"
+
+
+class RayAgent:
+    """The actor that Ray starts on a host. Its methods run in one thread, which starts all processes there."""
+
+    def __init__(self, setup: bytes, name: str) -> None:
+        self._setup = msgspec.msgpack.decode(setup, type=AgentSetup)
+        self._name = name
+        self._agent: Agent | None = None
+
+    async def facts(self) -> bytes:
+        """``HostFacts``. The first call begins the lease."""
+        if self._agent is None:
+            self._agent = Agent(self._setup, name=self._name)
+        return msgspec.msgpack.encode(self._agent.facts())
+
+    async def answer(self, request: bytes) -> bytes:
+        """``AgentAnswer`` to an ``AgentRequest``."""
+        assert self._agent is not None
+        return msgspec.msgpack.encode(await self._agent.answer(msgspec.msgpack.decode(request, type=AgentRequest)))
+
+    async def close(self) -> None:
+        """End all that runs here."""
+        if self._agent is not None:
+            await self._agent.close()
+
+
+class RayLink(AgentLink):
+    """Calls of an actor. ``group``: of its host's GPUs, shared with others (None: given back by its owner)."""
+
+    def __init__(self, ray: ModuleType, actor: Any) -> None:
+        self._ray = ray
+        self._actor = actor
+
+    async def ask(self, request: bytes) -> bytes:
+        """Answer of the agent."""
+        answer = await self._call(self._actor.answer.remote(request))
+        assert isinstance(answer, bytes)
+        return answer
+
+    async def facts(self) -> HostFacts:
+        """Facts of the host. Raises as ``ask``."""
+        return msgspec.msgpack.decode(await self._call(self._actor.facts.remote()), type=HostFacts)
+
+    async def release(self) -> None:
+        """End the agent with all that runs there."""
+        with suppress(AgentGone, OSError), anyio.move_on_after(10.0):
+            await self._call(self._actor.close.remote())
+        with suppress(Exception):  # of a cluster that is gone
+            self._ray.kill(self._actor)
+
+    async def _call(self, reference: Any) -> Any:
+        errors = self._ray.exceptions
+        try:
+            return await asyncio.wrap_future(reference.future())
+        except errors.ActorUnavailableError as error:  # not death: it may answer later
+            raise OSError(_first_line(error)) from error
+        except errors.RayActorError as error:
+            raise AgentGone(_first_line(error)) from error
+        except errors.RayError as error:
+            raise AgentGone(_first_line(error)) from error
+
+
+class RayHosts:
+    """Hosts of the cluster to which ``ray`` is connected. Made by ``ray_hosts``."""
+
+    def __init__(self, ray: ModuleType) -> None:
+        self._ray = ray
+        self._here: str = ray.get_runtime_context().get_node_id()
+        self._groups: list[Any] = []
+
+    async def offers(self) -> list[HostOffer]:
+        """Return the hosts that are alive, the run's own first. Of several raylets on one host the newest counts."""
+        nodes: list[dict[str, Any]] = await anyio.to_thread.run_sync(self._ray.nodes)
+        alive = {node["NodeManagerAddress"]: node for node in nodes if node["Alive"]}
+        free = await anyio.to_thread.run_sync(_free_gpus, self._ray)
+        offers = [
+            HostOffer(
+                key=node["NodeID"],
+                name=node["NodeManagerHostname"],
+                address=address,
+                gpus=free.get(node["NodeID"], 0),
+                here=node["NodeID"] == self._here,
+            )
+            for address, node in alive.items()
+            if await _answers(address, node["NodeManagerPort"])
+        ]
+        return sorted(_named_apart(offers), key=lambda offer: (not offer.here, offer.name))
+
+    async def start_agents(
+        self, gpus: Mapping[HostOffer, int], setup: Callable[[HostOffer], AgentSetup]
+    ) -> list[tuple[AgentLink, HostFacts]]:
+        """Start an agent on each host with so many GPUs, all or none."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundles = [
+            {f"node:{offer.address}": 0.001} | ({"GPU": float(count)} if count else {}) for offer, count in gpus.items()
+        ]
+        group = placement_group(bundles, strategy="SPREAD")
+        if not await anyio.to_thread.run_sync(partial(group.wait, START_S)):
+            remove_placement_group(group)
+            wanted = ", ".join(f"{offer.name}: {count} GPUs" for offer, count in gpus.items())
+            raise RecipeError(f"Ray did not give this run its hosts within {START_S:g} s ({wanted}): see `ray status`")
+        self._groups.append(group)
+        variables = {"PYTHONPATH": path} if (path := os.environ.get("PYTHONPATH")) else {}
+        Actor = self._ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=100)(RayAgent)
+        links = [
+            RayLink(
+                self._ray,
+                Actor.options(
+                    num_gpus=count,
+                    runtime_env={"env_vars": variables} if variables else None,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+                ).remote(msgspec.msgpack.encode(setup(offer)), offer.name),
+            )
+            for number, (offer, count) in enumerate(gpus.items())
+        ]
+        try:
+            with anyio.fail_after(START_S):
+                found = [await link.facts() for link in links]
+        except (AgentGone, OSError) as error:
+            for link in links:
+                self._ray.kill(link._actor)
+            raise RecipeError(f"an agent could not be started: {str(error) or 'it took too long'}") from error
+        return list(zip(links, found, strict=True))
+
+    def close(self) -> None:
+        """Give back all that Ray gave this run."""
+        from ray.util.placement_group import remove_placement_group
+
+        for group in self._groups:
+            with suppress(Exception):  # of a cluster that is gone
+                remove_placement_group(group)
+
+
+@asynccontextmanager
+async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[RayHosts]:
+    """Connect to the cluster that a recipe names. Raises ``RecipeError``: Ray is not installed, nobody answers, it is
+    another version of Ray or Python, or it lets in everybody who reaches it."""
+    try:
+        import ray
+    except ImportError:
+        raise RecipeError(
+            'cluster.kind = "ray": Ray is not installed: `pip install "streamrl[ray]"` on every host'
+        ) from None
+    host, _, port = cluster.address.rpartition(":")
+    if cluster.address != "auto" and not (host and port.isdigit()):
+        raise RecipeError(f'cluster.address = "{cluster.address}": write HOST:PORT of Ray\'s head, or "auto"')
+    if host and not await _answers(host, int(port)):
+        raise RecipeError(
+            f"cluster.address = {cluster.address}: nobody answers there within {PROBE_S:g} s: start Ray "
+            "(`ray start --head --port PORT`), or name the address of its head"
+        )
+    if os.environ.get("RAY_AUTH_MODE") != "token" and transport.security is not TransportSecurity.NONE:
+        raise RecipeError(
+            "cluster: Ray runs code of everybody who reaches its ports: start it with RAY_AUTH_MODE=token and "
+            'RAY_AUTH_TOKEN_PATH, on all hosts and here; or allow it by transport.advanced.security = "none"'
+        )
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    options = {"namespace": _NAMESPACE, "log_to_driver": False, "logging_level": logging.CRITICAL}
+    try:
+        # In a thread, where Ray does not take SIGTERM for itself.
+        await anyio.to_thread.run_sync(partial(ray.init, address=cluster.address, configure_logging=False, **options))
+    except (RuntimeError, ConnectionError, ValueError, ray.exceptions.RayError) as error:
+        raise RecipeError(f"cluster.address = {cluster.address}: {_first_line(error)}") from error
+    hosts = RayHosts(ray)
+    try:
+        yield hosts
+    finally:
+        hosts.close()
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(ray.shutdown)
+
+
+def _free_gpus(ray: ModuleType) -> dict[str, int]:
+    from ray._private.state import available_resources_per_node
+
+    return {node: int(resources.get("GPU", 0)) for node, resources in available_resources_per_node().items()}
+
+
+async def _answers(host: str, port: int) -> bool:
+    """Return whether something accepts connections there: Ray itself would try for minutes."""
+    with suppress(OSError), anyio.move_on_after(PROBE_S):
+        stream = await anyio.connect_tcp(host, port)
+        await stream.aclose()
+        return True
+    return False
+
+
+def _named_apart(offers: list[HostOffer]) -> list[HostOffer]:
+    """Name hosts of the same name by their addresses, too."""
+    names = [offer.name for offer in offers]
+    return [
+        msgspec.structs.replace(offer, name=f"{offer.name}-{offer.address}") if names.count(offer.name) > 1 else offer
+        for offer in offers
+    ]
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
