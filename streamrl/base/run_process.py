@@ -17,6 +17,8 @@ from pathlib import Path
 
 PARENT_PID = "STREAMRL_PARENT_PID"
 RUN_MARKER = "STREAMRL_RUN_MARKER"
+RUN_EPOCH = "STREAMRL_EPOCH"
+"""Number of the start of the run that a process belongs to, on a cluster; 0 or not set: it is not compared."""
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 CUDA_DEVICES, CUDA_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36

@@ -13,6 +13,7 @@ from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
 from streamrl.engines.vllm.options import engine_options
 from streamrl.launch.hub.resolution import HubRecipe, hub_looked_up
+from streamrl.launch.launchers.opened import hosts_of
 from streamrl.launch.plan.first_prompt import first_prompt_lines
 from streamrl.launch.plan.gpu_demand import gpu_placement
 from streamrl.launch.plan.preflight import CheckedModel, check_model, preflight, with_checkpoint_rewards
@@ -55,6 +56,9 @@ def _dry_run(hub: HubRecipe, system: Sequence[str], arguments: str) -> int:
     print("\n".join([*filter(None, [length]), *arithmetic_lines(recipe, facts, context, _held_out(recipe))]))
     print("\n# what would be started\n")
     print("\n".join(process_lines(recipe, topology, arguments)))
+    if hosts := hosts_of(recipe):
+        print("\n# hosts of the cluster\n")
+        print("\n".join(hosts))
     if gpus := gpu_placement(recipe).lines():
         print("\n# memory of the GPUs\n")
         print("\n".join(gpus))

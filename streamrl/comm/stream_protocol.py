@@ -64,7 +64,8 @@ class Phase(StrEnum):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Handshake of one end. ``session`` names the connecting end's life; ``message_bytes`` is the most it accepts."""
+    """Handshake of one end. ``session`` names the connecting end's life; ``message_bytes`` is the most it accepts;
+    ``epoch``: number of the start of the run that it belongs to (0: any)."""
 
     item_type: str
     role: StreamRole
@@ -72,6 +73,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     message_bytes: int
     session: str
     name: str = ""
+    epoch: int = 0
     byte_order: str = sys.byteorder
 
 
@@ -171,6 +173,8 @@ class StreamEnd(ABC):
         elif mismatch := self._mismatch(header, frames):
             self._refuse(origin, mismatch)
             self._enter_broken(mismatch)
+        elif stale := self._stale(_hello(frames)):  # and this end goes on waiting for its peer
+            self._refuse(origin, stale)
         elif header.kind == Kind.HELLO:
             session = _hello(frames).session
             self._send(Kind.WELCOME, self._hello_for(session), to=origin.peer)
@@ -205,6 +209,13 @@ class StreamEnd(ABC):
         if other.window < 1 or other.message_bytes < 1:
             return f"the {other.role} announces a window of {other.window} items, {other.message_bytes} bytes each"
         return ""
+
+    def _stale(self, other: Hello) -> str:
+        """Return why a peer of another start of the run is refused: of a host that was lost and has come back."""
+        mine = self.hello.epoch
+        if not mine or not other.epoch or mine == other.epoch:
+            return ""
+        return f"the {other.role} belongs to start {other.epoch} of the run, the {self.hello.role} to start {mine}"
 
     def _refuse(self, origin: MessageOrigin, reason: str) -> None:
         self._send(Kind.REFUSED, _reason_bytes(reason), to=origin.peer)

@@ -15,6 +15,7 @@ Once it is left, the address is free: a new context manager can bind it."""
 
 from __future__ import annotations
 
+import os
 import uuid
 from abc import ABC, abstractmethod
 from types import TracebackType
@@ -25,6 +26,7 @@ from anyio.abc import TaskGroup
 
 from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded, WireError
 from streamrl.base.notifier import SerialGate
+from streamrl.base.run_process import RUN_EPOCH
 from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.stream import ReceiveStream
 from streamrl.comm.stream_protocol import Hello, Phase, ReceivingEnd, SendingEnd, StreamRole
@@ -74,6 +76,7 @@ class _ZmqStream(ABC, Generic[T]):
             message_bytes=self._limits.message_bytes,
             session=uuid.uuid4().hex,
             name=options.get("name", ""),
+            epoch=int(os.environ.get(RUN_EPOCH) or 0),
         )
         self._tasks: TaskGroup
         self._gate = SerialGate(lambda: self._connection.changed())

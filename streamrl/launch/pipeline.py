@@ -40,7 +40,7 @@ from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, Dr
 from streamrl.launch.control_socket import serving_control
 from streamrl.launch.hub.resolution import with_hub_folders
 from streamrl.launch.launchers.local import SOCKET_PREFIX
-from streamrl.launch.launchers.opened import open_launcher
+from streamrl.launch.launchers.opened import hosts_of, open_launcher
 from streamrl.launch.plan.gpu_demand import gpu_placement
 from streamrl.launch.plan.preflight import preflight, recipe_of_resumed_run, with_checkpoint_rewards
 from streamrl.launch.plan.run_length import with_steps_of_epochs
@@ -173,6 +173,7 @@ class Pipeline:
         self.recipe, _ = await to_thread(with_steps_of_epochs, self.recipe)
         self.recipe, kept = await to_thread(with_checkpoint_rewards, self.recipe)
         await to_thread(preflight, self.recipe, kept)
+        await to_thread(hosts_of, self.recipe)
         self.run_directory = await to_thread(_make_run_directory, self.recipe, kept)
         self._lock = lock_run(self.run_directory)
 
@@ -187,8 +188,7 @@ class Pipeline:
             self._lock.close()
 
     async def _start(self) -> Self:
-        # Short, because a socket path has at most 107 bytes, whatever the run directory is called.
-        sockets = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX))
+        sockets = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX))  # short: a socket path has at most 107 bytes
         self._sender, self._receiver = anyio.create_memory_object_stream[RunEvent](math.inf)
         topology = gpu_placement(self.recipe).placed(plan_topology(self.recipe, sockets))
         async with AsyncExitStack() as entered:

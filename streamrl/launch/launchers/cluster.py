@@ -135,9 +135,9 @@ class ClusterLauncher:
                     raise
             await self._look()
             await anyio.sleep(LOOK_S)
-        ports = {one.address: one.ports for one in living}
+        ports = {host.facts.address: host.facts.ports for host in self.hosts.values()}
         own = next(iter(self.hosts.values())).facts
-        places = Places(address=own.address, by_name=self._given, ports=ports, epoch=self._epoch)
+        places = Places(address=own.address, by_name=self._given, ports=ports, epoch=_next_epoch(self._run_directory))
         placed = plan_topology(self._recipe, self._sockets, places)
         before = {plan.name: plan for plan in topology.processes}
         processes = [plan if plan.host else before[plan.name] for plan in placed.processes]
@@ -351,7 +351,7 @@ def _is_used(name: str, given: Mapping[str, ProcessPlace]) -> bool:
 
 
 def _next_epoch(run_directory: Path) -> int:
-    """Number this start of the run: agents and processes of an earlier one are refused."""
+    """Number a start of the run's agents or processes: those of an earlier one are refused."""
     file = run_directory / EPOCH_FILE
     epoch = int(file.read_text()) + 1 if file.is_file() else 1
     write_atomic(file, str(epoch).encode())

@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import anyio
+
 from streamrl.comm.transport_keys import CLUSTER_KEYS, make_keys
-from streamrl.launch.launchers.cluster import cluster_launcher
+from streamrl.launch.launchers.cluster import cluster_launcher, placement_lines
 from streamrl.launch.launchers.launcher import Launcher
 from streamrl.launch.launchers.local import ENTRY, LocalLauncher
 from streamrl.launch.launchers.ray_hosts import ray_hosts
@@ -32,6 +34,17 @@ async def open_launcher(recipe: Recipe, run_directory: Path, sockets: Path) -> A
         cluster_launcher(recipe, run_directory, sockets, hosts, local) as launcher,
     ):
         yield launcher
+
+
+def hosts_of(recipe: Recipe) -> list[str]:
+    """One line for each host of the cluster that ``recipe`` names, with what would run there; empty: it names none.
+    Blocking. Raises ``RecipeError`` where the cluster cannot be had, or is too small."""
+    return anyio.run(_hosts_of, recipe) if recipe.cluster.kind is not ClusterKind.LOCAL else []
+
+
+async def _hosts_of(recipe: Recipe) -> list[str]:
+    async with ray_hosts(recipe.cluster, recipe.transport) as hosts:
+        return placement_lines(recipe, await hosts.offers())
 
 
 def placed_lines(topology: Topology) -> list[str]:

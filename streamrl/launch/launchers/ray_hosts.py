@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 import anyio
 import anyio.to_thread
@@ -171,6 +173,8 @@ class RayHosts:
 async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[RayHosts]:
     """Connect to the cluster that a recipe names. Raises ``RecipeError``: Ray is not installed, nobody answers, it is
     another version of Ray or Python, or it lets in everybody who reaches it."""
+    # Before Ray is imported: with a wrong token it would try for 20 s.
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
     try:
         import ray
     except ImportError:
@@ -191,12 +195,22 @@ async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[Ray
             'RAY_AUTH_TOKEN_PATH, on all hosts and here; or allow it by transport.advanced.security = "none"'
         )
     logging.getLogger("ray").setLevel(logging.CRITICAL)
-    options = {"namespace": _NAMESPACE, "log_to_driver": False, "logging_level": logging.CRITICAL}
+    connect = partial(ray.init, address=cluster.address, namespace=_NAMESPACE, log_to_driver=False)
+    said = ""
     try:
-        # In a thread, where Ray does not take SIGTERM for itself.
-        await anyio.to_thread.run_sync(partial(ray.init, address=cluster.address, configure_logging=False, **options))
+        with tempfile.TemporaryFile() as noise:
+            try:
+                with _stderr_to(noise):
+                    # In a thread, where Ray does not take SIGTERM for itself.
+                    await anyio.to_thread.run_sync(partial(connect, configure_logging=False))
+            finally:
+                noise.seek(0)
+                said = noise.read().decode(errors="replace")
     except (RuntimeError, ConnectionError, ValueError, ray.exceptions.RayError) as error:
-        raise RecipeError(f"cluster.address = {cluster.address}: {_first_line(error)}") from error
+        why = _first_line(error)
+        if "InvalidAuthToken" in said:
+            why = "the cluster does not take the token of RAY_AUTH_TOKEN_PATH (or RAY_AUTH_TOKEN): give it this one's"
+        raise RecipeError(f"cluster.address = {cluster.address}: {why}") from error
     hosts = RayHosts(ray)
     try:
         yield hosts
@@ -204,6 +218,19 @@ async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[Ray
         hosts.close()
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(ray.shutdown)
+
+
+@contextmanager
+def _stderr_to(file: IO[bytes]) -> Iterator[None]:
+    """Write what this process writes to stderr to ``file``: Ray's own code repeats what it fails at."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _free_gpus(ray: ModuleType) -> dict[str, int]:

@@ -21,7 +21,7 @@ from streamrl.recipe.objective import Proximal, RatioLevel, why_not_streaming
 from streamrl.recipe.problems import shown
 from streamrl.recipe.schedules.schedule import rate_factor
 from streamrl.recipe.scheduling import InFlight, RoundKind, SizingKind, StalePolicy
-from streamrl.recipe.sections import HELD_OUT, EngineKind, EvaluationSet, Gathered, Recipe
+from streamrl.recipe.sections import HELD_OUT, ClusterKind, EngineKind, EvaluationSet, Gathered, Recipe
 from streamrl.recipe.topology import ProcessPlan, Role, Topology, prepared_sets, rank_host
 
 SIMULATED_SENTENCE = "simulated: random text, whatever the weights; nothing is learnt about a model (engines.kind)"
@@ -317,6 +317,8 @@ def process_lines(recipe: Recipe, topology: Topology, recipe_path: str) -> list[
     """List the processes that would be started, the endpoints, and the commands for what a person starts
     (``external``)."""
     lines = [f"  {process.name:<12} {_started(process)}" for process in topology.processes]
+    if recipe.cluster.kind is not ClusterKind.LOCAL:  # endpoints are chosen when the hosts say which ports are free
+        return lines
     lines += ["endpoints"]
     lines += [f"  {name:<22} {endpoint}" for name, endpoint in topology.endpoints.items() if endpoint]
     if ports := [

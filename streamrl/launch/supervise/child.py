@@ -22,7 +22,7 @@ import anyio
 import msgspec
 
 from streamrl.base.printable import log_to
-from streamrl.base.run_process import CUDA_DEVICES, CUDA_ORDER, name_shared_memory
+from streamrl.base.run_process import CUDA_DEVICES, CUDA_ORDER, RUN_EPOCH, name_shared_memory
 from streamrl.comm.transport_keys import transport_environment, with_cluster_keys
 from streamrl.launch.launchers.exit_files import write_reason
 from streamrl.launch.supervise.exit_reason import TERMINATED_CODE, exit_code_of, reason_of
@@ -115,6 +115,7 @@ def run_role(context: ChildContext, main: RoleMain) -> None:
     """Run the role's coroutine ``main``. Raises ``Terminated`` on SIGTERM, ``StreamRLError`` without usable keys."""
     # Also for what this process starts: vLLM's workers pull weights themselves.
     os.environ.update(transport_environment(context.recipe, context.plan.role))
+    os.environ[RUN_EPOCH] = str(context.topology.epoch)
     if context.plan.gpus:  # before anything opens a device; numbered as NVML does
         os.environ[CUDA_ORDER] = "PCI_BUS_ID"
         os.environ[CUDA_DEVICES] = ",".join(context.plan.gpus)
