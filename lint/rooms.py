@@ -26,6 +26,7 @@ OPEN = ("simulate", "launch", "cli")
 """Rooms that put a run together: their files may import any wing. Their own wings are bound as all others are."""
 
 WINGS = {
+    "cli/clusters": ("launch/submit", "recipe/rules"),
     "cli/dialects": ("recipe/dialects", "recipe/rules"),
     "cli/models": (
         "cli/trial", "launch/hub", "launch/models", "launch/plan", "observe/follow", "observe/terminal", "recipe/rules",

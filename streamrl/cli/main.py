@@ -59,12 +59,18 @@ COMMANDS = {
     "what-if": ("what_if:WhatIf", "which rounds would bring most within bounds of staleness and bias"),
     "compare": ("windows.compare:Compare", "a recipe under several systems, in turns, as one report"),
     "completion": ("usage.completion:PrintCompletion", "print the completion of a shell"),
+    "launch slurm": ("clusters.submit:Slurm", "submit a run as a job of Slurm"),
+    "launch kubernetes": ("clusters.submit:Kubernetes", "submit a run as a RayJob or a JobSet"),
+    "launch ssh": ("clusters.submit:Ssh", "run on a list of hosts, as long as this command lasts"),
     "serve": ("serve:Serve", "start one external process of a run by hand"),
     "keys": ("serve:Keys", "make the keys by which processes on other hosts are let in"),
 }
 """Module in this folder and class of each command, and its line of help, in the order of a user's way. One with two
 words belongs to a group."""
-GROUPS = {"reward": "try a reward function alone; change the rewards of a running run"}
+GROUPS = {
+    "reward": "try a reward function alone; change the rewards of a running run",
+    "launch": "start Ray on the hosts of a cluster, and a run on them",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -38,6 +38,9 @@ EXAMPLES = {
     "what-if": "what-if runs/latest --max-staleness 2",
     "compare": "compare recipe.toml --systems sagc,fastest",
     "completion": "completion bash",
+    "launch slurm": "launch slurm recipe.toml --nodes 4 --gpus-per-node 8",
+    "launch kubernetes": "launch kubernetes r.toml --image IMAGE --pvc runs --nodes 2",
+    "launch ssh": "launch ssh recipe.toml --hosts gpu-1,gpu-2,gpu-3",
     "serve": "serve engine recipe.toml --index 1",
     "keys": "keys ~/streamrl-keys",
 }

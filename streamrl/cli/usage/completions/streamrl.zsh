@@ -24,6 +24,7 @@ _shtab_streamrl_commands() {
     export:'the model of a run as a folder for transformers and vLLM'
     init:'write a folder that trains: recipe, reward, prompts, a model'
     keys:'make the keys by which processes on other hosts are let in'
+    launch:'start Ray on the hosts of a cluster, and a run on them'
     pause:'launch nothing more in a running run'
     push:'the model of a run to a repository of the Hub'
     report:'the same page as one HTML file'
@@ -45,6 +46,15 @@ _shtab_streamrl_commands() {
     what-if:'which rounds would bring most within bounds of staleness and bias'
   )
   _describe 'streamrl commands' _commands
+}
+
+_shtab_streamrl_launch_commands() {
+  local _commands=(
+    kubernetes:'submit a run as a RayJob or a JobSet'
+    slurm:'submit a run as a job of Slurm'
+    ssh:'run on a list of hosts, as long as this command lasts'
+  )
+  _describe 'streamrl launch commands' _commands
 }
 
 _shtab_streamrl_reward_commands() {
@@ -213,6 +223,76 @@ _shtab_streamrl_keys_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_streamrl_keys_defaults_added=0
+
+_shtab_streamrl_launch_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_streamrl_launch_defaults_added=0
+
+_shtab_streamrl_launch_kubernetes_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON on stdout, and nothing else there]"
+  "*--set[override one value, such as rollout.group_size\=4 or rewards.0.weight\=2\; may be repeated\; also without --set, and as --rollout.group_size 4]:SECTION.KEY=VALUE:"
+  "--print[print it and start nothing]"
+  "--resume[RECIPE is the directory of a run\: go on with it]"
+  "*--env[variable of every host\; may be repeated]:NAME=VALUE:"
+  "--image[of every pod]:image:"
+  "--nodes[pods\; the first has Ray\'s head]:N:"
+  "--gpus[of each pod (0)]:N:"
+  "--pvc[claim of a volume that all pods may write]:CLAIM:"
+  "--mount[its place in the pods (\/runs)]:PATH:"
+  "--folder[of RECIPE there (default\: of the same name, in the mount)]:PATH:"
+  "*--limit[of a pod\: cpu\=16, memory\=200Gi\; may be repeated]:NAME=SIZE:"
+  "--name[of the job (default\: run.name)]:name:"
+  "--namespace[of the job (default)]:NS:"
+  "--jobset[a JobSet in place of a RayJob]"
+  ":a recipe (TOML), or the directory of a run:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_streamrl_launch_kubernetes_defaults_added=0
+
+_shtab_streamrl_launch_slurm_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON on stdout, and nothing else there]"
+  "*--set[override one value, such as rollout.group_size\=4 or rewards.0.weight\=2\; may be repeated\; also without --set, and as --rollout.group_size 4]:SECTION.KEY=VALUE:"
+  "--print[print it and start nothing]"
+  "--resume[RECIPE is the directory of a run\: go on with it]"
+  "*--env[variable of every host\; may be repeated]:NAME=VALUE:"
+  "--gpus-per-node[of each host]:N:"
+  "--setup[shell line on each host before the rest (default\: the programs of this one)]:LINE:"
+  "--port[of Ray\'s head (6379)]:PORT:"
+  "--nodes[of the job]:N:"
+  "--time[limit of the job, as Slurm writes it\: 2-12\:00\:00]:time:"
+  "--partition[of Slurm]:partition:"
+  "--account[of Slurm]:account:"
+  "--requeue[after a lost node, preemption or its time\: go on with the run]"
+  "*--sbatch[another option of sbatch\; may be repeated]:KEY[=VALUE]:"
+  ":a recipe (TOML), or the directory of a run:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_streamrl_launch_slurm_defaults_added=0
+
+_shtab_streamrl_launch_ssh_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print JSON on stdout, and nothing else there]"
+  "*--set[override one value, such as rollout.group_size\=4 or rewards.0.weight\=2\; may be repeated\; also without --set, and as --rollout.group_size 4]:SECTION.KEY=VALUE:"
+  "--print[print it and start nothing]"
+  "--resume[RECIPE is the directory of a run\: go on with it]"
+  "*--env[variable of every host\; may be repeated]:NAME=VALUE:"
+  "--gpus-per-node[of each host]:N:"
+  "--setup[shell line on each host before the rest (default\: the programs of this one)]:LINE:"
+  "--port[of Ray\'s head (6379)]:PORT:"
+  "--hosts[as ssh names them]:A,B,C:"
+  "--hostfile[one host a line]:FILE:_files"
+  ":a recipe (TOML), or the directory of a run:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_streamrl_launch_ssh_defaults_added=0
 
 _shtab_streamrl_pause_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -541,6 +621,7 @@ _shtab_streamrl() {
         export) _arguments -C -s $_shtab_streamrl_export_options ;;
         init) _arguments -C -s $_shtab_streamrl_init_options ;;
         keys) _arguments -C -s $_shtab_streamrl_keys_options ;;
+        launch) _shtab_streamrl_launch ;;
         pause) _arguments -C -s $_shtab_streamrl_pause_options ;;
         push) _arguments -C -s $_shtab_streamrl_push_options ;;
         report) _arguments -C -s $_shtab_streamrl_report_options ;;
@@ -560,6 +641,31 @@ _shtab_streamrl() {
         try) _arguments -C -s $_shtab_streamrl_try_options ;;
         watch) _arguments -C -s $_shtab_streamrl_watch_options ;;
         what-if) _arguments -C -s $_shtab_streamrl_what_if_options ;;
+      esac
+  esac
+}
+
+_shtab_streamrl_launch() {
+  local context state line curcontext="$curcontext" one_or_more='(*)' remainder='(-)*:' default='*::: :->launch'
+
+  # Add default positional/remainder specs only if none exist, and only once per session
+  if (( ! _shtab_streamrl_launch_defaults_added )); then
+    if (( ${_shtab_streamrl_launch_options[(I)${(q)one_or_more}*]} +          ${_shtab_streamrl_launch_options[(I)${(q)remainder}*]} +          ${_shtab_streamrl_launch_options[(I)${(q)default}]} == 0 )); then
+      _shtab_streamrl_launch_options+=(': :_shtab_streamrl_launch_commands' '*::: :->launch')
+    fi
+    _shtab_streamrl_launch_defaults_added=1
+  fi
+  _arguments -C -s $_shtab_streamrl_launch_options
+
+  case $state in
+    launch)
+      words=($line[1] "${words[@]}")
+      (( CURRENT += 1 ))
+      curcontext="${curcontext%:*:*}:_shtab_streamrl_launch-$line[1]:"
+      case $line[1] in
+        kubernetes) _arguments -C -s $_shtab_streamrl_launch_kubernetes_options ;;
+        slurm) _arguments -C -s $_shtab_streamrl_launch_slurm_options ;;
+        ssh) _arguments -C -s $_shtab_streamrl_launch_ssh_options ;;
       esac
   esac
 }

@@ -1,0 +1,1 @@
+"""Commands for runs on more than one machine."""
