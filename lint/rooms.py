@@ -73,7 +73,8 @@ WINGS = {
     "rewards/builtin": ("rewards/judge", "rewards/sandbox"),
     "rewards/calls": ("rewards/builtin",),
     "rewards/judge": ("engines/plain_vllm", "engines/vllm"),
-    "weights/publish": ("weights/pull",),
+    "weights/publish": ("weights/pull", "weights/store"),
+    "weights/pull": ("weights/store",),
     "weights/vllm": ("weights/publish", "weights/pull"),
 }  # fmt: skip
 """Wings that a wing imports."""

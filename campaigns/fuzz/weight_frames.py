@@ -97,7 +97,7 @@ def _sample(publisher: publishing.WeightPublisher, version: int, published: publ
         state_hash=published.state_hash,
         sources=(published.source,),
     )
-    part = publisher._server._parts[published.source.manifest_digest]
+    part = next(one for one in publisher._chain if one.manifest_digest == published.source.manifest_digest)
     return Sample(announced, part, decode_manifest(part.manifest, part.manifest_digest, ""), bits)
 
 

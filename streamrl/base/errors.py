@@ -79,6 +79,10 @@ class DiskFull(StreamRLError):
     errno = errno.ENOSPC
 
 
+class StoreError(StreamRLError):
+    """An object store refuses what is asked of it, or does not do it in time."""
+
+
 class RunStalled(StreamRLError):
     """The run makes no progress, and no time limit of its own explains it."""
 

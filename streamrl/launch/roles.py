@@ -128,7 +128,7 @@ async def run_trainer(context: ChildContext) -> None:
         recipe,
         context.plan.index,
         recipe.run.name,
-        endpoint(name, "weights"),
+        weights_place(recipe.weights.transport, context.run_directory, name) or endpoint(name, "weights"),
         rendezvous=context.topology.endpoints[RENDEZVOUS] or f"file://{context.socket_directory / RENDEZVOUS_FILE}",
         resume_from=str(newest or ""),
     )
@@ -138,6 +138,11 @@ async def run_trainer(context: ChildContext) -> None:
     streams = controller_streams(context.topology, name, ("batches", TrainingOrder), ("reports", TrainingEvent))
     async with streams as (batches, reports):
         await run_training(trainer, batches, reports)
+
+
+def weights_place(store: str, run_directory: Path, rank: str) -> str:
+    """The place of a rank's weights in an object store; empty: there is none."""
+    return store and f"{store.rstrip('/')}/{run_directory.resolve().name}/weights/{rank}"
 
 
 async def run_reward(context: ChildContext) -> None:

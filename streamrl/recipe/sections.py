@@ -311,6 +311,13 @@ class Weights(Section, frozen=True):
         ),
     ] = 0
     push_timeout_s: Annotated[PositiveFloat, advanced("for a version to be live on every engine")] = 120.0
+    transport: Annotated[
+        str,
+        advanced(
+            "a place in an object store, as s3://BUCKET/PREFIX (also gs://, az://, file:///), through which engines of "
+            "another site get the weights (empty: from the trainer)"
+        ),
+    ] = ""
     canary: Annotated[
         bool,
         advanced(
@@ -385,7 +392,18 @@ class Checkpoint(Section, frozen=True):
         NaturalFloat, advanced("refuse to write, and stop the run, where less would be left on the disk")
     ] = 1.0
     resume_from: Annotated[
-        str, doc("a checkpoint directory to start from: weights, optimizer and version, on any number of ranks")
+        str,
+        doc(
+            "a checkpoint directory, or a copy in an object store, to start from: weights, optimizer and version, on "
+            "any number of ranks"
+        ),
+    ] = ""
+    copy_to: Annotated[
+        str,
+        advanced(
+            "a place in an object store, as s3://BUCKET/PREFIX: every checkpoint that is kept is copied there, below "
+            "the name of the run's directory, while the run goes on"
+        ),
     ] = ""
     rewards: Annotated[ResumedRewards, advanced("of a run that starts from a checkpoint")] = ResumedRewards.KEPT
 

@@ -98,10 +98,13 @@ class Ranks:
             assert np.array_equal(self.replica.bits(name), expected), name
 
 
-@pytest.fixture(params=["ipc", "tcp"])
+@pytest.fixture(params=["ipc", "tcp", "store"])
 def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
+    if request.param == "store":
+        pytest.importorskip("obstore")
+    places = {"tcp": "tcp://127.0.0.1:*", "ipc": f"ipc://{tmp_path}/%d", "store": f"file://{tmp_path}/%d"}
     count = iter(range(100))
-    return lambda: "tcp://127.0.0.1:*" if request.param == "tcp" else f"ipc://{tmp_path}/{next(count)}"
+    return lambda: places[request.param].replace("%d", str(next(count)))
 
 
 @pytest.fixture
@@ -294,6 +297,7 @@ def test_an_endpoint_in_use_is_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("endpoint", ["ipc", "tcp"], indirect=True)
 def test_rubbish_does_not_stop_the_publisher(make_ranks: Callable[[int], Ranks]) -> None:
     run = make_ranks(1)
     announcement = run.publish(0, random_bits(0))

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.object_store import is_url
 from streamrl.recipe.cells.python_recipe import python_table
 from streamrl.recipe.check_fields import CheckedTable
 from streamrl.recipe.environment import ENVIRONMENT_REWARD, MCP, command_of
@@ -158,7 +159,9 @@ def _recipe(checked: CheckedTable) -> Recipe:
 
 def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
     # Absolute now, because ``runs/latest`` is another run once this one has begun.
-    resume_from = _absolute_if_given(recipe.checkpoint.resume_from, Path.cwd())
+    resume_from = recipe.checkpoint.resume_from
+    if not is_url(resume_from):
+        resume_from = _absolute_if_given(resume_from, Path.cwd())
     return structs.replace(
         recipe,
         run=structs.replace(recipe.run, observers=tuple(resolve_function(o, directory) for o in recipe.run.observers)),

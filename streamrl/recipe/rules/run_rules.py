@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 
+from streamrl.base.object_store import is_url, url_problem
 from streamrl.recipe.problems import did_you_mean, shown
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
 from streamrl.recipe.schedules.schedule import SCHEDULES, WITHOUT_END, options_of, rate_factor
@@ -31,6 +32,11 @@ has_no_effect(
 has_no_effect(
     "checkpoint.keep_best checkpoint.keep_every",
     lambda r: "" if r.checkpoint.every else " while checkpoint.every = 0: remove it, or set every",
+)
+has_no_effect(
+    "checkpoint.copy_to",
+    lambda r: "" if r.checkpoint_every or r.checkpoint.at_end else " without checkpoints: remove it, or set every",
+    "run",
 )
 has_no_effect(
     "lora.alpha lora.targets",
@@ -154,6 +160,16 @@ def checkpoints(recipe: Recipe) -> Broken:
             f"{checkpoint.keep_every} is no multiple of checkpoint.every = {checkpoint.every}, so not every such "
             "step is written: set it to a multiple",
         )
+
+
+@rule("weights.transport", "checkpoint")
+def stores(recipe: Recipe) -> Broken:
+    places = {"weights.transport": recipe.weights.transport, "checkpoint.copy_to": recipe.checkpoint.copy_to}
+    if is_url(recipe.checkpoint.resume_from):
+        places["checkpoint.resume_from"] = recipe.checkpoint.resume_from
+    for key, url in places.items():
+        if url and (problem := url_problem(url)):
+            yield Problem(key, problem)
 
 
 @rule("training.device", "training.ranks", "training.optimizer")

@@ -17,6 +17,7 @@ import msgspec
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightSource
 from streamrl.base.messages import Published as Published
+from streamrl.base.object_store import in_store
 from streamrl.base.run_process import usable_cores
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_complete
@@ -38,6 +39,7 @@ from streamrl.weights.publish.chain import Chain
 from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.publish.tensor_source import HostTensors
 from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
+from streamrl.weights.store.stored_parts import StoredParts
 
 _Made = TypeVar("_Made")
 _ELEMENTS_WORTH_THREADS = 1 << 22
@@ -57,7 +59,8 @@ class _Base(msgspec.Struct, frozen=True):
 class WeightPublisher:
     """Publishes one rank's shards. Synchronous; all methods are called from one thread.
 
-    ``endpoint``: where to bind (``ipc://path``, ``tcp://host:port``, ``tcp://host:*``).
+    ``endpoint``: where to bind (``ipc://path``, ``tcp://host:port``, ``tcp://host:*``), or a place in an object store
+    for this rank alone (``s3://bucket/prefix``): ``publish`` returns then when the version is there.
 
     ``threads``: how many encode a large model at once, none of them holding the interpreter for long; by default half
     of the cores, at most 8. ``checkpoint``: the file or directory that the engines load: the first version is a delta
@@ -92,7 +95,8 @@ class WeightPublisher:
         dense = sum(shard.count * bit_type(shard.dtype, shard.name).itemsize for shard in shards)
         self._chain = Chain(dense // _CHAIN_SHARE if chain_bytes is None else chain_bytes)
         self._checkpoint = None if checkpoint is None else CheckpointBase(checkpoint)
-        self._server = PublisherServer(endpoint, f"weight publisher {rank}")
+        server = StoredParts(endpoint) if in_store(endpoint) else PublisherServer(endpoint, f"weight publisher {rank}")
+        self._server: StoredParts | PublisherServer = server
         self._baseline: list[BitArray] = []
         self._version: int | None = None
         self._part_hash = 0

@@ -17,6 +17,7 @@ import zmq
 
 from streamrl.base.errors import StreamRLError, WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement, WeightSource
+from streamrl.base.object_store import in_store
 from streamrl.comm.guarded_sockets import GuardedContext, connect
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_sockets import ConnectionMonitor
@@ -25,6 +26,7 @@ from streamrl.weights.pull.decoding import Decoding
 from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.received_part import ReceivedChain, ReceivedPart
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion
+from streamrl.weights.pull.store_pull import StorePull
 from streamrl.weights.requests import encoder, pull_socket
 
 CREDIT_BYTES = 32 << 20
@@ -191,7 +193,7 @@ def _no_path(announced: WeightAnnouncement, held: CheckpointReplica | None, reas
 
 
 def _receive(
-    pulls: Sequence[_Pull],
+    pulls: Sequence[_Pull | StorePull],
     stop: threading.Event,
     credit_bytes: int,
     *,
@@ -220,15 +222,19 @@ def _receive(
 @contextmanager
 def _pulls_of(
     chains: Sequence[ReceivedChain], progress_seconds: float, retry_seconds: float
-) -> Iterator[Sequence[_Pull]]:
+) -> Iterator[Sequence[_Pull | StorePull]]:
     context = GuardedContext(io_threads=1)
-    pulls: list[_Pull] = []
+    pulls: list[_Pull | StorePull] = []
     try:
-        pulls.extend(_Pull(context, chain, progress_seconds, retry_seconds) for chain in chains)
+        for chain in chains:
+            if in_store(chain.source.endpoint):
+                pulls.append(StorePull(chain, progress_seconds))
+            else:
+                pulls.append(_Pull(context, chain, progress_seconds, retry_seconds))
         yield pulls
     finally:
         for pull in pulls:
-            pull.monitor.close()
+            pull.close()
         context.destroy(linger=0)
 
 
@@ -254,6 +260,9 @@ class _Pull:
     def begin(self) -> None:
         """Count from now: before, nothing was asked for. A checkpoint may have been read meanwhile, for minutes."""
         self._progressed_at = self._asked_at = time.monotonic()
+
+    def close(self) -> None:
+        self.monitor.close()
 
     def register(self, poller: zmq.Poller) -> None:
         poller.register(self.socket, zmq.POLLIN)
