@@ -7,6 +7,7 @@
     python -m campaigns walks [--events N] [--seed N] [--plant BUG]      # control, with trajectories of several turns
     python -m campaigns endpoint [--requests N] [--seed N]   # requests of agents with something wrong in them
     python -m campaigns followers [shots | pairs]    # trackers that are killed, stopped, out of disk or asleep
+    python -m campaigns hosts shots [--shots N] [--kinds ...] [--python PATH]   # three hosts in namespaces, with Ray
     python -m campaigns front_door [KIND ...]        # files as people have them: models, tokenizers, tables, ...
 
 The exit code is 1 where something failed. ``--help`` behind a name lists its options."""
@@ -24,6 +25,7 @@ from campaigns.faults import campaign as faults
 from campaigns.front_door import campaign as front_door
 from campaigns.fuzz import campaign as fuzz
 from campaigns.hostile import hostile_messages, hostile_rewards, hostile_surroundings
+from campaigns.hosts import campaign as hosts
 
 RunCases = Callable[[Callable[[str], None], Sequence[str]], int]
 HOSTILE = {"messages": hostile_messages, "rewards": hostile_rewards, "surroundings": hostile_surroundings}
@@ -33,7 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     campaigns = parser.add_subparsers(required=True, metavar="CAMPAIGN")
     plain = {"faults": faults, "fuzz": fuzz, "families": model_families, "front_door": front_door}
-    plain |= {"followers": followers, "endpoint": endpoint_requests, "walks": control_walks}
+    plain |= {"followers": followers, "endpoint": endpoint_requests, "walks": control_walks, "hosts": hosts}
     for name, module in {**plain, **HOSTILE}.items():
         command = campaigns.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
         if name in HOSTILE:

@@ -58,14 +58,18 @@ class Host:
         mounts = f"mount -t proc proc /proc && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs {tmp}"
         line = f"{mounts} && hostname {self.name} && exec {sys.executable} -S -c '{INIT}'"
         flags = ("-n", "-m", "-p", "-u", "-i", "--fork", "--kill-child", "--propagation", "private")
-        self._unshare = subprocess.Popen(["unshare", *flags, "bash", "-c", line], start_new_session=True, stderr=subprocess.DEVNULL)
+        self._unshare = subprocess.Popen(
+            ["unshare", *flags, "bash", "-c", line], start_new_session=True, stderr=subprocess.DEVNULL
+        )
         while not (found := psutil.Process(self._unshare.pid).children()) or "-S" not in found[0].cmdline():
             if self._unshare.poll() is not None:
                 raise RuntimeError(f"{self.name} has not begun")
             time.sleep(0.01)
         self.init = found[0]
         self.space = os.stat(f"/proc/{self.init.pid}/ns/pid").st_ino
-        self._ip("link", "add", self.port, "type", "veth", "peer", "name", "eth0", *self._mac, "netns", str(self.init.pid))
+        self._ip(
+            "link", "add", self.port, "type", "veth", "peer", "name", "eth0", *self._mac, "netns", str(self.init.pid)
+        )
         self._ip("link", "set", self.port, "master", "br0", "up")
         for command in (f"addr add {self.address}/24 dev eth0", "link set eth0 up", "link set lo up"):
             _run("nsenter", "-t", self.init.pid, "-n", "ip", *command.split())

@@ -44,9 +44,11 @@ class RayNodes:
             list(pool.map(self._start, [host for host in hosts if host is not self.lab.hosts[0]]))
 
     def _start(self, host: Host) -> None:
-        head = ("--head", "--port", PORT, "--include-dashboard=false", "--temp-dir", self.lab.tmp / "ray")
-        line = (self.python.parent / "ray", "start", "--node-ip-address", host.address, "--num-cpus", 2)
-        line += ("--disable-usage-stats", "--include-log-monitor=false", "--object-store-memory", 80_000_000)
-        line += ("--min-worker-port", 20_000, "--max-worker-port", 20_100)
-        line += head if host is self.lab.hosts[0] else ("--address", self.address)
+        line: list[object] = [self.python.parent / "ray", "start", "--node-ip-address", host.address, "--num-cpus", 2]
+        line += ["--disable-usage-stats", "--include-log-monitor=false", "--object-store-memory", 80_000_000]
+        line += ["--min-worker-port", 20_000, "--max-worker-port", 20_100]
+        if host is self.lab.hosts[0]:
+            line += ["--head", "--port", PORT, "--include-dashboard=false", "--temp-dir", self.lab.tmp / "ray"]
+        else:
+            line += ["--address", self.address]
         host.run(line, self.environment, START_S)

@@ -1,0 +1,141 @@
+"""Shots at real runs over three hosts of a laboratory with Ray: processes, hosts, links, the head.
+
+``hosts shots``: each run gets several shots and must work again after each, by itself or, where its command died, by
+``streamrl resume``; then it is drained. Judged by the namespaces of pids of the hosts (nothing is left 2 s after a
+lease), the journal, and witnesses of what each rank trained. Needs root, and a Python with Ray and streamrl's packages
+(``--python``)."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from campaigns.hosts.hosts_run import HostsRun, left_on, wait_until
+from campaigns.hosts.lab import laboratory, why_not
+from campaigns.hosts.ray_nodes import RayNodes
+from campaigns.hosts.shots import Shot, fire, plan
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """One shot. ``outcome``: ``recovered``, ``resumed`` or ``stuck``; ``works_s``: until all engines and ranks worked,
+    after the fault was over or ``resume`` began; ``empty_s``: until a host had no process of the run."""
+
+    shot: Shot
+    outcome: str
+    works_s: float | None = None
+    empty_s: float | None = None
+    faults: list[str] = []
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what ``python -m campaigns hosts`` takes."""
+    parser.add_argument("what", choices=["shots"])
+    parser.add_argument("--shots", type=int, default=60)
+    parser.add_argument("--of-a-run", type=int, default=8, help="shots that one run gets")
+    parser.add_argument("--kinds", nargs="*", default=[], help="only these: engine, rank, host, cut, ...")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--python", type=Path, default=Path(sys.executable))
+    parser.add_argument("--name", default="shots", help="of the laboratory")
+    parser.add_argument("--out", type=Path, default=Path("/tmp/hosts-shots"))
+    parser.set_defaults(work=run_campaign)
+
+
+def run_campaign(arguments: argparse.Namespace) -> int:
+    """Run all; 1 where something is wrong."""
+    if reason := why_not():
+        print(f"no laboratory: {reason}")
+        return 1
+    began, shots = time.monotonic(), plan(arguments.shots, arguments.seed, arguments.kinds)
+    shutil.rmtree(arguments.out, ignore_errors=True)
+    results: list[Result] = []
+    faults: list[str] = []
+    with laboratory(arguments.name) as lab:
+        ray = RayNodes(lab, arguments.python)
+        ray.start()
+        print(f"three hosts with Ray after {time.monotonic() - began:.0f} s", flush=True)
+        while len(results) < len(shots):
+            folder = arguments.out / f"run-{len(results):03d}"
+            ending = one_run(ray, folder, shots[len(results) :][: arguments.of_a_run], results)
+            faults += ending
+            for fault in ending:
+                print(f"    FAULT: {folder.name}: {fault}", flush=True)
+    faults += [f"{result.shot}: {fault}" for result in results for fault in result.faults]
+    print(*table(results), sep="\n")
+    print(f"{len(results)} shots, {len(faults)} faults, {(time.monotonic() - began) / 60:.0f} minutes")
+    return int(bool(faults))
+
+
+def one_run(ray: RayNodes, folder: Path, shots: list[Shot], results: list[Result]) -> list[str]:
+    """Shoot at one run, drain and judge it. Returns what is wrong with the run as a whole."""
+    run, began = HostsRun(ray, folder), time.monotonic()
+    try:
+        run.train({"run.steps": 100_000})
+        if run.works_after(began) is None:
+            results += [Result(shot=shot, outcome="not fired") for shot in shots[:1]]
+            return [f"did not start: {run.said()}"]
+        for shot in shots:
+            results.append(shoot(run, shot))
+            print(line_of(results[-1]), flush=True)
+            if results[-1].outcome == "stuck":
+                return []
+        code, seconds = run.drain()
+        gone = wait_until(lambda: not any(map(left_on, run.hosts)), 3.0)
+        left = [f"{host.name}: {' '.join(p.cmdline())[:90]}" for host in run.hosts for p in left_on(host)]
+        print(f"drained in {seconds:.1f} s, exit code {code}, {len(run.records)} records", flush=True)
+        faults = [] if code == 0 else [f"drain ended with {code}: {run.said()}"]
+        return faults + ([] if gone else [f"left after the drain: {left}"]) + run.faults()
+    finally:
+        run.ended()
+
+
+def shoot(run: HostsRun, shot: Shot) -> Result:
+    """Fire while the run works, and watch until it works again."""
+    time.sleep(random.random())
+    hit = fire(run, shot)
+    result = Result(shot=shot, outcome="recovered", empty_s=hit.empty_s, faults=list(hit.faults))
+    from_s = hit.from_s
+    if hit.ended:
+        if run.exit_code(20.0) is None:
+            result.faults.append("the command did not end")
+        result.outcome, from_s = "resumed", time.monotonic()
+        run.resume()
+    works = run.works_after(from_s)
+    if works is None and run.over and not hit.ended:
+        result.faults.append(f"the command ended with {run.exit_code(0)}: {run.said()}")
+        result.outcome, from_s = "resumed", time.monotonic()
+        run.resume()
+        works = run.works_after(from_s)
+    if works is None:
+        result.outcome = "stuck"
+        result.faults.append(f"{', '.join(run.missing_after(from_s))} did not work again: {run.said()}")
+    else:
+        result.works_s = round(works - from_s, 1)
+    return result
+
+
+def line_of(result: Result) -> str:
+    """One shot for people."""
+    times = [f"works after {result.works_s} s" if result.works_s is not None else ""]
+    times.append(f"host empty after {result.empty_s} s" if result.empty_s is not None else "")
+    wrong = "".join(f"\n    FAULT: {fault}" for fault in result.faults)
+    return f"{result.shot!s:<24} {result.outcome:<10} {', '.join(filter(None, times))}{wrong}"
+
+
+def table(results: list[Result]) -> list[str]:
+    """One line a kind."""
+    lines = [f"{'kind':<11} {'shots':>5} {'alone':>6} {'resumed':>8} {'works, s':>12} {'empty, s':>9} {'faults':>7}"]
+    for kind in sorted({result.shot.kind for result in results}):
+        own = [result for result in results if result.shot.kind == kind]
+        works = sorted(result.works_s for result in own if result.works_s is not None)
+        empty = [result.empty_s for result in own if result.empty_s is not None]
+        alone, resumed = (sum(result.outcome == word for result in own) for word in ("recovered", "resumed"))
+        spread = f"{works[len(works) // 2]:g} / {works[-1]:g}" if works else "-"
+        most, wrong = f"{max(empty):g}" if empty else "-", sum(bool(result.faults) for result in own)
+        lines.append(f"{kind:<11} {len(own):>5} {alone:>6} {resumed:>8} {spread:>12} {most:>9} {wrong:>7}")
+    return lines

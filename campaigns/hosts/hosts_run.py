@@ -1,0 +1,219 @@
+"""A run over the hosts of a laboratory, and what its processes did, by witnesses that the product does not know."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from campaigns.hosts.lab import Host, end
+from campaigns.hosts.ray_nodes import RayNodes
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 150.0
+"""For a run to start, or to work again, on a loaded machine."""
+SETTINGS = {
+    "run.name": "shots",
+    "run.advanced.restarts": 1000,
+    "engines.kind": "simulated",
+    "engines.advanced.restarts": 1000,
+    "engines.count": 2,
+    "engines.max_model_len": 512,
+    "training.ranks": 2,
+    "training.learning_rate": 2e-4,
+    "rollout.prompts_per_batch": 8,
+    "rollout.group_size": 4,
+    "sampling.max_tokens": 128,
+    "checkpoint.every": 50,
+    "cluster.advanced.trainer_hosts": 2,
+    "cluster.advanced.engine_hosts": 2,
+    "evaluation.every": 0,
+}
+ROLES = ("engine-0", "engine-1", "trainer-0", "trainer-1")
+WORKED = ("generate done", "close_batch done")
+
+
+class HostsRun:
+    """``streamrl train`` of the example on the first host of a laboratory, in ``folder``, which all hosts see."""
+
+    def __init__(self, ray: RayNodes, folder: Path) -> None:
+        self.ray, self.folder = ray, folder
+        self.hosts = ray.lab.hosts
+        self.records: list[dict[str, Any]] = []
+        self._place = 0
+        self.driver: subprocess.Popen[bytes] | None = None
+        folder.mkdir(parents=True)
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the run."""
+        return (self.folder / "runs" / "latest").resolve()
+
+    def train(self, settings: dict[str, object]) -> None:
+        """Start it from nothing."""
+        example = ROOT / "examples" / "sort"
+        paths = {
+            "run.directory": self.folder / "runs",
+            "model.path": example / "model",
+            "prompts.train": example / "train.jsonl",
+            "rewards.0.function": f"{example / 'reward.py'}:sorted_trace",
+        }
+        recipe = example / "recipe.toml"
+        self._start("train", recipe, *_overrides(paths | SETTINGS | settings))
+
+    def resume(self) -> None:
+        """Go on with what there is."""
+        self._start("resume", self.directory)
+
+    def _start(self, *command: object) -> None:
+        path = [self.folder, ROOT / "benchmarks" / "chaos_tap", self.ray.environment["PYTHONPATH"], ROOT]
+        variables = self.ray.environment | {
+            "PYTHONPATH": ":".join(map(str, path)),
+            "STREAMRL_CHAOS_TAP": str(self.folder / "tap.jsonl"),
+        }
+        line = (self.ray.python, "-m", "streamrl", *command, "--cluster", self.ray.address)
+        with (self.folder / "output").open("ab") as output:
+            self.driver = self.hosts[0].popen(
+                line, variables, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            )
+
+    @property
+    def over(self) -> bool:
+        """Whether the command has ended."""
+        return self.driver is None or self.driver.poll() is not None
+
+    def said(self) -> str:
+        """The last that it printed."""
+        lines = (self.folder / "output").read_text(errors="replace").splitlines()
+        return " | ".join(line for line in lines[-6:] if "⠀" not in line)[-600:]
+
+    def read(self) -> list[dict[str, Any]]:
+        """New lines of the witnesses."""
+        path = self.folder / "tap.jsonl"
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            file.seek(self._place)
+            whole = file.read().rpartition(b"\n")[0]
+        self._place += len(whole) + bool(whole)
+        new = [json.loads(line) for line in whole.splitlines() if line]
+        self.records += new
+        return new
+
+    def works_after(self, at_s: float) -> float | None:
+        """When every engine had sampled and every rank had stepped again after ``at_s``; None: not within patience, or
+        the command has ended."""
+        first: dict[str, float] = {}
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            self.read()
+            for record in reversed(self.records):
+                if record["t"] <= at_s:
+                    break
+                if record["kind"] in WORKED and record.get("tokens", 1):
+                    first[record["role"]] = record["t"]
+            if set(ROLES) <= set(first):
+                return max(first.values())
+            if self.over:
+                return None
+            time.sleep(0.1)
+        return None
+
+    def missing_after(self, at_s: float) -> list[str]:
+        """Engines and ranks that have not worked since."""
+        worked = {record["role"] for record in self.records if record["t"] > at_s and record["kind"] in WORKED}
+        return [role for role in ROLES if role not in worked]
+
+    def drain(self, limit_s: float = 90.0) -> tuple[int | None, float]:
+        """Ask it to end; its exit code (None: it did not within the limit), and how long that took."""
+        assert self.driver is not None
+        began = time.monotonic()
+        end(self.driver_processes(), signal.SIGTERM)
+        return self.exit_code(limit_s), time.monotonic() - began
+
+    def exit_code(self, limit_s: float) -> int | None:
+        """Exit code of the command; None: it has not ended within ``limit_s``."""
+        assert self.driver is not None
+        wait_until(lambda: self.over, limit_s)
+        return self.driver.poll()
+
+    def driver_processes(self) -> list[psutil.Process]:
+        """The command, on its host."""
+        return self.hosts[0].processes("-m streamrl ")
+
+    def ended(self) -> None:
+        """End everything of it by force."""
+        for host in self.hosts:
+            end(left_on(host))
+        if self.driver is not None:
+            self.driver.wait()
+
+    def faults(self) -> list[str]:
+        """What is wrong with the accounts of the run: by its journal, and by what ranks trained."""
+        self.read()
+        line = (self.ray.python, "-m", "streamrl", "show", self.directory, "--json")
+        text = self.hosts[0].run(line, {"PYTHONPATH": str(ROOT)})
+        summary = json.loads(text[text.index("{") :])["summary"]
+        accounts = summary["accounting"]
+        dropped = sum(accounts["dropped"].values())
+        found = [f"control: {one}" for one in summary["violations"]]
+        if accounts["issued"] != accounts["trained"] + dropped + accounts["in_flight"]:
+            found.append(f"accounts do not balance: {accounts}")
+        trained = trained_of(self.records, ROLES[2:])
+        for identity, versions in trained.items():
+            if len(versions) > 1:
+                found.append(f"{identity} was trained for versions {sorted(versions)}")
+        if len(trained) != accounts["trained"]:
+            found.append(f"ranks trained {len(trained)} trajectories, the journal counts {accounts['trained']}")
+        return found[:5]
+
+
+def trained_of(records: list[dict[str, Any]], ranks: tuple[str, ...]) -> dict[str, set[int]]:
+    """Versions for which each trajectory was trained, by the life of each rank that made them last."""
+    trained: dict[str, set[int]] = {}
+    for rank in ranks:
+        made: dict[int, list[str]] = {}
+        batches: dict[tuple[int, int], list[str]] = {}
+        for record in sorted((one for one in records if one["role"] == rank), key=lambda one: float(one["t"])):
+            if record["kind"] == "train_group":
+                names = ["/".join(map(str, one[:4])) for one in record["ids"]]
+                batches.setdefault((record["pid"], record["batch"]), []).extend(names)
+            elif record["kind"] == "close_batch done":
+                version = record["version"]
+                ids = batches.pop((record["pid"], record["batch_id"]), [])
+                made = {one: names for one, names in made.items() if one < version} | {version: ids}
+        for version, names in made.items():
+            for name in names:
+                trained.setdefault(name, set()).add(version)
+    return trained
+
+
+def left_on(host: Host) -> list[psutil.Process]:
+    """Processes of runs on a host: those that are not Ray's own."""
+    own = ("/ray/", "ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray.util.client", "ray::SPILL")
+    found = []
+    for process in host.processes():
+        line = " ".join(process.cmdline() or ["(ended)"])
+        if line != "(ended)" and not any(word in line for word in own):
+            found.append(process)
+    return found
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float) -> bool:
+    """Whether it holds within ``limit_s``."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _overrides(settings: dict[str, object]) -> list[str]:
+    return [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]

@@ -1,0 +1,223 @@
+"""Shots at a run over hosts: what each kind does, and what must be true at once."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+
+import msgspec
+import psutil
+
+from campaigns.hosts.hosts_run import HostsRun, left_on, wait_until
+from campaigns.hosts.lab import Host, end
+
+LEASE_S = 10.0
+MARGIN_S = 2.0
+SEEN_S = 1.0
+"""How late this process may see that something is gone."""
+
+
+class Shot(msgspec.Struct, frozen=True, kw_only=True):
+    """``at``: ``head``, or ``engine`` or ``rank``, for the host besides the head's that has one (the run moves them)."""
+
+    kind: str
+    at: str
+    seconds: float = 0.0
+    ways: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        words = [self.kind, self.at, *self.ways, f"{self.seconds:g} s" if self.seconds else ""]
+        return " ".join(word for word in words if word)
+
+
+class Hit(msgspec.Struct, kw_only=True):
+    """``ended``: the run is over by this and is to be resumed. ``empty_s``: when the host, or all, had no process of
+    the run any more. ``from_s``: from when on the run is to work again."""
+
+    from_s: float = 0.0
+    ended: bool = False
+    empty_s: float | None = None
+    faults: list[str] = []
+
+
+PROCESSES = {
+    "engine": ("streamrl.launch engine",),
+    "rank": ("streamrl.launch trainer",),
+    "controller": ("streamrl.launch controller",),
+    "reward": ("streamrl.launch reward",),
+    "agent": ("ray::RayAgent",),
+    "lease": ("streamrl.launch.launchers.lease",),
+    "driver": ("-m streamrl ", "--cluster"),
+    "raylet": ("raylet/raylet",),
+    "gcs": ("gcs_server",),
+}
+WIRES = {"loss": "loss 0.05", "delay": "delay 0.1", "rate": "rate 20e6"}
+
+
+def aim(run: HostsRun, at: str) -> Host:
+    """The host that is meant; where there is none, one with anything of the run."""
+    head, *others = run.hosts
+    if at == "head":
+        return head
+    order = sorted(others, key=lambda host: (not host.processes(*PROCESSES[at]), not left_on(host)))
+    return order[0]
+
+
+def fire(run: HostsRun, shot: Shot) -> Hit:
+    """Carry out a shot. Returns when its fault is over."""
+    host = aim(run, shot.at)
+    special: dict[str, Callable[[HostsRun, Host, Shot], Hit]] = {
+        "stop": _stop,
+        "cut": _cut,
+        "host": _kill_host,
+        "raylet": _kill_raylet,
+        "gcs": _end_cluster,
+        "head": _end_cluster,
+        "driver": _kill_driver,
+    }
+    if shot.kind in WIRES:
+        host.impair(WIRES[shot.kind], *shot.ways)
+        time.sleep(shot.seconds)
+        host.heal()
+        return Hit(from_s=time.monotonic())
+    if shot.kind in special:
+        return special[shot.kind](run, host, shot)
+    began = time.monotonic()
+    victims = host.processes(*PROCESSES[shot.kind])
+    end(victims)
+    hit = Hit(from_s=began, faults=[] if victims else [f"there was no {shot.kind} on {host.name}"])
+    if shot.kind in ("agent", "lease"):
+        hit.empty_s = _gone([host], {p.pid for p in left_on(host)} - {p.pid for p in run.driver_processes()}, began)
+    return hit
+
+
+def _stop(run: HostsRun, host: Host, shot: Shot) -> Hit:
+    """SIGSTOP of an agent, for less or more than its lease."""
+    began = time.monotonic()
+    agents = host.processes(*PROCESSES["agent"])
+    before = {process.pid for process in _of_agent(run, host)}
+    end(agents, signal.SIGSTOP)
+    hit = Hit()
+    if shot.seconds > LEASE_S:
+        hit = _fenced(host, before, began)
+    time.sleep(max(began + shot.seconds - time.monotonic(), 0.0))
+    end(agents, signal.SIGCONT)
+    hit.from_s = time.monotonic()
+    return hit
+
+
+def _cut(run: HostsRun, host: Host, shot: Shot) -> Hit:
+    before = {process.pid for process in _of_agent(run, host)}
+    began = time.monotonic()
+    host.cut(*shot.ways)
+    hit = _fenced(host, before, began) if shot.seconds > LEASE_S else Hit()
+    time.sleep(max(began + shot.seconds - time.monotonic(), 0.0))
+    host.heal()
+    hit.from_s = time.monotonic()
+    return hit
+
+
+def _kill_host(run: HostsRun, host: Host, shot: Shot) -> Hit:
+    """The host is gone, and another life of it joins."""
+    host.kill()
+    time.sleep(shot.seconds)
+    host.boot()
+    run.ray.start([host])
+    return Hit(from_s=time.monotonic())
+
+
+def _kill_raylet(run: HostsRun, host: Host, shot: Shot) -> Hit:
+    before = {process.pid for process in _of_agent(run, host)}
+    began = time.monotonic()
+    end(host.processes(*PROCESSES["raylet"]))
+    hit = _fenced(host, before, began)
+    end([process for process in host.processes("ray") if process not in left_on(host)])
+    run.ray.start([host])
+    hit.from_s = time.monotonic()
+    return hit
+
+
+def _kill_driver(run: HostsRun, host: Host, shot: Shot) -> Hit:
+    before = {process.pid for one in run.hosts for process in left_on(one)}
+    began = time.monotonic()
+    end(run.driver_processes())
+    hit = Hit(ended=True, empty_s=_gone(run.hosts, before, began))
+    return _judged(run.hosts, hit)
+
+
+def _end_cluster(run: HostsRun, host: Host, shot: Shot) -> Hit:
+    """The head is gone: the host with all that runs there, or Ray's store alone, of which the run learns late."""
+    began = time.monotonic()
+    others = [one for one in run.hosts if one is not host]
+    if shot.kind == "head":
+        host.kill()
+        hit = _judged(others, Hit(ended=True, empty_s=_gone(others, None, began)))
+    else:
+        end(host.processes(*PROCESSES["gcs"]))
+        run.exit_code(120.0)
+        ended = time.monotonic()
+        hit = _judged(run.hosts, Hit(ended=True, empty_s=_gone(run.hosts, None, ended)))
+        host.kill()
+    host.boot()
+    for one in others:
+        one.kill()
+        one.boot()
+    run.ray.start()
+    return hit
+
+
+def _of_agent(run: HostsRun, host: Host) -> list[psutil.Process]:
+    """Processes that an agent and its lease are to end."""
+    words = ("streamrl.launch engine", "streamrl.launch trainer", "ray::RayAgent")
+    return [process for process in left_on(host) if any(word in " ".join(process.cmdline()) for word in words)]
+
+
+def _fenced(host: Host, before: set[int], began: float) -> Hit:
+    return _judged([host], Hit(empty_s=_gone([host], before, began)))
+
+
+def _gone(hosts: list[Host], of: set[int] | None, began: float) -> float | None:
+    """Seconds until none of these processes (None: none at all of a run) lives; None: some do for too long."""
+
+    def none() -> bool:
+        living = {process.pid for host in hosts for process in left_on(host)}
+        return not (living if of is None else living & of)
+
+    limit = began + LEASE_S + MARGIN_S + SEEN_S - time.monotonic()
+    return round(time.monotonic() - began, 1) if wait_until(none, max(limit, 1.0)) else None
+
+
+def _judged(hosts: list[Host], hit: Hit) -> Hit:
+    if hit.empty_s is None:
+        left = [f"{host.name}: {' '.join(p.cmdline())[:90]}" for host in hosts for p in left_on(host)]
+        hit.faults = [*hit.faults, f"{LEASE_S + MARGIN_S:g} s later there is still {left}"]
+    return hit
+
+
+def plan(count: int, seed: int, kinds: list[str]) -> list[Shot]:
+    """``count`` shots, of every kind in turns (or of ``kinds``), in an order of ``seed``."""
+    both = ("engine", "rank")
+    every = [
+        *(Shot(kind=kind, at=at) for kind in both for at in (kind, "head")),
+        *(Shot(kind=kind, at="head") for kind in ("controller", "reward", "driver", "agent", "head", "gcs")),
+        *(Shot(kind=kind, at=at) for kind in ("agent", "raylet", "host") for at in both),
+        Shot(kind="lease", at="engine"),
+        Shot(kind="host", at="engine", seconds=15.0),
+        *(Shot(kind="stop", at=at, seconds=seconds) for at in both for seconds in (5.0, 20.0)),
+        *(
+            Shot(kind="cut", at=at, seconds=seconds, ways=ways)
+            for at in both
+            for seconds in (5.0, 20.0)
+            for ways in ((), ("out",), ("in",))
+        ),
+        *(Shot(kind=kind, at=at, seconds=15.0) for kind in WIRES for at in both),
+    ]
+    chosen = [shot for shot in every if not kinds or shot.kind in kinds]
+    order = random.Random(seed)
+    shots: list[Shot] = []
+    while len(shots) < count:
+        order.shuffle(chosen)
+        shots += chosen
+    return shots[:count]
