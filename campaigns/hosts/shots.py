@@ -20,7 +20,7 @@ SEEN_S = 1.0
 
 
 class Shot(msgspec.Struct, frozen=True, kw_only=True):
-    """``at``: ``head``, or ``engine`` or ``rank``, for the host besides the head's that has one (the run moves them)."""
+    """``at``: ``head``, or ``engine``, ``rank``: a host besides the head that has one (the run moves them)."""
 
     kind: str
     at: str
