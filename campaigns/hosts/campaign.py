@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -51,6 +52,7 @@ def run_campaign(arguments: argparse.Namespace) -> int:
     if reason := why_not():
         print(f"no laboratory: {reason}")
         return 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the laboratory ends with it
     began, shots = time.monotonic(), plan(arguments.shots, arguments.seed, arguments.kinds)
     shutil.rmtree(arguments.out, ignore_errors=True)
     results: list[Result] = []
