@@ -59,6 +59,7 @@ class EnginePool:
         self._drained = {name: {UNAVAILABLE} for name in unavailable}
         self._emptied = {name: anyio.Event() for name in self.names}
         self._router = Router(self.names)
+        self._choose_serving()
         self._waiting: dict[str, anyio.Event] = {}
         self._like: EngineReady | None = None
         self._past = EngineLoad()
@@ -72,8 +73,11 @@ class EnginePool:
 
     @property
     def serving(self) -> tuple[str, ...]:
-        """Names of the engines that are sent requests."""
-        return tuple(name for name in self.names if name not in self._drained)
+        """Names of the engines that are sent requests: one tuple until that changes."""
+        return self._serving
+
+    def _choose_serving(self) -> None:
+        self._serving = tuple(name for name in self.names if name not in self._drained)
 
     def serving_engines(self) -> dict[str, Engine]:
         """Return the engines that are sent requests, by name: all of them hold the live version."""
@@ -180,6 +184,7 @@ class EnginePool:
         when it was readmitted for every reason."""
         for name in names:
             self._drained.setdefault(name, set()).add(reason)
+        self._choose_serving()
 
     async def drain(self, name: str, reason: str) -> None:
         """Send ``name`` no more requests and cut those that it serves; returns when it serves none. Requests of a lost
@@ -201,6 +206,7 @@ class EnginePool:
         reasons.discard(reason)
         if not reasons:
             self._drained.pop(name, None)
+            self._choose_serving()
             for waiting in self._waiting.values():
                 waiting.set()
 

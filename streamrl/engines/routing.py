@@ -4,6 +4,7 @@ and the simulator use the same ``Router``."""
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
 import msgspec
@@ -17,6 +18,9 @@ V = TypeVar("V")
 SIBLING_SLACK = 8
 """How many more open requests than the idlest engine one may have and still get the siblings of its prompt, and the
 later turns of its trajectories."""
+
+MOST_STALE = 16
+"""Ranked loads for each engine, those that no longer hold included, before the ranking is made again."""
 
 REMEMBERED_PROMPTS = 4096
 REMEMBERED_TRAJECTORIES = 16_384
@@ -47,6 +51,9 @@ class Router(Generic[E]):
         self._siblings: dict[Hashable, E] = {}
         self._moves: dict[str, E] = {}
         self._turns: dict[str, E] = {}
+        self._ranked: tuple[E, ...] = ()
+        self._places: dict[E, int] = {}
+        self._ranking: list[tuple[int, int, int]] = []  # (tokens, requests, place): those now, and stale ones
 
     def choose(self, request_id: str, prompt: Hashable, serving: Sequence[E], paused: Collection[E] = ()) -> E:
         """Return one of the engines ``serving``, the first of equals. Requests with equal ``prompt`` are siblings. An
@@ -58,7 +65,7 @@ class Router(Generic[E]):
         before = self._turns.get(whole)
         if before is not None and paused:
             serving = [engine for engine in serving if engine not in paused] or serving
-        idlest = min(serving, key=lambda engine: (self._open_tokens[engine], self._open_requests[engine]))
+        idlest = self._idlest(serving)
         if before is not None:
             return before if self._serves_near(before, idlest, serving) else idlest
         sibling = self._siblings.pop(prompt, idlest)
@@ -67,20 +74,50 @@ class Router(Generic[E]):
         forget_oldest(self._siblings)
         return chosen
 
+    def _idlest(self, serving: Sequence[E]) -> E:
+        """Return the first of those with the fewest open tokens and requests. All are looked at unless ``serving`` is
+        the tuple of the last time: with a thousand engines a choice costs as much as with eight."""
+        if not isinstance(serving, tuple):
+            return min(serving, key=self._load)
+        if serving is not self._ranked:
+            self._ranked, self._places = serving, {engine: place for place, engine in enumerate(serving)}
+            self._ranking = [(*self._load(engine), place) for place, engine in enumerate(serving)]
+            heapify(self._ranking)
+        ranking = self._ranking
+        while True:  # ends: the load of each engine now is in it
+            tokens, requests, place = ranking[0]
+            engine: E = serving[place]
+            if (tokens, requests) == self._load(engine):
+                return engine
+            heappop(ranking)
+
+    def _load(self, engine: E) -> tuple[int, int]:
+        return self._open_tokens[engine], self._open_requests[engine]
+
+    def _changed(self, engine: E) -> None:
+        place = self._places.get(engine)
+        if place is not None:
+            heappush(self._ranking, (*self._load(engine), place))
+            if len(self._ranking) > MOST_STALE * len(self._places):
+                self._ranked, self._places, self._ranking = (), {}, []
+
     def _serves_near(self, engine: E, idlest: E, serving: Sequence[E]) -> bool:
-        return engine in serving and self._open_requests[engine] <= self._open_requests[idlest] + SIBLING_SLACK
+        serves = engine in (self._places if serving is self._ranked else serving)
+        return serves and self._open_requests[engine] <= self._open_requests[idlest] + SIBLING_SLACK
 
     def opened(self, request: ServedRequest[E]) -> None:
         """Count ``request`` as open on its engine."""
         self._served[request.request_id] = request
         self._open_requests[request.engine] += 1
         self._open_tokens[request.engine] += request.most_tokens
+        self._changed(request.engine)
 
     def closed(self, request_id: str) -> None:
         """Count it as open no more: it was answered, or failed."""
         served = self._served.pop(request_id)
         self._open_requests[served.engine] -= 1
         self._open_tokens[served.engine] -= served.most_tokens
+        self._changed(served.engine)
 
     def move(self, request_id: str, to: E) -> None:
         """Send its next part to ``to``."""

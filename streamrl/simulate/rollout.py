@@ -73,7 +73,7 @@ class SimulatedRollout:
         self._most_tokens = model.engines.prompt_tokens + max_tokens
         self._in_use = model.engines.count
         self._freed: set[int] = set()
-        self.serving = list(range(self._in_use))
+        self.serving = tuple(range(self._in_use))
         self._dirty: set[int] = set()
         self._reported: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
         self._round_costs()
@@ -170,7 +170,7 @@ class SimulatedRollout:
         )
 
     def _choose_serving(self) -> None:
-        self.serving = [index for index in range(self._in_use) if index not in self._freed]
+        self.serving = tuple(index for index in range(self._in_use) if index not in self._freed)
 
     def arrived(self, request: Request) -> None:
         """The front end of its engine took a request."""

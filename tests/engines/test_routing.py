@@ -27,7 +27,9 @@ class Walk:
 
     def __init__(self, router: Router[int]) -> None:
         self.router, self.serving, self.paused = router, set(range(ENGINES)), set[int]()
+        self.order = tuple(range(ENGINES))  # the same tuple until another engine serves, as a pool has it
         self.parts: dict[str, int] = {}
+        self.prompts = set[str]()
         self.open: dict[str, int] = {}  # engine of a request, by its trajectory
         self.between: dict[str, None] = {}  # trajectories between two turns
         self.before: dict[str, int] = {}  # engine of the turn before, unless that was lost
@@ -54,6 +56,7 @@ class Walk:
                     self.router.ended(whole)
             case "serve" if self.serving != {engine}:
                 self.serving ^= {engine}
+                self.order = tuple(sorted(self.serving))
             case "pause":
                 self.paused ^= {engine}
             case "lose":  # and started again
@@ -63,14 +66,17 @@ class Walk:
 
     def submit(self, whole: str) -> None:
         part = self.parts[whole] = self.parts.get(whole, -1) + 1
-        serving, loads = sorted(self.serving), [list(self.open.values()).count(one) for one in range(ENGINES)]
+        serving, loads = self.order, [list(self.open.values()).count(one) for one in range(ENGINES)]
         chosen = self.router.choose(part_id(whole, part), whole[0], serving, self.paused)
         assert chosen in serving
         if (before := self.before.get(whole)) is not None:
-            awake = [one for one in serving if one not in self.paused] or serving
+            awake = [one for one in serving if one not in self.paused] or list(serving)
             least = min(loads[one] for one in awake)
             near = before in awake and loads[before] <= least + SIBLING_SLACK
             assert chosen == before if near else loads[chosen] == least and chosen in awake
+        elif whole[0] not in self.prompts:
+            assert chosen == min(serving, key=loads.__getitem__), "the idlest, the first of equals"
+        self.prompts.add(whole[0])
         request = {"request_id": part_id(whole, part), "prompt": 4, "sampled": 0, "most_tokens": 9, "since": 0.0}
         self.router.opened(ServedRequest(engine=chosen, **request))  # type: ignore[arg-type]
         self.open[whole] = chosen
@@ -104,12 +110,19 @@ class NeverForgets(Router[int]):
         return
 
 
-@pytest.mark.parametrize("wrong", [ByPromptOnly, NeverForgets])
+class RanksOnce(Router[int]):
+    """The planted bug: loads are ranked when the engines change, and no request moves one."""
+
+    def _changed(self, engine: int) -> None:
+        return
+
+
+@pytest.mark.parametrize("wrong", [ByPromptOnly, NeverForgets, RanksOnce])
 def test_the_walk_finds_a_router_that_is_wrong(wrong: Callable[[range], Router[int]]) -> None:
     def fails(script: Script) -> bool:
         try:
             walk(wrong(range(ENGINES)), script)
-        except AssertionError:
+        except (AssertionError, IndexError):
             return True
         return False
 
