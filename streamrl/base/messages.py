@@ -53,13 +53,15 @@ class WeightAnnouncement(Record, frozen=True):
 
     ``state_hash`` is the 64-bit additive hash of all weights at ``policy_version`` (sum over ranks mod 2**64).
     ``probe_logprobs``: what the trainer found for the tokens of ``config.canary`` by the version before this one
-    (empty: it was not asked)."""
+    (empty: it was not asked). ``peers``: endpoints of engines that have the version or are receiving it, which
+    are to be asked before ``sources``, in this order (``weights.relay``)."""
 
     policy_version: int
     base_version: int | None
     state_hash: int
     sources: tuple[WeightSource, ...]
     probe_logprobs: tuple[float, ...] = ()
+    peers: tuple[str, ...] = ()
 
 
 def announcement_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import anyio
@@ -18,14 +19,20 @@ from streamrl.engines.remote_engine import ENGINE_FAILURE
 
 Orders = ReceiveStream[messages.EngineOrder]
 Events = SendStream[messages.EngineEvent]
+Routed = Callable[[messages.WeightAnnouncement], messages.WeightAnnouncement]
 
 LOAD_SECONDS = 0.2
 LAST_EVENT_SECONDS = 1.0
 
 
-async def serve_engine(engine: WatchedEngine, streams: AbstractAsyncContextManager[tuple[Orders, Events]]) -> None:
+async def serve_engine(
+    engine: WatchedEngine,
+    streams: AbstractAsyncContextManager[tuple[Orders, Events]],
+    routed: Routed = lambda announced: announced,
+) -> None:
     """Start ``engine``, then open the ``streams`` to the controller (its orders, and the answers to it: vLLM may fork,
-    and no socket may be open then). Carry out orders until they end, stop the engine, end the answers.
+    and no socket may be open then). Carry out orders until they end, stop the engine, end the answers. ``routed``: what
+    is announced to the workers in place of an announcement.
 
     Raises ``EngineError`` when the engine died, whose cause is the last event of the stream, and ``StreamBroken`` when
     the controller did: alone, not in groups."""
@@ -33,7 +40,7 @@ async def serve_engine(engine: WatchedEngine, streams: AbstractAsyncContextManag
         ready = msgspec.structs.replace(await engine.start(), pid=os.getpid())
         async with streams as (orders, events):
             try:
-                await _serve(engine, ready, orders, events)
+                await _serve(engine, ready, orders, events, routed)
             except EngineError as error:
                 with anyio.move_on_after(LAST_EVENT_SECONDS, shield=True):
                     await _send_last(events, str(error))
@@ -53,7 +60,9 @@ async def _send_last(events: Events, reason: str) -> None:
         return  # the controller is gone; the error itself is raised
 
 
-async def _serve(engine: WatchedEngine, ready: messages.EngineReady, orders: Orders, events: Events) -> None:
+async def _serve(
+    engine: WatchedEngine, ready: messages.EngineReady, orders: Orders, events: Events, routed: Routed
+) -> None:
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(engine.watch)  # it may die before the controller is there
@@ -67,6 +76,9 @@ async def _serve(engine: WatchedEngine, ready: messages.EngineReady, orders: Ord
                 elif isinstance(order, messages.Abort):
                     group.start_soon(engine.abort, order.request_ids)
                 else:
+                    announced = order.arguments.get("announcement")
+                    if isinstance(announced, messages.WeightAnnouncement):
+                        order.arguments["announcement"] = routed(announced)
                     group.start_soon(_call, engine, order, events)
             group.cancel_scope.cancel()
     except BaseExceptionGroup as errors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import ZmqReceiveStream, ZmqSendStream, zmq_receiver, zmq_sender
 from streamrl.contracts import WatchedEngine
 from streamrl.engines.engine_host import serve_engine
+from streamrl.engines.push.relay_tree import relay_endpoint
 from streamrl.engines.vllm.options import EngineOptions, engine_options
 from streamrl.launch.supervise.child import ChildContext, RoleMain
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
@@ -31,6 +32,9 @@ from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.recipe.topology import RENDEZVOUS, RENDEZVOUS_FILE, ProcessPlan, Role, Topology, judge_socket
 from streamrl.rewards.judge.gate import JudgeEvent, JudgeOrder
 from streamrl.rewards.reward_messages import RewardOrder, RewardResult
+from streamrl.weights.relay.relay import Relay
+
+Streams = tuple[ZmqReceiveStream[Any], ZmqSendStream[Any]]
 
 
 def role_main(role: Role) -> RoleMain:
@@ -51,7 +55,7 @@ def role_main(role: Role) -> RoleMain:
 @asynccontextmanager
 async def controller_streams(
     topology: Topology, name: str, orders: tuple[str, Any], events: tuple[str, Any]
-) -> AsyncIterator[tuple[ZmqReceiveStream[Any], ZmqSendStream[Any]]]:
+) -> AsyncIterator[Streams]:
     """Open the two streams of the process ``name`` to the controller: its orders, and what it says. Each is given as
     (stream, type of its items)."""
     (orders_stream, order_type), (events_stream, event_type) = orders, events
@@ -72,7 +76,20 @@ async def run_engine(context: ChildContext) -> None:
     engine = engine_of(context.recipe, context.plan, context.socket_directory)
     name = context.plan.name
     streams = controller_streams(context.topology, name, ("orders", EngineOrder), ("completions", EngineEvent))
-    await serve_engine(engine, streams)
+    endpoint = relay_endpoint(context.topology, name)
+    if not endpoint:
+        await serve_engine(engine, streams)
+    else:
+        relay = Relay(endpoint, f"ipc://{context.socket_directory / name}.relay")
+        await serve_engine(engine, _beside(relay, streams), relay.through)
+
+
+@asynccontextmanager
+async def _beside(relay: Relay, streams: AbstractAsyncContextManager[Streams]) -> AsyncIterator[Streams]:
+    """Open ``relay``, then ``streams``: no socket may be open before vLLM has forked."""
+    with relay:
+        async with streams as opened:
+            yield opened
 
 
 def engine_of(recipe: Recipe, plan: ProcessPlan, sockets: Path) -> WatchedEngine:

@@ -131,7 +131,7 @@ async def _train(
     episodes, reward = await open_episodes(recipe, processes, record.journal, held_out, emit), processes.reward
     # What the controller asks: for prompts, for a push of weights, for a checkpoint, for an evaluation.
     prompts = training_prompts(recipe, processes.tokenizer, start=record.control.state.prompts.drawn)
-    sync = await open_weight_sync(recipe, processes, episodes, watch.waits)
+    sync = await open_weight_sync(recipe, run_directory, processes, episodes, watch.waits)
     saved, score = run_directory / "checkpoints", next(iter(held_out.sets), "")
     limit = recipe.evaluation.regular[1]
     keeper = CheckpointKeeper(trainer, saved, recipe.checkpoint, held=version, limit=limit, score=score)

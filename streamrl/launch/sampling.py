@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import anyio.to_thread
 
@@ -10,6 +11,7 @@ from streamrl.base.run_events import RunWarning
 from streamrl.base.types import token_array
 from streamrl.base.waits import Waits
 from streamrl.contracts import Journal
+from streamrl.engines.push.relay_tree import RelayTree, relay_places
 from streamrl.engines.push.verify import canary_of
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.vllm.batch_invariance import PROBES, batch_invariant
@@ -17,6 +19,7 @@ from streamrl.engines.vllm.options import installed_device
 from streamrl.launch.processes import Emit, Processes
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.sections import Recipe
+from streamrl.recipe.topology import read_topology
 from streamrl.run.evaluate.evaluation import HeldOut
 from streamrl.run.prompts.mixed_prompts import MixedPrompts
 from streamrl.run.prompts.prompt_spec import prompt_sources
@@ -65,7 +68,9 @@ def capacity(recipe: Recipe, processes: Processes) -> int:
     return min(processes.ready.max_num_seqs, recipe.batch_trajectories)
 
 
-async def open_weight_sync(recipe: Recipe, processes: Processes, episodes: Episodes, waits: Waits) -> WeightSync:
+async def open_weight_sync(
+    recipe: Recipe, run_directory: Path, processes: Processes, episodes: Episodes, waits: Waits
+) -> WeightSync:
     """Return what makes versions live on the engines, also on those that start later."""
     sync = WeightSync(
         processes.pool.attached,
@@ -76,6 +81,7 @@ async def open_weight_sync(recipe: Recipe, processes: Processes, episodes: Episo
         on_failure=processes.hosts.on_failure,
         canary=await anyio.to_thread.run_sync(canary_of, recipe, installed_device()),
         waits=waits,
+        routed=RelayTree(lambda: relay_places(read_topology(run_directory))).routed,
     )
     processes.hosts.set_weight_sync(sync)
     attached, paused = processes.pool.attached, sync.paused_engines

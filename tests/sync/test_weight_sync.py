@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 import anyio
 import pytest
@@ -99,6 +99,7 @@ class Run:
         self.failed: dict[Engine, str] = {}
         self.pauses: list[bool] = []
         self.waits = Waits()
+        self.routes: list[tuple[int | None, str, tuple[str, ...]]] = []
         self.sync = WeightSync(
             {f"engine-{index}": engine for index, engine in enumerate(engines)},
             self.trainer.publish_anchor,
@@ -107,7 +108,12 @@ class Run:
             on_pause=self.pauses.append,
             on_failure=self.on_failure if tolerates else None,
             waits=self.waits,
+            routed=self.routed,
         )
+
+    def routed(self, announced: WeightAnnouncement, name: str, engines: Collection[str]) -> WeightAnnouncement:
+        self.routes.append((announced.base_version, name, tuple(engines)))
+        return announced
 
     def on_failure(self, engine: Engine, reason: str) -> bool:
         self.failed[engine] = reason
@@ -121,6 +127,11 @@ async def test_an_engine_on_another_base_is_reanchored_and_the_others_take_the_d
     run = Run(Recorded(4), Recorded(2))
     assert ((await run.sync.push(announced(5, 4))).reanchored, run.trainer.asked) == (1, [5])
     assert (await run.sync.push(announced(6, 5))).reanchored == 0, "after the anchor both hold the same base"
+    await run.sync.admit("engine-9", Recorded(-1))
+    both, joined = ("engine-0", "engine-1"), ("engine-9", ("engine-0", "engine-1"))
+    delta = [(base, name, both) for base in (4, 5) for name in both]
+    anchor = [(None, "engine-1", ("engine-1",))]
+    assert run.routes == [*delta[:2], *anchor, *delta[2:], (5, *joined), (None, *joined)]
 
 
 async def test_an_engine_goes_on_as_soon_as_it_has_committed_whatever_the_others_do() -> None:

@@ -51,9 +51,10 @@ def changed(bits: Bits, seed: int, density: float = 0.05) -> Bits:
 class SmallPush:
     """One rank's publisher and one receiver's replica, at the same version after ``begin``."""
 
-    def __init__(self, directory: Path, *, run_id: str = "run", **options: Any) -> None:
+    def __init__(self, directory: Path, *, run_id: str = "run", endpoint: str = "", **options: Any) -> None:
         shards = [ShardSpec(name, dtype, shape, 0, int(np.prod(shape))) for name, (dtype, shape) in TENSORS.items()]
-        self.publisher = WeightPublisher(f"ipc://{directory}/{run_id}", run_id=run_id, rank=0, shards=shards, **options)
+        endpoint = endpoint or f"ipc://{directory}/{run_id}"
+        self.publisher = WeightPublisher(endpoint, run_id=run_id, rank=0, shards=shards, **options)
         self.publisher.start()
         self.replica = CheckpointReplica()
         self.bits = random_bits(0)

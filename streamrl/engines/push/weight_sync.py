@@ -9,7 +9,7 @@ to the live version while the others sample, and pushed to from then on. Otherwi
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
@@ -23,6 +23,8 @@ from streamrl.engines.push.verify import WeightCanary
 from streamrl.recipe.scheduling import InFlight
 
 Limit = Callable[[], AbstractContextManager[None]]
+Routed = Callable[[WeightAnnouncement, str, Collection[str]], WeightAnnouncement]
+"""The announcement of a version to an engine, given its name and those that take the version with it, or hold it."""
 
 
 class WeightSync:
@@ -34,7 +36,7 @@ class WeightSync:
 
     ``canary``: compares what engines compute after each push with what the trainer does; it needs ``run``. Engines
     beyond its limit take the next version as an anchor; one that is beyond it even then ends the run. ``waits``: where
-    each wait for an engine is named while it lasts.
+    each wait for an engine is named while it lasts. ``routed``: see ``push.relay_tree``.
 
     ``push``, ``pause``, ``resume`` and the last step of ``admit`` exclude each other. ``on_version_left`` is called
     where no engine holds what is live and none can be brought to it: only the next version helps."""
@@ -50,6 +52,7 @@ class WeightSync:
         on_failure: Callable[[Engine, str], bool] | None = None,
         canary: WeightCanary | None = None,
         waits: Waits | None = None,
+        routed: Routed = lambda announced, _name, _engines: announced,
     ) -> None:
         self._engines = {engine: name for name, engine in engines.items()}
         self._anchor = anchor
@@ -59,6 +62,7 @@ class WeightSync:
         self._on_failure = on_failure
         self._canary = canary
         self._waits = waits or Waits()
+        self._routed = routed
         self._live: WeightAnnouncement | None = None
         self._pushed = anyio.Event()
         self._paused = False  # ahead of a push
@@ -112,25 +116,24 @@ class WeightSync:
         refusals: dict[Engine, WeightError] = {}
         staged_at = started
 
-        async def take(engine: Engine, version: WeightAnnouncement) -> None:
+        async def take(engine: Engine, version: WeightAnnouncement, names: Mapping[Engine, str]) -> None:
             nonlocal staged_at
             try:
-                await self._stage(engine, version)
-                began = anyio.current_time()
-                staged_at = max(staged_at, began)
+                await self._stage(engine, self._routed(version, names[engine], names.values()))
+                staged_at = max(staged_at, began := anyio.current_time())
                 await self._commit(engine, version)
                 await self._resume(engine)
                 pauses[engine] = anyio.current_time() - began
             except WeightError as error:
                 refusals[engine] = error
 
-        sound = [engine for engine in self._engines if engine not in deviating]
-        await self._on_each(partial(take, version=announced), sound, limit)
-        again = [engine for engine in self._engines if engine not in pauses]
+        sound = {engine: name for engine, name in self._engines.items() if engine not in deviating}
+        await self._on_each(partial(take, version=announced, names=sound), list(sound), limit)
+        again = {engine: name for engine, name in self._engines.items() if engine not in pauses}
         if again:
             with limit():
                 anchor = await self._anchor_of(announced.policy_version)
-            await self._on_each(partial(take, version=anchor), again, limit)
+            await self._on_each(partial(take, version=anchor, names=again), list(again), limit)
         for engine in [engine for engine in self._engines if engine not in pauses]:
             self._failed(engine, _refused(self._engines[engine], announced, refusals[engine]))
         if self._canary is not None:
@@ -177,7 +180,7 @@ class WeightSync:
         announced = live
         while True:
             try:
-                await self._stage(engine, announced)
+                await self._stage(engine, self._routed(announced, name, self._engines.values()))
                 return await self._commit(engine, announced)
             except WeightError as refusal:
                 if announced is not live:

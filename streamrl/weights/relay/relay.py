@@ -1,0 +1,173 @@
+"""The relay of one engine: a thread that fetches pieces for the engine's own workers, from other relays or the trainer,
+and serves what it has to the relays of other engines.
+
+Workers fetch as if it were the trainer: they verify all that they get. A relay that cannot go on is left out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+
+import msgspec
+import zmq
+
+from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.base.messages import WeightAnnouncement
+from streamrl.base.object_store import in_store
+from streamrl.comm.guarded_sockets import GuardedContext, bind, connect
+from streamrl.comm.transport_keys import KeyRole
+from streamrl.comm.zmq_sockets import ipc_path_identity, remove_ipc_path
+from streamrl.weights.manifest import MANIFEST_LIMIT
+from streamrl.weights.relay.state import Asker, AskPiece, PieceSource, RelayReply, RelayState
+from streamrl.weights.requests import REQUEST_LIMIT, encoder, pull_socket
+
+_TICK_MS = 200
+_FRAMES_AT_ONCE = 8
+
+_ask_decoder = msgspec.msgpack.Decoder(AskPiece)
+_reply_decoder: msgspec.msgpack.Decoder[RelayReply] = msgspec.msgpack.Decoder(RelayReply)
+log = logging.getLogger(__name__)
+
+
+class Relay:
+    """``endpoint``: where other engines reach it; ``local``: where the workers of its own engine do (``ipc://``).
+    A context manager; ``through`` is called for each announcement, by the engine's host."""
+
+    def __init__(self, endpoint: str, local: str) -> None:
+        self.endpoint, self._local = endpoint, local
+        self._context = GuardedContext(io_threads=1)
+        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._stopped = self._failed = False
+        self._announced: deque[WeightAnnouncement] = deque()
+        self.state = RelayState(self._ask, self._reply)
+        self._dealers: dict[PieceSource, zmq.Socket[bytes]] = {}
+        self._poller = zmq.Poller()
+        self._routers: dict[bool, zmq.Socket[bytes]] = {}
+        self._identity: tuple[int, int] | None = None
+        self._thread = threading.Thread(target=self._run, name="weight relay", daemon=True)
+
+    def __enter__(self) -> Relay:
+        """Bind and serve. Raises ``StreamRLError`` where the engine's own workers could not reach it. Where other
+        engines could not, a warning says so, and they find the pieces elsewhere."""
+        zmq.Frame(b"", copy=False)  # as PublisherServer.start
+        self._poller.register(self._stop_fd, zmq.POLLIN)
+        self._listen(self._local, is_local=True)
+        self._identity = ipc_path_identity(self._local)
+        try:
+            self.endpoint = self._listen(self.endpoint, is_local=False)
+        except StreamRLError as error:
+            log.warning("this engine gives no weights to other hosts: %s", error)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        os.eventfd_write(self._stop_fd, 1)
+        self._thread.join()
+        os.close(self._stop_fd)
+        remove_ipc_path(self._local, self._identity)
+
+    def through(self, announced: WeightAnnouncement) -> WeightAnnouncement:
+        """The announcement to the engine's workers: it leads to this relay, or past it where it has failed, and to an
+        object store, which everybody reaches."""
+        if self._failed or any(in_store(source.endpoint) for source in announced.sources):
+            return msgspec.structs.replace(announced, peers=())
+        self._announced.append(announced)
+        os.eventfd_write(self._stop_fd, 1)
+        sources = tuple(msgspec.structs.replace(source, endpoint=self._local) for source in announced.sources)
+        return msgspec.structs.replace(announced, sources=sources, peers=())
+
+    # ---- in the thread -----------------------------------------------------------------------------
+
+    def _listen(self, endpoint: str, *, is_local: bool) -> str:
+        router = pull_socket(self._context, zmq.ROUTER, endpoint, max_frame_bytes=REQUEST_LIMIT)
+        bound = bind(router, endpoint, KeyRole.ENGINE)
+        self._routers[is_local] = router
+        self._poller.register(router, zmq.POLLIN)
+        return bound
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            self._failed = True
+            log.exception("the relay of weights has failed; this engine fetches from the trainer from now on")
+        finally:
+            for socket in (*self._dealers.values(), *self._routers.values()):
+                socket.close(linger=0)
+            self._context.close_gate()
+            self._context.term()
+
+    def _serve(self) -> None:
+        gate = self._context.opened_gate
+        if gate is not None:
+            self._poller.register(gate.ended_fd, zmq.POLLIN)
+        ticked = time.monotonic()
+        while True:
+            ready = dict(self._poller.poll(_TICK_MS if self.state.waits else None))
+            if self._stopped:
+                return
+            if gate is not None and gate.ended_fd in ready:
+                gate.check()
+            if self._stop_fd in ready:
+                os.eventfd_read(self._stop_fd)
+                self._take_announcements()
+            for is_local, router in self._routers.items():
+                if router in ready:
+                    self._take_requests(router, is_local=is_local)
+            for source, dealer in list(self._dealers.items()):
+                if dealer in ready:
+                    self._take_replies(source, dealer)
+            if time.monotonic() - ticked > _TICK_MS / 1000:
+                ticked = time.monotonic()
+                self.state.tick(ticked)
+
+    def _take_announcements(self) -> None:
+        while self._announced:
+            self.state.announce(self._announced.popleft(), time.monotonic())
+        for source in self._dealers.keys() - self.state.sources:
+            dealer = self._dealers.pop(source)
+            self._poller.unregister(dealer)
+            dealer.close(linger=0)
+
+    def _take_requests(self, router: zmq.Socket[bytes], *, is_local: bool) -> None:
+        with suppress(zmq.Again):
+            for _ in range(_FRAMES_AT_ONCE):
+                identity, *frames = router.recv_multipart(zmq.NOBLOCK)
+                try:
+                    ask = _ask_decoder.decode(frames[-1])
+                except UNDECODABLE as error:
+                    log.warning("a request for weights is no message of this version: %s", error)
+                    continue
+                self.state.requested(Asker(identity, is_local), ask, time.monotonic())
+
+    def _take_replies(self, source: PieceSource, dealer: zmq.Socket[bytes]) -> None:
+        with suppress(zmq.Again):
+            for _ in range(_FRAMES_AT_ONCE):
+                header, *payload = dealer.recv_multipart(zmq.NOBLOCK)
+                try:
+                    reply = _reply_decoder.decode(header) if len(payload) == 1 else None
+                except UNDECODABLE:
+                    reply = None
+                self.state.replied(source, reply, payload[0] if payload else b"", time.monotonic())
+
+    def _ask(self, source: PieceSource, ask: AskPiece) -> None:
+        if source not in self._dealers:
+            dealer = pull_socket(self._context, zmq.DEALER, source.endpoint, max_frame_bytes=MANIFEST_LIMIT)
+            connect(dealer, source.endpoint, KeyRole.ENGINE if source.is_relay else KeyRole.TRAINER)
+            self._poller.register(dealer, zmq.POLLIN)
+            self._dealers[source] = dealer
+        with suppress(zmq.Again):
+            self._dealers[source].send(encoder.encode(ask), zmq.NOBLOCK)
+
+    def _reply(self, asker: Asker, reply: RelayReply, payload: bytes) -> None:
+        try:
+            frames = [asker.identity, encoder.encode(reply), payload]
+            self._routers[asker.is_local].send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # as PublisherServer
+                raise
