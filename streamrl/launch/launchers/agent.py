@@ -51,14 +51,14 @@ _WANTED_FILES = 65_536
 
 class Agent:
     """Processes of one run on this host. All methods are of one event loop's thread: processes die with the thread that
-    started them. ``name``: of the host; ``leased``: tie this process and all it starts to the lease."""
+    started them. ``name``: of the host; ``entry``: what Python runs, before the role's arguments."""
 
-    def __init__(self, setup: AgentSetup, *, name: str = "", python: str = sys.executable, leased: bool = True) -> None:
+    def __init__(self, setup: AgentSetup, *, name: str = "", entry: Sequence[str] = ENTRY) -> None:
         self._setup = setup
         self._name = name or socket.gethostname()
         self._directory = Path(setup.run_directory)
         self._sockets = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX))
-        self._launcher = LocalLauncher((python, *ENTRY), self._directory, self._sockets, setup.environment)
+        self._launcher = LocalLauncher((sys.executable, *entry), self._directory, self._sockets, setup.environment)
         self._address = _address_in(setup.interface) if setup.interface else setup.address
         self._children: dict[int, ChildProcess] = {}
         self._failures: dict[int, str] = {}
@@ -68,7 +68,7 @@ class Agent:
         self._one = anyio.Lock()
         self._launcher.open()
         _raise_file_limit()
-        self._lease = _start_lease(setup.lease_s, self._sockets) if leased else None
+        self._lease = _start_lease(setup.lease_s, self._sockets)
 
     def facts(self) -> HostFacts:
         """Facts of this host, for the run to decide by."""
@@ -115,9 +115,8 @@ class Agent:
         for lock in self._held:
             lock.close()
         shutil.rmtree(self._sockets, ignore_errors=True)
-        if self._lease is not None:
+        with self._lease:
             self._lease.kill()
-            self._lease.wait()
 
     async def _carry_out(self, order: AgentOrder) -> None:
         child = None if isinstance(order, EndAll) else self._children.get(order.number)
@@ -149,9 +148,9 @@ class Agent:
         return ProcessState(pid=pid, exit_code=code, reason=msgspec.json.encode(reason), reason_age_s=age_s)
 
     def _renew(self) -> None:
-        if self._lease is not None and self._lease.stdin is not None:
-            with suppress(OSError):  # it has ended: this process is about to
-                os.write(self._lease.stdin.fileno(), b".")
+        assert self._lease.stdin is not None
+        with suppress(OSError):  # it has ended: this process is about to
+            os.write(self._lease.stdin.fileno(), b".")
 
 
 def packages_here() -> dict[str, str]:

@@ -26,7 +26,7 @@ from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.engines.vllm.options import installed_device
 from streamrl.launch.launchers.agent import packages_here
 from streamrl.launch.launchers.agent_messages import AgentSetup, EndAll, EndLeftBehind, HostFacts, StartProcess
-from streamrl.launch.launchers.launcher import ChildProcess
+from streamrl.launch.launchers.launcher import ChildProcess, NoHost
 from streamrl.launch.launchers.local import LocalLauncher
 from streamrl.launch.launchers.placement import GpuNeed, HostRoom, assign, gpu_need
 from streamrl.launch.launchers.remote import AgentLink, RemoteHost, RemoteProcess
@@ -145,13 +145,13 @@ class ClusterLauncher:
         return self._topology
 
     def start(self, plan: ProcessPlan, *, resumes: bool = False) -> ChildProcess:
-        """Start one process. Raises ``OSError`` where its host is lost and the run has no other with room."""
+        """Start one process. Raises ``NoHost`` where its host is lost, and ``OSError``."""
         if not plan.host:
             return self._local.start(plan, resumes=resumes)
         plan = self._place_of(plan.name)
         host = self.hosts[plan.host]
         if host.lost:
-            raise OSError(f"{host.lost}; no other host has room for {plan.name}")
+            raise NoHost(f"{host.lost}; no other host has room for {plan.name}")
         self._starts += 1
         log_file = self._run_directory / "logs" / f"{plan.name}.log"
         log_start = log_file.stat().st_size if log_file.is_file() else 0

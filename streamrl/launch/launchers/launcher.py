@@ -14,6 +14,10 @@ from streamrl.recipe.topology import ProcessPlan, Topology
 POLL_S = 0.05
 
 
+class NoHost(OSError):
+    """The host of a process is lost, and the run has no other for it until one joins."""
+
+
 class ProcessHandle(Protocol):
     """A process that was started, as ``subprocess.Popen`` shows one. No method waits."""
 
@@ -49,7 +53,7 @@ class Launcher(Protocol):
 
     def start(self, plan: ProcessPlan, *, resumes: bool = False) -> ChildProcess:
         """Start one process. ``resumes``: the run goes on where an earlier life of it ended. Raises ``OSError`` where
-        the system has no room for a process."""
+        the system has no room for a process, ``NoHost`` where its host is lost."""
 
     async def end_left_behind(self, child: ChildProcess) -> list[int]:
         """Kill what ``child``, which has ended or is to end, left, and every process that belongs to no other child.

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from streamrl.launch.launchers.local import end_marked_processes
 
+FIRST_S = 180.0
+"""How long the first renewal may take: meanwhile agents start on other hosts, and nothing runs on this one."""
 SWEEP_S = 5.0
 """How long ended processes may take to be gone."""
 
@@ -23,7 +25,7 @@ def main() -> None:
     """Wait for renewals, then kill. Exits when everything is gone."""
     lease_s, sockets, agent = float(sys.argv[1]), Path(sys.argv[2]), os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    deadline = time.monotonic() + lease_s
+    deadline = time.monotonic() + max(lease_s, FIRST_S)
     while (left := deadline - time.monotonic()) > 0:
         if select.select([0], [], [], left)[0]:
             if not os.read(0, 65_536):

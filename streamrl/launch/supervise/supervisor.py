@@ -230,8 +230,7 @@ class Supervisor:
         try:
             self._start(child.plan)
         except OSError as error:
-            log.error("%s cannot be started again now: %s", child.name, error)
-            child.not_replaced()
+            self._exits.not_started(child, error)
 
     async def _settled(self, deaths: list[Death]) -> list[Death]:
         """Wait until the first cause can be distinguished from what followed from it."""

@@ -1,0 +1,299 @@
+"""Agents, their leases, and the launcher over them: real agents with real processes, hosts of one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import anyio
+import msgspec
+import psutil
+import pytest
+from loopback_hosts import STAND_IN, LoopbackHosts
+
+from streamrl.base.errors import RecipeError
+from streamrl.launch.launchers import cluster, remote
+from streamrl.launch.launchers.agent import Agent
+from streamrl.launch.launchers.agent_messages import (
+    AgentOrder,
+    AgentRequest,
+    AgentSetup,
+    EndAll,
+    EndLeftBehind,
+    SignalProcess,
+    StartProcess,
+)
+from streamrl.launch.launchers.cluster import ClusterLauncher, cluster_launcher
+from streamrl.launch.launchers.local import LocalLauncher
+from streamrl.launch.launchers.ports import free_ports
+from streamrl.launch.supervise.engine_orders import EngineOrders
+from streamrl.launch.supervise.supervisor import Supervisor
+from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.sections import Recipe
+from streamrl.recipe.topology import ProcessPlan, Role, plan_topology, read_topology
+
+ENGINE = ProcessPlan(role=Role.ENGINE, index=0)
+LEASE_S = 3.0
+
+
+def lives(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await anyio.sleep(0.02)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A directory of a run of stand-ins that serve."""
+    directory = tmp_path / "run"
+    for folder in ("behaviour", "pids", "temporary", "logs", "exit"):
+        (directory / folder).mkdir(parents=True)
+    for name in ("controller", "reward-0", "engine-0", "engine-1", "trainer-0"):
+        (directory / "behaviour" / name).write_text("serve")
+    (directory / "recipe.toml").write_text("")
+    return directory
+
+
+def setup_of(run: Path, **changes: object) -> AgentSetup:
+    setup = AgentSetup(
+        run_directory=str(run),
+        digest=hashlib.sha256(b"").hexdigest(),
+        epoch=1,
+        lease_s=60,
+        ports="5700-5899",
+        port_count=3,
+        interface="",
+        address="127.0.0.1",
+        environment={},
+    )
+    return msgspec.structs.replace(setup, **changes)
+
+
+@contextlib.asynccontextmanager
+async def agent_of(setup: AgentSetup) -> AsyncIterator[Agent]:
+    agent = Agent(setup, name="h1", entry=(str(STAND_IN),))
+    try:
+        yield agent
+    finally:
+        await agent.close()
+
+
+def asked(first: int, *orders: AgentOrder, epoch: int = 1) -> AgentRequest:
+    return AgentRequest(epoch=epoch, first=first, orders=orders)
+
+
+async def test_a_repeated_request_repeats_nothing(run: Path) -> None:
+    async with agent_of(setup_of(run)) as agent:
+        start = StartProcess(1, ENGINE, False)
+        pids = {(await agent.answer(asked(0, start))).processes[1].pid for _ in range(3)}
+        await until((run / "pids" / "engine-0.0").exists)
+        answer = await agent.answer(asked(0, start, SignalProcess(1, signal.SIGKILL)))
+        assert answer.done == 2
+        while answer.processes[1].exit_code is None:
+            answer = await agent.answer(asked(1, SignalProcess(1, signal.SIGKILL)))
+        assert (len(pids), answer.done, answer.processes[1].exit_code) == (1, 2, -signal.SIGKILL)
+        assert [path.name for path in (run / "pids").glob("engine-0.*")] == ["engine-0.0"]
+
+
+async def test_an_order_of_another_start_of_the_run_is_refused(run: Path) -> None:
+    async with agent_of(setup_of(run)) as agent:
+        answer = await agent.answer(asked(0, StartProcess(1, ENGINE, False), epoch=2))
+        assert answer.refusal == "this agent is of start 1 of the run, the order of 2"
+        assert not answer.processes
+
+
+async def test_the_reason_of_an_end_comes_home_and_so_does_a_failure_to_start(run: Path) -> None:
+    (run / "behaviour" / "engine-0").write_text("raise")
+    (run / "go").touch()
+    async with agent_of(setup_of(run)) as agent:
+        await agent.answer(asked(0, StartProcess(1, ENGINE, False)))
+        with anyio.fail_after(300):
+            while (state := (await agent.answer(asked(1))).processes[1]).exit_code is None:
+                await anyio.sleep(0.05)
+        reason = remote.read_exit_reason(state.reason)
+        assert (state.exit_code, reason and reason.message) == (1, "ValueError: the loss is not finite")
+        assert 0 <= state.reason_age_s < 60
+        (run / "logs").rename(run / "no logs")
+        state = (await agent.answer(asked(1, StartProcess(2, ENGINE, False)))).processes[2]
+        assert state.exit_code == 1 and "engine-0.log" in state.failure
+
+
+async def test_what_a_process_left_is_ended(run: Path) -> None:
+    (run / "behaviour" / "engine-0").write_text("orphan")
+    async with agent_of(setup_of(run)) as agent:
+        await agent.answer(asked(0, StartProcess(1, ENGINE, False)))
+        await until((run / "pids" / "engine-0.0").exists)
+        pids = [int(path.read_text()) for path in (run / "pids").glob("grandchild-?")]
+        assert len(pids) == 2 and all(map(lives, pids))
+        answer = await agent.answer(asked(1, SignalProcess(1, signal.SIGKILL), EndLeftBehind(1)))
+        assert not any(map(lives, pids)) and not answer.survivors
+        assert (await agent.answer(asked(3, EndAll()))).done == 4
+
+
+async def test_facts_of_a_host(run: Path) -> None:
+    async with (
+        agent_of(setup_of(run)) as agent,
+        agent_of(setup_of(run, digest="another", interface="10.254.0.0/16")) as b,
+    ):
+        facts, other = agent.facts(), b.facts()
+        assert facts.sees_run and not facts.problem and len(facts.ports) == 3
+        assert not other.sees_run and "cluster.interface = 10.254.0.0/16" in other.problem
+        assert len(cluster.host_problems(other)) == 2
+        assert cluster.host_problems(facts) == []
+        older = msgspec.structs.replace(facts, packages=facts.packages | {"torch": "1.0"})
+        assert "h1 has torch 1.0, this host has" in cluster.host_problems(older)[0]
+
+
+def test_a_port_is_given_to_one_run_only() -> None:
+    taken, locks = free_ports("127.0.0.1", range(5750, 5760), 4)
+    others, more = free_ports("127.0.0.1", range(5750, 5760), 4)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", others[0]))
+        for lock in more:
+            lock.close()
+        again, last = free_ports("127.0.0.1", range(5750, 5760), 9)
+    assert len(taken) == 4 and not set(taken) & {*others, *again} and others[0] not in again
+    for lock in [*locks, *last]:
+        lock.close()
+
+
+# ---- the launcher ------------------------------------------------------------------------------------
+
+
+def recipe(run: Path, **changes: object) -> Recipe:
+    return load_recipe(
+        {
+            "model": {"path": "m"},
+            "prompts": {"train": "p.jsonl"},
+            "rewards": [{"function": "exact_match"}],
+            "run": {"directory": str(run.parent)},
+            "engines": {"count": 2},
+            "cluster": {"kind": "ray", "advanced": {"lease_s": LEASE_S, **changes}},
+        }
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(run: Path, hosts: LoopbackHosts, one: Recipe) -> AsyncIterator[tuple[Supervisor, ClusterLauncher]]:
+    """A supervised run of stand-ins, all of which have started."""
+    sockets = run.parent / "streamrl-sockets"
+    sockets.mkdir()
+    local = LocalLauncher((sys.executable, str(STAND_IN)), run, sockets)
+    async with cluster_launcher(one, run, sockets, hosts, local) as launcher:
+        supervisor = Supervisor(plan_topology(one, sockets), run, sockets, launcher=launcher)
+        launcher.on_join = EngineOrders(supervisor).start_retired
+        async with supervisor:
+            with anyio.fail_after(300):
+                await until(lambda: len(list((run / "pids").glob("*.0"))) == len(supervisor.topology.processes))
+            yield supervisor, launcher
+
+
+def pid_of(run: Path, name: str, start: int = 0) -> int:
+    return int((run / "pids" / f"{name}.{start}").read_text())
+
+
+async def test_processes_run_on_their_hosts_and_end_with_the_run(run: Path) -> None:
+    hosts = LoopbackHosts(run.parent, ["h0", "h1", "h2", "h3"])
+    async with running(run, hosts, recipe(run, engine_hosts=2)) as (supervisor, _):
+        topology = read_topology(run)
+        placed = {plan.name: plan.host for plan in topology.processes}
+        assert placed == {"controller": "", "reward-0": "", "engine-0": "h1", "engine-1": "h2", "trainer-0": "h0"}
+        assert hosts.started == ["h0", "h1", "h2"]  # h3 is a spare
+        assert topology.endpoint("trainer-0", "weights").startswith("tcp://127.0.0.10:")
+        assert topology.endpoint("engine-1", "orders").startswith("tcp://127.0.0.10:")  # the controller's
+        assert topology.endpoint("engine-1", "weights").startswith("tcp://127.0.0.12:")
+        agents = [link.process.pid for link in hosts.links.values()]
+        assert psutil.Process(pid_of(run, "engine-1")).ppid() == hosts.links["h2"].process.pid
+        supervisor.request_drain()
+        with anyio.fail_after(300):
+            await supervisor.watch()
+    pids = [int(path.read_text()) for path in (run / "pids").iterdir()]
+    with anyio.fail_after(60):
+        await until(lambda: not any(map(lives, [*pids, *agents])))
+
+
+@pytest.mark.parametrize("end", ["agent", "stop", "cut"])
+async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
+    run: Path, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
+    one = recipe(run)
+    async with running(run, hosts, one) as (supervisor, _), anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        before, agent, began_s = pid_of(run, "engine-0"), hosts.links["h1"].process, time.monotonic()
+        if end == "agent":
+            agent.kill()
+        elif end == "stop":
+            hosts.links["h1"].stop()
+        else:
+            hosts.links["h1"].cut = True
+        with anyio.fail_after(300):
+            await until(lambda: not lives(before) and not lives(agent.pid))
+            ended_s = time.monotonic() - began_s
+            await until(lambda: len(supervisor.retired) == 2)
+            assert "no other host has room for engine-0" in caplog.text
+            hosts.names = ["h0", "h2"]
+            await until((run / "pids" / "engine-0.1").exists)
+            await until((run / "pids" / "engine-1.1").exists)
+        # Whatever the run knows: the host ends its processes by itself when its lease is over.
+        assert ended_s < (2 if end == "agent" else LEASE_S + 5), ended_s
+        assert psutil.Process(pid_of(run, "engine-0", 1)).ppid() == hosts.links["h2"].process.pid
+        placed = {plan.name: plan.host for plan in read_topology(run).processes if plan.role is Role.ENGINE}
+        assert set(placed.values()) == {"h2"}
+        supervisor.request_drain()
+    assert "h2 joined in place of h1" in caplog.text
+
+
+async def test_a_rank_of_a_lost_host_has_the_run_resumed_on_what_is_left(run: Path) -> None:
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
+    one = recipe(run, trainer_hosts=1, engine_hosts=1)
+    hosts.names = ["h1", "h0"]  # the rank is away from the controller
+    async with running(run, hosts, one) as (supervisor, _), anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        epoch = read_topology(run).epoch
+        lost = next(plan.host for plan in read_topology(run).processes if plan.name == "trainer-0")
+        hosts.names.remove(lost)
+        hosts.links[lost].process.kill()
+        with anyio.fail_after(300):
+            await until((run / "pids" / "trainer-0.1").exists)
+        after = read_topology(run)
+        assert after.epoch > epoch
+        assert {plan.host for plan in after.processes if plan.host} == {"h0", "h1"} - {lost}
+        supervisor.request_drain()
+
+
+async def test_a_host_that_does_not_see_the_run_is_refused_before_anything_starts(run: Path) -> None:
+    one = recipe(run)
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
+    (run / "recipe.toml").write_text("written")
+    launcher = ClusterLauncher(
+        one, run, run.parent, hosts, LocalLauncher((), run, run.parent), cluster.gpu_need(one, "cpu")
+    )
+    (run / "recipe.toml").write_text("another")
+    async with anyio.create_task_group() as nursery:
+        with pytest.raises(RecipeError, match=r"h1 does not see this run's directory: set run\.directory"):
+            await launcher.run(nursery)
+        nursery.cancel_scope.cancel()
+    with anyio.fail_after(60):
+        await until(lambda: not any(lives(link.process.pid) for link in hosts.links.values()))
+
+
+async def test_a_late_answer_is_no_loss(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
+    async with running(run, hosts, recipe(run)) as (supervisor, launcher):
+        hosts.links["h1"].cut = True
+        await until(lambda: "h1 does not answer" in caplog.text)
+        hosts.links["h1"].cut = False
+        await until(lambda: "h1 answers again" in caplog.text)
+        assert not launcher.hosts["h1"].lost and supervisor.children["engine-0"].running

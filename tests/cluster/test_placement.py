@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from collections import Counter
+from functools import reduce
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.base.errors import RecipeError
+from streamrl.launch.launchers.placement import GpuNeed, HostRoom, assign
+from streamrl.recipe.rules.load import load_recipe
+from streamrl.recipe.sections import Recipe
+from streamrl.recipe.topology import prepared_sets
+
+ON_CPU = GpuNeed(engine=0, rank=0)
+
+
+def recipe(**settings: object) -> Recipe:
+    sections: dict[str, Any] = {"model": {"path": "m"}, "prompts": {"train": "p.jsonl"}}
+    for key, value in settings.items():
+        *path, name = key.split("__")
+        reduce(lambda table, part: table.setdefault(part, {}), path, sections)[name] = value
+    return load_recipe(sections | {"rewards": [{"function": "exact_match"}]})
+
+
+def rooms(*gpus: int) -> list[HostRoom]:
+    return [
+        HostRoom(name=f"h{n}", address=f"10.0.0.{n}", gpus=tuple(map(str, range(count))))
+        for n, count in enumerate(gpus)
+    ]
+
+
+def hosts_of(one: Recipe, hosts: list[HostRoom], need: GpuNeed = ON_CPU) -> dict[str, str]:
+    return {name: f"{place.host}:{','.join(place.gpus)}" for name, place in assign(one, hosts, need).items()}
+
+
+def test_ranks_are_together_on_the_controllers_host_and_engines_on_the_others() -> None:
+    found = hosts_of(recipe(engines__count=4, training__ranks=2), rooms(0, 0, 0))
+    assert found == {f"trainer-{r}": "h0:" for r in (0, 1)} | {f"engine-{e}": f"h{1 + e // 2}:" for e in range(4)}
+
+
+def test_all_are_on_the_only_host() -> None:
+    assert set(hosts_of(recipe(engines__count=2), rooms(0)).values()) == {"h0:"}
+
+
+def test_a_recipe_says_how_many_hosts_share_ranks_and_engines() -> None:
+    one = recipe(
+        engines__count=2, training__ranks=2, cluster__advanced__trainer_hosts=2, cluster__advanced__engine_hosts=2
+    )
+    found = hosts_of(one, rooms(0, 0, 0))
+    assert found == {"trainer-0": "h0:", "trainer-1": "h1:", "engine-0": "h2:", "engine-1": "h0:"}
+
+
+def test_ranks_take_the_fewest_hosts_and_engines_whole_groups_of_what_is_left() -> None:
+    one = recipe(engines__count=3, engines__tensor_parallel_size=2, training__ranks=5)
+    found = hosts_of(one, rooms(2, 4, 8), GpuNeed(engine=2, rank=1))
+    assert found["trainer-0"] == "h2:0" and found["trainer-4"] == "h2:4"
+    assert [found[f"engine-{e}"] for e in range(3)] == ["h0:0,1", "h1:0,1", "h1:2,3"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "says"),
+    [
+        ({"cluster__hosts": 3}, (0, 0), "3 hosts are asked for, and there are 2 (h0, h1)"),
+        ({"engines__count": 4, "training__ranks": 2}, (2, 2), "4 engines of 1 and 2 ranks of 1 need 6 GPUs, and 4 are"),
+        ({"engines__tensor_parallel_size": 4}, (3, 3), "an engine is on one host"),
+    ],
+)
+def test_too_small_a_cluster_is_refused_with_the_arithmetic(
+    settings: dict[str, object], gpus: tuple[int, ...], says: str
+) -> None:
+    one = recipe(**settings)
+    width = one.engines.tensor_parallel_size
+    with pytest.raises(RecipeError) as refused:
+        assign(one, rooms(*gpus), GpuNeed(engine=width, rank=1) if any(gpus) else ON_CPU)
+    assert says in str(refused.value)
+
+
+@given(
+    gpus=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    ranks=st.integers(1, 9),
+    engines=st.integers(1, 9),
+    width=st.sampled_from([1, 2, 4]),
+    ranks_on_gpu=st.booleans(),
+)
+def test_no_gpu_has_two_tenants_and_no_engine_two_hosts(
+    gpus: list[int], ranks: int, engines: int, width: int, ranks_on_gpu: bool
+) -> None:
+    one = recipe(
+        engines__count=engines,
+        engines__tensor_parallel_size=width,
+        training__ranks=ranks,
+        engines__advanced__sets=[{"count": engines + 1, "tensor_parallel_size": width}],
+    )
+    need = GpuNeed(engine=width, rank=int(ranks_on_gpu))
+    try:
+        places = assign(one, rooms(*gpus), need)
+    except RecipeError:
+        # It may refuse what could just be packed, but never what fits with room to spare on each host.
+        assert any(count < ranks * need.rank + (engines + 1) * width for count in gpus)
+        return
+    assert set(places) >= {f"trainer-{rank}" for rank in range(ranks)}
+    for engines_of_set in prepared_sets(one):
+        names = [*engines_of_set.engines, *(f"trainer-{rank}" for rank in range(ranks))]
+        taken = Counter((places[name].host, gpu) for name in names for gpu in places[name].gpus)
+        assert set(taken.values()) <= {1}
+        assert all(int(gpu) < gpus[int(host[1:])] for host, gpu in taken)
+        assert all(len(places[name].gpus) == width for name in engines_of_set.engines)
