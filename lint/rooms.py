@@ -49,7 +49,7 @@ WINGS = {
         "control/policies", "launch/steering", "observe/dashboard", "observe/follow", "observe/report",
         "observe/terminal", "recipe/rules",
     ),
-    "launch/hub": ("recipe/rules",),
+    "launch/hub": ("launch/copies", "recipe/rules"),
     "launch/launchers": ("engines/vllm", "launch/plan"),
     "launch/models": (
         "engines/vllm", "observe/follow", "recipe/rules", "rewards/calls", "run/environments", "run/evaluate",
@@ -57,7 +57,7 @@ WINGS = {
     ),
     "launch/plan": (
         "engines/vllm", "observe/trackers", "pretrained/turns", "recipe/rules", "rewards/calls", "rewards/judge",
-        "run/environments", "run/prompts", "weights/publish", "weights/pull", "weights/vllm",
+        "launch/copies", "run/environments", "run/prompts", "weights/publish", "weights/pull", "weights/vllm",
     ),
     "launch/steering": ("control/steering", "launch/supervise", "recipe/rules", "run/journal"),
     "launch/supervise": ("launch/launchers", "observe/follow", "observe/terminal", "recipe/rules"),

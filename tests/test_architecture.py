@@ -50,7 +50,7 @@ CONFINED = {
         "streamrl/launch/models/",
         "streamrl/learning/state/",
     ),
-    "obstore": ("streamrl/base/object_store.py",),
+    "obstore": ("streamrl/comm/object_store.py",),
     "textual": ("streamrl/observe/top/application.py",),
     "pyarrow": ("streamrl/run/prompts/prompt_tables.py",),
 }

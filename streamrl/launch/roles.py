@@ -29,6 +29,7 @@ from streamrl.engines.vllm.options import EngineOptions, engine_options
 from streamrl.launch.supervise.child import ChildContext, RoleMain
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.recipe.sections import EngineKind, Recipe
+from streamrl.recipe.store_urls import place_of_run
 from streamrl.recipe.topology import RENDEZVOUS, RENDEZVOUS_FILE, ProcessPlan, Role, Topology, judge_socket
 from streamrl.rewards.judge.gate import JudgeEvent, JudgeOrder
 from streamrl.rewards.reward_messages import RewardOrder, RewardResult
@@ -140,12 +141,12 @@ async def run_trainer(context: ChildContext) -> None:
     from streamrl.weights.publish.torch_tensors import start_publisher
 
     name, endpoint, recipe = context.plan.name, context.topology.endpoint, context.recipe
-    newest = newest_checkpoint(context.run_directory) if context.resumes else None
+    newest, store = newest_checkpoint(context.run_directory) if context.resumes else None, recipe.weights.transport
     options = trainer_options(
         recipe,
         context.plan.index,
         recipe.run.name,
-        weights_place(recipe.weights.transport, context.run_directory, name) or endpoint(name, "weights"),
+        f"{place_of_run(store, context.run_directory)}/weights/{name}" if store else endpoint(name, "weights"),
         rendezvous=context.topology.endpoints[RENDEZVOUS] or f"file://{context.socket_directory / RENDEZVOUS_FILE}",
         resume_from=str(newest or ""),
     )
@@ -155,11 +156,6 @@ async def run_trainer(context: ChildContext) -> None:
     streams = controller_streams(context.topology, name, ("batches", TrainingOrder), ("reports", TrainingEvent))
     async with streams as (batches, reports):
         await run_training(trainer, batches, reports)
-
-
-def weights_place(store: str, run_directory: Path, rank: str) -> str:
-    """The place of a rank's weights in an object store; empty: there is none."""
-    return store and f"{store.rstrip('/')}/{run_directory.resolve().name}/weights/{rank}"
 
 
 async def run_reward(context: ChildContext) -> None:

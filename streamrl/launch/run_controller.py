@@ -41,6 +41,7 @@ from streamrl.comm.zmq_stream import zmq_sender
 from streamrl.control.actions import Decision
 from streamrl.control.settings import control_settings
 from streamrl.launch.control_protocol import ParentMessage
+from streamrl.launch.copies.checkpoint_copies import open_copies
 from streamrl.launch.observers import run_observers
 from streamrl.launch.processes import Emit, Processes, connect_processes, connect_ranks
 from streamrl.launch.reward_workers import change_rewards
@@ -134,7 +135,11 @@ async def _train(
     sync = await open_weight_sync(recipe, run_directory, processes, episodes, watch.waits)
     saved, score = run_directory / "checkpoints", next(iter(held_out.sets), "")
     limit = recipe.evaluation.regular[1]
-    keeper = CheckpointKeeper(trainer, saved, recipe.checkpoint, held=version, limit=limit, score=score)
+    copies = await open_copies(recipe, run_directory, emit)
+    changed = copies.want if copies else lambda _: None
+    keeper = CheckpointKeeper(
+        trainer, saved, recipe.checkpoint, held=version, limit=limit, score=score, changed=changed
+    )
     await keeper.begin()
     evaluations = _evaluations(recipe, run_directory, processes, held_out, keeper, emit)
     # Who is called with what happens.
@@ -162,11 +167,16 @@ async def _train(
             beside.start_soon(record.run)
             beside.start_soon(steering.serve, steering_endpoint(topology), controller.state, controller.notify)
             beside.start_soon(sync.run)
+            if copies:
+                beside.start_soon(copies.run)
             note = partial(_note_rewards, record)
             beside.start_soon(change_rewards, topology, processes.attached, run_directory, note)
             environment = processes.environment
             async with reward.running(), environment.running() if environment else nullcontext():
                 reason = await controller.run(episodes)
+            if copies:
+                with watch.waits.waiting_for("the copies of checkpoints"):
+                    await copies.settled()
             await emit(RunFinished(reason=reason, step=controller.state.live_version))
             beside.cancel_scope.cancel()
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -72,10 +72,19 @@ class CheckpointKeeper:
     Goes on with what the directory already holds up to ``held``, the version that the ranks began from or hold now.
     Newer ones are of a future that was left, because they are damaged or somebody went back: they count for nothing,
     may be written anew, and go once a version is saved. ``limit``: held-out prompts of the scores that are compared
-    (0: all), which are those of the set ``score``."""
+    (0: all), which are those of the set ``score``. ``changed`` is called with the versions that are kept, once all of
+    them are durable."""
 
     def __init__(
-        self, trainer: TrainerRanks, directory: Path, rules: Checkpoint, *, held: int, limit: int = 0, score: str = ""
+        self,
+        trainer: TrainerRanks,
+        directory: Path,
+        rules: Checkpoint,
+        *,
+        held: int,
+        limit: int = 0,
+        score: str = "",
+        changed: Callable[[Sequence[int]], None] = lambda versions: None,
     ) -> None:
         self._trainer = trainer
         self._directory = directory
@@ -89,12 +98,14 @@ class CheckpointKeeper:
         self._left = {version for version in there if version > past}
         self._scores = read_scores(directory / SCORES)
         self._saved: set[int] = set()
+        self._changed = changed
 
     async def begin(self) -> None:
         """Have ``latest`` name what the ranks began from: a later life of the controller, whose ranks hold more by
         then, knows by it which checkpoints are of the future that was left."""
         if self._held in self._written and (self._directory / LATEST).resolve() != self._path(self._held).resolve():
             await anyio.to_thread.run_sync(write_link, self._directory / LATEST, self._path(self._held).name)
+        self._changed(self._written)
 
     async def save(self, policy_version: int, beside: Mapping[str, bytes]) -> None:
         """Write ``step-N``, once a version, with the files ``beside`` in it; then move ``latest`` to it and remove what
@@ -136,6 +147,7 @@ class CheckpointKeeper:
         )
         self._written = [version for version in self._written if version not in forgotten]
         self._saved -= forgotten
+        self._changed(self._written)
         self._scores = {v: s for v, s in self._scores.items() if v in self._written or v > self._newest}
         for version in sorted(forgotten):
             await self._forget(self._path(version))

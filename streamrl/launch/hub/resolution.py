@@ -19,6 +19,7 @@ from urllib.parse import quote
 import msgspec
 
 from streamrl.base.errors import RecipeError
+from streamrl.launch.copies.fetched import with_fetched_checkpoint
 from streamrl.launch.hub import messages
 from streamrl.launch.hub.messages import HubAnswer, Resolved, WantedFiles, answer_s
 from streamrl.recipe.rewards import Reward
@@ -48,8 +49,9 @@ class HubRecipe(msgspec.Struct, frozen=True, kw_only=True):
 
 def with_hub_folders(recipe: Recipe) -> Recipe:
     """``recipe`` with the folders in the cache that its names of the Hub mean, after a download that shows its progress
-    on stderr. Blocking. Raises ``RecipeError`` with every name that cannot be had."""
-    return _resolved(recipe, "").recipe
+    on stderr; so with a checkpoint of an object store. Blocking. Raises ``RecipeError`` with every name that cannot be
+    had."""
+    return with_fetched_checkpoint(_resolved(recipe, "").recipe)
 
 
 def with_hub_prompts(spec: str) -> str:

@@ -16,10 +16,12 @@ import msgspec
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
+from streamrl.comm.object_store import access_problem
 from streamrl.comm.transport_keys import transport_environment
 from streamrl.comm.zmq_sockets import has_ipc_listener
 from streamrl.engines.vllm.gpus import visible_gpus
 from streamrl.engines.vllm.options import device_problems, installed_device, max_model_len, model_config
+from streamrl.launch.copies.fetched import whole_copy
 from streamrl.launch.plan.gpu_demand import facts_of, gpu_placement
 from streamrl.launch.plan.machine_check import (
     GIB,
@@ -41,6 +43,7 @@ from streamrl.pretrained.trainable_models import refuse_untrainable, unknown_mod
 from streamrl.pretrained.weight_files import ModelDirectoryError
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import ClusterKind, EngineKind, LaunchedBy, OptimizerKind, Recipe, TransportKind
+from streamrl.recipe.store_urls import is_url, url_problem
 from streamrl.recipe.topology import RENDEZVOUS, Role, plan_topology, prepared_sets
 from streamrl.rewards.calls.inspect import inspect_in_subprocess
 from streamrl.rewards.calls.reward_set import combining_rewards
@@ -64,7 +67,7 @@ class CheckedModel(msgspec.Struct, frozen=True):
 def with_checkpoint_rewards(recipe: Recipe) -> tuple[Recipe, RewardsSnapshot | None]:
     """``recipe`` with the rewards that the checkpoint keeps which it resumes from; None where it keeps none. Raises
     ``RecipeError`` where it is unclear which ones are meant."""
-    if not recipe.checkpoint.resume_from:
+    if not recipe.checkpoint.resume_from or is_url(recipe.checkpoint.resume_from):  # a dry run fetches none
         return recipe, None
     checkpoint = surviving(Path(recipe.checkpoint.resume_from))
     try:
@@ -112,6 +115,7 @@ def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None, see: SeePromp
     problems += _unusable("run.directory", recipe.run.directory) or _run_directory(Path(recipe.run.directory))
     problems += _unusable("TMPDIR", tempfile.gettempdir())
     problems += _checkpoint(recipe)
+    problems += _stores(recipe)
     problems += _free_space(recipe)
     problems += [f"metrics.report_to: {problem}" for problem in tracker_problems(recipe.metrics.report_to)]
     if problems:
@@ -324,8 +328,21 @@ def _run_directory(directory: Path) -> Iterator[str]:
 def _checkpoint(recipe: Recipe) -> Iterator[str]:
     """A checkpoint to start from must be there; the ranks compare its files with their digests when they read them.
     Ranks that are started by hand may see another file system than this process."""
-    if recipe.checkpoint.resume_from and recipe.transport.training is LaunchedBy.LOCAL:
+    resumed = recipe.checkpoint.resume_from
+    if resumed and recipe.transport.training is LaunchedBy.LOCAL:
         try:
-            read_digests(surviving(Path(recipe.checkpoint.resume_from)))
+            if is_url(resumed):
+                whole_copy(resumed, give_up_s=0)
+            else:
+                read_digests(surviving(Path(resumed)))
         except StreamRLError as error:
             yield f"checkpoint.resume_from: {error}"
+
+
+def _stores(recipe: Recipe) -> Iterator[str]:
+    """Places in object stores can be written, once each."""
+    places = {"checkpoint.advanced.copy_to": recipe.checkpoint.copy_to}
+    places |= {"weights.advanced.transport": recipe.weights.transport}
+    for key, url in places.items():
+        if url and not url_problem(url) and (problem := access_problem(url)):  # the rules have said the other
+            yield f"{key}: {problem}"

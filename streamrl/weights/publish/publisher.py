@@ -17,8 +17,8 @@ import msgspec
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightSource
 from streamrl.base.messages import Published as Published
-from streamrl.base.object_store import in_store
 from streamrl.base.run_process import usable_cores
+from streamrl.comm.object_store import in_store
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_complete
 from streamrl.weights.codec.state_hash import hash_elements, hash_range

@@ -17,8 +17,8 @@ import zmq
 
 from streamrl.base.errors import StreamRLError, WeightError
 from streamrl.base.messages import HASH_MODULUS, WeightAnnouncement, WeightSource
-from streamrl.base.object_store import in_store
 from streamrl.comm.guarded_sockets import GuardedContext, connect
+from streamrl.comm.object_store import in_store
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_sockets import ConnectionMonitor
 from streamrl.weights.manifest import CHECKPOINT_VERSION, MANIFEST_LIMIT, Manifest, ShardSpec

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 import zmq
 
 from streamrl.base.errors import StoreError, WeightError
-from streamrl.base.object_store import ObjectStore
+from streamrl.comm.object_store import ObjectStore
 from streamrl.weights.pull.received_part import ReceivedChain
 from streamrl.weights.requests import GetPiece, NotServed, Piece, encoder
 from streamrl.weights.store.stored_parts import CONNECTIONS, key_of

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
 
-from streamrl.base.object_store import ObjectStore
+from streamrl.comm.object_store import ObjectStore
 from streamrl.weights.requests import MANIFEST
 
 CONNECTIONS = 8
@@ -16,7 +16,7 @@ CONNECTIONS = 8
 
 
 class Part(Protocol):
-    """What is stored of a ``ServedPart``."""
+    """The fields of a ``ServedPart`` that are stored."""
 
     @property
     def manifest_digest(self) -> str: ...

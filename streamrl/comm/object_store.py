@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from streamrl.base.errors import StoreError
+from streamrl.recipe.store_urls import SCHEMES, is_url, url_problem
 
-SCHEMES = {"s3": "bucket", "gs": "bucket", "az": "container", "file": ""}
 PART_BYTES = 8 << 20
 GIVE_UP_S = 120.0
 _REQUEST_S, _CONNECT_S = 30.0, 5.0
@@ -32,29 +32,6 @@ _REMEDIES = (
 )
 
 _Result = TypeVar("_Result")
-
-
-def is_url(text: str) -> bool:
-    """Return whether ``text`` is meant for a store and not for a file system."""
-    return "://" in text
-
-
-def in_store(text: str) -> bool:
-    """Return whether ``text`` names a place in a store, and is no endpoint of a socket, say."""
-    return is_url(text) and text.partition("://")[0] in SCHEMES
-
-
-def url_problem(url: str) -> str:
-    """Return what is wrong with the URL of a place in a store, and the remedy; empty: nothing is."""
-    scheme, _, rest = url.partition("://")
-    name, _, below = rest.partition("/")
-    if scheme not in SCHEMES:
-        return f'"{url}" is no URL of a store: write one of {", ".join(f"{one}://" for one in SCHEMES)} before the name'
-    if scheme == "file":
-        return "" if not name and below else f'"{url}" names no folder: write three slashes, as in file:///mnt/store'
-    if not 3 <= len(name) <= 63:
-        return f'"{url}" names a {SCHEMES[scheme]} of {len(name)} characters, "{name}": one has 3 to 63'
-    return ""
 
 
 def access_problem(url: str) -> str:
@@ -73,6 +50,11 @@ def access_problem(url: str) -> str:
     except StoreError as error:
         return str(error)
     return f"{url} overwrites an object that was to be created once: take a store with conditional writes" * twice
+
+
+def in_store(text: str) -> bool:
+    """Return whether ``text`` names a place in a store, and is no endpoint of a socket, say."""
+    return is_url(text) and text.partition("://")[0] in SCHEMES
 
 
 class ObjectStore:
