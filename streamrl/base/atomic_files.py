@@ -3,6 +3,7 @@ that must outlive a power cut are flushed. All of it blocks, and raises ``OSErro
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +35,10 @@ def write_durable(path: Path, content: bytes) -> None:
     partial.replace(path)
     flush_directory(path.parent)
 
+
+_NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_SEEN_LATE_S = 65.0
+"""NFS remembers for up to a minute that a name was not there, on the host that asked for it."""
 
 MOST_BYTES = 64 << 20
 """Of files of one kind that a run writes now and then, such as evaluations, stacks and crash bundles."""
@@ -104,10 +110,13 @@ def new_directory(directory: Path) -> Iterator[Path]:
 
 
 def flush_directory(directory: Path) -> None:
-    """Force to the disk which names are in it."""
+    """Force to the disk which names are in it, on a file system that can (SMB and some in user space cannot)."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_OFFERED:
+            raise
     finally:
         os.close(descriptor)
 
@@ -125,8 +134,13 @@ def hold_lock(path: Path, refused: Callable[[str], StreamRLError]) -> IO[bytes]:
         holder = lock.read(20).decode("ascii", "replace") or "unknown"
         lock.close()
         raise refused(holder) from None
-    except BaseException:  # a full disk, too
+    except BaseException as error:  # a full disk, too
         lock.close()
+        if isinstance(error, OSError) and error.errno in (errno.ENOLCK, *_NOT_OFFERED):
+            raise StreamRLError(
+                f"files cannot be locked in {path.parent} ({error.strerror}), so two processes could run one run: "
+                "mount it with locks (NFS 4, or lockd), or set another run.directory"
+            ) from error
         raise
     return lock
 
@@ -154,7 +168,7 @@ def take_sidecar(directory: Path, into: Path, digests: Mapping[str, bytes]) -> N
     folder = sidecar_folder(directory)
     for name, expected in digests.items():
         try:
-            with (folder / name).open("rb") as file:
+            with _open_late(folder / name) as file:
                 found = hashlib.file_digest(file, "sha256").digest()
         except FileNotFoundError as error:
             raise StreamRLError(
@@ -165,6 +179,19 @@ def take_sidecar(directory: Path, into: Path, digests: Mapping[str, bytes]) -> N
             raise StreamRLError(f"{folder / name} differs from what the controller wrote: look at the disk")
         (folder / name).replace(into / name)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _open_late(path: Path) -> IO[bytes]:
+    """Open a file that was written on another host, whose name may be seen late."""
+    deadline = time.monotonic() + _SEEN_LATE_S
+    while True:
+        try:
+            return path.open("rb")
+        except FileNotFoundError:
+            # Only a folder that is there comes of a writer who sees this file system.
+            if not path.parent.is_dir() or time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
 
 
 def sidecar_folder(directory: Path) -> Path:

@@ -163,7 +163,7 @@ class ObjectStore:
                 raise self._failure(key, error, lasting=True) from error
             except self._errors.AlreadyExistsError:
                 raise
-            except (self._errors.BaseError, NotImplementedError) as error:
+            except (self._errors.BaseError, NotImplementedError, OSError) as error:
                 lasting = isinstance(error, self._lasting) or any(sign in str(error) for sign in _NO_CREDENTIALS)
                 if lasting or time.monotonic() + pause_s > deadline:
                     raise self._failure(key, error, lasting) from error
@@ -177,7 +177,7 @@ class ObjectStore:
         return (*refused, known.UnknownConfigurationKeyError, NotImplementedError)
 
     def _failure(self, key: str, error: Exception, lasting: bool) -> StoreError:
-        text = " ".join(str(error).partition("\n\nDebug source")[0].split())[:300]
+        text = " ".join(str(error).partition("\n\nDebug source")[0].partition("<?xml")[0].split())[:300]
         remedy = next((remedy for signs, remedy in _REMEDIES if any(sign in str(error) for sign in signs)), "")
         for_s = f" for {self._give_up_s:g} s" * bool(self._give_up_s and not lasting)
         where = f"{self.url}/{key}".rstrip("/")

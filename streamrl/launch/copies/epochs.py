@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from streamrl.base.atomic_files import flush_directory, write_durable
 from streamrl.base.errors import UNDECODABLE, StoreError
 from streamrl.comm.object_store import ObjectStore
 
@@ -80,13 +82,11 @@ def _decoded(content: bytes) -> Claim | None:
 
 def _run_id(run_directory: Path) -> str:
     """A text that no other run has, made once."""
-    file = run_directory / RUN_FILE
-    try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return file.read_text()
-    with os.fdopen(descriptor, "w") as new:
-        new.write(secrets.token_hex(16))
-        new.flush()
-        os.fsync(new.fileno())
+    file, token = run_directory / RUN_FILE, secrets.token_hex(16)
+    if not file.exists():
+        write_durable(run_directory / f".{token}", token.encode())
+        with suppress(FileExistsError):  # of several that begin at once: one name, whole content
+            os.link(run_directory / f".{token}", file)
+        (run_directory / f".{token}").unlink()
+        flush_directory(run_directory)
     return file.read_text()

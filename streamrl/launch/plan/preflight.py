@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.base.atomic_files import hold_lock, write_durable, write_link
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
 from streamrl.comm.object_store import access_problem
@@ -319,10 +320,14 @@ def _unusable(name: str, path: str) -> list[str]:
 def _run_directory(directory: Path) -> Iterator[str]:
     existing = nearest_existing(directory)
     try:
-        with tempfile.TemporaryDirectory(dir=existing, prefix=".streamrl-preflight-"):
-            pass
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".streamrl-preflight-") as tried:
+            hold_lock(Path(tried, "lock"), StreamRLError).close()
+            write_link(Path(tried, "link"), "lock")
+            write_durable(Path(tried, "lock"), b"")
     except OSError as error:
         yield f"run.directory: nothing can be made in {existing} ({error.strerror}): set another directory"
+    except StreamRLError as error:
+        yield f"run.directory: {error}"
 
 
 def _checkpoint(recipe: Recipe) -> Iterator[str]:
