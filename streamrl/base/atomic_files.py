@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
@@ -37,8 +38,7 @@ def write_durable(path: Path, content: bytes) -> None:
 
 
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-_SEEN_LATE_S = 65.0
-"""NFS remembers for up to a minute that a name was not there, on the host that asked for it."""
+_SEEN_LATE_S = 3.0
 
 MOST_BYTES = 64 << 20
 """Of files of one kind that a run writes now and then, such as evaluations, stacks and crash bundles."""
@@ -181,17 +181,17 @@ def take_sidecar(directory: Path, into: Path, digests: Mapping[str, bytes]) -> N
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _open_late(path: Path) -> IO[bytes]:
-    """Open a file that was written on another host, whose name may be seen late."""
+def _open_late(path: Path) -> BufferedReader:
+    """Open a file that was written on another host, whose name may be seen late: NFS remembers that it was not there,
+    until the folder is opened and found changed."""
     deadline = time.monotonic() + _SEEN_LATE_S
     while True:
         try:
             return path.open("rb")
         except FileNotFoundError:
-            # Only a folder that is there comes of a writer who sees this file system.
-            if not path.parent.is_dir() or time.monotonic() > deadline:
+            if path.name not in os.listdir(path.parent) and time.monotonic() > deadline:
                 raise
-        time.sleep(0.5)
+        time.sleep(0.2)
 
 
 def sidecar_folder(directory: Path) -> Path:
