@@ -17,8 +17,8 @@ import zmq
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.base.object_store import in_store
 from streamrl.comm.guarded_sockets import GuardedContext, bind, connect
+from streamrl.comm.object_store import in_store
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_sockets import ipc_path_identity, remove_ipc_path
 from streamrl.weights.manifest import MANIFEST_LIMIT
