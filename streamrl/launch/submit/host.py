@@ -85,7 +85,10 @@ class Host:
                 if self._orders.endings or self._orders.drains:
                     raise HostFailed("ended before the run began")
                 raise HostFailed(f"Ray did not have its {nodes} hosts within {self._options.start_s:g} s: see above")
-            return self._finish(self._run_command(), environment)
+            code = self._finish(self._run_command(), environment)
+            if self._options.pid is not None:
+                self._options.pid.with_name("code").write_text(str(code))
+            return code
         finally:
             self._end()
 
@@ -283,7 +286,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--peer", default="", help="for the first host: one of the others")
     parser.add_argument("--port", type=int, default=RAY_PORT, help="of Ray's head")
     parser.add_argument("--token", default="", help="file, on a file system of all hosts; made by the first host")
-    parser.add_argument("--pid", type=Path, help="file in which the first host writes its process")
+    parser.add_argument("--pid", type=Path, help="file for the process of the first host, and `code` beside it")
     parser.add_argument("--gpus", type=int, help="of this host (default: Ray finds them)")
     parser.add_argument("--interface", default="", help="network of this host's address")
     parser.add_argument("--start-s", type=float, default=300.0, help="how long hosts may take to start")
