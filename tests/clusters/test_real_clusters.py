@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -77,7 +76,8 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(folder: Path) -> None:
     launched = Launched(folder, "run.steps=10000")
     launched.wait_for("reward-0 ready")
     assert launched.left()
-    launched.process.send_signal(signal.SIGKILL)
+    launched.process.kill()
+    launched.process.wait()
     deadline = time.monotonic() + 40
     while launched.left():
         assert time.monotonic() < deadline, launched.left()

@@ -149,7 +149,7 @@ class Host:
                 ray_ended_s = time.monotonic()
                 say(self._why_ray_ended())
             while self._sent < (2 if ray_ended_s else wanted):
-                self._work.terminate()
+                self._work.send_signal(signal.SIGINT)  # Ray takes SIGTERM for itself in programs that use it
                 self._sent += 1
             if ray_ended_s and time.monotonic() > ray_ended_s + END_S:
                 self._work.kill()
@@ -274,8 +274,13 @@ def _start(
         stdout=output,
         stderr=subprocess.STDOUT if output is not None else None,
         start_new_session=True,
-        preexec_fn=partial(set_process_option, PR_SET_PDEATHSIG, dies_by),
+        preexec_fn=partial(_tie, dies_by),
     )
+
+
+def _tie(dies_by: signal.Signals) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in what a shell starts with &
+    set_process_option(PR_SET_PDEATHSIG, dies_by)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import time
 from contextlib import redirect_stderr
@@ -30,5 +31,6 @@ def await_nodes(address: str, count: int, seconds: float) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     wanted = int(sys.argv[2])
     sys.exit(0 if await_nodes(sys.argv[1], wanted, float(sys.argv[3])) >= wanted else 1)
