@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from campaigns.hosts.hosts_run import HostsRun, left_on, wait_until
+from campaigns.hosts.hosts_run import HostsRun, left_on, named, wait_until
 from campaigns.hosts.lab import laboratory, why_not
 from campaigns.hosts.ray_nodes import RayNodes
 from campaigns.hosts.shots import Shot, fire, plan
@@ -81,14 +81,14 @@ def one_run(ray: RayNodes, folder: Path, shots: list[Shot], results: list[Result
         if run.works_after(began) is None:
             results += [Result(shot=shot, outcome="not fired") for shot in shots[:1]]
             return [f"did not start: {run.said()}"]
-        for shot in shots:
-            results.append(shoot(run, shot))
+        for number, shot in enumerate(shots):
+            results.append(shoot(run, shot, waits=number % 2 == 1 or shot is shots[-1]))
             print(line_of(results[-1]), flush=True)
             if results[-1].outcome == "stuck":
                 return []
         code, seconds = run.drain()
         gone = wait_until(lambda: not any(map(left_on, run.hosts)), 3.0)
-        left = [f"{host.name}: {' '.join(p.cmdline())[:90]}" for host in run.hosts for p in left_on(host)]
+        left = named(run.hosts)
         print(f"drained in {seconds:.1f} s, exit code {code}, {len(run.records)} records", flush=True)
         faults = [] if code == 0 else [f"drain ended with {code}: {run.said()}"]
         return faults + ([] if gone else [f"left after the drain: {left}"]) + run.faults()
@@ -96,9 +96,10 @@ def one_run(ray: RayNodes, folder: Path, shots: list[Shot], results: list[Result
         run.ended()
 
 
-def shoot(run: HostsRun, shot: Shot) -> Result:
-    """Fire while the run works, and watch until it works again."""
-    time.sleep(random.random())
+def shoot(run: HostsRun, shot: Shot, *, waits: bool) -> Result:
+    """Fire, and watch until the run works again, unless it is not to be waited for: then the next shot hits it while it
+    recovers."""
+    time.sleep(3.0 * random.random())
     hit = fire(run, shot)
     result = Result(shot=shot, outcome="recovered", empty_s=hit.empty_s, faults=list(hit.faults))
     from_s = hit.from_s
@@ -107,6 +108,8 @@ def shoot(run: HostsRun, shot: Shot) -> Result:
             result.faults.append("the command did not end")
         result.outcome, from_s = "resumed", time.monotonic()
         run.resume()
+    if not waits and not hit.ended and not run.over:
+        return result
     works = run.works_after(from_s)
     if works is None and run.over and not hit.ended:
         result.faults.append(f"the command ended with {run.exit_code(0)}: {run.said()}")

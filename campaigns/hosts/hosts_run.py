@@ -6,13 +6,13 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from campaigns.hosts.lab import Host, end
+from campaigns.hosts.lab import Host, command_of, end
 from campaigns.hosts.ray_nodes import RayNodes
 
 ROOT = Path(__file__).parents[2]
@@ -197,12 +197,13 @@ def trained_of(records: list[dict[str, Any]], ranks: tuple[str, ...]) -> dict[st
 def left_on(host: Host) -> list[psutil.Process]:
     """Processes of runs on a host: those that are not Ray's own."""
     own = ("/ray/", "ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray.util.client", "ray::SPILL")
-    found = []
-    for process in host.processes():
-        line = " ".join(process.cmdline() or ["(ended)"])
-        if line != "(ended)" and not any(word in line for word in own):
-            found.append(process)
-    return found
+    lines = {process: command_of(process) for process in host.processes()}
+    return [process for process, line in lines.items() if line and not any(word in line for word in own)]
+
+
+def named(hosts: Iterable[Host]) -> list[str]:
+    """What is left on hosts, for people."""
+    return [f"{host.name}: {command_of(process)[:90]}" for host in hosts for process in left_on(host)]
 
 
 def wait_until(holds: Callable[[], bool], limit_s: float) -> bool:

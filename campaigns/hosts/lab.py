@@ -116,8 +116,8 @@ class Host:
         for process in psutil.process_iter():
             with suppress(OSError, psutil.Error):
                 if process.pid != self.init.pid and os.stat(f"/proc/{process.pid}/ns/pid").st_ino == self.space:
-                    line = " ".join(process.cmdline())
-                    if process.status() != psutil.STATUS_ZOMBIE and all(word in line for word in words):
+                    line = command_of(process)
+                    if line and all(word in line for word in words):
                         found.append(process)
         return found
 
@@ -192,6 +192,13 @@ def laboratory(name: str, *, count: int = 3, subnet: str = "10.81.0") -> Iterato
         yield lab
     finally:
         lab.close()
+
+
+def command_of(process: psutil.Process) -> str:
+    """Command line of a process; empty: it has ended."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def end(processes: Sequence[psutil.Process], with_signal: int = signal.SIGKILL) -> None:

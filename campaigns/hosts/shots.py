@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 import psutil
 
-from campaigns.hosts.hosts_run import HostsRun, left_on, wait_until
+from campaigns.hosts.hosts_run import HostsRun, left_on, named, wait_until
 from campaigns.hosts.lab import Host, end
 
 LEASE_S = 10.0
@@ -84,20 +84,18 @@ def fire(run: HostsRun, shot: Shot) -> Hit:
         return Hit(from_s=time.monotonic())
     if shot.kind in special:
         return special[shot.kind](run, host, shot)
+    wait_until(lambda: bool(aim(run, shot.at).processes(*PROCESSES[shot.kind])), 30.0)
     began = time.monotonic()
-    victims = host.processes(*PROCESSES[shot.kind])
+    victims = aim(run, shot.at).processes(*PROCESSES[shot.kind])
     end(victims)
-    hit = Hit(from_s=began, faults=[] if victims else [f"there was no {shot.kind} on {host.name}"])
-    if shot.kind in ("agent", "lease"):
-        hit.empty_s = _gone([host], {p.pid for p in left_on(host)} - {p.pid for p in run.driver_processes()}, began)
-    return hit
+    return Hit(from_s=began, faults=[] if victims else [f"there was no {shot.kind} at {shot.at}"])
 
 
 def _stop(run: HostsRun, host: Host, shot: Shot) -> Hit:
     """SIGSTOP of an agent, for less or more than its lease."""
     began = time.monotonic()
     agents = host.processes(*PROCESSES["agent"])
-    before = {process.pid for process in _of_agent(run, host)}
+    before = {process.pid for process in _of_agent(host)}
     end(agents, signal.SIGSTOP)
     hit = Hit()
     if shot.seconds > LEASE_S:
@@ -109,7 +107,7 @@ def _stop(run: HostsRun, host: Host, shot: Shot) -> Hit:
 
 
 def _cut(run: HostsRun, host: Host, shot: Shot) -> Hit:
-    before = {process.pid for process in _of_agent(run, host)}
+    before = {process.pid for process in _of_agent(host)}
     began = time.monotonic()
     host.cut(*shot.ways)
     hit = _fenced(host, before, began) if shot.seconds > LEASE_S else Hit()
@@ -129,7 +127,7 @@ def _kill_host(run: HostsRun, host: Host, shot: Shot) -> Hit:
 
 
 def _kill_raylet(run: HostsRun, host: Host, shot: Shot) -> Hit:
-    before = {process.pid for process in _of_agent(run, host)}
+    before = {process.pid for process in _of_agent(host)}
     began = time.monotonic()
     end(host.processes(*PROCESSES["raylet"]))
     hit = _fenced(host, before, began)
@@ -168,10 +166,10 @@ def _end_cluster(run: HostsRun, host: Host, shot: Shot) -> Hit:
     return hit
 
 
-def _of_agent(run: HostsRun, host: Host) -> list[psutil.Process]:
+def _of_agent(host: Host) -> list[psutil.Process]:
     """Processes that an agent and its lease are to end."""
-    words = ("streamrl.launch engine", "streamrl.launch trainer", "ray::RayAgent")
-    return [process for process in left_on(host) if any(word in " ".join(process.cmdline()) for word in words)]
+    kinds = ("engine", "rank", "agent")
+    return [process for kind in kinds for process in host.processes(*PROCESSES[kind])]
 
 
 def _fenced(host: Host, before: set[int], began: float) -> Hit:
@@ -191,8 +189,7 @@ def _gone(hosts: list[Host], of: set[int] | None, began: float) -> float | None:
 
 def _judged(hosts: list[Host], hit: Hit) -> Hit:
     if hit.empty_s is None:
-        left = [f"{host.name}: {' '.join(p.cmdline())[:90]}" for host in hosts for p in left_on(host)]
-        hit.faults = [*hit.faults, f"{LEASE_S + MARGIN_S:g} s later there is still {left}"]
+        hit.faults = [*hit.faults, f"{LEASE_S + MARGIN_S:g} s later there is still {named(hosts)}"]
     return hit
 
 
@@ -205,14 +202,14 @@ def plan(count: int, seed: int, kinds: list[str]) -> list[Shot]:
         *(Shot(kind=kind, at=at) for kind in ("agent", "raylet", "host") for at in both),
         Shot(kind="lease", at="engine"),
         Shot(kind="host", at="engine", seconds=15.0),
-        *(Shot(kind="stop", at=at, seconds=seconds) for at in both for seconds in (5.0, 20.0)),
+        *(Shot(kind="stop", at=at, seconds=seconds) for at in both for seconds in (5.0, 15.0)),
         *(
             Shot(kind="cut", at=at, seconds=seconds, ways=ways)
             for at in both
-            for seconds in (5.0, 20.0)
+            for seconds in (5.0, 15.0)
             for ways in ((), ("out",), ("in",))
         ),
-        *(Shot(kind=kind, at=at, seconds=15.0) for kind in WIRES for at in both),
+        *(Shot(kind=kind, at=at, seconds=10.0) for kind in WIRES for at in both),
     ]
     chosen = [shot for shot in every if not kinds or shot.kind in kinds]
     order = random.Random(seed)
