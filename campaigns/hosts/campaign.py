@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from campaigns.hosts.hosts_run import HostsRun, left_on, named, wait_until
-from campaigns.hosts.lab import laboratory, why_not
+from campaigns.hosts.lab import end, laboratory, why_not
 from campaigns.hosts.ray_nodes import RayNodes
 from campaigns.hosts.shots import Shot, fire, plan
 
@@ -77,7 +77,7 @@ def one_run(ray: RayNodes, folder: Path, shots: list[Shot], results: list[Result
     """Shoot at one run, drain and judge it. Returns what is wrong with the run as a whole."""
     run, began = HostsRun(ray, folder), time.monotonic()
     try:
-        run.train({"run.steps": 100_000})
+        run.train()
         if run.works_after(began) is None:
             results += [Result(shot=shot, outcome="not fired") for shot in shots[:1]]
             return [f"did not start: {run.said()}"]
@@ -86,7 +86,9 @@ def one_run(ray: RayNodes, folder: Path, shots: list[Shot], results: list[Result
             print(line_of(results[-1]), flush=True)
             if results[-1].outcome == "stuck":
                 return []
-        code, seconds = run.drain()
+        drains = time.monotonic()
+        end(run.driver_processes(), signal.SIGTERM)
+        code, seconds = run.exit_code(90.0), time.monotonic() - drains
         gone = wait_until(lambda: not any(map(left_on, run.hosts)), 3.0)
         left = named(run.hosts)
         print(f"drained in {seconds:.1f} s, exit code {code}, {len(run.records)} records", flush=True)
@@ -118,7 +120,7 @@ def shoot(run: HostsRun, shot: Shot, *, waits: bool) -> Result:
         works = run.works_after(from_s)
     if works is None:
         result.outcome = "stuck"
-        result.faults.append(f"{', '.join(run.missing_after(from_s))} did not work again: {run.said()}")
+        result.faults.append(f"{', '.join(run.missing)} did not work again: {run.said()}")
     else:
         result.works_s = round(works - from_s, 1)
     return result

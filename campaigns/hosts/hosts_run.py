@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable
@@ -18,23 +17,10 @@ from campaigns.hosts.ray_nodes import RayNodes
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 150.0
 """For a run to start, or to work again, on a loaded machine."""
-SETTINGS = {
-    "run.name": "shots",
-    "run.advanced.restarts": 1000,
-    "engines.kind": "simulated",
-    "engines.advanced.restarts": 1000,
-    "engines.count": 2,
-    "engines.max_model_len": 512,
-    "training.ranks": 2,
-    "training.learning_rate": 2e-4,
-    "rollout.prompts_per_batch": 8,
-    "rollout.group_size": 4,
-    "sampling.max_tokens": 128,
-    "checkpoint.every": 50,
-    "cluster.advanced.trainer_hosts": 2,
-    "cluster.advanced.engine_hosts": 2,
-    "evaluation.every": 0,
-}
+SETTINGS = """run.name=shots run.steps=100000 run.advanced.restarts=1000 checkpoint.every=50 evaluation.every=0
+engines.kind=simulated engines.count=2 engines.advanced.restarts=1000 engines.max_model_len=512 sampling.max_tokens=128
+rollout.prompts_per_batch=8 rollout.group_size=4 training.ranks=2 training.learning_rate=2e-4
+cluster.advanced.trainer_hosts=2 cluster.advanced.engine_hosts=2"""
 ROLES = ("engine-0", "engine-1", "trainer-0", "trainer-1")
 WORKED = ("generate done", "close_batch done")
 
@@ -46,6 +32,8 @@ class HostsRun:
         self.ray, self.folder = ray, folder
         self.hosts = ray.lab.hosts
         self.records: list[dict[str, Any]] = []
+        self.missing: list[str] = []
+        """Engines and ranks that had not worked when that was asked last."""
         self._place = 0
         self.driver: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True)
@@ -55,17 +43,12 @@ class HostsRun:
         """The directory of the run."""
         return (self.folder / "runs" / "latest").resolve()
 
-    def train(self, settings: dict[str, object]) -> None:
+    def train(self) -> None:
         """Start it from nothing."""
         example = ROOT / "examples" / "sort"
-        paths = {
-            "run.directory": self.folder / "runs",
-            "model.path": example / "model",
-            "prompts.train": example / "train.jsonl",
-            "rewards.0.function": f"{example / 'reward.py'}:sorted_trace",
-        }
-        recipe = example / "recipe.toml"
-        self._start("train", recipe, *_overrides(paths | SETTINGS | settings))
+        paths = f"run.directory={self.folder}/runs model.path={example}/model prompts.train={example}/train.jsonl"
+        sets = f"{paths} rewards.0.function={example}/reward.py:sorted_trace {SETTINGS}".split()
+        self._start("train", example / "recipe.toml", *(part for one in sets for part in ("--set", one)))
 
     def resume(self) -> None:
         """Go on with what there is."""
@@ -110,38 +93,20 @@ class HostsRun:
         """When every engine had sampled and every rank had stepped again after ``at_s``; None: not within patience, or
         the command has ended."""
         first: dict[str, float] = {}
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            self.read()
-            for record in reversed(self.records):
-                if record["t"] <= at_s:
-                    break
-                if record["kind"] in WORKED and record.get("tokens", 1):
-                    first[record["role"]] = record["t"]
-            if set(ROLES) <= set(first):
-                return max(first.values())
-            if self.over:
-                return None
-            time.sleep(0.1)
-        return None
+        wait_until(lambda: self._has_worked(at_s, first) or self.over, PATIENCE_S)
+        self.missing = [role for role in ROLES if role not in first]
+        return None if self.missing else max(first.values())
 
-    def missing_after(self, at_s: float) -> list[str]:
-        """Engines and ranks that have not worked since."""
-        worked = {record["role"] for record in self.records if record["t"] > at_s and record["kind"] in WORKED}
-        return [role for role in ROLES if role not in worked]
-
-    def drain(self, limit_s: float = 90.0) -> tuple[int | None, float]:
-        """Ask it to end; its exit code (None: it did not within the limit), and how long that took."""
-        assert self.driver is not None
-        began = time.monotonic()
-        end(self.driver_processes(), signal.SIGTERM)
-        return self.exit_code(limit_s), time.monotonic() - began
+    def _has_worked(self, at_s: float, first: dict[str, float]) -> bool:
+        for record in self.read():
+            if record["t"] > at_s and record["kind"] in WORKED and record.get("tokens", 1):
+                first.setdefault(record["role"], record["t"])
+        return set(ROLES) <= set(first)
 
     def exit_code(self, limit_s: float) -> int | None:
         """Exit code of the command; None: it has not ended within ``limit_s``."""
-        assert self.driver is not None
         wait_until(lambda: self.over, limit_s)
-        return self.driver.poll()
+        return self.driver.poll() if self.driver is not None else None
 
     def driver_processes(self) -> list[psutil.Process]:
         """The command, on its host."""
@@ -167,8 +132,7 @@ class HostsRun:
             found.append(f"accounts do not balance: {accounts}")
         trained = trained_of(self.records, ROLES[2:])
         for identity, versions in trained.items():
-            if len(versions) > 1:
-                found.append(f"{identity} was trained for versions {sorted(versions)}")
+            found += [f"{identity} was trained for versions {sorted(versions)}"] if len(versions) > 1 else []
         if len(trained) != accounts["trained"]:
             found.append(f"ranks trained {len(trained)} trajectories, the journal counts {accounts['trained']}")
         return found[:5]
@@ -188,9 +152,8 @@ def trained_of(records: list[dict[str, Any]], ranks: tuple[str, ...]) -> dict[st
                 version = record["version"]
                 ids = batches.pop((record["pid"], record["batch_id"]), [])
                 made = {one: names for one, names in made.items() if one < version} | {version: ids}
-        for version, names in made.items():
-            for name in names:
-                trained.setdefault(name, set()).add(version)
+        for version, name in ((version, name) for version, names in made.items() for name in names):
+            trained.setdefault(name, set()).add(version)
     return trained
 
 
@@ -214,7 +177,3 @@ def wait_until(holds: Callable[[], bool], limit_s: float) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def _overrides(settings: dict[str, object]) -> list[str]:
-    return [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]

@@ -6,9 +6,9 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
-import psutil
 
 from campaigns.hosts.hosts_run import HostsRun, left_on, named, wait_until
 from campaigns.hosts.lab import Host, end
@@ -93,26 +93,21 @@ def fire(run: HostsRun, shot: Shot) -> Hit:
 
 def _stop(run: HostsRun, host: Host, shot: Shot) -> Hit:
     """SIGSTOP of an agent, for less or more than its lease."""
-    began = time.monotonic()
     agents = host.processes(*PROCESSES["agent"])
-    before = {process.pid for process in _of_agent(host)}
-    end(agents, signal.SIGSTOP)
-    hit = Hit()
-    if shot.seconds > LEASE_S:
-        hit = _fenced(host, before, began)
-    time.sleep(max(began + shot.seconds - time.monotonic(), 0.0))
-    end(agents, signal.SIGCONT)
-    hit.from_s = time.monotonic()
-    return hit
+    return _while(shot, host, partial(end, agents, signal.SIGSTOP), partial(end, agents, signal.SIGCONT))
 
 
 def _cut(run: HostsRun, host: Host, shot: Shot) -> Hit:
-    before = {process.pid for process in _of_agent(host)}
-    began = time.monotonic()
-    host.cut(*shot.ways)
-    hit = _fenced(host, before, began) if shot.seconds > LEASE_S else Hit()
+    return _while(shot, host, partial(host.cut, *shot.ways), host.heal)
+
+
+def _while(shot: Shot, host: Host, begin: Callable[[], None], over: Callable[[], None]) -> Hit:
+    """A fault that lasts: where it is longer than the lease, the host has no process of the run in time."""
+    before, began = _of_agent(host), time.monotonic()
+    begin()
+    hit = _gone([host], began, before) if shot.seconds > LEASE_S else Hit()
     time.sleep(max(began + shot.seconds - time.monotonic(), 0.0))
-    host.heal()
+    over()
     hit.from_s = time.monotonic()
     return hit
 
@@ -127,10 +122,9 @@ def _kill_host(run: HostsRun, host: Host, shot: Shot) -> Hit:
 
 
 def _kill_raylet(run: HostsRun, host: Host, shot: Shot) -> Hit:
-    before = {process.pid for process in _of_agent(host)}
-    began = time.monotonic()
+    before, began = _of_agent(host), time.monotonic()
     end(host.processes(*PROCESSES["raylet"]))
-    hit = _fenced(host, before, began)
+    hit = _gone([host], began, before)
     end([process for process in host.processes("ray") if process not in left_on(host)])
     run.ray.start([host])
     hit.from_s = time.monotonic()
@@ -138,26 +132,23 @@ def _kill_raylet(run: HostsRun, host: Host, shot: Shot) -> Hit:
 
 
 def _kill_driver(run: HostsRun, host: Host, shot: Shot) -> Hit:
-    before = {process.pid for one in run.hosts for process in left_on(one)}
     began = time.monotonic()
     end(run.driver_processes())
-    hit = Hit(ended=True, empty_s=_gone(run.hosts, before, began))
-    return _judged(run.hosts, hit)
+    return _gone(run.hosts, began, ended=True)
 
 
 def _end_cluster(run: HostsRun, host: Host, shot: Shot) -> Hit:
     """The head is gone: the host with all that runs there, or Ray's store alone, of which the run learns late."""
-    began = time.monotonic()
-    others = [one for one in run.hosts if one is not host]
-    if shot.kind == "head":
-        host.kill()
-        hit = _judged(others, Hit(ended=True, empty_s=_gone(others, None, began)))
-    else:
+    others, began = run.hosts[1:], time.monotonic()
+    if shot.kind == "gcs":
         end(host.processes(*PROCESSES["gcs"]))
         run.exit_code(120.0)
-        ended = time.monotonic()
-        hit = _judged(run.hosts, Hit(ended=True, empty_s=_gone(run.hosts, None, ended)))
+        began = time.monotonic()
+        hit = _gone(run.hosts, began, ended=True)
         host.kill()
+    else:
+        host.kill()
+        hit = _gone(others, began, ended=True)
     host.boot()
     for one in others:
         one.kill()
@@ -166,31 +157,21 @@ def _end_cluster(run: HostsRun, host: Host, shot: Shot) -> Hit:
     return hit
 
 
-def _of_agent(host: Host) -> list[psutil.Process]:
+def _of_agent(host: Host) -> set[int]:
     """Processes that an agent and its lease are to end."""
-    kinds = ("engine", "rank", "agent")
-    return [process for kind in kinds for process in host.processes(*PROCESSES[kind])]
+    return {process.pid for kind in ("engine", "rank", "agent") for process in host.processes(*PROCESSES[kind])}
 
 
-def _fenced(host: Host, before: set[int], began: float) -> Hit:
-    return _judged([host], Hit(empty_s=_gone([host], before, began)))
-
-
-def _gone(hosts: list[Host], of: set[int] | None, began: float) -> float | None:
-    """Seconds until none of these processes (None: none at all of a run) lives; None: some do for too long."""
+def _gone(hosts: list[Host], began: float, of: set[int] | None = None, *, ended: bool = False) -> Hit:
+    """Wait until none of these processes lives (None: no process of a run), a lease and its margin at most."""
 
     def none() -> bool:
         living = {process.pid for host in hosts for process in left_on(host)}
         return not (living if of is None else living & of)
 
-    limit = began + LEASE_S + MARGIN_S + SEEN_S - time.monotonic()
-    return round(time.monotonic() - began, 1) if wait_until(none, max(limit, 1.0)) else None
-
-
-def _judged(hosts: list[Host], hit: Hit) -> Hit:
-    if hit.empty_s is None:
-        hit.faults = [*hit.faults, f"{LEASE_S + MARGIN_S:g} s later there is still {named(hosts)}"]
-    return hit
+    if wait_until(none, began + LEASE_S + MARGIN_S + SEEN_S - time.monotonic()):
+        return Hit(ended=ended, empty_s=round(time.monotonic() - began, 1))
+    return Hit(ended=ended, faults=[f"{LEASE_S + MARGIN_S:g} s later there is still {named(hosts)}"])
 
 
 def plan(count: int, seed: int, kinds: list[str]) -> list[Shot]:
