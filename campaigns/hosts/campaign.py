@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -33,9 +34,12 @@ class Result(msgspec.Struct, kw_only=True):
     empty_s: float | None = None
     faults: list[str] = []
 
+    def __str__(self) -> str:
+        wrong = "".join(f"\n    FAULT: {fault}" for fault in self.faults)
+        return f"{self.shot!s:<24} {self.outcome:<10} works after {self.works_s} s, empty after {self.empty_s} s{wrong}"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what ``python -m campaigns hosts`` takes."""
     parser.add_argument("what", choices=["shots"])
     parser.add_argument("--shots", type=int, default=60)
     parser.add_argument("--of-a-run", type=int, default=8, help="shots that one run gets")
@@ -65,8 +69,7 @@ def run_campaign(arguments: argparse.Namespace) -> int:
             folder = arguments.out / f"run-{len(results):03d}"
             ending = one_run(ray, folder, shots[len(results) :][: arguments.of_a_run], results)
             faults += ending
-            for fault in ending:
-                print(f"    FAULT: {folder.name}: {fault}", flush=True)
+            print(*(f"    FAULT: {folder.name}: {fault}" for fault in ending), sep="\n", flush=True)
     faults += [f"{result.shot}: {fault}" for result in results for fault in result.faults]
     print(*table(results), sep="\n")
     print(f"{len(results)} shots, {len(faults)} faults, {(time.monotonic() - began) / 60:.0f} minutes")
@@ -83,17 +86,16 @@ def one_run(ray: RayNodes, folder: Path, shots: list[Shot], results: list[Result
             return [f"did not start: {run.said()}"]
         for number, shot in enumerate(shots):
             results.append(shoot(run, shot, waits=number % 2 == 1 or shot is shots[-1]))
-            print(line_of(results[-1]), flush=True)
+            print(results[-1], flush=True)
             if results[-1].outcome == "stuck":
                 return []
         drains = time.monotonic()
         end(run.driver_processes(), signal.SIGTERM)
         code, seconds = run.exit_code(90.0), time.monotonic() - drains
         gone = wait_until(lambda: not any(map(left_on, run.hosts)), 3.0)
-        left = named(run.hosts)
         print(f"drained in {seconds:.1f} s, exit code {code}, {len(run.records)} records", flush=True)
         faults = [] if code == 0 else [f"drain ended with {code}: {run.said()}"]
-        return faults + ([] if gone else [f"left after the drain: {left}"]) + run.faults()
+        return faults + ([] if gone else [f"left after the drain: {named(run.hosts)}"]) + run.faults()
     finally:
         run.ended()
 
@@ -126,23 +128,13 @@ def shoot(run: HostsRun, shot: Shot, *, waits: bool) -> Result:
     return result
 
 
-def line_of(result: Result) -> str:
-    """One shot for people."""
-    times = [f"works after {result.works_s} s" if result.works_s is not None else ""]
-    times.append(f"host empty after {result.empty_s} s" if result.empty_s is not None else "")
-    wrong = "".join(f"\n    FAULT: {fault}" for fault in result.faults)
-    return f"{result.shot!s:<24} {result.outcome:<10} {', '.join(filter(None, times))}{wrong}"
-
-
-def table(results: list[Result]) -> list[str]:
+def table(results: list[Result]) -> Iterator[str]:
     """One line a kind."""
-    lines = [f"{'kind':<11} {'shots':>5} {'alone':>6} {'resumed':>8} {'works, s':>12} {'empty, s':>9} {'faults':>7}"]
     for kind in sorted({result.shot.kind for result in results}):
         own = [result for result in results if result.shot.kind == kind]
-        works = sorted(result.works_s for result in own if result.works_s is not None)
-        empty = [result.empty_s for result in own if result.empty_s is not None]
         alone, resumed = (sum(result.outcome == word for result in own) for word in ("recovered", "resumed"))
-        spread = f"{works[len(works) // 2]:g} / {works[-1]:g}" if works else "-"
-        most, wrong = f"{max(empty):g}" if empty else "-", sum(bool(result.faults) for result in own)
-        lines.append(f"{kind:<11} {len(own):>5} {alone:>6} {resumed:>8} {spread:>12} {most:>9} {wrong:>7}")
-    return lines
+        works, empty = max(result.works_s or 0 for result in own), max(result.empty_s or 0 for result in own)
+        yield (
+            f"{kind:<11} {len(own):>3} shots, {alone:>2} recovered, {resumed:>2} resumed; at most {works:>5g} s until "
+            f"all worked, {empty:>4g} s until the host was empty"
+        )

@@ -48,7 +48,7 @@ class Host:
 
     def __init__(self, lab: Lab, number: int) -> None:
         self.lab, self.number = lab, number
-        self.name, self.address = f"h{number}", f"{lab.subnet}.{number + 1}"
+        self.name, self.address, self.port = f"h{number}", f"{lab.subnet}.{number + 1}", f"v{number}"
         self._wire: subprocess.Popen[bytes] | None = None
         self.boot()
 
@@ -67,21 +67,12 @@ class Host:
             time.sleep(0.01)
         self.init = found[0]
         self.space = os.stat(f"/proc/{self.init.pid}/ns/pid").st_ino
-        self._ip(
-            "link", "add", self.port, "type", "veth", "peer", "name", "eth0", *self._mac, "netns", str(self.init.pid)
-        )
+        # The same at each boot: other hosts remember it.
+        peer = f"peer name eth0 address 02:00:00:00:00:{self.number:02x} netns {self.init.pid}"
+        self._ip("link", "add", self.port, "type", "veth", *peer.split())
         self._ip("link", "set", self.port, "master", "br0", "up")
         for command in (f"addr add {self.address}/24 dev eth0", "link set eth0 up", "link set lo up"):
             _run("nsenter", "-t", self.init.pid, "-n", "ip", *command.split())
-
-    @property
-    def _mac(self) -> tuple[str, str]:
-        return "address", f"02:00:00:00:00:{self.number:02x}"  # of every life: others remember it
-
-    @property
-    def port(self) -> str:
-        """Name of its port at the bridge."""
-        return f"v{self.number}"
 
     def kill(self) -> None:
         """End this life of the host, with everything that runs there."""
@@ -103,8 +94,7 @@ class Host:
         try:
             output = process.communicate(timeout=timeout_s)[0].decode(errors="replace")
         except subprocess.TimeoutExpired:
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
+            end(psutil.Process(process.pid).children(recursive=True))
             output = process.communicate()[0].decode(errors="replace")
         if process.returncode:
             raise RuntimeError(f"{self.name}: {' '.join(map(str, command))}: {process.returncode}: {output}")
@@ -114,18 +104,11 @@ class Host:
         """Living processes of this host with all ``words`` in their command lines, by its namespace of pids."""
         found = []
         for process in psutil.process_iter():
-            with suppress(OSError, psutil.Error):
+            with suppress(OSError):
                 if process.pid != self.init.pid and os.stat(f"/proc/{process.pid}/ns/pid").st_ino == self.space:
                     line = command_of(process)
-                    if line and all(word in line for word in words):
-                        found.append(process)
+                    found += [process] if line and all(word in line for word in words) else []
         return found
-
-    # ---- its wire --------------------------------------------------------------------------------
-
-    def cut(self, *ways: str) -> None:
-        """Lose what it sends (``out``), what it is sent (``in``), or both."""
-        self.impair("cut", *ways)
 
     def impair(self, what: str, *ways: str) -> None:
         """Set a fault of the wire (``wire``) in these directions, or in both."""
@@ -172,9 +155,7 @@ class Lab:
         _run("ip", "netns", "add", self.bridge)
         _run("ip", "-n", self.bridge, "link", "add", "br0", "type", "bridge")
         _run("ip", "-n", self.bridge, "link", "set", "br0", "up")
-        self.hosts: list[Host] = []
-        for number in range(count):
-            self.hosts.append(Host(self, number))
+        self.hosts = [Host(self, number) for number in range(count)]
 
     def close(self) -> None:
         """End all hosts with everything that runs there."""

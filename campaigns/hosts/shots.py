@@ -98,7 +98,7 @@ def _stop(run: HostsRun, host: Host, shot: Shot) -> Hit:
 
 
 def _cut(run: HostsRun, host: Host, shot: Shot) -> Hit:
-    return _while(shot, host, partial(host.cut, *shot.ways), host.heal)
+    return _while(shot, host, partial(host.impair, "cut 1", *shot.ways), host.heal)
 
 
 def _while(shot: Shot, host: Host, begin: Callable[[], None], over: Callable[[], None]) -> Hit:

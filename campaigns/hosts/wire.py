@@ -2,8 +2,8 @@
 
     wire.py PORT TAP      # in the network namespace of the bridge; the port is out of the bridge then, the TAP in it
 
-Each line of stdin sets one direction: ``out cut``, ``in delay 0.1``, ``out loss 0.05``, ``in rate 20e6``, ``in heal``
-(``out``: what the host sends). Ends with its stdin."""
+Each line of stdin sets one direction: ``out cut 1``, ``in delay 0.1``, ``out loss 0.05``, ``in rate 20e6`` (``out``:
+what the host sends). Ends with its stdin."""
 
 from __future__ import annotations
 
@@ -27,28 +27,17 @@ class Direction:
     """What happens to frames of one direction. ``delay`` in seconds, ``loss`` of 1, ``rate`` in bit/s."""
 
     def __init__(self) -> None:
-        self.delay = self.loss = self.rate = self.free_at = 0.0
-        self.cut = False
-
-    def set(self, what: str, value: str) -> None:
-        """Obey one command."""
-        if what == "heal":
-            self.__init__()  # type: ignore[misc]
-        elif what == "cut":
-            self.cut = True
-        else:
-            setattr(self, what, float(value))
+        self.delay = self.loss = self.rate = self.cut = self.free_at = 0.0
 
     def due(self, size: int, now: float) -> float | None:
         """When a frame of ``size`` bytes arrives; None: never."""
         if self.cut or random.random() < self.loss:
             return None
-        at = now
+        at = max(now, self.free_at)
+        if at > now + QUEUE_S:
+            return None
         if self.rate:
-            at = max(now, self.free_at)
-            if at > now + QUEUE_S:
-                return None
-            at = self.free_at = at + 8 * size / self.rate
+            self.free_at = at = at + 8 * size / self.rate
         return at + self.delay
 
 
@@ -77,8 +66,8 @@ def main(port: str, tap: str) -> None:
                     return
                 *lines, text = (text + more).split(b"\n")
                 for line in lines:
-                    way, what, *value = line.decode().split()
-                    directions[way].set(what, *value or [""])
+                    way, what, value = line.decode().split()
+                    setattr(directions[way], what, float(value))
                 print("done", flush=True)
                 continue
             way, target = ways[number]
