@@ -143,14 +143,14 @@ def trained_of(records: list[dict[str, Any]], ranks: tuple[str, ...]) -> dict[st
     trained: dict[str, set[int]] = {}
     for rank in ranks:
         made: dict[int, list[str]] = {}
-        batches: dict[tuple[int, int], list[str]] = {}
+        batches: dict[tuple[float, int], list[str]] = {}
         for record in sorted((one for one in records if one["role"] == rank), key=lambda one: float(one["t"])):
             if record["kind"] == "train_group":
                 names = ["/".join(map(str, one[:4])) for one in record["ids"]]
-                batches.setdefault((record["pid"], record["batch"]), []).extend(names)
+                batches.setdefault((record["born"], record["batch"]), []).extend(names)
             elif record["kind"] == "close_batch done":
                 version = record["version"]
-                ids = batches.pop((record["pid"], record["batch_id"]), [])
+                ids = batches.pop((record["born"], record["batch_id"]), [])
                 made = {one: names for one, names in made.items() if one < version} | {version: ids}
         for version, name in ((version, name) for version, names in made.items() for name in names):
             trained.setdefault(name, set()).add(version)
