@@ -25,8 +25,8 @@ from campaigns.hosts.shots import Shot, fire, plan
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """One shot. ``outcome``: ``recovered``, ``resumed`` or ``stuck``; ``works_s``: until all engines and ranks worked,
-    after the fault was over or ``resume`` began; ``empty_s``: until a host had no process of the run."""
+    """One shot. ``outcome``: ``recovered``, ``resumed``, ``missed`` or ``stuck``; ``works_s``: until all engines and
+    ranks worked, after the fault was over or ``resume`` began; ``empty_s``: until a host had no process of the run."""
 
     shot: Shot
     outcome: str
@@ -105,7 +105,9 @@ def shoot(run: HostsRun, shot: Shot, *, waits: bool) -> Result:
     recovers."""
     time.sleep(3.0 * random.random())
     hit = fire(run, shot)
-    result = Result(shot=shot, outcome="recovered", empty_s=hit.empty_s, faults=list(hit.faults))
+    result = Result(
+        shot=shot, outcome="missed" if hit.missed else "recovered", empty_s=hit.empty_s, faults=list(hit.faults)
+    )
     from_s = hit.from_s
     if hit.ended:
         if run.exit_code(20.0) is None:

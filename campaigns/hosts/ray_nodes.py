@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from campaigns.hosts.lab import Host, Lab
+from campaigns.hosts.lab import Host, Lab, end
 
 PORT = 6379
 START_S = 180.0
@@ -51,4 +51,11 @@ class RayNodes:
             line += ["--head", "--port", PORT, "--include-dashboard=false", "--temp-dir", self.lab.tmp / "ray"]
         else:
             line += ["--address", self.address]
-        host.run(line, self.environment, START_S)
+        for last in (False, False, True):
+            try:
+                host.run(line, self.environment, START_S)
+                return
+            except RuntimeError:
+                end(host.processes("/ray/"))  # a start that took too long leaves what it had started
+                if last:
+                    raise

@@ -34,10 +34,11 @@ class Shot(msgspec.Struct, frozen=True, kw_only=True):
 
 class Hit(msgspec.Struct, kw_only=True):
     """``ended``: the run is over by this and is to be resumed. ``empty_s``: when the host, or all, had no process of
-    the run any more. ``from_s``: from when on the run is to work again."""
+    the run any more. ``missed``: there was no such process. ``from_s``: from when on the run is to work again."""
 
     from_s: float = 0.0
     ended: bool = False
+    missed: bool = False
     empty_s: float | None = None
     faults: list[str] = []
 
@@ -88,7 +89,7 @@ def fire(run: HostsRun, shot: Shot) -> Hit:
     began = time.monotonic()
     victims = aim(run, shot.at).processes(*PROCESSES[shot.kind])
     end(victims)
-    return Hit(from_s=began, faults=[] if victims else [f"there was no {shot.kind} at {shot.at}"])
+    return Hit(from_s=began, missed=not victims)
 
 
 def _stop(run: HostsRun, host: Host, shot: Shot) -> Hit:

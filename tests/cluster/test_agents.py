@@ -105,6 +105,20 @@ async def test_a_repeated_request_repeats_nothing(run: Path) -> None:
         assert [path.name for path in (run / "pids").glob("engine-0.*")] == ["engine-0.0"]
 
 
+async def test_a_lease_that_is_killed_is_replaced(run: Path) -> None:
+    def leases() -> list[psutil.Process]:
+        found = [one for one in psutil.Process().children() if lives(one.pid)]
+        return [one for one in found if "streamrl.launch.launchers.lease" in one.cmdline()]
+
+    async with agent_of(setup_of(run)) as agent:
+        await agent.answer(asked(0))
+        (killed,) = leases()
+        killed.kill()
+        await until(lambda: not lives(killed.pid))
+        await agent.answer(asked(0))
+        assert [one.pid for one in leases()] not in ([], [killed.pid])
+
+
 async def test_an_order_of_another_start_of_the_run_is_refused(run: Path) -> None:
     async with agent_of(setup_of(run)) as agent:
         answer = await agent.answer(asked(0, StartProcess(1, ENGINE, False), epoch=2))
