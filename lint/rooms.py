@@ -50,7 +50,7 @@ WINGS = {
         "observe/terminal", "recipe/rules",
     ),
     "launch/hub": ("launch/copies", "recipe/rules"),
-    "launch/launchers": ("engines/vllm", "launch/plan"),
+    "launch/launchers": ("engines/vllm", "launch/plan", "recipe/rules"),
     "launch/models": (
         "engines/vllm", "observe/follow", "recipe/rules", "rewards/calls", "run/environments", "run/evaluate",
         "run/prompts",

@@ -109,8 +109,7 @@ class Pipeline:
         self.run_directory = Path()
         self._sinks = tuple(sinks)
         self._sink_calls: list[UserCalls] = []
-        self._resumes = False
-        self._despite_changes = False
+        self._resumes = self._despite_changes = False
         self._changed_now: Set[str] = frozenset()
         self._lock: IO[bytes] | None = None
         self._drain_s = drain_s
@@ -192,7 +191,8 @@ class Pipeline:
         self._sender, self._receiver = anyio.create_memory_object_stream[RunEvent](math.inf)
         topology = gpu_placement(self.recipe).placed(plan_topology(self.recipe, sockets))
         async with AsyncExitStack() as entered:
-            launcher = await entered.enter_async_context(open_launcher(self.recipe, self.run_directory, sockets))
+            opened = open_launcher(self.recipe, self.run_directory, sockets, write_changed_recipe)
+            launcher = await entered.enter_async_context(opened)
             make = partial(Supervisor, topology, self.run_directory, sockets, launcher=launcher)
             self._supervisor = make(resumes=self._resumes, metrics=self.recipe.metrics)
             self._supervisor.before_resume.append(self._await_controller)

@@ -66,19 +66,18 @@ class PipeLink(AgentLink):
 
 
 class LoopbackHosts:
-    """``names``: of the hosts that are there, the run's own first. ``gpus``: free ones of each."""
+    """``names``: of the hosts that are there. ``run_directory``: what they see in place of the run's."""
 
-    def __init__(self, root: Path, names: Iterable[str], *, entry: Path = STAND_IN, gpus: int = 0) -> None:
+    def __init__(self, root: Path, names: Iterable[str], run_directory: str = "") -> None:
         self.names = list(names)
         self.links: dict[str, PipeLink] = {}
         self.started: list[str] = []
         self._root = root
-        self._entry = entry
-        self._gpus = gpus
+        self._run_directory = run_directory
 
     async def offers(self) -> list[HostOffer]:
         return [
-            HostOffer(name=name, address=f"127.0.0.{10 + int(name[1:])}", gpus=self._gpus, here=name == "h0", key=name)
+            HostOffer(name=name, address=f"127.0.0.{10 + int(name[1:])}", gpus=0, here=name == "h0", key=name)
             for name in self.names
         ]
 
@@ -90,14 +89,16 @@ class LoopbackHosts:
             temporary = self._root / f"{offer.name}-tmp"
             temporary.mkdir(exist_ok=True)
             process = subprocess.Popen(  # noqa: ASYNC220 - it only forks
-                [sys.executable, str(Path(__file__).with_name("agent_process.py")), str(self._entry), offer.name],
+                [sys.executable, str(Path(__file__).with_name("agent_process.py")), str(STAND_IN), offer.name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 env=os.environ | {"TMPDIR": str(temporary)},
             )
             link = self.links[offer.name] = PipeLink(process)
-            facts = await link.ask(msgspec.msgpack.encode(setup(offer)))
+            asked = setup(offer)
+            asked = msgspec.structs.replace(asked, run_directory=self._run_directory or asked.run_directory)
+            facts = await link.ask(msgspec.msgpack.encode(asked))
             started.append((link, msgspec.msgpack.decode(facts, type=HostFacts)))
             self.started.append(offer.name)
         return started

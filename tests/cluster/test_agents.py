@@ -203,7 +203,7 @@ async def running(run: Path, hosts: LoopbackHosts, one: Recipe) -> AsyncIterator
     sockets = run.parent / "streamrl-sockets"
     sockets.mkdir()
     local = LocalLauncher((sys.executable, str(STAND_IN)), run, sockets)
-    async with cluster_launcher(one, run, sockets, hosts, local) as launcher:
+    async with cluster_launcher(one, run, sockets, hosts, local, lambda *_: None) as launcher:
         supervisor = Supervisor(plan_topology(one, sockets), run, sockets, launcher=launcher)
         launcher.on_join = EngineOrders(supervisor).start_retired
         async with supervisor:
@@ -288,12 +288,9 @@ async def test_a_rank_of_a_lost_host_has_the_run_resumed_on_what_is_left(run: Pa
 
 async def test_a_host_that_does_not_see_the_run_is_refused_before_anything_starts(run: Path) -> None:
     one = recipe(run)
-    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
-    (run / "recipe.toml").write_text("written")
-    launcher = ClusterLauncher(
-        one, run, run.parent, hosts, LocalLauncher((), run, run.parent), cluster.gpu_need(one, "cpu")
-    )
-    (run / "recipe.toml").write_text("another")
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"], run_directory="/nowhere")
+    local, need = LocalLauncher((), run, run.parent), cluster.gpu_need(one, "cpu")
+    launcher = ClusterLauncher(one, run, run.parent, hosts, local, need, lambda *_: None)
     async with anyio.create_task_group() as nursery:
         with pytest.raises(RecipeError, match=r"h1 does not see this run's directory: set run\.directory"):
             await launcher.run(nursery)

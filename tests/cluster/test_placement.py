@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.base.errors import RecipeError
-from streamrl.launch.launchers.placement import GpuNeed, HostRoom, assign
+from streamrl.launch.launchers.placement import GpuNeed, HostRoom, assign, on_fewer_ranks
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import prepared_sets
@@ -76,6 +76,14 @@ def test_too_small_a_cluster_is_refused_with_the_arithmetic(
     with pytest.raises(RecipeError) as refused:
         assign(one, rooms(*gpus), GpuNeed(engine=width, rank=1) if any(gpus) else ON_CPU)
     assert says in str(refused.value)
+
+
+def test_a_run_that_has_lost_hosts_goes_on_with_the_ranks_that_there_is_room_for() -> None:
+    one = recipe(engines__count=2, training__ranks=4, cluster__hosts=3, cluster__advanced={"trainer_hosts": 2})
+    need = GpuNeed(engine=1, rank=1)
+    fewer = on_fewer_ranks(one, rooms(2, 3), need)
+    assert fewer is not None and fewer.training.ranks == 3
+    assert on_fewer_ranks(one, rooms(2), need) is None
 
 
 @given(

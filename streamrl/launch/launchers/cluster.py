@@ -28,7 +28,7 @@ from streamrl.launch.launchers.agent import packages_here
 from streamrl.launch.launchers.agent_messages import AgentSetup, EndAll, EndLeftBehind, HostFacts, StartProcess
 from streamrl.launch.launchers.launcher import ChildProcess, NoHost
 from streamrl.launch.launchers.local import LocalLauncher
-from streamrl.launch.launchers.placement import GpuNeed, HostRoom, assign, gpu_need
+from streamrl.launch.launchers.placement import GpuNeed, HostRoom, assign, gpu_need, on_fewer_ranks
 from streamrl.launch.launchers.remote import AgentLink, RemoteHost, RemoteProcess
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import (
@@ -87,12 +87,23 @@ class Hosts(Protocol):
         """Start an agent on each host, with so many GPUs, or on none. Raises ``StreamRLError``."""
 
 
+Keep = Callable[[Path, Recipe], None]
+"""Makes a recipe that of the run in a directory, which goes on with fewer ranks."""
+
+
 class ClusterLauncher:
     """Starts the processes of ``recipe`` on ``hosts``, and those without a host by ``local``. Made by
     ``cluster_launcher``. ``on_join``: called when a host has joined a run that had lost one."""
 
     def __init__(
-        self, recipe: Recipe, run_directory: Path, sockets: Path, hosts: Hosts, local: LocalLauncher, need: GpuNeed
+        self,
+        recipe: Recipe,
+        run_directory: Path,
+        sockets: Path,
+        hosts: Hosts,
+        local: LocalLauncher,
+        need: GpuNeed,
+        keep: Keep,
     ) -> None:
         self.on_join: Callable[[], None] = lambda: None
         self.hosts: dict[str, RemoteHost] = {}
@@ -102,13 +113,13 @@ class ClusterLauncher:
         self._cluster = hosts
         self._local = local
         self._need = need
+        self._keep = keep
         self._keys: dict[str, str] = {}
         self._topology: Topology | None = None
         self._given: dict[str, ProcessPlace] = {}
         self._epoch = _next_epoch(run_directory)
         self._starts = 0
         self._nursery: anyio.abc.TaskGroup
-        self._digest = hashlib.sha256((run_directory / "recipe.toml").read_bytes()).hexdigest()
 
     # ---- a launcher ------------------------------------------------------------------------------
 
@@ -121,8 +132,9 @@ class ClusterLauncher:
         self._local.close()
 
     async def place(self, topology: Topology) -> Topology:
-        """Give each engine and rank a host that is not lost, with ports that are free there. Waits for a host to join
-        where there is no room. Raises ``StreamRLError`` where there is none after a minute."""
+        """Give each engine and rank a host that is not lost, with ports that are free there. Waits a minute for a host
+        to join where there is no room, then goes on with fewer ranks. Raises ``RecipeError`` where there is room for
+        none."""
         began_s = time.monotonic()
         while True:
             living = [host.facts for host in self.hosts.values() if not host.lost]
@@ -130,9 +142,16 @@ class ClusterLauncher:
             try:
                 self._given = assign(self._recipe, rooms, self._need)
                 break
-            except StreamRLError:
+            except RecipeError:
                 if time.monotonic() > began_s + ROOM_S:
-                    raise
+                    if (fewer := on_fewer_ranks(self._recipe, rooms, self._need)) is None:
+                        raise
+                    log.warning(
+                        "the cluster has room for %d of %d ranks", fewer.training.ranks, self._recipe.training.ranks
+                    )
+                    self._recipe = fewer
+                    self._keep(self._run_directory, fewer)
+                    continue
             await self._look()
             await anyio.sleep(LOOK_S)
         ports = {host.facts.address: host.facts.ports for host in self.hosts.values()}
@@ -277,7 +296,7 @@ class ClusterLauncher:
         placed = [plan for plan in plans if plan.role in (Role.ENGINE, Role.TRAINER)]
         return AgentSetup(
             run_directory=str(self._run_directory),
-            digest=self._digest,
+            digest=hashlib.sha256((self._run_directory / "recipe.toml").read_bytes()).hexdigest(),
             epoch=self._epoch,
             lease_s=cluster.lease_s,
             ports=cluster.ports,
@@ -296,11 +315,12 @@ class ClusterLauncher:
 
 @asynccontextmanager
 async def cluster_launcher(
-    recipe: Recipe, run_directory: Path, sockets: Path, hosts: Hosts, local: LocalLauncher
+    recipe: Recipe, run_directory: Path, sockets: Path, hosts: Hosts, local: LocalLauncher, keep: Keep
 ) -> AsyncIterator[ClusterLauncher]:
     """A launcher with agents on the hosts that ``recipe`` needs. Raises ``StreamRLError`` where there are too few, or
     one cannot serve."""
-    launcher = ClusterLauncher(recipe, run_directory, sockets, hosts, local, gpu_need(recipe, installed_device()))
+    need = gpu_need(recipe, installed_device())
+    launcher = ClusterLauncher(recipe, run_directory, sockets, hosts, local, need, keep)
     async with anyio.create_task_group() as nursery:
         try:
             await launcher.run(nursery)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import msgspec
 
 from streamrl.base.errors import RecipeError
+from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.recipe.topology import ProcessPlace, prepared_sets
 
@@ -71,6 +73,21 @@ def assign(recipe: Recipe, hosts: Sequence[HostRoom], need: GpuNeed) -> dict[str
             "engines.count, engines.tensor_parallel_size or training.ranks, or give Ray more hosts"
         )
     return places
+
+
+def on_fewer_ranks(recipe: Recipe, hosts: Sequence[HostRoom], need: GpuNeed) -> Recipe | None:
+    """``recipe`` with as many trainer ranks as ``hosts`` have room for; None where there is room for none."""
+    for ranks in range(recipe.training.ranks - 1, 0, -1):
+        fewer = msgspec.structs.replace(
+            recipe,
+            training=msgspec.structs.replace(recipe.training, ranks=ranks),
+            cluster=msgspec.structs.replace(recipe.cluster, hosts=0, trainer_hosts=0, engine_hosts=0),
+        )
+        with suppress(RecipeError):
+            assign(fewer, hosts, need)
+            if not list(broken_rules(fewer)):
+                return fewer
+    return None
 
 
 def _engines(recipe: Recipe) -> list[str]:

@@ -37,8 +37,11 @@ class ExitMonitor:
         self._replacements_left = replacements
         self._others_end_s = others_end_s
 
-    def begin_life(self) -> None:
-        """All processes are started: budgets are whole again, but for that of the run."""
+    def begin_life(self, topology: Topology) -> None:
+        """All processes of ``topology`` are started: budgets are whole again, but for that of the run."""
+        self._topology = topology
+        for name in self.children.keys() - {plan.name for plan in topology.processes}:
+            del self.children[name]  # a rank for which a cluster has no room any more
         run, self.policy, self.due_s = self.policy.run, RestartPolicy(self._topology), {}
         self.policy.run = run
         self.stopped = {plan.name for plan in self._topology.processes if plan.local and plan.starts_inactive}

@@ -218,7 +218,7 @@ class Supervisor:
         """Give the processes their hosts and start them. Raises ``StreamRLError`` where there is no room for them."""
         self.topology = await self._launcher.place(self.topology)
         write_atomic(self.run_directory / TOPOLOGY_FILE, msgspec.json.encode(self.topology))
-        self._exits.begin_life()
+        self._exits.begin_life(self.topology)
         for plan in self.topology.processes:
             if plan.local and not plan.starts_inactive:
                 self._start(plan, resumes=resumes)
