@@ -33,6 +33,8 @@ from streamrl.launch.submit.ray_start import RAY_PORT, ray_arguments, ray_enviro
 TICK_S, PROBE_S, GONE_S, END_S = 0.25, 2.0, 10.0, 20.0
 RAY_END_S = 3.0
 """How long Ray may take to end by itself; Slurm kills what it ends after 30 s by default."""
+RAY_START_S = 30.0
+"""How long `ray start` waits for what it started, and says then that it "timed out during startup"."""
 LEASE_S = 15.0
 """Silence on stdin after which the connection counts as gone."""
 OPEN_FILES = 65_536
@@ -73,10 +75,12 @@ class Host:
                 head=self._is_head, at=self._at, own=self._own, temporary=self._temporary, gpus=self._options.gpus
             )
             say(f"starting Ray at {self._own}" + (" (head)" if self._is_head else f", of {self._at}"))
-            with (self._temporary / "ray.out").open("wb") as output:
-                self._ray = _start(arguments, environment, signal.SIGTERM, output.fileno())
+            self._start_ray(arguments, environment)
             if not self._is_head:
-                return self._serve()
+                while not self._served(deadline_s):
+                    say(f"Ray gave up after its {RAY_START_S:g} s; starting it again")
+                    self._start_ray(arguments, environment)
+                return 0
             self._await(partial(answers, self._at), deadline_s, "Ray did not start")
             left_s = str(max(1, round(deadline_s - time.monotonic())))
             nodes = str(self._options.nodes)
@@ -91,6 +95,10 @@ class Host:
             return code
         finally:
             self._end()
+
+    def _start_ray(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
+        with (self._temporary / "ray.out").open("wb") as output:
+            self._ray = _start(arguments, environment, signal.SIGTERM, output.fileno())
 
     def _run_command(self) -> list[str]:
         """The command that was given; where a run of this job was begun before, the one that goes on with it."""
@@ -121,8 +129,8 @@ class Host:
                 raise HostFailed(f"{failure} within {self._options.start_s:g} s{self._last_lines()}")
             self._orders.wait(TICK_S)
 
-    def _serve(self) -> int:
-        """Wait until the head is gone or this host has to end. Returns the exit code."""
+    def _served(self, deadline_s: float) -> bool:
+        """Wait until the head is gone or this host has to end. Returns False where Ray was too slow to start."""
         assert self._ray is not None
         answered_s = probed_s = time.monotonic()
         while self._ray.poll() is None:
@@ -131,9 +139,11 @@ class Host:
                 probed_s = now_s
                 answered_s = now_s if answers(self._at) else answered_s
             if now_s - answered_s > GONE_S or (self._orders.endings and not self._options.linger):
-                return 0
+                return True
         if self._orders.endings or not answers(self._at):
-            return 0
+            return True
+        if "timed out during startup" in self._last_lines() and time.monotonic() < deadline_s:
+            return False
         raise HostFailed(self._why_ray_ended())
 
     def _finish(self, command: Sequence[str], environment: dict[str, str]) -> int:
