@@ -207,6 +207,19 @@ def _cluster_sentence(model: ClusterModel) -> str:
         f"{model.engines.count} engines of {engine.max_num_seqs} requests, a decode step of 1 takes "
         f"{engine.step_s(1) * 1e3:.3g} ms, of {engine.max_num_seqs} {engine.step_s(engine.max_num_seqs) * 1e3:.3g} ms; "
         f"completions to {lengths.cap} tokens. All times are simulated."
+        + (f" {hosts}." if (hosts := hosts_sentence(model)) else "")
+    )
+
+
+def hosts_sentence(model: ClusterModel) -> str:
+    """Hosts of the cluster and how weights get there, in words; empty where none are modelled."""
+    hosts = model.hosts
+    if not hosts.count:
+        return ""
+    travel = "by relays" if hosts.weights == "relay" else "from the trainer to each"
+    return (
+        f"{hosts.count} hosts of {hosts.link.gbit_s:g} Gbit/s, the trainer's {hosts.trainer_link.gbit_s:g}; "
+        f"{hosts.push_bytes / 1e9:.3g} GB of weights {travel} take {hosts.push_s(range(hosts.count)):.3g} s"
     )
 
 
@@ -246,6 +259,12 @@ def quality_table(outcomes: list[Outcome]) -> Table:
         yield "largest", str(r.wait_max)
         yield "length", f"{r.length_ratio:.3f}"
         yield "wasted", f"{r.wasted_share:.1%}"
+        yield "push s", f"{r.push_s * outcome.slower:.3g}"
+        yield "of a step", f"{r.push_share:.1%}"
+        if any(one.report.hosts for one in outcomes):
+            yield "hosts", str(r.hosts)
+            yield "lost, joined", f"{r.hosts_lost}, {r.hosts_joined}"
+            yield "requests moved", str(r.requests_moved)
         yield "stragglers", f"{r.straggler_rate:.2f}"
 
     return results_table("", map(row, outcomes))

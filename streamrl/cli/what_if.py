@@ -12,11 +12,11 @@ from rich.table import Table
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.command import Argument, Overrides, print_json, recipe_file
-from streamrl.cli.simulate import DEFAULT_CLUSTER, InVirtualTime, Row, results_table
+from streamrl.cli.simulate import DEFAULT_CLUSTER, InVirtualTime, Row, hosts_sentence, results_table
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.simulate.cluster import differences
+from streamrl.simulate.cluster import ClusterModel, differences
 from streamrl.simulate.recording import TRACE_FILE
 from streamrl.simulate.what_if import Advice, Budget, Search, TriedRecipe, World, recipe_fragment
 
@@ -61,7 +61,7 @@ class WhatIf(InVirtualTime, frozen=True, kw_only=True):
         if self.json:
             print_json(_as_json(advice, name, budget, notes, world))
         else:
-            _print_advice(advice, name, budget, self)
+            _print_advice(advice, name, world.model, budget, self)
         return 0
 
 
@@ -72,11 +72,12 @@ def _search(world: World, budget: Budget, recipe: Recipe) -> Advice:
         ).run(recipe)
 
 
-def _print_advice(advice: Advice, cluster: str, budget: Budget, question: WhatIf) -> None:
+def _print_advice(advice: Advice, cluster: str, model: ClusterModel, budget: Budget, question: WhatIf) -> None:
     wide = Console(width=None if sys.stdout.isatty() else 150)
     print(
         f"simulated on cluster {cluster}, {question.steps} steps a candidate; budget: tokens at most "
         f"{budget.max_staleness} steps old, trained length at least {budget.min_length_share:g} of the unbiased one"
+        + (f"; {hosts}" if (hosts := hosts_sentence(model)) else "")
     )
     shown = list(advice.tried[:SHOWN])
     if advice.current not in shown:
@@ -97,7 +98,8 @@ def _print_advice(advice: Advice, cluster: str, budget: Budget, question: WhatIf
 
 
 def advice_table(shown: list[TriedRecipe], advice: Advice) -> Table:
-    """One row a candidate; speeds are against the recipe as it is. "steps/grad": steps along one gradient."""
+    """One row a candidate; speeds are against the recipe as it is. "steps/grad": steps along one gradient;
+    "push": share of a step."""
     now = advice.current.figures
 
     def row(tried: TriedRecipe) -> Row:
@@ -108,6 +110,7 @@ def advice_table(shown: list[TriedRecipe], advice: Advice) -> Table:
         yield "speed", f"{figures.goodput / now.goodput:.2f}" if figures and now else ""
         yield "groups/s", f"{figures.groups_s:.3g}" if figures else ""
         yield "step s", f"{figures.step_s:.3g}" if figures else ""
+        yield "push", f"{figures.push_share:.0%}" if figures else ""
         yield "length", f"{figures.length_share:.2f}" if figures else ""
         yield "wasted", f"{figures.wasted_share:.0%}" if figures else ""
         yield "bubble", f"{figures.rollout_bubble:.2f}" if figures else ""

@@ -13,6 +13,7 @@ from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import parse_toml
 from streamrl.simulate.engines import EngineModel
+from streamrl.simulate.hosts import HostsModel
 from streamrl.simulate.lengths import DomainLengths, LengthModel, LengthSource, ModelledLengths
 from streamrl.simulate.stages import EnvironmentModel, PushModel, RewardModel, TrainerModel
 
@@ -55,9 +56,15 @@ class ClusterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reward: RewardModel = RewardModel()
     push: PushModel = PushModel()
     environment: EnvironmentModel = EnvironmentModel()
+    hosts: HostsModel = HostsModel()
     domains: tuple[Domain, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.hosts.count > self.engines.count:
+            raise ValueError(
+                f"hosts.count = {self.hosts.count} for engines.count = {self.engines.count}: an engine is on one host, "
+                "so give as many engines as hosts, or more"
+            )
         if any(domain.share <= 0 or domain.lengths.cap != self.lengths.cap for domain in self.domains):
             raise ValueError(
                 f"domains: each needs a share above 0 and lengths.cap = {self.lengths.cap}, as all lengths"

@@ -70,7 +70,8 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     of a trained trajectory outside of its environment and in it, means. Staleness: of the oldest token.
     ``step_s_p50``, ``step_s_p95``: of the steps in ``recent``. ``wait_mean``, ``wait_max``: optimizer steps between the
     first launch of a prompt and its training. ``straggler_rate``: mean over trained batches of the share of their
-    step's groups that straggle (SAGC's budget)."""
+    step's groups that straggle (SAGC's budget). ``push_s``: from publishing to live, mean of a step, of which
+    ``transfer_s`` to all hosts, where they are modelled; ``hosts``: there at the end."""
 
     rounds: str
     steps: int
@@ -102,11 +103,22 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     finished: str
     recent: tuple[StepRow, ...] = ()
     reasons: dict[str, int] = {}
+    push_s: float = 0.0
+    transfer_s: float = 0.0
+    hosts: int = 0
+    hosts_lost: int = 0
+    hosts_joined: int = 0
+    requests_moved: int = 0
 
     @property
     def wasted_share(self) -> float:
         """Share of generated tokens that no step trained."""
         return max(1 - self.trained_tokens / self.generated_tokens, 0.0) if self.generated_tokens else 0.0
+
+    @property
+    def push_share(self) -> float:
+        """Share of a step that the push takes."""
+        return self.push_s / self.step_s_mean if self.step_s_mean else 0.0
 
     @property
     def length_ratio(self) -> float:
@@ -314,6 +326,7 @@ class StepLedger:
             finished=finished,
             recent=tuple(recent),
             reasons=dict(sums.reasons),
+            push_s=sum(row.push_s for row in rows) / max(len(rows), 1),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from streamrl.base.types import TrajectoryId
@@ -55,6 +55,7 @@ class SimulatedRollout:
     ``engines``: those of the largest set, of which the first ``serving`` ones serve; ``together``: what runs on all
     of them; ``fullest``: largest share of a cache that was in use when a request ended, since it was last set to 0;
     ``sampled``: is called with what its environment has ended.
+    ``in_use``: engines of the set; ``absent``: returns those of so many whose host does not serve.
     ``verifies_deferred``: what was cancelled keeps its tokens until the same draw is launched again."""
 
     def __init__(
@@ -69,11 +70,17 @@ class SimulatedRollout:
         self.requests: dict[TrajectoryId, Request] = {}
         self._queue = queue
         self.deferred = DeferredTokens(model.engine.rejected_per_token) if verifies_deferred else None
-        self._router = Router(range(len(self.engines)))
         self._most_tokens = model.engines.prompt_tokens + max_tokens
-        self._in_use = model.engines.count
+        self.in_use = model.engines.count
+        self.absent: Callable[[int], Collection[int]] = lambda in_use: ()
+        self._further = model.hosts.further_engines(self.in_use)
+        self.engines += [EngineClock(model.engine, self.together) for _ in range(self._further)]
+        self._halted: set[int] = set()
+        self._stranded: list[Request] = []
+        self._paused = False
         self._freed: set[int] = set()
-        self.serving = tuple(range(self._in_use))
+        self._router = Router(range(len(self.engines)))
+        self.choose_serving()
         self._dirty: set[int] = set()
         self._reported: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
         self._round_costs()
@@ -94,7 +101,7 @@ class SimulatedRollout:
         """Send these engines nothing more; their requests continue from their tokens on the engines that ``moves``
         names (by id)."""
         self._freed.update(engines)
-        self._choose_serving()
+        self.choose_serving()
         for index in engines:
             engine = self.engines[index]
             engine.advance(self._queue.now)
@@ -108,18 +115,52 @@ class SimulatedRollout:
     def take_back(self) -> None:
         """All engines of the set serve again."""
         self._freed.clear()
-        self._choose_serving()
+        self.choose_serving()
 
     def change(self, count: int, engine: EngineModel, seconds: float) -> None:
         """Serve with ``count`` engines of that model from ``seconds`` on. No request runs."""
-        for index in range(max(count, self._in_use)):
+        for index in range(max(count, self.in_use)):
             clock = self.engines[index]
             clock.advance(self._queue.now)
             clock.model = engine
             clock.blocked_until = max(clock.blocked_until, self._queue.now) + seconds
             self._dirty.add(index)
-        self._in_use = count
-        self._choose_serving()
+        self.in_use = count
+        self.choose_serving()
+
+    def halt(self, engines: Sequence[int]) -> None:
+        """The host of these engines is lost, and nobody knows yet: they answer nothing, and get requests."""
+        self._halted.update(engines)
+        for index in engines:
+            self.engines[index].pause(self._queue.now)
+            self._dirty.add(index)
+
+    def leave(self, engines: Sequence[int], *, keeps_tokens: bool) -> int:
+        """The loss of these engines, which do not serve any more, is known: their requests go on elsewhere. Returns how
+        many; without ``keeps_tokens`` each has those with which it came."""
+        moved, aborted = [], self.aborted
+        for engine in (self.engines[index] for index in engines):
+            for request in [*engine.running, *(request for request in engine.waiting if not request.stopped)]:
+                came_with = request.sampled
+                self._take_off(request)
+                again = self.requests[request.id] = request.again()
+                again.sampled = again.sampled if keeps_tokens else came_with
+                moved.append(again)
+        self.aborted = aborted  # no abort that a push would wait for
+        for request in moved:
+            self._submit(request)
+        return len(moved)
+
+    def restart(self, engines: Sequence[int]) -> None:
+        """These engines serve from now on, and hold the live weights."""
+        self._halted.difference_update(engines)
+        for index in engines:
+            self.engines[index].pause(self._queue.now) if self._paused else self.engines[index].resume(self._queue.now)
+            self._dirty.add(index)
+        stranded, self._stranded = self._stranded, []
+        for request in stranded:
+            if not request.stopped:
+                self._submit(request)
 
     # ---- what control orders -----------------------------------------------------------------------
 
@@ -144,6 +185,9 @@ class SimulatedRollout:
         self._queue.call_after(seconds, lambda: None if request.stopped else after(request))
 
     def _submit(self, request: Request) -> None:
+        if not self.serving:
+            self._stranded.append(request)
+            return
         lone, choose = len(self.serving) == 1, self._router.choose
         index = self.serving[0] if lone else choose(request.request_id, request.prompt, self.serving)
         self._opened(request, index)
@@ -169,12 +213,19 @@ class SimulatedRollout:
             )
         )
 
-    def _choose_serving(self) -> None:
-        self.serving = tuple(index for index in range(self._in_use) if index not in self._freed)
+    def choose_serving(self) -> None:
+        """Send requests to all engines of the set and of further hosts but those that are freed, or ``absent``."""
+        out = self._freed.union(self.absent(self.in_use))
+        self.serving = tuple(index for index in range(self.in_use + self._further) if index not in out)
 
     def arrived(self, request: Request) -> None:
-        """The front end of its engine took a request."""
-        if not request.stopped:
+        """The front end of its engine took a request. From one that was lost on the way it goes on to another."""
+        if request.stopped:
+            return
+        if request.engine in self._halted and request.engine not in self.serving:
+            self._left(request)
+            self._submit(request)
+        else:
             self.engines[request.engine].submit(request)
             self._dirty.add(request.engine)
 
@@ -244,15 +295,18 @@ class SimulatedRollout:
 
     def pause_engines(self) -> None:
         """Pause all engines; requests that are submitted meanwhile wait in them."""
+        self._paused = True
         for index, engine in enumerate(self.engines):
             engine.pause(self._queue.now)
             self._dirty.add(index)
 
     def resume_engines(self, *, recompute: bool) -> None:
         """All engines go on, after what a new round costs."""
+        self._paused = False
         for index, engine in enumerate(self.engines):
-            engine.resume(self._queue.now, recompute=recompute)
-            self._dirty.add(index)
+            if index not in self._halted:
+                engine.resume(self._queue.now, recompute=recompute)
+                self._dirty.add(index)
         self._round_costs()
 
     def _round_costs(self) -> None:
@@ -292,7 +346,7 @@ class SimulatedRollout:
         capacity = self.engines[0].model.kv_tokens
         return on.EnginesMeasured(
             # Of the steps that were made, as the real engines' statistics count it.
-            running=generated / steps * self._in_use if steps > 0 else 0.0,
+            running=generated / steps * self.in_use if steps > 0 else 0.0,
             waiting=sum(len(engine.waiting) for engine in engines),
             token_s=decoding / steps if steps > 0 else 0.0,
             kv_usage=max(engine.held_kv for engine in engines) / capacity if capacity else 0.0,

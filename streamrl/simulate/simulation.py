@@ -27,6 +27,7 @@ from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan, SimulatedFreeing, SimulatedSets, engine_plan
 from streamrl.simulate.engines import Request
+from streamrl.simulate.host_changes import SimulatedHosts
 from streamrl.simulate.lengths import LengthSource, RecipeLengths, drawn_turns
 from streamrl.simulate.report import SimulationReport, StepLedger
 from streamrl.simulate.rollout import SimulatedRollout
@@ -130,6 +131,12 @@ class Simulation:
         self.rollout = SimulatedRollout(
             model, self.queue, max_tokens=lengths.cap, most=largest, verifies_deferred=verifies
         )
+        if len(engines.sets) > 1 and (model.hosts.changes or model.hosts.loss_every_s):
+            raise StreamRLError(
+                "sets of engines on hosts that join or are lost are not simulated: leave out engines.sets of the "
+                "recipe, or hosts.changes and hosts.loss_every_s of the cluster"
+            )
+        self.hosts = SimulatedHosts(model.hosts, self.rollout, self.queue, seed)
         most = model.engines.count * model.engine.max_num_seqs
         self.rollout.sampled = self._sampled
         # Whatever the rounds have in flight: as the real pipeline measures its engines.
@@ -191,7 +198,15 @@ class Simulation:
                 self._send_event(rollout.measure())
             rollout.settle()
         check(self.core)
-        return self.ledger.report(self.finished, self.core.state.accounting())
+        hosts = self.hosts
+        return msgspec.structs.replace(
+            self.ledger.report(self.finished, self.core.state.accounting()),
+            hosts=len(hosts.present),
+            transfer_s=hosts.transfer_s / max(hosts.pushes, 1),
+            hosts_lost=hosts.losses,
+            hosts_joined=hosts.joins,
+            requests_moved=hosts.moved,
+        )
 
     # ---- what happens ------------------------------------------------------------------------------
 
@@ -326,6 +341,7 @@ class Simulation:
         barrier = push.abort_barrier_s if self.rollout.aborted else 0.0
         self.rollout.aborted = False
         seconds = push.seconds + push.kind_s.get(self._round_kind, 0.0) + barrier
+        seconds += self.hosts.push_s(seconds)
         self.ledger.publishing_s = now
         self.queue.add(now + seconds - min(push.pause_s + barrier, seconds), self.rollout.pause_engines)
         self.queue.call_after(seconds, lambda: self._live(action.policy_version))

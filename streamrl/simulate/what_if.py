@@ -63,7 +63,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     ``goodput``: trained tokens a second; ``groups_s``: trained groups a second; ``length_share``: mean trained length
     over the unbiased one; ``wasted_share``: generated tokens that no step trains; ``staleness`` and ``wait``: the
-    largest, in optimizer steps; ``simulations``: how many."""
+    largest, in optimizer steps; ``simulations``: how many. ``push_s``: of a step, ``push_share`` of its time."""
 
     goodput: float
     groups_s: float
@@ -76,6 +76,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int
     wait: int
     simulations: int
+    push_s: float
+    push_share: float
 
 
 class TriedRecipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -343,6 +345,8 @@ def _figures(reports: list[SimulationReport], agreement: Agreement | None) -> Fi
         staleness=max(report.staleness_max for report in reports),
         wait=max(report.wait_max for report in reports),
         simulations=len(reports),
+        push_s=fmean(report.push_s * by for report, by in zip(reports, slower, strict=True)),
+        push_share=fmean(report.push_share for report in reports),
     )
 
 
