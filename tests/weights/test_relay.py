@@ -116,7 +116,9 @@ def test_a_worker_gets_all_pieces_whatever_relays_do(behaviours: list[str], data
     World(lambda _: next(turn), delay).fetch(400.0)
 
 
-@pytest.mark.parametrize(("does", "longest_s"), [("lies", 3), ("refuses", 3), ("babbles", 3), ("is silent", 6)])
+@pytest.mark.parametrize(
+    ("does", "longest_s"), [("lies", 3), ("refuses", 3), ("babbles", 3), ("is silent", 6), ("waits", 26)]
+)
 def test_a_relay_that_fails_costs_what_was_asked_of_it(does: str, longest_s: float) -> None:
     world = World(lambda source: does if source == ABOVE else "answers", {ABOVE: 0.1, NEXT: 0.1, TRAINER: 0.1})
     world.fetch(longest_s)
@@ -132,6 +134,29 @@ def test_a_slow_relay_costs_a_piece_and_a_slow_link_a_few() -> None:
     slow.fetch(40.0)
     assert slow.asked[ABOVE] == len(CHUNKS) + 1
     assert slow.asked[NEXT] + slow.asked[TRAINER] <= 3
+
+
+def test_what_is_asked_for_before_it_is_announced_waits_for_that() -> None:
+    lower = World(lambda _: "answers", {ABOVE: 0.1})
+    source = WeightSource(0, "trainer", DIGEST, 0, 0, 0)
+    announced = WeightAnnouncement(1, None, 0, (source,), peers=("above",))
+    below, replies, passed = Asker(b"below", is_local=False), list[RelayReply](), list[AskPiece]()
+    relay = RelayState(lambda _, ask: passed.append(ask), lambda _, reply, __: replies.append(reply))
+    lower.state.announce(announced, 0.0)
+    lower.state.requested(WORKER, AskPiece(DIGEST, MANIFEST), 0.0)
+    (ask,) = lower._queue[ABOVE]
+    relay.requested(below, ask, 0.0)
+    relay.tick(0.5)
+    assert not replies and not passed
+    relay.announce(msgspec.structs.replace(announced, peers=()), 0.6)
+    assert [one.piece for one in passed] == [MANIFEST]
+    relay.replied(TRAINER, Piece(DIGEST, MANIFEST), ENCODED, 0.7)
+    assert replies == [Piece(DIGEST, MANIFEST)]
+    older = RelayState(lambda _, __: None, lambda _, reply, __: replies.append(reply))
+    older.requested(below, AskPiece(DIGEST, 3), 0.0)
+    older.requested(below, ask, 0.0)
+    older.tick(2.0)
+    assert [type(reply) for reply in replies[1:]] == [NotServed, NotServed]
 
 
 # ---- over sockets ----------------------------------------------------------------------------------
