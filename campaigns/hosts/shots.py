@@ -54,7 +54,11 @@ PROCESSES = {
     "raylet": ("raylet/raylet",),
     "gcs": ("gcs_server",),
 }
-WIRES = {"loss": "loss 0.05", "delay": "delay 0.1", "rate": "rate 20e6"}
+WIRES = {"cut": "cut 1", "loss": "loss 0.05", "delay": "delay 0.1", "rate": "rate 20e6"}
+HEAD = "engine 0 -, rank 0 -, controller 0 -, reward 0 -, driver 0 -, agent 0 -, head 0 -, gcs 0 -"
+EACH = """agent 0, raylet 0, host 0, host 15, lease 0, stop 5, stop 15, engine 0, rank 0, loss 10, delay 10, rate 10,
+cut 5, cut 5 out, cut 5 in, cut 15, cut 15 out, cut 15 in"""
+"""Kinds, seconds and ways of shots at the head, and of those at a host with an engine and at one with a rank."""
 
 
 def aim(run: HostsRun, at: str) -> Host:
@@ -71,7 +75,6 @@ def fire(run: HostsRun, shot: Shot) -> Hit:
     host = aim(run, shot.at)
     special: dict[str, Callable[[HostsRun, Host, Shot], Hit]] = {
         "stop": _stop,
-        "cut": _cut,
         "host": _kill_host,
         "raylet": _kill_raylet,
         "gcs": _end_cluster,
@@ -79,10 +82,7 @@ def fire(run: HostsRun, shot: Shot) -> Hit:
         "driver": _kill_driver,
     }
     if shot.kind in WIRES:
-        host.impair(WIRES[shot.kind], *shot.ways)
-        time.sleep(shot.seconds)
-        host.heal()
-        return Hit(from_s=time.monotonic())
+        return _while(shot, host, partial(host.impair, WIRES[shot.kind], *shot.ways), host.heal)
     if shot.kind in special:
         return special[shot.kind](run, host, shot)
     wait_until(lambda: bool(aim(run, shot.at).processes(*PROCESSES[shot.kind])), 30.0)
@@ -96,10 +96,6 @@ def _stop(run: HostsRun, host: Host, shot: Shot) -> Hit:
     """SIGSTOP of an agent, for less or more than its lease."""
     agents = host.processes(*PROCESSES["agent"])
     return _while(shot, host, partial(end, agents, signal.SIGSTOP), partial(end, agents, signal.SIGCONT))
-
-
-def _cut(run: HostsRun, host: Host, shot: Shot) -> Hit:
-    return _while(shot, host, partial(host.impair, "cut 1", *shot.ways), host.heal)
 
 
 def _while(shot: Shot, host: Host, begin: Callable[[], None], over: Callable[[], None]) -> Hit:
@@ -177,25 +173,15 @@ def _gone(hosts: list[Host], began: float, of: set[int] | None = None, *, ended:
 
 def plan(count: int, seed: int, kinds: list[str]) -> list[Shot]:
     """``count`` shots, of every kind in turns (or of ``kinds``), in an order of ``seed``."""
-    both = ("engine", "rank")
+    words = [spec.split() for spec in (*HEAD.split(","), *(f"{spec} at" for spec in EACH.split(",")))]
     every = [
-        *(Shot(kind=kind, at=at) for kind in both for at in (kind, "head")),
-        *(Shot(kind=kind, at="head") for kind in ("controller", "reward", "driver", "agent", "head", "gcs")),
-        *(Shot(kind=kind, at=at) for kind in ("agent", "raylet", "host") for at in both),
-        Shot(kind="lease", at="engine"),
-        Shot(kind="host", at="engine", seconds=15.0),
-        *(Shot(kind="stop", at=at, seconds=seconds) for at in both for seconds in (5.0, 15.0)),
-        *(
-            Shot(kind="cut", at=at, seconds=seconds, ways=ways)
-            for at in both
-            for seconds in (5.0, 15.0)
-            for ways in ((), ("out",), ("in",))
-        ),
-        *(Shot(kind=kind, at=at, seconds=10.0) for kind in WIRES for at in both),
+        Shot(kind=kind, at=at, seconds=float(seconds), ways=tuple(ways))
+        for kind, seconds, *ways, where in words
+        for at in (("engine", "rank") if where == "at" else ("head",))
     ]
     chosen = [shot for shot in every if not kinds or shot.kind in kinds]
-    order = random.Random(seed)
-    shots: list[Shot] = []
+    chosen = [shot for shot in chosen if {shot.kind, shot.at} != {"engine", "rank"}]
+    order, shots = random.Random(seed), list[Shot]()
     while len(shots) < count:
         order.shuffle(chosen)
         shots += chosen
