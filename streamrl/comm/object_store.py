@@ -26,9 +26,10 @@ _NO_CREDENTIALS = ("169.254.169.254", "metadata.google", "Account must be specif
 _REMEDIES = (
     (("No space left", "InsufficientStorage", "StorageFull", "QuotaExceeded", " 507 "), "make room there"),
     (_NO_CREDENTIALS, "set the store's credentials in the environment, such as AWS_ACCESS_KEY_ID"),
-    (("NoSuchBucket", "ContainerNotFound"), "make the bucket, or correct its name"),
+    (("NoSuchBucket", "ContainerNotFound", "404 Not Found"), "make the bucket, or correct its name"),
     (("SignatureDoesNotMatch", "InvalidAccessKeyId", "lacked the necessary privileges"), "correct the credentials"),
     (("InvalidPath",), "correct the name"),
+    (("error sending request", "timed out"), "is its address right (AWS_ENDPOINT_URL), and reachable from here?"),
 )
 
 _Result = TypeVar("_Result")
@@ -102,29 +103,30 @@ class ObjectStore:
 
         def send() -> str:
             seen = hashlib.sha256()
+            file.seek(0)
 
             def parts() -> Iterator[bytes]:
                 while part := file.read(PART_BYTES):
                     seen.update(part)
                     yield part
 
-            with path.open("rb") as file:
-                self._client.put(self._store, key, parts(), chunk_size=PART_BYTES)
+            self._client.put(self._store, key, parts(), chunk_size=PART_BYTES)
             return seen.hexdigest()
 
-        return self._retried(key, send)
+        with path.open("rb") as file:
+            return self._retried(key, send)
 
     def get(self, key: str) -> bytes | None:
         """The content of an object; None: there is none."""
         try:
-            return self._retried(key, lambda: bytes(self._client.get(self._store, key).bytes()))
+            return self._retried(key, lambda: bytes(self._client.get(self._store, key).bytes()), absent=True)
         except FileNotFoundError:
             return None
 
     def parts(self, key: str) -> Iterator[bytes]:
         """The content of an object of any size, in pieces."""
         try:
-            size = self._retried(key, lambda: self._client.head(self._store, key)["size"])
+            size = self._retried(key, lambda: self._client.head(self._store, key)["size"], absent=True)
         except FileNotFoundError:
             raise StoreError(f"{self.url}/{key} is not there: a copy of it was removed, or never finished") from None
         for start in range(0, size, PART_BYTES):
@@ -146,19 +148,19 @@ class ObjectStore:
         """Remove objects in this order, also those that are not there."""
         for key in keys:
             with suppress(FileNotFoundError):
-                self._retried(key, lambda key=key: self._client.delete(self._store, key))  # type: ignore[misc]
+                self._retried(key, lambda key=key: self._client.delete(self._store, key), absent=True)  # type: ignore[misc]
 
     def _put(self, key: str, content: bytes | memoryview, mode: str) -> None:
         self._client.put(self._store, key, content, mode=mode, use_multipart=False)
 
-    def _retried(self, key: str, call: Callable[[], _Result]) -> _Result:
-        """Raises ``FileNotFoundError``, ``AlreadyExistsError`` and ``StoreError``."""
+    def _retried(self, key: str, call: Callable[[], _Result], *, absent: bool = False) -> _Result:
+        """Raises ``StoreError``, ``AlreadyExistsError``, and where it may be ``absent`` ``FileNotFoundError``."""
         deadline, pause_s = time.monotonic() + self._give_up_s, _FIRST_PAUSE_S
         while True:
             try:
                 return call()
             except FileNotFoundError as error:
-                if "NoSuchBucket" not in str(error):
+                if absent and "NoSuchBucket" not in str(error):
                     raise
                 raise self._failure(key, error, lasting=True) from error
             except self._errors.AlreadyExistsError:

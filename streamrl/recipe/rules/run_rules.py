@@ -10,7 +10,7 @@ from streamrl.recipe.problems import did_you_mean, shown
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
 from streamrl.recipe.schedules.schedule import SCHEDULES, WITHOUT_END, options_of, rate_factor
 from streamrl.recipe.scheduling import RoundKind
-from streamrl.recipe.sections import OptimizerKind, Recipe, Run
+from streamrl.recipe.sections import LaunchedBy, OptimizerKind, Recipe, Run
 from streamrl.recipe.store_urls import is_url, url_problem
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -162,11 +162,14 @@ def checkpoints(recipe: Recipe) -> Broken:
         )
 
 
-@rule("weights.transport", "checkpoint")
+@rule("weights.transport", "checkpoint", "transport.training")
 def stores(recipe: Recipe) -> Broken:
     places = {"weights.transport": recipe.weights.transport, "checkpoint.copy_to": recipe.checkpoint.copy_to}
     if is_url(recipe.checkpoint.resume_from):
         places["checkpoint.resume_from"] = recipe.checkpoint.resume_from
+    if recipe.weights.transport and recipe.transport.training is LaunchedBy.EXTERNAL:
+        text = "needs trainer ranks that the run starts, and knows the place of: remove it, or transport.training"
+        yield Problem("weights.transport", text)
     for key, url in places.items():
         if url and (problem := url_problem(url)):
             yield Problem(key, problem)
