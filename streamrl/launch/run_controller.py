@@ -157,6 +157,7 @@ async def _train(
         save=lambda version, files: keeper.save(version, {**files, **processes.attached.file()}),
         observers=[*observers, steering],
         waits=watch.waits,
+        saved=copies.settled if copies else None,
     )
     watch.follow(
         controller.state, episodes.statistics, processes.pool.load, reward.in_flight, trainer.answers, report.waits
@@ -174,9 +175,6 @@ async def _train(
             environment = processes.environment
             async with reward.running(), environment.running() if environment else nullcontext():
                 reason = await controller.run(episodes)
-            if copies:
-                with watch.waits.waiting_for("the copies of checkpoints"):
-                    await copies.settled()
             await emit(RunFinished(reason=reason, step=controller.state.live_version))
             beside.cancel_scope.cancel()
     finally:

@@ -50,7 +50,8 @@ class RunRecord(msgspec.Struct, frozen=True):
 
 class Controller:
     """Runs ``record.control`` against a trainer, a weight push and episodes. ``run`` once. ``save`` writes a
-    checkpoint with what control needs to go on from it. ``observers`` see everything, in this order."""
+    checkpoint with what control needs to go on from it, ``saved`` waits for copies of it (None: there are none).
+    ``observers`` see everything, in this order."""
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class Controller:
         sync: WeightPush,
         evaluations: Evaluations,
         save: Callable[[int, Mapping[str, bytes]], Awaitable[None]],
+        saved: Callable[[], Awaitable[None]] | None = None,
         observers: Sequence[Observer],
         waits: Waits,
     ) -> None:
@@ -70,7 +72,7 @@ class Controller:
         self._trainer = trainer
         self._sync = sync
         self._evaluations = evaluations
-        self._save = save
+        self._save, self._saved = save, saved
         self._observers = observers
         self._waits = waits
         self._live: PushReport | None = None
@@ -124,6 +126,8 @@ class Controller:
                 observer.end()
             self._sync.on_version_left = lambda: None  # no evaluation waits for an engine that joins now
             await self._journal.settled()
+        if self._saved is not None:
+            await self._saved()
         # Not before the last reward of a dropped trajectory came back: the supervisor misses ranks that ended long ago.
         await self._trainer.aclose()
         return reason

@@ -123,6 +123,8 @@ async def test_copies_follow_what_is_kept_and_come_back_whole(tmp_path: Path, ur
     later = Copies(url, run)  # the first was cut off, and goes on
     checkpoint(run, 8)
     assert await first.bring(4, 6, 8) == {"step-000004", "step-000006"}
+    first.copies.want([8])
+    await first.copies.settled()
     assert len(first.warnings) == 1 and "of epoch 1, writes nothing there any more" in first.warnings[0]
     checkpoint(run, 6, b"written anew")
     await later.bring(6, 8)

@@ -41,11 +41,13 @@ class CheckpointCopies:
         self._settled.set()
         self._there: dict[str, list[str]] | None = None
         self._latest = ""
+        self._lost = False
 
     def want(self, versions: Collection[int]) -> None:
         """Have copies of these checkpoints, and no others. Returns at once."""
-        self._wanted, self._settled = tuple(versions), anyio.Event()
-        self._changed.set()
+        if not self._lost:
+            self._wanted, self._settled = tuple(versions), anyio.Event()
+            self._changed.set()
 
     async def settled(self) -> None:
         """Wait until what is wanted was tried."""
@@ -63,7 +65,7 @@ class CheckpointCopies:
             try:
                 await anyio.to_thread.run_sync(partial(self._bring_in_step, wanted), abandon_on_cancel=True)
             except EpochLost as error:
-                self.want = lambda versions: None  # type: ignore[method-assign]
+                self._lost = True
                 self._settled.set()
                 return await self._warn(newest, str(error))
             except (StreamRLError, OSError) as error:
