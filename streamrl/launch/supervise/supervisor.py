@@ -250,7 +250,7 @@ class Supervisor:
             return False
         if (pause_s := self._exits.policy.run.next_pause(child.uptime_s)) is None:
             return False
-        log.warning("%s; the run is resumed (%d of its restarts left)", first.describe(), self._exits.policy.run.left)
+        log.warning("%s; %s", first.describe(), _resumed_notice(self, self._exits.policy.run.left))
         await self._end_all(0.0)
         await anyio.to_thread.run_sync(_remove_stale_sockets, self.socket_directory)
         for prepare in self.before_resume:
@@ -292,6 +292,14 @@ class Supervisor:
         """Return whether the controller died before it ended the streams of the others."""
         controller = self.controller
         return controller is None or controller.exit_code not in (None, 0)
+
+
+def _resumed_notice(run: Supervisor, left: int) -> str:
+    """Say that the run is resumed, with ``left`` restarts after this one, and who has to start what again for it."""
+    by_hand = ", ".join(plan.name for plan in run.topology.processes if not plan.local)
+    again = f"start them again by `streamrl serve engine|trainer {run.run_directory}`"
+    waits = f"; the run waits for {by_hand}, whose streams are broken: {again}" if by_hand else ""
+    return f"the run is resumed ({left} of its restarts left){waits}"
 
 
 def _remove_stale_sockets(directory: Path) -> None:
