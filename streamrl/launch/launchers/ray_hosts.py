@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
@@ -203,6 +205,7 @@ async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[Ray
                 with _stderr_to(noise):
                     # In a thread, where Ray does not take SIGTERM for itself.
                     await anyio.to_thread.run_sync(partial(connect, configure_logging=False))
+                    _restore_signals()
             finally:
                 noise.seek(0)
                 said = noise.read().decode(errors="replace")
@@ -218,6 +221,13 @@ async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[Ray
         hosts.close()
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(ray.shutdown)
+
+
+def _restore_signals() -> None:
+    """Give SIGTERM back to Python: Ray's own code takes it at a connection, and sets it to its default at the end of
+    one, so that the next one would end this process by it, in place of a drain."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 @contextmanager
