@@ -88,8 +88,8 @@ def test_a_cut_of_one_direction_breaks_both_ends_and_a_bad_line_neither(lab: Lab
     sends_nothing, hears_nothing, bad = others
     bad.impair("loss 0.05")
     bad.impair("delay 0.1")
-    sends_nothing.cut("out")
-    hears_nothing.cut("in")
+    sends_nothing.impair("cut 1", "out")
+    hears_nothing.impair("cut 1", "in")
     for host in (sends_nothing, hears_nothing):
         assert [process.wait(LATE_S) for process in ends[host.name]] == [7, 7]
     before = received(bad)
