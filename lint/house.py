@@ -27,15 +27,15 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 72_450,
+    "lines of streamrl": 74_450,
     "lines of tests": 54_900,
-    "lines of campaigns": 9_200,
+    "lines of campaigns": 9_350,
     "lines of benchmarks": 7_700,
     "files of streamrl": 560,
     "words of README": 800,
     "keys of a recipe in view": 135,
     "rooms": 16,
-    "arrows between rooms": 80,
+    "arrows between rooms": 81,
     "imports against the order": 0,
     "files that import a wing": 0,
     "imports of wings that are not listed": 0,

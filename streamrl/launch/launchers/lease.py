@@ -32,7 +32,8 @@ def main() -> None:
                 break  # the agent has ended
             deadline = time.monotonic() + lease_s
     else:
-        print(f"the run did not reach this host for {lease_s:g} s: its processes end", file=sys.stderr, flush=True)
+        sys.stderr.write(f"the run did not reach this host for {lease_s:g} s: its processes end\n")
+        sys.stderr.flush()
     if os.getppid() == agent:
         with suppress(ProcessLookupError):
             os.kill(agent, signal.SIGKILL)

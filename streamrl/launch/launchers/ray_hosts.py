@@ -83,7 +83,7 @@ class RayLink(AgentLink):
         """End the agent with all that runs there."""
         with suppress(AgentGone, OSError), anyio.move_on_after(10.0):
             await self._call(self._actor.close.remote())
-        with suppress(Exception):  # of a cluster that is gone
+        with suppress(self._ray.exceptions.RayError, RuntimeError, ValueError):  # of a cluster that is gone
             self._ray.kill(self._actor)
 
     async def _call(self, reference: Any) -> Any:
@@ -167,7 +167,7 @@ class RayHosts:
         from ray.util.placement_group import remove_placement_group
 
         for group in self._groups:
-            with suppress(Exception):  # of a cluster that is gone
+            with suppress(self._ray.exceptions.RayError, RuntimeError, ValueError):  # of a cluster that is gone
                 remove_placement_group(group)
 
 
