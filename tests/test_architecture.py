@@ -65,7 +65,7 @@ FORBIDDEN_CALLS = {
     "recv_pyobj": "pickle on a wire",
     "print": "the library logs or reports",
 }
-MAY_PRINT = ("streamrl/cli/", "streamrl.launch.submit.")
+MAY_PRINT = ("streamrl/cli/", "streamrl/launch/submit/")
 
 
 def name_of(path: Path) -> str:
