@@ -49,7 +49,7 @@ class DeferredTokens:
             del self.tokens[next(iter(self.tokens))]
 
 
-class SimulatedRollout:
+class RequestsOnEngines:
     """``requests``: all trajectories that have not ended, those that are being scored included. A caller that changes
     something calls ``settle`` before time goes on. ``aborted``: requests were stopped since it was last set to False;
     ``engines``: those of the largest set, of which the first ``serving`` ones serve; ``together``: what runs on all
@@ -95,7 +95,133 @@ class SimulatedRollout:
         """Preemptions of all engines, since the start."""
         return sum(engine.preemptions for engine in self.engines)
 
-    # ---- other engines -----------------------------------------------------------------------------
+    def _submit(self, request: Request) -> None:
+        if not self.serving:
+            self._stranded.append(request)
+            return
+        lone, choose = len(self.serving) == 1, self._router.choose
+        index = self.serving[0] if lone else choose(request.request_id, request.prompt, self.serving)
+        self._opened(request, index)
+        gap = self.model.engine.arrival_s
+        engine = self.engines[index]
+        if gap:
+            engine.last_arrival = max(engine.last_arrival, self._queue.now) + gap
+            self._queue.add(engine.last_arrival, partial(self.arrived, request))
+            return
+        engine.submit(request)
+        self._dirty.add(index)
+
+    def _opened(self, request: Request, index: int) -> None:
+        request.engine = index
+        self._router.opened(
+            ServedRequest(
+                request_id=request.request_id,
+                engine=index,
+                prompt=request.prompt_tokens,
+                sampled=int(request.sampled),
+                most_tokens=self._most_tokens,
+                since=self._queue.now,
+            )
+        )
+
+    def choose_serving(self) -> None:
+        """Send requests to all engines of the set and of further hosts but those that are freed, or ``absent``."""
+        out = self._freed.union(self.absent(self.in_use))
+        self.serving = tuple(index for index in range(self.in_use + self._further) if index not in out)
+
+    def arrived(self, request: Request) -> None:
+        """The front end of its engine took a request. From one that was lost on the way it goes on to another."""
+        if request.stopped:
+            return
+        if request.engine in self._halted and request.engine not in self.serving:
+            self._left(request)
+            self._submit(request)
+        else:
+            self.engines[request.engine].submit(request)
+            self._dirty.add(request.engine)
+
+    def _take_off(self, request: Request) -> None:
+        request.stopped = True
+        if request.engine >= 0:
+            engine = self.engines[request.engine]
+            engine.advance(self._queue.now)
+            engine.stop(request)
+            self._dirty.add(request.engine)
+            self._left(request)
+            self.aborted = True
+
+    def _left(self, request: Request) -> None:
+        if self.trace is not None:
+            figures = {"tokens": int(request.sampled), "version": request.first_version, "stopped": request.stopped}
+            now = self._queue.now
+            self.trace.request(request.request_id, request.engine, request.launched_s, now, (), **figures)
+        self._router.closed(request.request_id)
+        request.engine = -1
+
+    def pause_engines(self) -> None:
+        """Pause all engines; requests that are submitted meanwhile wait in them."""
+        self._paused = True
+        for index, engine in enumerate(self.engines):
+            engine.pause(self._queue.now)
+            self._dirty.add(index)
+
+    def resume_engines(self, *, recompute: bool) -> None:
+        """All engines go on, after what a new round costs."""
+        self._paused = False
+        for index, engine in enumerate(self.engines):
+            if index not in self._halted:
+                engine.resume(self._queue.now, recompute=recompute)
+                self._dirty.add(index)
+        self._round_costs()
+
+    def _round_costs(self) -> None:
+        for engine in self.engines:
+            engine.blocked_until += self.model.push.round_s
+
+    def slow_down(self, factor: float) -> None:
+        """A decode step takes ``factor`` times as long from now on."""
+        if self.engines[0].slowdown == factor:
+            return
+        for index, engine in enumerate(self.engines):
+            engine.advance(self._queue.now)
+            engine.slowdown = factor
+            self._dirty.add(index)
+
+    def settle(self) -> None:
+        """Engines whose requests changed: admit what waits, and find out when each of them has something next."""
+        now = self._queue.now
+        for index in self._dirty:
+            engine = self.engines[index]
+            engine.advance(now)
+            engine.admit()
+            engine.stamp += 1
+            due = engine.next_event()
+            if due < NEVER:
+                self._queue.add(due, index, engine.stamp)
+        self._dirty.clear()
+
+    def measure(self) -> on.EnginesMeasured:
+        """Measure the engines since the last call, all together."""
+        now, engines = self._queue.now, self.engines
+        for engine in engines:
+            engine.advance(now)
+        sums = [(one.generated, one.steps, one.decoding_s, one.preemptions) for one in engines]
+        before, self._reported = self._reported, tuple(map(sum, zip(*sums, strict=True)))
+        generated, steps, decoding, preemptions = (a - b for a, b in zip(self._reported, before, strict=True))
+        capacity = self.engines[0].model.kv_tokens
+        return on.EnginesMeasured(
+            # Of the steps that were made, as the real engines' statistics count it.
+            running=generated / steps * self.in_use if steps > 0 else 0.0,
+            waiting=sum(len(engine.waiting) for engine in engines),
+            token_s=decoding / steps if steps > 0 else 0.0,
+            kv_usage=max(engine.held_kv for engine in engines) / capacity if capacity else 0.0,
+            preemptions=int(preemptions),
+            environment=sum(bool(one.turns) and one.engine < 0 < one.length for one in self.requests.values()),
+        )
+
+
+class SimulatedRollout(RequestsOnEngines):
+    """The rollout of a simulation: what control orders of it, and hosts that are lost and join."""
 
     def free(self, engines: Sequence[int], moves: Mapping[str, int]) -> None:
         """Send these engines nothing more; their requests continue from their tokens on the engines that ``moves``
@@ -162,8 +288,6 @@ class SimulatedRollout:
             if not request.stopped:
                 self._submit(request)
 
-    # ---- what control orders -----------------------------------------------------------------------
-
     def launch(self, action: do.LaunchGroup, prompt: int, lengths: list[int], turns: Sequence[Turns] = ()) -> None:
         """Submit a group; ``lengths`` by sample number, and ``turns`` if it has environments, which begin."""
         tokens, now, version = self.model.engines.prompt_tokens, self._queue.now, action.policy_version
@@ -183,51 +307,6 @@ class SimulatedRollout:
         seconds = request.next_turn(self.model.environment.factor)
         after = self._submit if request.length > request.sampled else self.sampled
         self._queue.call_after(seconds, lambda: None if request.stopped else after(request))
-
-    def _submit(self, request: Request) -> None:
-        if not self.serving:
-            self._stranded.append(request)
-            return
-        lone, choose = len(self.serving) == 1, self._router.choose
-        index = self.serving[0] if lone else choose(request.request_id, request.prompt, self.serving)
-        self._opened(request, index)
-        gap = self.model.engine.arrival_s
-        engine = self.engines[index]
-        if gap:
-            engine.last_arrival = max(engine.last_arrival, self._queue.now) + gap
-            self._queue.add(engine.last_arrival, partial(self.arrived, request))
-            return
-        engine.submit(request)
-        self._dirty.add(index)
-
-    def _opened(self, request: Request, index: int) -> None:
-        request.engine = index
-        self._router.opened(
-            ServedRequest(
-                request_id=request.request_id,
-                engine=index,
-                prompt=request.prompt_tokens,
-                sampled=int(request.sampled),
-                most_tokens=self._most_tokens,
-                since=self._queue.now,
-            )
-        )
-
-    def choose_serving(self) -> None:
-        """Send requests to all engines of the set and of further hosts but those that are freed, or ``absent``."""
-        out = self._freed.union(self.absent(self.in_use))
-        self.serving = tuple(index for index in range(self.in_use + self._further) if index not in out)
-
-    def arrived(self, request: Request) -> None:
-        """The front end of its engine took a request. From one that was lost on the way it goes on to another."""
-        if request.stopped:
-            return
-        if request.engine in self._halted and request.engine not in self.serving:
-            self._left(request)
-            self._submit(request)
-        else:
-            self.engines[request.engine].submit(request)
-            self._dirty.add(request.engine)
 
     def finished(self, index: int, stamp: int, time: float) -> list[Request]:
         """Take the trajectories that end on engine ``index`` at ``time``; none when things have changed since that was
@@ -264,24 +343,6 @@ class SimulatedRollout:
             if request is not None and (request.engine >= 0 or request.turns):  # others ended: rewards are on the way
                 self._take_off(request)
 
-    def _take_off(self, request: Request) -> None:
-        request.stopped = True
-        if request.engine >= 0:
-            engine = self.engines[request.engine]
-            engine.advance(self._queue.now)
-            engine.stop(request)
-            self._dirty.add(request.engine)
-            self._left(request)
-            self.aborted = True
-
-    def _left(self, request: Request) -> None:
-        if self.trace is not None:
-            figures = {"tokens": int(request.sampled), "version": request.first_version, "stopped": request.stopped}
-            now = self._queue.now
-            self.trace.request(request.request_id, request.engine, request.launched_s, now, (), **figures)
-        self._router.closed(request.request_id)
-        request.engine = -1
-
     def resume_trajectories(self, action: do.ResumeTrajectories, live_version: int) -> None:
         """Submit what was paused again, with its tokens. Trajectories that ended meanwhile are left alone."""
         for identity in action.ids:
@@ -292,64 +353,3 @@ class SimulatedRollout:
             request.first_version = old.first_version if old.sampled else live_version
             self.requests[identity] = request
             self._submit(request)
-
-    def pause_engines(self) -> None:
-        """Pause all engines; requests that are submitted meanwhile wait in them."""
-        self._paused = True
-        for index, engine in enumerate(self.engines):
-            engine.pause(self._queue.now)
-            self._dirty.add(index)
-
-    def resume_engines(self, *, recompute: bool) -> None:
-        """All engines go on, after what a new round costs."""
-        self._paused = False
-        for index, engine in enumerate(self.engines):
-            if index not in self._halted:
-                engine.resume(self._queue.now, recompute=recompute)
-                self._dirty.add(index)
-        self._round_costs()
-
-    def _round_costs(self) -> None:
-        for engine in self.engines:
-            engine.blocked_until += self.model.push.round_s
-
-    def slow_down(self, factor: float) -> None:
-        """A decode step takes ``factor`` times as long from now on."""
-        if self.engines[0].slowdown == factor:
-            return
-        for index, engine in enumerate(self.engines):
-            engine.advance(self._queue.now)
-            engine.slowdown = factor
-            self._dirty.add(index)
-
-    def settle(self) -> None:
-        """Engines whose requests changed: admit what waits, and find out when each of them has something next."""
-        now = self._queue.now
-        for index in self._dirty:
-            engine = self.engines[index]
-            engine.advance(now)
-            engine.admit()
-            engine.stamp += 1
-            due = engine.next_event()
-            if due < NEVER:
-                self._queue.add(due, index, engine.stamp)
-        self._dirty.clear()
-
-    def measure(self) -> on.EnginesMeasured:
-        """Measure the engines since the last call, all together."""
-        now, engines = self._queue.now, self.engines
-        for engine in engines:
-            engine.advance(now)
-        sums = [(one.generated, one.steps, one.decoding_s, one.preemptions) for one in engines]
-        before, self._reported = self._reported, tuple(map(sum, zip(*sums, strict=True)))
-        generated, steps, decoding, preemptions = (a - b for a, b in zip(self._reported, before, strict=True))
-        capacity = self.engines[0].model.kv_tokens
-        return on.EnginesMeasured(
-            # Of the steps that were made, as the real engines' statistics count it.
-            running=generated / steps * self.in_use if steps > 0 else 0.0,
-            waiting=sum(len(engine.waiting) for engine in engines),
-            token_s=decoding / steps if steps > 0 else 0.0,
-            kv_usage=max(engine.held_kv for engine in engines) / capacity if capacity else 0.0,
-            preemptions=int(preemptions),
-            environment=sum(bool(one.turns) and one.engine < 0 < one.length for one in self.requests.values()),
-        )

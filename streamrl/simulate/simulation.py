@@ -109,6 +109,25 @@ def check(control: Control) -> None:
         raise StreamRLError(f"a bug of streamrl or of the round policy, in the simulated run: {'; '.join(found)}")
 
 
+def _refuse_sets_on_hosts(engines: EnginePlan, model: ClusterModel) -> None:
+    if len(engines.sets) > 1 and (model.hosts.changes or model.hosts.loss_every_s):
+        raise StreamRLError(
+            "sets of engines on hosts that join or are lost are not simulated: leave out engines.sets of the "
+            "recipe, or hosts.changes and hosts.loss_every_s of the cluster"
+        )
+
+
+def _with_hosts(report: SimulationReport, hosts: SimulatedHosts) -> SimulationReport:
+    return msgspec.structs.replace(
+        report,
+        hosts=len(hosts.present),
+        transfer_s=hosts.transfer_s / max(hosts.pushes, 1),
+        hosts_lost=hosts.losses,
+        hosts_joined=hosts.joins,
+        requests_moved=hosts.moved,
+    )
+
+
 class Simulation:
     """One run: the core, and the world that it decides about."""
 
@@ -131,11 +150,7 @@ class Simulation:
         self.rollout = SimulatedRollout(
             model, self.queue, max_tokens=lengths.cap, most=largest, verifies_deferred=verifies
         )
-        if len(engines.sets) > 1 and (model.hosts.changes or model.hosts.loss_every_s):
-            raise StreamRLError(
-                "sets of engines on hosts that join or are lost are not simulated: leave out engines.sets of the "
-                "recipe, or hosts.changes and hosts.loss_every_s of the cluster"
-            )
+        _refuse_sets_on_hosts(engines, model)
         self.hosts = SimulatedHosts(model.hosts, self.rollout, self.queue, seed)
         most = model.engines.count * model.engine.max_num_seqs
         self.rollout.sampled = self._sampled
@@ -198,15 +213,7 @@ class Simulation:
                 self._send_event(rollout.measure())
             rollout.settle()
         check(self.core)
-        hosts = self.hosts
-        return msgspec.structs.replace(
-            self.ledger.report(self.finished, self.core.state.accounting()),
-            hosts=len(hosts.present),
-            transfer_s=hosts.transfer_s / max(hosts.pushes, 1),
-            hosts_lost=hosts.losses,
-            hosts_joined=hosts.joins,
-            requests_moved=hosts.moved,
-        )
+        return _with_hosts(self.ledger.report(self.finished, self.core.state.accounting()), self.hosts)
 
     # ---- what happens ------------------------------------------------------------------------------
 
