@@ -157,9 +157,7 @@ class Simulation:
         # Whatever the rounds have in flight: as the real pipeline measures its engines.
         capacity = model.engines.capacity or min(most, settings.batch_trajectories)
         self.ledger = StepLedger(settings, self.rollout.engines, self.rollout.together, capacity, lengths.cap)
-        self.finished = ""
-        self._lengths = lengths
-        self._advice = advice
+        self.finished, self._lengths, self._advice = "", lengths, advice
         self._recompute = in_flight is not InFlight.KEEP
         self._rewards = [RewardServers(one.reward, seed) for one in model.domains or [model]]
         self._trainer = TrainerClock(model.trainer)
