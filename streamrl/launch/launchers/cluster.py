@@ -119,6 +119,7 @@ class ClusterLauncher:
         self._given: dict[str, ProcessPlace] = {}
         self._epoch = _next_epoch(run_directory)
         self._starts = 0
+        self._looking = anyio.Lock()
         self._nursery: anyio.abc.TaskGroup
 
     # ---- a launcher ------------------------------------------------------------------------------
@@ -243,18 +244,19 @@ class ClusterLauncher:
 
     async def _look(self) -> None:
         """Have hosts join that take the places of lost ones."""
-        lost = [host for host in self.hosts.values() if host.lost]
-        try:
-            offers = [one for one in await self._cluster.offers() if not self._is_here(one)]
-            for host, offer in zip(lost, offers, strict=False):
-                wanted = _gpus_on(host.name, self._given)
-                if offer.gpus < wanted:
-                    continue
-                await host.link.release()
-                await self._begin_on({offer: wanted})
-                self._replace(host, self.hosts[offer.name])
-        except (StreamRLError, OSError) as error:
-            log.warning("no host has joined: %s", error)
+        async with self._looking:  # the watch and a placement both look: a host joins once
+            lost = [host for host in self.hosts.values() if host.lost]
+            try:
+                offers = [one for one in await self._cluster.offers() if not self._is_here(one)]
+                for host, offer in zip(lost, offers, strict=False):
+                    wanted = _gpus_on(host.name, self._given)
+                    if offer.gpus < wanted:
+                        continue
+                    await host.link.release()
+                    await self._begin_on({offer: wanted})
+                    self._replace(host, self.hosts[offer.name])
+            except (StreamRLError, OSError) as error:
+                log.warning("no host has joined: %s", error)
 
     def _is_here(self, offer: HostOffer) -> bool:
         """Return whether the run uses this host, or lost it in this life without its agent having ended."""
