@@ -242,7 +242,7 @@ async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
 ) -> None:
     hosts = LoopbackHosts(run.parent, ["h0", "h1"])
     one = recipe(run)
-    async with running(run, hosts, one) as (supervisor, _), anyio.create_task_group() as tasks:
+    async with running(run, hosts, one) as (supervisor, launcher), anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.watch)
         before, agent, began_s = pid_of(run, "engine-0"), hosts.links["h1"].process, time.monotonic()
         if end == "agent":
@@ -257,6 +257,10 @@ async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
             await until(lambda: len(supervisor.retired) == 2)
             assert "no other host has room for engine-0" in caplog.text
             hosts.names = ["h0", "h2"]
+            for _ in range(2):  # as the watch and a placement that waits do
+                tasks.start_soon(launcher._look)
+            for _ in range(2):  # as the watch and a placement that waits do
+                tasks.start_soon(launcher._look)
             await until((run / "pids" / "engine-0.1").exists)
             await until((run / "pids" / "engine-1.1").exists)
         # Whatever the run knows: the host ends its processes by itself when its lease is over.
@@ -264,6 +268,7 @@ async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
         assert psutil.Process(pid_of(run, "engine-0", 1)).ppid() == hosts.links["h2"].process.pid
         placed = {plan.name: plan.host for plan in read_topology(run).processes if plan.role is Role.ENGINE}
         assert set(placed.values()) == {"h2"}
+        assert hosts.started.count("h2") == 1
         supervisor.request_drain()
     assert "h2 joined in place of h1" in caplog.text
 

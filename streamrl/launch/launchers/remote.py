@@ -128,12 +128,15 @@ class RemoteHost:
 
     async def run(self) -> None:
         """Ask the agent again and again, which renews its lease, until the host is lost."""
-        while not self.lost:
-            await self._ask()
-            if time.monotonic() > self._answered_s + self._lease_s + MARGIN_S:
-                self.lose(f"{self.name} has not answered for {self._lease_s + MARGIN_S:g} s")
-            with anyio.move_on_after(PING_S):
-                await self._wake.wait()
+        try:
+            while not self.lost:
+                await self._ask()
+                if time.monotonic() > self._answered_s + self._lease_s + MARGIN_S:
+                    self.lose(f"{self.name} has not answered for {self._lease_s + MARGIN_S:g} s")
+                with anyio.move_on_after(PING_S):
+                    await self._wake.wait()
+        finally:
+            self.lose("the run has ended")  # cancelled: who waits for an order to be carried out would wait for ever
 
     def lose(self, reason: str) -> None:
         """Note that nothing runs there any more."""
