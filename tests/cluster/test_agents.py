@@ -259,8 +259,6 @@ async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
             hosts.names = ["h0", "h2"]
             for _ in range(2):  # as the watch and a placement that waits do
                 tasks.start_soon(launcher._look)
-            for _ in range(2):  # as the watch and a placement that waits do
-                tasks.start_soon(launcher._look)
             await until((run / "pids" / "engine-0.1").exists)
             await until((run / "pids" / "engine-1.1").exists)
         # Whatever the run knows: the host ends its processes by itself when its lease is over.
