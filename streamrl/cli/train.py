@@ -29,7 +29,7 @@ from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.recipe.learning_rate import learning_rate_notice
 from streamrl.recipe.rules.load import read_recipe
 from streamrl.recipe.rules.transport_rules import insecure_notice
-from streamrl.recipe.sections import EngineKind, Recipe
+from streamrl.recipe.sections import ClusterKind, EngineKind, Recipe
 from streamrl.recipe.topology import Role, plan_topology, read_topology
 
 DRAIN_S = 600.0
@@ -144,8 +144,9 @@ class _Run:
         try:
             async with self._make() as pipeline:
                 self._pipeline = pipeline
-                for line in placed_lines(read_topology(pipeline.run_directory)):
-                    self._report.line(line)
+                if self._recipe.cluster.kind is not ClusterKind.LOCAL:
+                    for line in placed_lines(read_topology(pipeline.run_directory)):
+                        self._report.line(line)
                 with also_log_to(pipeline.run_directory / "logs" / "supervisor.log"):
                     async for event in pipeline.events():
                         self._report(event)

@@ -77,7 +77,7 @@ class LoopbackHosts:
 
     async def offers(self) -> list[HostOffer]:
         return [
-            HostOffer(name=name, address=f"127.0.0.{10 + int(name[1:])}", gpus=0, here=name == "h0", key=name)
+            HostOffer(name=name, address=f"127.0.0.{10 + int(name[1:])}", gpus=0, here=name == "h0")
             for name in self.names
         ]
 

@@ -161,7 +161,7 @@ async def test_facts_of_a_host(run: Path) -> None:
     ):
         facts, other = agent.facts(), b.facts()
         assert facts.sees_run and not facts.problem and len(facts.ports) == 3
-        assert not other.sees_run and "cluster.interface = 10.254.0.0/16" in other.problem
+        assert not other.sees_run and "cluster.advanced.interface = 10.254.0.0/16" in other.problem
         assert len(cluster.host_problems(other)) == 2
         assert cluster.host_problems(facts) == []
         older = msgspec.structs.replace(facts, packages=facts.packages | {"torch": "1.0"})

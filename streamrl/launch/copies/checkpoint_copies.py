@@ -109,8 +109,8 @@ class CheckpointCopies:
             keys.append(f"{name}/{file}")
             if self._store.put_file(keys[-1], directory / file) != digest:
                 raise StreamRLError(f"{directory / file} is not as it was written: look at the disk")
-        keys.append(f"{name}/{DIGESTS}")
-        self._store.create(keys[-1], listed)
+        self._store.create(f"{name}/{DIGESTS}", listed)
+        keys.append(f"{name}/{DIGESTS}")  # only now: with it a copy is taken for whole
         return name
 
 

@@ -24,7 +24,6 @@ import anyio
 import msgspec
 import psutil
 
-from streamrl.base.run_process import usable_cores
 from streamrl.engines.vllm.gpus import visible_gpus
 from streamrl.launch.launchers.agent_messages import (
     AgentAnswer,
@@ -72,7 +71,11 @@ class Agent:
 
     def facts(self) -> HostFacts:
         """Facts of this host, for the run to decide by."""
-        problem = "" if self._address else f"no address of this host is in cluster.interface = {self._setup.interface}"
+        problem = (
+            ""
+            if self._address
+            else f"no address of this host is in cluster.advanced.interface = {self._setup.interface}"
+        )
         seen = self._directory / "recipe.toml"
         sees_run = seen.is_file() and hashlib.sha256(seen.read_bytes()).hexdigest() == self._setup.digest
         ports: list[int] = []
@@ -85,7 +88,6 @@ class Agent:
             packages=packages_here(),
             gpus=visible_gpus(),
             ports=tuple(ports),
-            cores=usable_cores(),
             nice=os.nice(0),
             problem=problem,
         )
@@ -163,7 +165,8 @@ def packages_here() -> dict[str, str]:
 
 
 def _start_lease(lease_s: float, sockets: Path) -> subprocess.Popen[bytes]:
-    command: Sequence[str] = (sys.executable, "-P", "-m", "streamrl.launch.launchers.lease", str(lease_s), str(sockets))
+    arguments = (str(lease_s), str(sockets), str(os.getpid()))
+    command: Sequence[str] = (sys.executable, "-P", "-m", "streamrl.launch.launchers.lease", *arguments)
     # A session of its own: Ray ends the process group of a worker, and the lease is to outlive the agent for a moment.
     lease = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert lease.stdin is not None

@@ -54,8 +54,8 @@ class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of a host, from its agent. ``sees_run``: the run's directory is the same there; ``packages``: versions of
-    what trains and samples; ``ports``: free ones; ``nice``: niceness of the agent, which its processes inherit;
-    ``problem``: a reason for which this host cannot serve."""
+    what trains and samples; ``ports``: free ones, held for the run; ``nice``: niceness of the agent, which its
+    processes inherit; ``problem``: a reason for which this host cannot serve."""
 
     name: str
     address: str
@@ -63,7 +63,6 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str]
     gpus: tuple[Gpu, ...]
     ports: tuple[int, ...]
-    cores: int
     nice: int
     problem: str = ""
 

@@ -21,7 +21,7 @@ import anyio.abc
 import msgspec
 from msgspec import structs
 
-from streamrl.base.atomic_files import write_atomic
+from streamrl.base.atomic_files import write_atomic, write_durable
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.engines.vllm.options import installed_device
 from streamrl.launch.launchers.agent import packages_here
@@ -32,6 +32,7 @@ from streamrl.launch.launchers.placement import GpuNeed, HostRoom, assign, gpu_n
 from streamrl.launch.launchers.remote import AgentLink, RemoteHost, RemoteProcess
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import (
+    JOURNAL_DIRECTORY,
     STREAMS,
     TOPOLOGY_FILE,
     Places,
@@ -65,10 +66,8 @@ PASSED_ON = (
 
 
 class HostOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """A host that the cluster has. ``key``: of this life of the host; ``here``: the run's own; ``gpus``: number of free
-    ones."""
+    """A host that the cluster has. ``here``: the run's own; ``gpus``: number of free ones."""
 
-    key: str
     name: str
     address: str
     gpus: int
@@ -84,7 +83,8 @@ class Hosts(Protocol):
     async def start_agents(
         self, gpus: Mapping[HostOffer, int], setup: Callable[[HostOffer], AgentSetup]
     ) -> list[tuple[AgentLink, HostFacts]]:
-        """Start an agent on each host, with so many GPUs, or on none. Raises ``StreamRLError``."""
+        """Start an agent on each host, with so many GPUs, or on none. Returns them in the order of ``gpus``. Raises
+        ``StreamRLError``."""
 
 
 Keep = Callable[[Path, Recipe], None]
@@ -114,12 +114,12 @@ class ClusterLauncher:
         self._local = local
         self._need = need
         self._keep = keep
-        self._keys: dict[str, str] = {}
         self._topology: Topology | None = None
         self._given: dict[str, ProcessPlace] = {}
         self._epoch = _next_epoch(run_directory)
         self._starts = 0
         self._looking = anyio.Lock()
+        self._placing = False
         self._nursery: anyio.abc.TaskGroup
 
     # ---- a launcher ------------------------------------------------------------------------------
@@ -136,25 +136,11 @@ class ClusterLauncher:
         """Give each engine and rank a host that is not lost, with ports that are free there. Waits a minute for a host
         to join where there is no room, then goes on with fewer ranks. Raises ``RecipeError`` where there is room for
         none."""
-        began_s = time.monotonic()
-        while True:
-            living = [host.facts for host in self.hosts.values() if not host.lost]
-            rooms = [HostRoom(name=one.name, address=one.address, gpus=gpu_names(one)) for one in living]
-            try:
-                self._given = assign(self._recipe, rooms, self._need)
-                break
-            except RecipeError:
-                if time.monotonic() > began_s + ROOM_S:
-                    if (fewer := on_fewer_ranks(self._recipe, rooms, self._need)) is None:
-                        raise
-                    log.warning(
-                        "the cluster has room for %d of %d ranks", fewer.training.ranks, self._recipe.training.ranks
-                    )
-                    self._recipe = fewer
-                    self._keep(self._run_directory, fewer)
-                    continue
-            await self._look()
-            await anyio.sleep(LOOK_S)
+        self._placing = True  # a host that joins meanwhile starts nothing: all is started afterwards
+        try:
+            self._given = await self._assigned()
+        finally:
+            self._placing = False
         ports = {host.facts.address: host.facts.ports for host in self.hosts.values()}
         own = next(iter(self.hosts.values())).facts
         places = Places(address=own.address, by_name=self._given, ports=ports, epoch=_next_epoch(self._run_directory))
@@ -163,6 +149,32 @@ class ClusterLauncher:
         processes = [plan if plan.host else before[plan.name] for plan in placed.processes]
         self._topology = structs.replace(placed, processes=tuple(processes))
         return self._topology
+
+    async def _assigned(self) -> dict[str, ProcessPlace]:
+        began_s = time.monotonic()
+        while True:
+            living = [host.facts for host in self.hosts.values() if not host.lost]
+            rooms = [HostRoom(name=one.name, address=one.address, gpus=gpu_names(one)) for one in living]
+            try:
+                return self._assign(rooms, may_lose_ranks=time.monotonic() > began_s + ROOM_S)
+            except RecipeError:
+                if time.monotonic() > began_s + ROOM_S:
+                    raise
+            await self._look()
+            await anyio.sleep(LOOK_S)
+
+    def _assign(self, rooms: Sequence[HostRoom], *, may_lose_ranks: bool) -> dict[str, ProcessPlace]:
+        """Places on ``rooms``, of a run that has begun: ``cluster.hosts`` was asked of the cluster before."""
+        try:
+            return assign(_on_any_hosts(self._recipe), rooms, self._need)
+        except RecipeError:
+            fewer = on_fewer_ranks(self._recipe, rooms, self._need) if may_lose_ranks else None
+            if fewer is None:
+                raise
+        log.warning("the cluster has room for %d of %d ranks", fewer.training.ranks, self._recipe.training.ranks)
+        self._recipe = fewer
+        self._keep(self._run_directory, fewer)
+        return assign(fewer, rooms, self._need)
 
     def start(self, plan: ProcessPlan, *, resumes: bool = False) -> ChildProcess:
         """Start one process. Raises ``NoHost`` where its host is lost, and ``OSError``."""
@@ -212,7 +224,8 @@ class ClusterLauncher:
         self._nursery = nursery
         offers = await self._cluster.offers()
         rooms = [HostRoom(name=o.name, address=o.address, gpus=tuple(map(str, range(o.gpus)))) for o in offers]
-        given = assign(self._recipe, rooms, self._need)
+        resumes = (self._run_directory / JOURNAL_DIRECTORY).is_dir()
+        given = self._assign(rooms, may_lose_ranks=True) if resumes else assign(self._recipe, rooms, self._need)
         gpus = {offer: _gpus_on(offer.name, given) for offer in offers}
         used = {offer: count for offer, count in gpus.items() if offer.here or _is_used(offer.name, given)}
         await self._begin_on(used)
@@ -225,10 +238,9 @@ class ClusterLauncher:
             for link, _ in started:
                 await link.release()
             raise RecipeError(*problems)
-        for offer, (link, facts) in zip(gpus, started, strict=True):
+        for link, facts in started:
             host = RemoteHost(facts, link, self._run_directory, epoch=self._epoch, lease_s=self._recipe.cluster.lease_s)
             self.hosts[facts.name] = host
-            self._keys[facts.name] = offer.key
             if facts.nice:
                 log.warning(
                     "processes on %s run at niceness %d: start Ray with RAY_worker_niceness=0", host.name, facts.nice
@@ -247,33 +259,41 @@ class ClusterLauncher:
         async with self._looking:  # the watch and a placement both look: a host joins once
             lost = [host for host in self.hosts.values() if host.lost]
             try:
-                offers = [one for one in await self._cluster.offers() if not self._is_here(one)]
-                for host, offer in zip(lost, offers, strict=False):
+                offers = [one for one in await self._cluster.offers() if not self._is_used(one)]
+                for host in lost:
                     wanted = _gpus_on(host.name, self._given)
-                    if offer.gpus < wanted:
-                        continue
-                    await host.link.release()
-                    await self._begin_on({offer: wanted})
-                    self._replace(host, self.hosts[offer.name])
+                    # The host itself, where it is back: others may be meant for other lost ones.
+                    fitting = sorted(
+                        (one for one in offers if one.gpus >= wanted), key=lambda one: one.name != host.name
+                    )
+                    if fitting and (_is_used(host.name, self._given) or fitting[0].name == host.name):
+                        offers.remove(fitting[0])
+                        await host.link.release()
+                        await self._begin_on({fitting[0]: wanted})
+                        self._replace(host, self.hosts[fitting[0].name])
             except (StreamRLError, OSError) as error:
                 log.warning("no host has joined: %s", error)
 
-    def _is_here(self, offer: HostOffer) -> bool:
-        """Return whether the run uses this host, or lost it in this life without its agent having ended."""
+    def _is_used(self, offer: HostOffer) -> bool:
         host = self.hosts.get(offer.name)
         return host is not None and not host.lost
 
     def _replace(self, lost: RemoteHost, joined: RemoteHost) -> None:
-        log.warning("%s joined in place of %s", joined.name, lost.name)
-        if lost.name != joined.name:
+        if lost.name == joined.name:
+            log.warning("%s joined again", joined.name)
+        else:
+            log.warning("%s joined in place of %s", joined.name, lost.name)
             del self.hosts[lost.name]
-            gpus = iter(gpu_names(joined.facts))
+            # Sets of engines take turns on the same GPUs.
+            before = sorted({gpu for place in self._given.values() if place.host == lost.name for gpu in place.gpus})
+            gpus = dict(zip(before, gpu_names(joined.facts), strict=False))
             for name, place in self._given.items():
                 if place.host == lost.name:
-                    own = tuple(next(gpus) for _ in place.gpus)
+                    own = tuple(gpus[gpu] for gpu in place.gpus)
                     self._given[name] = structs.replace(place, host=joined.name, address=joined.facts.address, gpus=own)
         self._write_topology(joined.facts)
-        self.on_join()
+        if not self._placing:
+            self.on_join()
 
     def _write_topology(self, joined: HostFacts) -> None:
         """Note the new places of engines, for those that are started from now on."""
@@ -284,7 +304,8 @@ class ClusterLauncher:
             place = self._given.get(plan.name)
             if plan.role is Role.ENGINE and place is not None and place.host == joined.name:
                 plan = structs.replace(plan, host=place.host, address=place.address, gpus=place.gpus)
-                endpoints[f"{plan.name}.weights"] = f"tcp://{place.address}:{next(ports)}"
+                if (port := next(ports, None)) is not None:  # else others get weights from the trainer
+                    endpoints[f"{plan.name}.weights"] = f"tcp://{place.address}:{port}"
             plans.append(plan)
         self._topology = structs.replace(self._topology, processes=tuple(plans), endpoints=endpoints)
         write_atomic(self._run_directory / TOPOLOGY_FILE, msgspec.json.encode(self._topology))
@@ -310,9 +331,10 @@ class ClusterLauncher:
 
     async def release(self) -> None:
         """End all agents."""
-        for host in self.hosts.values():
-            host.lose("the run has ended")
-            await host.link.release()
+        async with anyio.create_task_group() as releasing:
+            for host in self.hosts.values():
+                host.lose("the run has ended")
+                releasing.start_soon(host.link.release)
 
 
 @asynccontextmanager
@@ -364,6 +386,10 @@ def placement_lines(recipe: Recipe, offers: Sequence[HostOffer]) -> list[str]:
     return lines
 
 
+def _on_any_hosts(recipe: Recipe) -> Recipe:
+    return structs.replace(recipe, cluster=structs.replace(recipe.cluster, hosts=0))
+
+
 def _gpus_on(name: str, given: Mapping[str, ProcessPlace]) -> int:
     return len({gpu for place in given.values() if place.host == name for gpu in place.gpus})
 
@@ -375,6 +401,6 @@ def _is_used(name: str, given: Mapping[str, ProcessPlace]) -> bool:
 def _next_epoch(run_directory: Path) -> int:
     """Number a start of the run's agents or processes: those of an earlier one are refused."""
     file = run_directory / EPOCH_FILE
-    epoch = int(file.read_text()) + 1 if file.is_file() else 1
-    write_atomic(file, str(epoch).encode())
+    epoch = int(file.read_text() or 0) + 1 if file.is_file() else 1
+    write_durable(file, str(epoch).encode())
     return epoch

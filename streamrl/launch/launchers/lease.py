@@ -1,4 +1,4 @@
-"""``python -m streamrl.launch.launchers.lease SECONDS SOCKETS``: ends the agent that started it, and all of its
+"""``python -m streamrl.launch.launchers.lease SECONDS SOCKETS AGENT``: ends the agent that started it, and all of its
 processes, where nothing comes through its stdin for so long, or the agent has ended.
 
 A process of its own, since an agent that was stopped (SIGSTOP) or hangs would not notice that its lease is over."""
@@ -23,7 +23,7 @@ SWEEP_S = 5.0
 
 def main() -> None:
     """Wait for renewals, then kill. Exits when everything is gone."""
-    lease_s, sockets, agent = float(sys.argv[1]), Path(sys.argv[2]), os.getppid()
+    lease_s, sockets, agent = float(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     deadline = time.monotonic() + max(lease_s, FIRST_S)
     while (left := deadline - time.monotonic()) > 0:

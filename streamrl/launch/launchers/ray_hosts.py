@@ -63,11 +63,12 @@ class RayAgent:
 
 
 class RayLink(AgentLink):
-    """Calls of an actor. ``group``: of its host's GPUs, shared with others (None: given back by its owner)."""
+    """Calls of an actor. ``group``: placement group that holds what the run has of that host."""
 
-    def __init__(self, ray: ModuleType, actor: Any) -> None:
+    def __init__(self, ray: ModuleType, actor: Any, group: Any) -> None:
         self._ray = ray
         self._actor = actor
+        self._group = group
 
     async def ask(self, request: bytes) -> bytes:
         """Answer of the agent."""
@@ -83,8 +84,15 @@ class RayLink(AgentLink):
         """End the agent with all that runs there."""
         with suppress(AgentGone, OSError), anyio.move_on_after(10.0):
             await self._call(self._actor.close.remote())
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Kill the agent, and give back what Ray holds for it. Idempotent."""
+        from ray.util.placement_group import remove_placement_group
+
         with suppress(self._ray.exceptions.RayError, RuntimeError, ValueError):  # of a cluster that is gone
             self._ray.kill(self._actor)
+            remove_placement_group(self._group)
 
     async def _call(self, reference: Any) -> Any:
         errors = self._ray.exceptions
@@ -92,8 +100,6 @@ class RayLink(AgentLink):
             return await asyncio.wrap_future(reference.future())
         except errors.ActorUnavailableError as error:  # not death: it may answer later
             raise OSError(_first_line(error)) from error
-        except errors.RayActorError as error:
-            raise AgentGone(_first_line(error)) from error
         except errors.RayError as error:
             raise AgentGone(_first_line(error)) from error
 
@@ -104,16 +110,17 @@ class RayHosts:
     def __init__(self, ray: ModuleType) -> None:
         self._ray = ray
         self._here: str = ray.get_runtime_context().get_node_id()
-        self._groups: list[Any] = []
 
     async def offers(self) -> list[HostOffer]:
         """Return the hosts that are alive, the run's own first. Of several raylets on one host the newest counts."""
-        nodes: list[dict[str, Any]] = await anyio.to_thread.run_sync(self._ray.nodes)
+        try:
+            nodes: list[dict[str, Any]] = await anyio.to_thread.run_sync(self._ray.nodes)
+            free = await anyio.to_thread.run_sync(_free_gpus, self._ray)
+        except (self._ray.exceptions.RayError, RuntimeError, ValueError) as error:
+            raise RecipeError(f"cluster: Ray's head does not answer now: {_first_line(error)}") from error
         alive = {node["NodeManagerAddress"]: node for node in nodes if node["Alive"]}
-        free = await anyio.to_thread.run_sync(_free_gpus, self._ray)
         offers = [
             HostOffer(
-                key=node["NodeID"],
                 name=node["NodeManagerHostname"],
                 address=address,
                 gpus=free.get(node["NodeID"], 0),
@@ -131,15 +138,18 @@ class RayHosts:
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundles = [
-            {f"node:{offer.address}": 0.001} | ({"GPU": float(count)} if count else {}) for offer, count in gpus.items()
+        # One group a host: the GPUs of a host that is lost are given back alone.
+        groups = [
+            placement_group([{f"node:{offer.address}": 0.001} | ({"GPU": float(count)} if count else {})])
+            for offer, count in gpus.items()
         ]
-        group = placement_group(bundles, strategy="SPREAD")
-        if not await anyio.to_thread.run_sync(partial(group.wait, START_S)):
-            remove_placement_group(group)
+        began_s = anyio.current_time()
+        there = [await anyio.to_thread.run_sync(partial(one.wait, _left(began_s))) for one in groups]
+        if not all(there):
+            for group in groups:
+                remove_placement_group(group)
             wanted = ", ".join(f"{offer.name}: {count} GPUs" for offer, count in gpus.items())
             raise RecipeError(f"Ray did not give this run its hosts within {START_S:g} s ({wanted}): see `ray status`")
-        self._groups.append(group)
         variables = {"PYTHONPATH": path} if (path := os.environ.get("PYTHONPATH")) else {}
         Actor = self._ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=100)(RayAgent)
         links = [
@@ -148,27 +158,20 @@ class RayHosts:
                 Actor.options(
                     num_gpus=count,
                     runtime_env={"env_vars": variables} if variables else None,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group),
                 ).remote(msgspec.msgpack.encode(setup(offer)), offer.name),
+                group,
             )
-            for number, (offer, count) in enumerate(gpus.items())
+            for group, (offer, count) in zip(groups, gpus.items(), strict=True)
         ]
         try:
             with anyio.fail_after(START_S):
                 found = [await link.facts() for link in links]
         except (AgentGone, OSError) as error:
             for link in links:
-                self._ray.kill(link._actor)
+                link.give_back()
             raise RecipeError(f"an agent could not be started: {str(error) or 'it took too long'}") from error
         return list(zip(links, found, strict=True))
-
-    def close(self) -> None:
-        """Give back all that Ray gave this run."""
-        from ray.util.placement_group import remove_placement_group
-
-        for group in self._groups:
-            with suppress(self._ray.exceptions.RayError, RuntimeError, ValueError):  # of a cluster that is gone
-                remove_placement_group(group)
 
 
 @asynccontextmanager
@@ -218,7 +221,6 @@ async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[Ray
     try:
         yield hosts
     finally:
-        hosts.close()
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(ray.shutdown)
 
@@ -241,6 +243,10 @@ def _stderr_to(file: IO[bytes]) -> Iterator[None]:
     finally:
         os.dup2(kept, 2)
         os.close(kept)
+
+
+def _left(began_s: float) -> float:
+    return max(START_S - (anyio.current_time() - began_s), 0.1)
 
 
 def _free_gpus(ray: ModuleType) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -33,7 +34,7 @@ MARGIN_S = 2.0
 
 
 class AgentGone(StreamRLError):
-    """The agent of a host has ended, and so have the processes there."""
+    """The agent of a host has ended, or is of no use any more."""
 
 
 class AgentLink(Protocol):
@@ -137,6 +138,7 @@ class RemoteHost:
                     await self._wake.wait()
         finally:
             self.lose("the run has ended")  # cancelled: who waits for an order to be carried out would wait for ever
+        await self.link.release()  # it may hear the run, which does not hear it
 
     def lose(self, reason: str) -> None:
         """Note that nothing runs there any more."""
@@ -184,18 +186,21 @@ class RemoteHost:
 
     def _note_reason(self, name: str, state: ProcessState) -> None:
         """Leave the reason of an end where the supervisor reads it, at the time of this host's clock."""
+        at_s = time.monotonic()
         if state.failure:
-            reason = ExitReason(kind=ExitKind.CAUSE, message=state.failure, monotonic_s=time.monotonic())
-            write_reason(self._run_directory, name, reason)
+            self._write(name, ExitReason(kind=ExitKind.CAUSE, message=state.failure, monotonic_s=at_s))
         elif state.reason and (found := read_exit_reason(state.reason)):
-            at_s = time.monotonic() - state.reason_age_s
-            write_reason(self._run_directory, name, msgspec.structs.replace(found, monotonic_s=at_s))
+            self._write(name, msgspec.structs.replace(found, monotonic_s=at_s - state.reason_age_s))
+
+    def _write(self, name: str, reason: ExitReason) -> None:
+        with suppress(OSError):  # of a full disk: the end itself is known
+            write_reason(self._run_directory, name, reason)
 
     def _end_states(self) -> None:
         for number, state in self._states.items():
             if state.exit_code is None:
                 reason = ExitReason(kind=ExitKind.CAUSE, message=self.lost, monotonic_s=time.monotonic())
-                write_reason(self._run_directory, self._names[number], reason)
+                self._write(self._names[number], reason)
                 self._states[number] = msgspec.structs.replace(state, exit_code=-signal.SIGKILL)
 
     def _notify(self) -> None:

@@ -246,7 +246,9 @@ def own_address(interface: str, peer: str) -> str:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))  # of UDP: nothing is sent
             return str(probe.getsockname()[0])
-    raise HostFailed(f"{socket.gethostname()} has no way to {peer or 'itself'}: name the network by cluster.interface")
+    raise HostFailed(
+        f"{socket.gethostname()} has no way to {peer or 'itself'}: name the network by cluster.advanced.interface"
+    )
 
 
 def _address_on(interface: str) -> str:
@@ -256,7 +258,7 @@ def _address_on(interface: str) -> str:
         for found in (address.address for address in addresses if address.family == socket.AF_INET):
             if name == interface or ("/" in interface and ip_address(found) in ip_network(interface, strict=False)):
                 return str(found)
-    raise HostFailed(f"{socket.gethostname()} has no address on cluster.interface = {interface!r}: correct it")
+    raise HostFailed(f"{socket.gethostname()} has no address on cluster.advanced.interface = {interface!r}: correct it")
 
 
 def answers(at: str) -> bool:

@@ -7,6 +7,7 @@ import logging
 import anyio
 
 from streamrl.base.run_events import KillEngine, StartEngine, StopEngine, SupervisorOrder
+from streamrl.launch.launchers.launcher import NoHost
 from streamrl.launch.supervise.supervisor import Supervisor
 from streamrl.recipe.topology import Role
 
@@ -37,7 +38,10 @@ class EngineOrders:
                 case StopEngine():
                     await self._supervisor.stop_engine(order.engine, patience_s=order.patience_s, sleeps=order.sleeps)
                 case StartEngine():
-                    await self._start(order.engine)
+                    try:
+                        await self._start(order.engine)
+                    except NoHost as error:
+                        log.error("%s cannot be started now: %s", order.engine, error)
                 case KillEngine():
                     self._kill(order)
 
