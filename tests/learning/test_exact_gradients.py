@@ -561,7 +561,8 @@ def check(start_trainer: StartTrainer, path: str, batch: Batch, case: Case) -> N
     errors = [relative_error(step.gradient, reference.step(update, step)) for update, step in enumerate(steps)]
     assert max(errors) < TOLERANCE, errors
     losses = [epochs * metrics["optim/loss"], epochs * metrics.get("optim/value_loss", 0.0)]
-    assert losses == pytest.approx([reference.loss, reference.value_loss], rel=TOLERANCE, abs=0.05 * TOLERANCE)
+    # A loss is a sum of terms of about 1 that cancel: processors differ by 2e-6 in it.
+    assert losses == pytest.approx([reference.loss, reference.value_loss], rel=TOLERANCE, abs=TOLERANCE)
     tokens, *sums = reference.sums.tolist()
     found = [metrics[f"policy/{key}"] * tokens for key in ("clip_ratio", "masked_ratio", "correction_mean")]
     assert found == pytest.approx(sums, rel=1e-5)
