@@ -52,7 +52,7 @@ async def test_a_real_engine_judges_in_batches_when_the_actor_leaves_it_room(
     reward = make("judge", cache=str(tmp_path / "answers.sqlite"), **OPTIONS)
     async with (
         asyncio.TaskGroup() as tasks,
-        judge_process(tmp_path, msgspec.json.encode(topology)) as process,
+        judge_process(tmp_path, topology, socket_directory) as process,
         httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), timeout=900) as http,
     ):
         async with controller(topology) as (orders, reports):
@@ -89,11 +89,11 @@ async def controller(topology: Topology) -> AsyncIterator[tuple[SendStream[Judge
 
 
 @asynccontextmanager
-async def judge_process(directory: Path, topology: bytes) -> AsyncIterator[subprocess.Popen[bytes]]:
+async def judge_process(directory: Path, topology: Topology, sockets: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
     """The process that a run starts: it finds recipe and topology in the directory of the run."""
     (directory / "recipe.toml").write_text(dump_recipe(RECIPE))
-    (directory / "topology.json").write_bytes(topology)
-    folders = ["--run-directory", str(directory), "--socket-directory", str(directory)]
+    (directory / "topology.json").write_bytes(msgspec.json.encode(topology))
+    folders = ["--run-directory", str(directory), "--socket-directory", str(sockets)]
     command = [sys.executable, "-m", "streamrl.launch", "judge", "--index", "0", *folders]
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}  # it must not get that far
     with (directory / "judge.log").open("wb") as log:
