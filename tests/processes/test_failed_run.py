@@ -6,7 +6,6 @@ import os
 import sys
 import zipfile
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -19,9 +18,9 @@ from test_supervisor import STAND_IN, until
 
 import streamrl.launch.pipeline
 from streamrl.base.errors import ProcessDied
+from streamrl.launch.launchers import opened
 from streamrl.launch.pipeline import Pipeline
 from streamrl.launch.supervise.crash_bundle import read_manifest
-from streamrl.launch.supervise.supervisor import Supervisor
 from streamrl.launch.supervise.watchdog import ask_for_stacks
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.rules.load import load_recipe
@@ -39,7 +38,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """The demo's, with stand-ins for its processes. They serve, except the engine, which fails on command."""
     recipe = load_recipe(DEMO, [f"run.directory={tmp_path / 'runs'}", "engines.advanced.restarts=0"])
     monkeypatch.setenv("HF_TOKEN", CANARY)
-    monkeypatch.setattr(streamrl.launch.pipeline, "Supervisor", partial(Supervisor, entry=(str(STAND_IN),)))
+    monkeypatch.setattr(opened, "ENTRY", (str(STAND_IN),))
     monkeypatch.setattr(streamrl.launch.pipeline, "preflight", lambda *_: None)
     make = streamrl.launch.pipeline._make_run_directory
 
