@@ -10,10 +10,12 @@ the chain dies."""
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -33,12 +35,16 @@ from streamrl.weights.relay.relay import Relay
 PORT, SUBNET = 5700, "10.78.0"
 
 
-def publish(directory: Path, address: str, parameters: int) -> None:
+def published(endpoint: str, parameters: int) -> tuple[WeightPublisher, WeightAnnouncement]:
     bits = {"w": np.random.default_rng(0).integers(0, 1 << 16, parameters, dtype=np.uint16)}
     shard = ShardSpec("w", "bfloat16", (parameters,), 0, parameters)
-    publisher = WeightPublisher(f"tcp://{address}:{PORT}", run_id="hosts", rank=0, shards=[shard])
+    publisher = WeightPublisher(endpoint, run_id="hosts", rank=0, shards=[shard])
     publisher.start()
-    announced = announcement_of(0, [publisher.publish(0, bits)])
+    return publisher, announcement_of(0, [publisher.publish(0, bits)])
+
+
+def publish(directory: Path, address: str, parameters: int) -> None:
+    publisher, announced = published(f"tcp://{address}:{PORT}", parameters)
     (directory / "announced.new").write_bytes(msgspec.msgpack.encode(announced))
     (directory / "announced.new").rename(directory / "announced")
     wait_for(directory / "end")
@@ -48,6 +54,9 @@ def publish(directory: Path, address: str, parameters: int) -> None:
 def receive(directory: Path, place: int, hosts: int, relays: bool) -> None:
     places = {f"host-{k}": RelayPlace(f"host-{k}", f"tcp://{SUBNET}.{k + 1}:{PORT}") for k in range(1, hosts + 1)}
     name = f"host-{place}"
+    publisher, small = published(f"ipc://{directory}/{name}-warm", 1 << 22)
+    CheckpointReplica().stage(fetch_version(small))  # code is loaded once
+    publisher.close()
     wait_for(directory / "announced")
     announced = msgspec.msgpack.decode((directory / "announced").read_bytes(), type=WeightAnnouncement)
     with ExitStack() as stack:
@@ -64,25 +73,32 @@ def receive(directory: Path, place: int, hosts: int, relays: bool) -> None:
         wait_for(directory / "end")
 
 
-def wait_for(*paths: Path) -> None:
+def wait_for(*paths: Path, processes: Sequence[subprocess.Popen[bytes]] = ()) -> None:
     while not all(path.exists() for path in paths):
+        if any(process.poll() is not None for process in processes):
+            raise SystemExit("a process of a host has ended: its error is above")
         time.sleep(0.02)
 
 
 def measure(hosts: int, mbit: float, parameters: int, *, relays: bool, kill: bool = False) -> tuple[float, float]:
     """Seconds until the last host that lives has the version, and copies that the trainer's link carried."""
     shape = ("root", "tbf", "rate", f"{mbit}mbit", "burst", "256k", "latency", "50ms")
-    with tempfile.TemporaryDirectory() as made, laboratory("wrelay", count=hosts + 1, subnet=SUBNET) as lab:
+    with (
+        tempfile.TemporaryDirectory() as made,
+        laboratory(f"wr{os.getpid() % 100000}", count=hosts + 1, subnet=SUBNET) as lab,
+    ):
+        processes: list[subprocess.Popen[bytes]] = []
         directory, living = Path(made), [place for place in range(1, hosts + 1) if not kill or place != 2]
         for place, host in enumerate(lab.hosts):
             host.run(["tc", "qdisc", "add", "dev", "eth0", *shape])
             subprocess.run(
                 ["ip", "netns", "exec", lab.bridge, "tc", "qdisc", "add", "dev", host.port, *shape], check=True
             )
-            host.popen(
+            process = host.popen(
                 [sys.executable, __file__, "--role", made, place, hosts, parameters, int(relays)], {OPEN_TO_ALL: "none"}
             )
-        wait_for(*(directory / f"ready-{place}" for place in range(1, hosts + 1)))
+            processes.append(process)
+        wait_for(*(directory / f"ready-{place}" for place in range(1, hosts + 1)), processes=processes)
 
         def sent() -> int:
             return int(lab.hosts[0].run(["cat", "/proc/net/dev"]).partition("eth0:")[2].split()[8])
@@ -91,8 +107,9 @@ def measure(hosts: int, mbit: float, parameters: int, *, relays: bool, kill: boo
         (directory / "go").touch()
         if kill:
             time.sleep(parameters * 16 / mbit / 1e6 / 2)
-            lab.hosts[2].kill()
-        wait_for(*(directory / f"took-{place}" for place in living))
+            processes.pop(2)
+            lab.hosts.pop(2).kill()
+        wait_for(*(directory / f"took-{place}" for place in living), processes=processes)
         took = max(float((directory / f"took-{place}").read_text()) for place in living)
         return took, (sent() - before) / (2 * parameters)
 
