@@ -51,6 +51,7 @@ WINGS = {
     ),
     "launch/hub": ("launch/copies", "recipe/rules"),
     "launch/launchers": ("engines/vllm", "launch/plan", "recipe/rules"),
+    "launch/submit": ("launch/launchers",),
     "launch/models": (
         "engines/vllm", "observe/follow", "recipe/rules", "rewards/calls", "run/environments", "run/evaluate",
         "run/prompts",

@@ -85,7 +85,6 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     address: str
     gpus: tuple[str, ...] = ()
-    gpu_memory_utilization: float = 0.0
 
 
 class Places(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,20 +5,18 @@ piece by piece. Nothing else is on the links."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from functools import lru_cache
 from typing import Annotated, Literal
 
 import msgspec
 
-from streamrl.engines.push.relay_tree import ancestors, children
-from streamrl.weights.manifest import CHUNK_BYTES
+from streamrl.engines.push.relay_tree import ancestors, children, pieces_of
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 MOST_PIECES = 4096
-"""Of a version in a simulated transfer: of a larger one they are larger than the ``CHUNK_BYTES`` of a run."""
+"""Of a version in a simulated transfer: of a larger one they are larger than those of a run."""
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,7 +129,7 @@ def last_byte_s(size: float, trainer: Link, links: tuple[Link, ...], *, relays: 
     if not relays:
         shared = max(trainer.seconds(size) * len(links), max(link.seconds(size) for link in links))
         return shared + trainer.latency_s + max(link.latency_s for link in links)
-    pieces = min(math.ceil(size / CHUNK_BYTES), MOST_PIECES)
+    pieces = min(pieces_of(size), MOST_PIECES)
     width, piece = children(len(links), pieces), size / pieces
     below: dict[int, list[int]] = {place: [] for place in range(-1, len(links))}
     for place in range(len(links)):

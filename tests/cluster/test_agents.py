@@ -32,7 +32,7 @@ from streamrl.launch.launchers.agent_messages import (
 )
 from streamrl.launch.launchers.cluster import ClusterLauncher, cluster_launcher
 from streamrl.launch.launchers.local import LocalLauncher
-from streamrl.launch.launchers.ports import free_ports
+from streamrl.launch.launchers.this_host import free_ports
 from streamrl.launch.supervise.engine_orders import EngineOrders
 from streamrl.launch.supervise.supervisor import Supervisor
 from streamrl.recipe.rules.load import load_recipe

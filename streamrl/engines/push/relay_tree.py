@@ -64,7 +64,7 @@ class RelayTree:
             self._use(self._read())
         if name not in self._places:
             return announced
-        pieces = sum(-(-source.payload_bytes // CHUNK_BYTES) for source in announced.sources)
+        pieces = sum(pieces_of(source.payload_bytes) for source in announced.sources)
         names = self.sources(name, engines, pieces)
         return msgspec.structs.replace(announced, peers=tuple(self._places[one].endpoint for one in names))
 
@@ -83,6 +83,11 @@ class RelayTree:
         chain = list(leaders.values())
         above = ancestors(chain.index(own), children(len(chain), pieces))
         return *on_this_host, *(chain[place] for place in above[:PEERS])
+
+
+def pieces_of(size: float) -> int:
+    """Return the number of pieces in which ``size`` bytes of a version travel."""
+    return math.ceil(size / CHUNK_BYTES)
 
 
 def children(hosts: int, pieces: int) -> int:

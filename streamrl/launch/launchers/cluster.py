@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
@@ -223,7 +223,7 @@ class ClusterLauncher:
         ``StreamRLError`` where there are too few, or one cannot serve."""
         self._nursery = nursery
         offers = await self._cluster.offers()
-        rooms = [HostRoom(name=o.name, address=o.address, gpus=tuple(map(str, range(o.gpus)))) for o in offers]
+        rooms = _rooms(offers)
         resumes = (self._run_directory / JOURNAL_DIRECTORY).is_dir()
         given = self._assign(rooms, may_lose_ranks=True) if resumes else assign(self._recipe, rooms, self._need)
         gpus = {offer: _gpus_on(offer.name, given) for offer in offers}
@@ -376,14 +376,23 @@ def host_problems(facts: HostFacts) -> list[str]:
 
 def placement_lines(recipe: Recipe, offers: Sequence[HostOffer]) -> list[str]:
     """One line a host, with what would run there. Raises ``RecipeError`` with the arithmetic where there is no room."""
-    rooms = [HostRoom(name=o.name, address=o.address, gpus=tuple(map(str, range(o.gpus)))) for o in offers]
-    given = assign(recipe, rooms, gpu_need(recipe, installed_device()))
+    given = assign(recipe, _rooms(offers), gpu_need(recipe, installed_device()))
     lines = []
     for offer in offers:
-        names = [name for name, place in given.items() if place.host == offer.name]
-        names = (["controller"] if offer.here else []) + names
-        lines.append(f"  {offer.name:<16} {offer.address:<16} {', '.join(names) or 'a spare'}")
+        names = ["controller"] if offer.here else []
+        names += [name for name, place in given.items() if place.host == offer.name]
+        lines.append(host_line(offer.name, offer.address, names or ["a spare"]))
     return lines
+
+
+def host_line(name: str, address: str, processes: Iterable[str]) -> str:
+    """A host and what runs there, as a line for people."""
+    return f"  {name:<16} {address:<16} {', '.join(processes)}"
+
+
+def _rooms(offers: Sequence[HostOffer]) -> list[HostRoom]:
+    """Return what hosts have room for, before their agents say which GPUs they have: they are numbered."""
+    return [HostRoom(name=one.name, address=one.address, gpus=tuple(map(str, range(one.gpus)))) for one in offers]
 
 
 def _on_any_hosts(recipe: Recipe) -> Recipe:

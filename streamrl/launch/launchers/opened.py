@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 
 from streamrl.comm.transport_keys import CLUSTER_KEYS, make_keys
-from streamrl.launch.launchers.cluster import Keep, cluster_launcher, placement_lines
+from streamrl.launch.launchers.cluster import Keep, cluster_launcher, host_line, placement_lines
 from streamrl.launch.launchers.launcher import Launcher
 from streamrl.launch.launchers.local import ENTRY, LocalLauncher
 from streamrl.launch.launchers.ray_hosts import ray_hosts
@@ -52,6 +52,6 @@ def placed_lines(topology: Topology) -> list[str]:
     """One line for each host of a cluster, with its processes; empty on one host."""
     hosts = {plan.host: plan.address for plan in topology.processes if plan.host}
     return [
-        f"  {host:<16} {address:<16} {', '.join(plan.name for plan in topology.processes if plan.host == host)}"
+        host_line(host, address, (plan.name for plan in topology.processes if plan.host == host))
         for host, address in hosts.items()
     ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import secrets
 import selectors
 import shutil
@@ -28,6 +27,7 @@ from pathlib import Path
 import psutil
 
 from streamrl.base.run_process import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, set_process_option, signal_name
+from streamrl.launch.launchers.this_host import address_on, raise_file_limit
 from streamrl.launch.submit.ray_start import RAY_PORT, ray_arguments, ray_environment
 
 TICK_S, PROBE_S, GONE_S, END_S = 0.25, 2.0, 10.0, 20.0
@@ -37,7 +37,6 @@ RAY_START_S = 30.0
 """How long `ray start` waits for what it started, and says then that it "timed out during startup"."""
 LEASE_S = 15.0
 """Silence on stdin after which the connection counts as gone."""
-OPEN_FILES = 65_536
 _LONGEST_FOLDER = 30  # Ray adds 77 bytes to it in paths of sockets, which have at most 107
 
 
@@ -241,7 +240,10 @@ def own_address(interface: str, peer: str) -> str:
     """Address of this host on ``interface`` (a name, or CIDR), or the one from which it reaches ``peer``. Raises
     ``HostFailed``."""
     if interface:
-        return _address_on(interface)
+        if found := address_on(interface):
+            return found
+        where = f"no address on cluster.advanced.interface = {interface!r}"
+        raise HostFailed(f"{socket.gethostname()} has {where}: correct it")
     for target in (peer,) if peer else ("192.0.2.1", socket.gethostname()):  # a network that is nobody's
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))  # of UDP: nothing is sent
@@ -249,16 +251,6 @@ def own_address(interface: str, peer: str) -> str:
     raise HostFailed(
         f"{socket.gethostname()} has no way to {peer or 'itself'}: name the network by cluster.advanced.interface"
     )
-
-
-def _address_on(interface: str) -> str:
-    from ipaddress import ip_address, ip_network
-
-    for name, addresses in psutil.net_if_addrs().items():
-        for found in (address.address for address in addresses if address.family == socket.AF_INET):
-            if name == interface or ("/" in interface and ip_address(found) in ip_network(interface, strict=False)):
-                return str(found)
-    raise HostFailed(f"{socket.gethostname()} has no address on cluster.advanced.interface = {interface!r}: correct it")
 
 
 def answers(at: str) -> bool:
@@ -326,9 +318,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run this host. Returns the exit code."""
     options = _options(arguments)
     set_process_option(PR_SET_CHILD_SUBREAPER, 1)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    limit = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    raise_file_limit()
     private = Path(tempfile.mkdtemp(prefix="streamrl-token-")) if options.lease else None
     try:
         token, head = Path(options.token), options.head

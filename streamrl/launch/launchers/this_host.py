@@ -1,20 +1,28 @@
-"""Ports of a range that are free on this host. Two runs of streamrl on one host never take the same ones."""
+"""Addresses, free ports and limits of this host. Without torch, vLLM and Ray."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import socket
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import IO
+
+import psutil
+
+OPEN_FILES = 65_536
+"""Open files that a process of a run may need."""
 
 
 def free_ports(address: str, ports: Iterable[int], count: int) -> tuple[list[int], list[IO[bytes]]]:
     """At most ``count`` ports that can be bound at ``address`` and that no other run holds, and the files whose locks
-    hold them until they are closed: a process binds its port long after the run has chosen it."""
+    hold them until they are closed: a process binds its port long after the run has chosen it. Two runs of a user on
+    one host never get the same ones."""
     # Of this user: files of others in a directory for temporary files cannot be locked.
     folder = Path(tempfile.gettempdir()) / f"streamrl-ports-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -35,3 +43,20 @@ def free_ports(address: str, ports: Iterable[int], count: int) -> tuple[list[int
             found.append(port)
             held.append(lock)
     return found, held
+
+
+def address_on(interface: str) -> str:
+    """This host's first IPv4 address of an interface (eth1) or in a network (10.1.0.0/16); empty: it has none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for found in (address.address for address in addresses if address.family == socket.AF_INET):
+            if name == interface or ("/" in interface and ip_address(found) in ip_network(interface, strict=False)):
+                return str(found)
+    return ""
+
+
+def raise_file_limit() -> None:
+    """Let this process and those that it starts open ``OPEN_FILES`` files, or as many as this host allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
