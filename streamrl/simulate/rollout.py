@@ -221,7 +221,7 @@ class RequestsOnEngines:
 
 
 class SimulatedRollout(RequestsOnEngines):
-    """The rollout of a simulation: what control orders of it, and hosts that are lost and join."""
+    """Simulated rollout: carries out the actions of control, and the loss and the joining of hosts."""
 
     def free(self, engines: Sequence[int], moves: Mapping[str, int]) -> None:
         """Send these engines nothing more; their requests continue from their tokens on the engines that ``moves``

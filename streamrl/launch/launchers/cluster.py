@@ -1,9 +1,9 @@
 """Starts the processes of a run on the hosts of a cluster, and sees hosts come and go.
 
 The supervisor decides as on one host. What is without a place of its own (controller, rewards, environments, judge)
-runs below the supervisor; engines and trainer ranks run below the agents of their hosts (``remote``). A host that is
-lost ends as its processes would: they are seen as killed. Their successors get a host that the run does not use yet,
-where the cluster has one, or wait until one joins."""
+runs below the supervisor; engines and trainer ranks run below the agents of their hosts (``remote``). The
+processes of a lost host are reported as killed. Their successors are started on a host that the run does not use yet,
+or wait until one joins."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class Hosts(Protocol):
         ``StreamRLError``."""
 
 
-Keep = Callable[[Path, Recipe], None]
-"""Makes a recipe that of the run in a directory, which goes on with fewer ranks."""
+SaveRecipe = Callable[[Path, Recipe], None]
+"""Writes the recipe with which the run in a directory goes on: one with fewer ranks."""
 
 
 class ClusterLauncher:
@@ -103,7 +103,7 @@ class ClusterLauncher:
         hosts: Hosts,
         local: LocalLauncher,
         need: GpuNeed,
-        keep: Keep,
+        save: SaveRecipe,
     ) -> None:
         self.on_join: Callable[[], None] = lambda: None
         self.hosts: dict[str, RemoteHost] = {}
@@ -113,7 +113,7 @@ class ClusterLauncher:
         self._cluster = hosts
         self._local = local
         self._need = need
-        self._keep = keep
+        self._save = save
         self._topology: Topology | None = None
         self._given: dict[str, ProcessPlace] = {}
         self._epoch = _next_epoch(run_directory)
@@ -173,7 +173,7 @@ class ClusterLauncher:
                 raise
         log.warning("the cluster has room for %d of %d ranks", fewer.training.ranks, self._recipe.training.ranks)
         self._recipe = fewer
-        self._keep(self._run_directory, fewer)
+        self._save(self._run_directory, fewer)
         return assign(fewer, rooms, self._need)
 
     def start(self, plan: ProcessPlan, *, resumes: bool = False) -> ChildProcess:
@@ -255,11 +255,11 @@ class ClusterLauncher:
                 await self._look()
 
     async def _look(self) -> None:
-        """Have hosts join that take the places of lost ones."""
+        """Start agents on hosts that can replace lost ones."""
         async with self._looking:  # the watch and a placement both look: a host joins once
             lost = [host for host in self.hosts.values() if host.lost]
             try:
-                offers = [one for one in await self._cluster.offers() if not self._is_used(one)]
+                offers = [one for one in await self._cluster.offers() if not self._runs_on(one)]
                 for host in lost:
                     wanted = _gpus_on(host.name, self._given)
                     # The host itself, where it is back: others may be meant for other lost ones.
@@ -274,7 +274,7 @@ class ClusterLauncher:
             except (StreamRLError, OSError) as error:
                 log.warning("no host has joined: %s", error)
 
-    def _is_used(self, offer: HostOffer) -> bool:
+    def _runs_on(self, offer: HostOffer) -> bool:
         host = self.hosts.get(offer.name)
         return host is not None and not host.lost
 
@@ -339,12 +339,12 @@ class ClusterLauncher:
 
 @asynccontextmanager
 async def cluster_launcher(
-    recipe: Recipe, run_directory: Path, sockets: Path, hosts: Hosts, local: LocalLauncher, keep: Keep
+    recipe: Recipe, run_directory: Path, sockets: Path, hosts: Hosts, local: LocalLauncher, save: SaveRecipe
 ) -> AsyncIterator[ClusterLauncher]:
     """A launcher with agents on the hosts that ``recipe`` needs. Raises ``StreamRLError`` where there are too few, or
     one cannot serve."""
     need = gpu_need(recipe, installed_device())
-    launcher = ClusterLauncher(recipe, run_directory, sockets, hosts, local, need, keep)
+    launcher = ClusterLauncher(recipe, run_directory, sockets, hosts, local, need, save)
     async with anyio.create_task_group() as nursery:
         try:
             await launcher.run(nursery)

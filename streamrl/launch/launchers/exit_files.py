@@ -21,7 +21,7 @@ class ExitKind(StrEnum):
 
 
 class ExitReason(msgspec.Struct, frozen=True, kw_only=True):
-    """Reason of its end that a process left behind. ``monotonic_s``: ``CLOCK_MONOTONIC``, equal for all processes."""
+    """Reason of its end that a process left behind. ``monotonic_s``: ``CLOCK_MONOTONIC`` of its host."""
 
     kind: ExitKind
     message: str

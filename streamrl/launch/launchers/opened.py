@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 
 from streamrl.comm.transport_keys import CLUSTER_KEYS, make_keys
-from streamrl.launch.launchers.cluster import Keep, cluster_launcher, host_line, placement_lines
+from streamrl.launch.launchers.cluster import SaveRecipe, cluster_launcher, host_line, placement_lines
 from streamrl.launch.launchers.launcher import Launcher
 from streamrl.launch.launchers.local import ENTRY, LocalLauncher
 from streamrl.launch.launchers.ray_hosts import ray_hosts
@@ -19,9 +19,11 @@ from streamrl.recipe.topology import Topology
 
 
 @asynccontextmanager
-async def open_launcher(recipe: Recipe, run_directory: Path, sockets: Path, keep: Keep) -> AsyncIterator[Launcher]:
+async def open_launcher(
+    recipe: Recipe, run_directory: Path, sockets: Path, save: SaveRecipe
+) -> AsyncIterator[Launcher]:
     """The launcher for a run of ``recipe``; on a cluster with agents on its hosts, and with keys that the run has made.
-    ``keep``: called with the recipe when a run on a cluster goes on with fewer ranks. Raises ``RecipeError`` where the
+    ``save``: writes the recipe of a run on a cluster that goes on with fewer ranks. Raises ``RecipeError`` where the
     cluster cannot be had."""
     local = LocalLauncher((sys.executable, *ENTRY), run_directory, sockets)
     if recipe.cluster.kind is ClusterKind.LOCAL:
@@ -32,7 +34,7 @@ async def open_launcher(recipe: Recipe, run_directory: Path, sockets: Path, keep
         make_keys(keys)
     async with (
         ray_hosts(recipe.cluster, recipe.transport) as hosts,
-        cluster_launcher(recipe, run_directory, sockets, hosts, local, keep) as launcher,
+        cluster_launcher(recipe, run_directory, sockets, hosts, local, save) as launcher,
     ):
         yield launcher
 

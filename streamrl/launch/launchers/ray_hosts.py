@@ -1,4 +1,4 @@
-"""The hosts of a Ray cluster. Ray says which hosts there are and starts an agent on each; all else goes past it.
+"""The hosts of a Ray cluster. Ray lists them, reserves GPUs and starts an agent on each; streams and weights do not pass through it.
 
 Agents belong to the run's process: Ray ends them with it. Nothing is sent by ``runtime_env`` but variables: code, model
 and data are on every host, or on a file system that all see."""
@@ -256,7 +256,7 @@ def _free_gpus(ray: ModuleType) -> dict[str, int]:
 
 
 async def _answers(host: str, port: int) -> bool:
-    """Return whether something accepts connections there: Ray itself would try for minutes."""
+    """Return whether a server accepts connections there within ``PROBE_S``: Ray itself would try for minutes."""
     with suppress(OSError), anyio.move_on_after(PROBE_S):
         stream = await anyio.connect_tcp(host, port)
         await stream.aclose()
@@ -265,7 +265,7 @@ async def _answers(host: str, port: int) -> bool:
 
 
 def _named_apart(offers: list[HostOffer]) -> list[HostOffer]:
-    """Name hosts of the same name by their addresses, too."""
+    """Append the address to the names of hosts that have the same one."""
     names = [offer.name for offer in offers]
     return [
         msgspec.structs.replace(offer, name=f"{offer.name}-{offer.address}") if names.count(offer.name) > 1 else offer
