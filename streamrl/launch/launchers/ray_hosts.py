@@ -1,4 +1,5 @@
-"""The hosts of a Ray cluster. Ray lists them, reserves GPUs and starts an agent on each; streams and weights do not pass through it.
+"""The hosts of a Ray cluster. Ray lists them, reserves GPUs and starts an agent on each; streams and weights do not
+pass through it.
 
 Agents belong to the run's process: Ray ends them with it. Nothing is sent by ``runtime_env`` but variables: code, model
 and data are on every host, or on a file system that all see."""
