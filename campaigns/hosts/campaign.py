@@ -25,8 +25,9 @@ from campaigns.hosts.shots import Shot, fire, plan
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """One shot. ``outcome``: ``recovered``, ``resumed``, ``missed`` or ``stuck``; ``works_s``: until all engines and
-    ranks worked, after the fault was over or ``resume`` began; ``empty_s``: until a host had no process of the run."""
+    """One shot. ``outcome``: ``recovered``, ``resumed``, ``missed``, ``stuck``, or ``not watched`` where the next shot
+    hit the run while it recovered; ``works_s``: until all engines and ranks worked, after the fault was over or
+    ``resume`` began; ``empty_s``: until a host had no process of the run."""
 
     shot: Shot
     outcome: str
@@ -65,14 +66,17 @@ def run_campaign(arguments: argparse.Namespace) -> int:
         ray = RayNodes(lab, arguments.python)
         ray.start()
         print(f"three hosts with Ray after {time.monotonic() - began:.0f} s", flush=True)
-        while len(results) < len(shots):
-            folder = arguments.out / f"run-{len(results):03d}"
-            ending = one_run(ray, folder, shots[len(results) :][: arguments.of_a_run], results)
-            faults += ending
-            print(*(f"    FAULT: {folder.name}: {fault}" for fault in ending), sep="\n", flush=True)
-    faults += [f"{result.shot}: {fault}" for result in results for fault in result.faults]
-    print(*table(results), sep="\n")
-    print(f"{len(results)} shots, {len(faults)} faults, {(time.monotonic() - began) / 60:.0f} minutes")
+        try:
+            while len(results) < len(shots):
+                folder = arguments.out / f"run-{len(results):03d}"
+                ending = one_run(ray, folder, shots[len(results) :][: arguments.of_a_run], results)
+                faults += ending
+                print(*(f"    FAULT: {folder.name}: {fault}" for fault in ending), sep="\n", flush=True)
+        finally:
+            faults += [f"{result.shot}: {fault}" for result in results for fault in result.faults]
+            print(*table(results), sep="\n")
+            minutes = (time.monotonic() - began) / 60
+            print(f"{len(results)} of {len(shots)} shots, {len(faults)} faults, {minutes:.0f} minutes", flush=True)
     return int(bool(faults))
 
 
@@ -88,7 +92,8 @@ def one_run(ray: RayNodes, folder: Path, shots: list[Shot], results: list[Result
             results.append(shoot(run, shot, waits=number % 2 == 1 or shot is shots[-1]))
             print(results[-1], flush=True)
             if results[-1].outcome == "stuck":
-                return []
+                run.ended()
+                return run.faults()
         drains = time.monotonic()
         end(run.driver_processes(), signal.SIGTERM)
         code, seconds = run.exit_code(90.0), time.monotonic() - drains
@@ -115,6 +120,7 @@ def shoot(run: HostsRun, shot: Shot, *, waits: bool) -> Result:
         result.outcome, from_s = "resumed", time.monotonic()
         run.resume()
     if not waits and not hit.ended and not run.over:
+        result.outcome = result.outcome if hit.missed else "not watched"
         return result
     works = run.works_after(from_s)
     if works is None and run.over and not hit.ended:
@@ -134,9 +140,10 @@ def table(results: list[Result]) -> Iterator[str]:
     """One line a kind."""
     for kind in sorted({result.shot.kind for result in results}):
         own = [result for result in results if result.shot.kind == kind]
-        alone, resumed = (sum(result.outcome == word for result in own) for word in ("recovered", "resumed"))
+        words = ("recovered", "resumed", "not watched")
+        alone, resumed, unseen = (sum(result.outcome == word for result in own) for word in words)
         works, empty = max(result.works_s or 0 for result in own), max(result.empty_s or 0 for result in own)
         yield (
-            f"{kind:<11} {len(own):>3} shots, {alone:>2} recovered, {resumed:>2} resumed; at most {works:>5g} s until "
-            f"all worked, {empty:>4g} s until the host was empty"
+            f"{kind:<11} {len(own):>3} shots, {alone:>2} recovered, {resumed:>2} resumed, {unseen:>2} not watched; at "
+            f"most {works:>5g} s until all worked, {empty:>4g} s until the host was empty"
         )
