@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from functools import reduce
 from typing import Any
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from streamrl.base.errors import RecipeError
 from streamrl.launch.launchers.placement import GpuNeed, HostRoom, assign, on_fewer_ranks
+from streamrl.launch.launchers.ray_hosts import ray_hosts
 from streamrl.recipe.rules.load import load_recipe
-from streamrl.recipe.sections import Recipe
+from streamrl.recipe.sections import Cluster, Recipe, Transport
 from streamrl.recipe.topology import prepared_sets
 
 ON_CPU = GpuNeed(engine=0, rank=0)
@@ -116,3 +118,10 @@ def test_no_gpu_has_two_tenants_and_no_engine_two_hosts(
         assert set(taken.values()) <= {1}
         assert all(int(gpu) < gpus[int(host[1:])] for host, gpu in taken)
         assert all(len(places[name].gpus) == width for name in engines_of_set.engines)
+
+
+async def test_without_ray_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RecipeError, match=r"streamrl\[ray\]"):
+        async with ray_hosts(Cluster(), Transport()):
+            pass
