@@ -223,6 +223,7 @@ def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeig
             )
         # Only here: peft takes more than a second to import.
         from streamrl.learning.state.lora import AdapterWeights
+        from streamrl.learning.state.unmerged import UnmergedAdapters
 
-        return AdapterWeights(options, policy)
+        return (UnmergedAdapters if options.lora.served else AdapterWeights)(options, policy)
     return FullWeights(policy.trained_parameters(), policy.pieces, masters_on_host=on_host)

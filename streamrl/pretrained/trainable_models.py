@@ -76,15 +76,29 @@ def _misfit(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> s
     return ""
 
 
+def is_target(module: str, target: str) -> bool:
+    """Return whether peft reads ``target`` as the module of this full name: its name, the end of it, or a regular
+    expression of all of it."""
+    return module == target or module.endswith(f".{target}") or re.fullmatch(target, module) is not None
+
+
+def linear_modules(directory: Path) -> set[str]:
+    """The last names of the linear modules of the model, by its weight files, without a tied output head. Raises
+    ``ModelDirectoryError``."""
+    matrices = (name.split(".") for name, one in stored_tensors(directory).items() if len(one.shape) == 2)
+    linear = {path[-2] for path in matrices if path[1:] and path[-1] == "weight" and not _NO_LINEAR.search(path[-2])}
+    linear |= {"lm_head"} if "embed_out" in linear else set()  # the name that transformers gives the head of GPT-NeoX
+    return linear - ({"lm_head"} if read_model_config(directory).get("tie_word_embeddings") else set())
+
+
 def unknown_modules(directory: Path, names: Sequence[str]) -> dict[str, str]:
     """List those of ``names`` that are no linear module of the model by its weight files, with the reason and the
     remedy. What the files cannot say (which modules share a weight by the class's own default) is left to the
     trainer."""
-    matrices = (name.split(".") for name, one in stored_tensors(directory).items() if len(one.shape) == 2)
-    linear = {path[-2] for path in matrices if path[1:] and path[-1] == "weight" and not _NO_LINEAR.search(path[-2])}
-    linear |= {"lm_head"} if "embed_out" in linear else set()  # the name that transformers gives the head of GPT-NeoX
-    linear -= {"lm_head"} if read_model_config(directory).get("tie_word_embeddings") else set()
+    linear = linear_modules(directory)
     among = f'name modules among {", ".join(sorted(linear))}, or ["all-linear"]'
     tied = "shares its weight with the embedding, so it cannot have an adapter of its own"
-    unknown = [name for name in names if name.rpartition(".")[2] not in linear]
+    paths = [name.removesuffix(".weight") for name in stored_tensors(directory)]
+    known = {name for name in names if any(re.fullmatch(name, path) for path in paths)}
+    unknown = [name for name in names if name.rpartition(".")[2] not in linear and name not in known]
     return {n: f"{tied if n == 'lm_head' else 'is no linear module of this model'}: {among}" for n in unknown}

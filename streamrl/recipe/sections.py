@@ -6,6 +6,7 @@ Unknown keys are refused. Relative paths are relative to the recipe file, those 
 from __future__ import annotations
 
 import math
+import re
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -209,17 +210,46 @@ class Training(Section, frozen=True):
         return self.micro_batch_tokens or chosen
 
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM has room for (``max_lora_rank``)."""
+
+
+class LoraSync(StrEnum):
+    """Weights that engines are sent. ``merged``: those of the base with the adapter added, rounded. ``adapter``: the
+    adapter alone, which trainer and engines compute beside the base; slower sampling."""
+
+    MERGED = "merged"
+    ADAPTER = "adapter"
+
+
 class Lora(Section, frozen=True):
     """Low-rank adapters (peft) instead of all weights."""
 
     rank: Annotated[Natural, doc("0: none, all weights are trained")] = 0
     alpha: Annotated[PositiveFloat, doc("adapters are scaled by alpha / rank")] = 16.0
-    targets: Annotated[tuple[str, ...], doc("modules that are adapted; empty: peft's choice")] = ()
+    targets: Annotated[
+        tuple[str, ...], doc("modules that are adapted, or one regular expression; empty: peft's choice")
+    ] = ()
+    sync: Annotated[LoraSync, doc("")] = LoraSync.MERGED
+    rslora: Annotated[bool, advanced("adapters are scaled by alpha / sqrt(rank)")] = False
+    dora: Annotated[bool, advanced("lengths of rows are trained apart from their directions (DoRA); merged only")] = (
+        False
+    )
 
     @property
     def named_targets(self) -> tuple[str, ...]:
         """``targets`` without ``all-linear``, peft's name for every linear module except the output head."""
         return () if self.targets == ("all-linear",) else self.targets
+
+    @property
+    def pattern(self) -> str:
+        """The regular expression of the full names of modules, where ``targets`` is one; empty: names."""
+        return "".join(self.targets) if len(self.targets) == 1 and not re.fullmatch(r"[\w.-]*", self.targets[0]) else ""
+
+    @property
+    def served(self) -> bool:
+        """Return whether engines compute the adapter beside the base."""
+        return self.rank > 0 and self.sync is LoraSync.ADAPTER
 
 
 class ReleaseKind(StrEnum):

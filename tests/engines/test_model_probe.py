@@ -6,12 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from streamrl.base.types import Prompt, token_array
 from streamrl.engines.plain_vllm.options import cpu_environment, shared_environment
 from streamrl.engines.vllm.options import EngineOptions
 from streamrl.launch.plan.probe import problem_of_model
+from streamrl.recipe.sections import Lora, LoraSync
 
 pytest.importorskip("vllm")
 torch = pytest.importorskip("torch")
@@ -44,6 +46,9 @@ def test_the_model_is_tried_with_the_trainer_and_vllm_before_a_start(tmp_path: P
     # The output head of Phi-2 has a bias, which vLLM makes anew each time that weights are loaded.
     late_bias = model(transformers.PhiConfig(**ids, **shape, max_position_embeddings=256), tmp_path / "phi")
     narrow = model(transformers.LlamaConfig(**ids, **shape | {"num_attention_heads": 4}), tmp_path / "narrow")
+    late_bias = msgspec.structs.replace(
+        late_bias, adapter=Lora(rank=3, sync=LoraSync.ADAPTER, targets=("q_proj", "fc1"))
+    )
     prompt = Prompt(prompt_id="p", token_ids=token_array([1]), columns={"prompt": "a"})  # and no tokenizer
     with ThreadPoolExecutor() as threads:
         found = list(threads.map(lambda one: problem_of_model(one, 200, (), prompt), [short, late_bias, narrow]))

@@ -21,7 +21,7 @@ from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import global_norm
 from streamrl.learning.updates import make_weights
-from streamrl.recipe.sections import Gathered, Lora
+from streamrl.recipe.sections import Gathered, Lora, LoraSync
 
 SAMPLES, STEPS = 3, 2
 WAYS = (Gathered.BATCH, Gathered.LAYER)
@@ -36,7 +36,13 @@ class Losses(PackedPolicy):
 
 
 def main(
-    model_path: str, rank: int, ranks: int, rendezvous: str, out: str, gathered: Gathered = Gathered.BATCH
+    model_path: str,
+    rank: int,
+    ranks: int,
+    rendezvous: str,
+    out: str,
+    gathered: Gathered = Gathered.BATCH,
+    sync: LoraSync = LoraSync.MERGED,
 ) -> None:
     options = TrainerOptions(
         model_path=model_path,
@@ -45,7 +51,7 @@ def main(
         rank=rank,
         ranks=ranks,
         rendezvous=rendezvous,
-        lora=Lora(rank=3, targets=("q_proj", "down_proj")),
+        lora=Lora(rank=3, targets=("q_proj", "down_proj"), sync=sync),
         weight_decay=0.1,
     )
     process_group.use_threads(1)
@@ -91,5 +97,7 @@ def main(
 
 if __name__ == "__main__":
     model, rank, ranks, directory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    for way in WAYS:
-        main(model, rank, ranks, f"file://{directory}/{way}.rendezvous", f"{directory}/{way}.{rank}.npz", way)
+    for kind in LoraSync:
+        for way in WAYS:
+            name = f"{directory}/{kind}.{way}"
+            main(model, rank, ranks, f"file://{name}.rendezvous", f"{name}.{rank}.npz", way, kind)

@@ -24,9 +24,10 @@ from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.lora import AdapterWeights
 from streamrl.learning.state.optimizer import MasterOptimizer
+from streamrl.learning.state.unmerged import PEFT_PREFIX
 from streamrl.learning.updates import make_weights
 from streamrl.pretrained.trainable_models import unknown_modules
-from streamrl.recipe.sections import Gathered, Lora, OptimizerKind
+from streamrl.recipe.sections import Gathered, Lora, LoraSync, OptimizerKind
 
 pytestmark = pytest.mark.torch
 ALPHA, RANK = 10.0, 4
@@ -73,8 +74,15 @@ def base_of(tiny_model: str) -> dict[str, Any]:
     return {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
 
 
-def test_gradients_are_those_of_an_explicit_product_in_float64(tiny_model: str) -> None:
-    model, weights, _ = adapters_of(tiny_model, targets=("all-linear",))
+def through(published: Any, exact: Any) -> Any:
+    """Straight through the rounding."""
+    return exact + (published.double() - exact).detach()
+
+
+@pytest.mark.parametrize("lora", [{}, {"dora": True}, {"rslora": True}, {"sync": LoraSync.ADAPTER}], ids=str)
+def test_gradients_are_those_of_an_explicit_product_in_float64(tiny_model: str, lora: dict[str, Any]) -> None:
+    model, weights, _ = adapters_of(tiny_model, targets=("all-linear",), **lora)
+    scale = ALPHA / (RANK**0.5 if lora.get("rslora") else RANK)
     move_adapters(weights)
     for seed in (0, 1):  # two rows: gradients add up
         loss_of(model, some_tokens(seed)).backward()
@@ -86,12 +94,21 @@ def test_gradients_are_those_of_an_explicit_product_in_float64(tiny_model: str) 
         merged[name] = base.double()
         module = name.removesuffix(".weight")
         if f"{module}.lora_A.weight" in adapters:
-            product = adapters[f"{module}.lora_B.weight"] @ adapters[f"{module}.lora_A.weight"]
-            exact = base.double() + ALPHA / RANK * product
-            published = dict(model.named_parameters())[name].detach().double()
-            merged[name] = exact + (published - exact).detach()  # straight through the rounding
-    sum(loss_of(model.double(), some_tokens(seed), merged) for seed in (0, 1)).backward()
-    assert len(mine) == 28
+            a, b = (adapters[f"{module}.lora_{part}.weight"] for part in "AB")
+            if "sync" in lora:
+                bits = weights.values()
+                pairs = {"A": a, "B": scale * b}
+                name_of = f"{PEFT_PREFIX}{module}.lora_{{}}.weight".format
+                a, b = (through(bits[name_of(n)].view(t.shape), t) for n, t in pairs.items())
+                merged[name] = base.double() + b @ a
+                continue
+            exact = base.double() + scale * b @ a
+            if "dora" in lora:
+                exact = exact * (adapters[f"{module}.lora_magnitude_vector"] / exact.norm(dim=1).detach())[:, None]
+            merged[name] = through(dict(model.named_parameters())[name].detach(), exact)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    sum(loss_of(plain, some_tokens(seed), merged) for seed in (0, 1)).backward()
+    assert len(mine) == (42 if "dora" in lora else 28)
     for name, tensor in adapters.items():
         assert tensor.grad is not None
         assert (mine[name] - tensor.grad).norm() < 1e-5 * tensor.grad.norm(), name
@@ -134,10 +151,11 @@ def test_steps_lower_the_loss_and_move_the_adapted_weights_only(tiny_model: str)
             assert ((value - exact).abs() <= exact.abs() * 2**-8 * 1.001).all(), name
 
 
-def test_peft_loads_the_saved_adapter(tiny_model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [{}, {"dora": True}, {"rslora": True, "sync": LoraSync.ADAPTER}], ids=str)
+def test_peft_loads_the_saved_adapter(tiny_model: str, tmp_path: Path, lora: dict[str, Any]) -> None:
     from peft import PeftModel
 
-    model, weights, _ = adapters_of(tiny_model, targets=("q_proj", "up_proj"))
+    model, weights, _ = adapters_of(tiny_model, targets=(r".*\.(q|up)_proj",), **lora)
     move_adapters(weights)
     weights.save_adapter(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).bfloat16().float()
@@ -146,6 +164,9 @@ def test_peft_loads_the_saved_adapter(tiny_model: str, tmp_path: Path) -> None:
         loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()(some_tokens(0)).logits
         mine = model(some_tokens(0)).logits
     distance, moved = (loaded - mine).norm(), (untrained - mine).norm()
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    base.load_state_dict(weights.full_published(), strict=False)
+    assert (base(some_tokens(0)).logits - mine).norm() <= 0.01 * mine.norm(), "what is exported is merged"
     # The merged weights are rounded to 8 bits of mantissa; the adapter on its own is not.
     assert distance < 0.01 * mine.norm()
     assert distance < 0.02 * moved
@@ -171,6 +192,7 @@ def test_the_seed_decides_the_start(tiny_model: str) -> None:
         (("q_proj", "v_porj"), "'v_porj' is no module of this model: name modules among down_proj, "),
         (("lm_head",), "shares its weight"),
         (("embed_tokens",), "only linear"),
+        ((r".*\.(x|y)_proj",), "is no module of this model"),
     ],
 )
 def test_wrong_targets_are_refused(tiny_model: str, targets: tuple[str, ...], message: str) -> None:
@@ -196,7 +218,8 @@ def test_adapters_are_not_offloaded(tiny_model: str) -> None:
 def trained(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one rank wrote, and what two did for each way of gathering."""
     directory = tmp_path_factory.mktemp("adapters")
-    adapter_process.main(tiny_model, 0, 1, "", str(directory / "alone.npz"))
+    for sync in LoraSync:
+        adapter_process.main(tiny_model, 0, 1, "", str(directory / f"{sync}.alone.npz"), sync=sync)
     processes = [
         subprocess.Popen(
             [sys.executable, adapter_process.__file__, tiny_model, str(rank), "2", str(directory)],
@@ -215,10 +238,11 @@ def trained(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.parametrize("sync", LoraSync)
 @pytest.mark.parametrize("gathered", adapter_process.WAYS)
-def test_two_ranks_train_what_one_does(trained: Path, gathered: Gathered) -> None:
+def test_two_ranks_train_what_one_does(trained: Path, gathered: Gathered, sync: LoraSync) -> None:
     alone, first, second = (
-        dict(np.load(trained / f"{name}.npz")) for name in ("alone", f"{gathered}.0", f"{gathered}.1")
+        dict(np.load(trained / f"{sync}.{name}.npz")) for name in ("alone", f"{gathered}.0", f"{gathered}.1")
     )
     for name, expected in alone.items():
         if name.startswith("bits."):
@@ -230,7 +254,10 @@ def test_two_ranks_train_what_one_does(trained: Path, gathered: Gathered) -> Non
             assert np.abs(output[name] - expected).max() <= tolerance * scale, name
     for name in (name for name in alone if name.startswith("bits.")):
         joined = np.concatenate([first[name], second[name]])
+        if sync is LoraSync.ADAPTER:
+            assert np.mean(joined != alone[name]) < 1e-2, name
+            continue
         published = first["published." + name.removeprefix("bits.")]
         assert (joined.astype(np.uint32) << 16).view(np.float32).tolist() == published.ravel().tolist()
-    assert (trained / f"{gathered}.0.adapter" / "adapter_model.safetensors").exists()
-    assert not (trained / f"{gathered}.1.adapter").exists()
+    assert (trained / f"{sync}.{gathered}.0.adapter" / "adapter_model.safetensors").exists()
+    assert not (trained / f"{sync}.{gathered}.1.adapter").exists()

@@ -65,6 +65,7 @@ class PlainVllmEngine:
         self._block_tokens = 1
         self._open_requests = 0
         self._generated_tokens = 0
+        self._adapter: Any = None
 
     async def start(self) -> EngineReady:
         """Load the model (15 to 45 s on CPU). Raises ``EngineError`` when vLLM does not start."""
@@ -204,7 +205,8 @@ class PlainVllmEngine:
         prompt = {"type": "token", "prompt_token_ids": request.token_ids.tolist(), "cache_salt": str(self._pauses)}
         final: RequestOutput | None = None
         params = _sampling_params(request, stop_token_ids=list(self._end_tokens), **changes)
-        async for output in self._llm.generate(prompt, params, request.request_id, priority=request.priority):
+        named = {"priority": request.priority, "lora_request": self._adapter}
+        async for output in self._llm.generate(prompt, params, request.request_id, **named):
             final = output
         if final is None:
             raise EngineError(f"{self._name}: request {request.request_id} ended without an output")

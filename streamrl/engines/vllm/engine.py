@@ -62,6 +62,11 @@ class VllmEngine(PlainVllmEngine):
     async def start(self) -> EngineReady:
         os.environ.update(engine_environment())
         ready = await super().start()
+        if self._options.adapter.served:
+            from streamrl.weights.vllm.adapter import adapter_request
+
+            await self._llm.collective_rpc("streamrl_open_adapter")
+            self._adapter = adapter_request()
         digest = await anyio.to_thread.run_sync(tokenizer_digest, self._options.model_path)
         return msgspec.structs.replace(ready, tokenizer_digest=digest, kv_tokens=kv_tokens(self._llm))
 
@@ -182,6 +187,9 @@ def engine_config(options: EngineOptions) -> Any:
     }
     if not options.on_cpu:
         more["gpu_memory_utilization"] = options.gpu_memory_utilization
+    if options.adapter.served:
+        more |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
+        more |= {"max_lora_rank": options.adapter_rank, "lora_target_modules": list(options.adapted_modules)}
     if options.cache_blocks:
         more |= {"block_size": options.block_tokens, "num_gpu_blocks_override": options.cache_blocks}
     try:

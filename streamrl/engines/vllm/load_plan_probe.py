@@ -13,12 +13,14 @@ import torch
 from streamrl.engines.vllm.options import EngineOptions
 from streamrl.weights import engine_environment
 from streamrl.weights.pull.replica import TensorSpec
+from streamrl.weights.vllm.adapter import add_adapters, record_adapter_plan
 from streamrl.weights.vllm.load_plan import record_load_plan, run_loader, without_values
 from streamrl.weights.vllm.load_plan_reload import observe_after_loading
 
 
-def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec]) -> None:
-    """Make the model that one worker of the engine would have, and record the load plan of ``tensors``.
+def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec], adapter: Mapping[str, TensorSpec]) -> None:
+    """Make the model that one worker of the engine would have, and record the load plan of ``tensors``, and of the
+    ``adapter`` that it computes beside them.
 
     Raises ``ModelRefused`` where vLLM cannot be configured so, and ``WeightError`` where trained weights have no place
     in its model; any other error says nothing about an engine that has weights. For a process of its own."""
@@ -43,3 +45,6 @@ def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec]) -> N
             run_loader(model, without_values(tensors))  # what an engine does at its start; it may add parameters
         observe_after_loading(model, lambda: None)
         record_load_plan(model, tensors)
+        if adapter:
+            add_adapters(model, config)
+            record_adapter_plan(model, adapter)

@@ -21,8 +21,9 @@ from streamrl.engines.plain_vllm.options import (
 from streamrl.learning.threads import engine_threads
 from streamrl.pretrained.model_facts import read_model_config, read_model_facts
 from streamrl.pretrained.model_folder import unsafe_content
+from streamrl.pretrained.trainable_models import linear_modules
 from streamrl.pretrained.weight_files import ModelDirectoryError
-from streamrl.recipe.sections import Recipe
+from streamrl.recipe.sections import ADAPTER_RANKS, Lora, Recipe
 from streamrl.recipe.topology import PreparedSet, expected_kv_tokens, prepared_sets, set_of_engine
 
 PROMPT_ALLOWANCE = 1024
@@ -43,7 +44,8 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class EngineOptions(PlainOptions, frozen=True, kw_only=True):
     """``cache_blocks`` 0: vLLM decides from free memory (CUDA). ``batch_tokens`` 0: see ``batched_tokens``. ``sleeps``:
     its memory must be such that it can be put to sleep. ``pushed``: it gets weights from a trainer. ``args``: the
-    recipe's own arguments of vLLM. ``by_priority``: waiting requests run in the order of ``Generate.priority``."""
+    recipe's own arguments of vLLM. ``by_priority``: waiting requests run in the order of ``Generate.priority``.
+    ``adapter``: what it computes beside the base, where that is ``served``."""
 
     cache_blocks: int
     block_tokens: int
@@ -53,6 +55,18 @@ class EngineOptions(PlainOptions, frozen=True, kw_only=True):
     pushed: bool = True
     by_priority: bool = False
     args: dict[str, Any] = {}
+    adapter: Lora = Lora()
+
+    @property
+    def adapter_rank(self) -> int:
+        """The least rank that vLLM has room for and that the adapter fits in."""
+        return min(rank for rank in ADAPTER_RANKS if rank >= self.adapter.rank)
+
+    @property
+    def adapted_modules(self) -> list[str]:
+        """The last names of modules that may have an adapter. Reads the headers of the model's files."""
+        names = [] if self.adapter.pattern else self.adapter.named_targets
+        return sorted({name.rpartition(".")[2] for name in names} or linear_modules(Path(self.model_path)))
 
 
 def engine_options(
@@ -91,6 +105,7 @@ def engine_options(
         environment=_environment(recipe, index, mine, socket_directory, config, on_cpu),
         batch_tokens=recipe.engines.max_num_batched_tokens,
         args=mine.args,
+        adapter=recipe.lora if recipe.lora.served else Lora(),
         by_priority=recipe.environment.given and not recipe.run.deterministic,
         # KV of a prefill and KV of single steps differ in their last bits, and after a restart nothing is cached.
         prefix_caching=not recipe.run.deterministic,

@@ -41,7 +41,7 @@ from streamrl.observe.trackers.installed import tracker_problems
 from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.pretrained.trainable_models import refuse_untrainable, unknown_modules
-from streamrl.pretrained.weight_files import ModelDirectoryError
+from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import ClusterKind, EngineKind, LaunchedBy, OptimizerKind, Recipe, TransportKind
 from streamrl.recipe.store_urls import is_url, url_problem
@@ -131,10 +131,16 @@ def check_model(recipe: Recipe) -> CheckedModel:
         facts = read_model_facts(directory)
         refuse_untrainable(directory)
         unknown = unknown_modules(directory, recipe.lora.named_targets if recipe.lora.rank else ())
+        stored = {one.dtype for one in stored_tensors(directory).values()} - {"BF16"} if recipe.lora.served else set()
     except ModelDirectoryError as error:
         raise RecipeError(f"model.path: {directory} {error}") from error
     if unknown:
         raise RecipeError(*(f'lora.targets: "{name}" {problem}' for name, problem in unknown.items()))
+    if stored:
+        raise RecipeError(
+            f'lora.sync: "adapter" leaves the base of the engines as it is stored, and {directory} has {min(stored)}: '
+            'save the model in bfloat16, which is trained, or set "merged"'
+        )
     return CheckedModel(facts, max_model_len(recipe, model_config(recipe.model.path)))
 
 

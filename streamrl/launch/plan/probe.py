@@ -102,6 +102,7 @@ def _look_at_model(argument: str) -> _Found:
     from streamrl.engines.vllm.load_plan_probe import probe_engine
     from streamrl.engines.vllm.options import EngineOptions
     from streamrl.learning.model.loading import published_shapes
+    from streamrl.learning.state.unmerged import adapter_shapes
     from streamrl.weights.pull.replica import TensorSpec
 
     asked = msgspec.json.decode(argument, type=tuple[EngineOptions, tuple[str, ...], dict[str, Any], list[int]])
@@ -109,7 +110,8 @@ def _look_at_model(argument: str) -> _Found:
     differs = difference_from_transformers(engine.model_path, row, ids) if row else ""
     try:
         shapes = published_shapes(engine.model_path, targets)
-        probe_engine(engine, {name: TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()})
+        adapter = adapter_shapes(engine.adapter, engine.model_path) if engine.adapter.served else {}
+        probe_engine(engine, *({n: TensorSpec(n, "bfloat16", s) for n, s in one.items()} for one in (shapes, adapter)))
     except StreamRLError as error:
         return _Found(problems=(str(error),), differs=differs)
     return _Found(differs=differs)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.base.errors import StreamRLError
 from streamrl.learning.model.hugging_face import PreTrainedModel, revert_weight_conversion
+from streamrl.pretrained.trainable_models import is_target
 
 
 class LogitScaling(NamedTuple):
@@ -65,7 +66,7 @@ def refuse_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
     modules = dict(model.named_modules())
     linear = {name.rpartition(".")[2] for name, one in modules.items() if name in own and isinstance(one, nn.Linear)}
     for target in targets:
-        named = {name: one for name, one in modules.items() if name == target or name.endswith(f".{target}")}
+        named = {name: one for name, one in modules.items() if is_target(name, target)}
         other = [type(one).__name__ for one in named.values() if not isinstance(one, nn.Linear)]
         problem = "is no module of this model" if not named else ""
         problem = f"is a module of kind {other[0]}, and only linear ones can be adapted" if other else problem

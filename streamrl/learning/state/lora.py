@@ -5,6 +5,9 @@ published (bfloat16), and what is published is ``bfloat16(W0 + s B A)``. The for
 that is differentiated is the one that sampled; the rounding is passed straight through: with ``G = dL/dW``,
 ``dA = s B^T G`` and ``dB = s G A^T``.
 
+With ``lora.dora`` (Liu et al., "DoRA", 2024) ``W = m V / |V|`` by row, where ``V = W0 + s B A``: the length m of each
+row is trained, too. As in section 4.3 of the paper the norm counts as a constant: ``dV = m / |V| G``.
+
 A and B are cut into ranges of rows over the ranks, B as its weight is; a merge needs all of A, which is gathered.
 Without FSDP2 a dense gradient lives from its own backward to its projection only; with it until the close of the batch.
 
@@ -29,15 +32,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from streamrl.base.errors import StreamRLError
 from streamrl.base.seeds import derive_seed
 from streamrl.learning.model.architecture import refuse_targets
+from streamrl.learning.model.hugging_face import PreTrainedModel
 from streamrl.learning.model.local_shards import local_part, local_shards
 from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.masters import Masters, WholeMasters
 from streamrl.learning.state.published_weights import PUBLISHED_DTYPE, PublishedWeights
+from streamrl.recipe.sections import Lora
 
 
-class _Adapted(NamedTuple):
-    """One adapted weight ``[N, M]``: its name and parameter, this rank's rows of its base, and the names of A and B."""
+class Adapted(NamedTuple):
+    """One adapted weight ``[N, M]``: its name and parameter, this rank's rows of its base, and the names of A, B and,
+    with DoRA, the lengths of its rows."""
 
     weight: str
     parameter: nn.Parameter
@@ -45,6 +51,7 @@ class _Adapted(NamedTuple):
     scale: float
     a: str
     b: str
+    lengths: str = ""
 
 
 class AdapterWeights(PublishedWeights):
@@ -54,9 +61,9 @@ class AdapterWeights(PublishedWeights):
     def __init__(self, options: TrainerOptions, policy: PackedPolicy) -> None:
         super().__init__(policy.trained_parameters(), policy.pieces)
         self.model_path = options.model_path
-        layers, self.config = _chosen_by_peft(options, policy)
+        layers, self.config = chosen_by_peft(options.lora, policy.hugging_face, options.model_path, options.seed)
         self._master_tensors: dict[str, Tensor] = {}
-        self._adapted: list[_Adapted] = []
+        self._adapted: list[Adapted] = []
         for parameter in self._parameters.values():
             parameter.requires_grad_(False)
             part = local_part(parameter.detach())
@@ -72,18 +79,35 @@ class AdapterWeights(PublishedWeights):
         self._master_tensors = self.as_tensors(self.masters.whole())
         self._gradients = {n: local_part(t) for n, t in self.as_tensors(self.gradient_L).items()}
         self._whole_a: dict[str, Tensor] = {}
+        self._norms: dict[str, Tensor] = {}
         self.refresh_forward()
+
+    def _base_of(self, parameter: nn.Parameter) -> Tensor:
+        return local_part(parameter.detach()).to(PUBLISHED_DTYPE)
 
     def _adapt(self, module: str, lora_a: Tensor, lora_b: Tensor, scale: float) -> None:
         weight = f"{module}.weight"
         parameter = self._parameters[weight]
-        parameter.requires_grad_(True)
-        base = local_part(parameter.detach()).to(PUBLISHED_DTYPE)
-        adapted = _Adapted(weight, parameter, base, scale, f"{module}.lora_A.weight", f"{module}.lora_B.weight")
+        base = self._base_of(parameter)
+        adapted = Adapted(weight, parameter, base, scale, f"{module}.lora_A.weight", f"{module}.lora_B.weight")
         for name, tensor in ((adapted.a, lora_a), (adapted.b, lora_b)):
             if isinstance(parameter.data, DTensor):
                 tensor = distribute_tensor(tensor, parameter.data.device_mesh, parameter.data.placements)
             self._master_tensors[name] = tensor
+        if self.config.use_dora:
+            adapted = adapted._replace(lengths=f"{module}.lora_magnitude_vector")
+            lengths_N = torch.linalg.vector_norm(base.float(), dim=1)
+            if isinstance(parameter.data, DTensor):
+                mesh, placed = parameter.data.device_mesh, parameter.data.placements
+                whole = torch.Size([parameter.shape[0]])
+                lengths_N = DTensor.from_local(lengths_N, mesh, placed, shape=whole, stride=(1,))
+            self._master_tensors[adapted.lengths] = lengths_N
+        self._adapted.append(adapted)
+        self._connect(adapted)
+
+    def _connect(self, adapted: Adapted) -> None:
+        """Have the forward run with the adapter, and the backward find its gradient."""
+        adapted.parameter.requires_grad_(True)
         if not self._sharded:
 
             def project(parameter: Tensor) -> None:
@@ -91,23 +115,33 @@ class AdapterWeights(PublishedWeights):
                 self._project(adapted, parameter.grad, self._gradients[adapted.a])
                 parameter.grad = None
 
-            cast("Any", parameter).register_post_accumulate_grad_hook(project)
-        self._adapted.append(adapted)
+            cast("Any", adapted.parameter).register_post_accumulate_grad_hook(project)
 
     @torch.no_grad()
-    def _project(self, adapted: _Adapted, gradient_NM: Tensor, into_a: Tensor) -> None:
+    def _project(self, adapted: Adapted, gradient_NM: Tensor, into_a: Tensor) -> None:
         """Add the gradients of A (what these rows of the weight give to all of it) and of this rank's rows of B."""
         b_NR = local_part(self._master_tensors[adapted.b])
+        if adapted.lengths:
+            gradient_NM = gradient_NM / self._norms[adapted.weight][:, None]
+            self._gradients[adapted.lengths] += (gradient_NM * self._merged(adapted)).sum(1)
+            gradient_NM = gradient_NM * local_part(self._master_tensors[adapted.lengths])[:, None]
         into_a.addmm_(b_NR.T, gradient_NM, alpha=adapted.scale)
         self._gradients[adapted.b].addmm_(gradient_NM, self._whole_a[adapted.a].T, alpha=adapted.scale)
+
+    def _merged(self, adapted: Adapted) -> Tensor:
+        """``W0 + s B A`` of this rank's rows, not rounded."""
+        b_NR = local_part(self._master_tensors[adapted.b])
+        return torch.addmm(adapted.base.float(), b_NR, self._whole_a[adapted.a], alpha=adapted.scale)
 
     @torch.no_grad()
     def refresh_forward(self) -> None:
         for adapted in self._adapted:
             a_RM = self._master_tensors[adapted.a]
-            whole_a = self._whole_a[adapted.a] = a_RM.full_tensor() if isinstance(a_RM, DTensor) else a_RM
-            b_NR = local_part(self._master_tensors[adapted.b])
-            merged_NM = torch.addmm(adapted.base.float(), b_NR, whole_a, alpha=adapted.scale)
+            self._whole_a[adapted.a] = a_RM.full_tensor() if isinstance(a_RM, DTensor) else a_RM
+            merged_NM = self._merged(adapted)
+            if adapted.lengths:
+                norms_N = self._norms[adapted.weight] = torch.linalg.vector_norm(merged_NM, dim=1)
+                merged_NM *= (local_part(self._master_tensors[adapted.lengths]) / norms_N)[:, None]
             local_part(adapted.parameter.detach()).copy_(merged_NM.to(PUBLISHED_DTYPE))
 
     @torch.no_grad()
@@ -143,29 +177,31 @@ class AdapterWeights(PublishedWeights):
         save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _chosen_by_peft(
-    options: TrainerOptions, policy: PackedPolicy
+def chosen_by_peft(
+    lora: Lora, model: PreTrainedModel, model_path: str, seed: int
 ) -> tuple[dict[str, tuple[Tensor, Tensor, float]], LoraConfig]:
     """A, B and scale by the name of their module, and the configuration. The model is left as it was. The values of A
     are those of the run's seed. Raises ``StreamRLError``."""
-    lora, model = options.lora, policy.hugging_face
-    targets = list(lora.named_targets) or "".join(lora.targets) or None
+    targets = lora.pattern or list(lora.named_targets) or "".join(lora.targets) or None
     refuse_targets(model, lora.named_targets)
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM", use_rslora=lora.rslora
+    )
     device = next(model.parameters()).device
     layers: dict[str, tuple[Tensor, Tensor, float]] = {}
     with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that tied weights cannot be merged: they are refused
-        torch.manual_seed(derive_seed(options.seed, "lora") % (1 << 32))
+        torch.manual_seed(derive_seed(seed, "lora") % (1 << 32))
         try:
             adapted = get_peft_model(model, config)
         except ValueError as error:
             raise StreamRLError(
-                f"lora.targets {list(lora.targets)} do not fit {options.model_path!r}: {error}; name modules of the "
+                f"lora.targets {list(lora.targets)} do not fit {model_path!r}: {error}; name modules of the "
                 'model, such as ["q_proj", "v_proj"], or ["all-linear"]'
             ) from error
         found = {n: m for n, m in adapted.base_model.model.named_modules() if isinstance(m, LoraLayer)}
         adapted.unload()
+    config.use_dora = lora.dora  # only now: peft would compute lengths of sharded rows
     refuse_targets(model, list(found))
     for name, layer in found.items():
         a, b = layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach()

@@ -111,13 +111,17 @@ class PublishedWeights(ABC):
             tensors[shard.name] = local
         return tensors
 
+    def _saved(self, parameter: str) -> Tensor:
+        return self._parameters[parameter].detach()
+
     @torch.no_grad()
     def full_published(self) -> dict[str, Tensor]:
-        """All published tensors complete, bfloat16 on the CPU. Collective; the first rank gets them, others nothing."""
+        """All tensors of the model complete, bfloat16 on the CPU, adapters merged. Collective; the first rank gets
+        them, others nothing."""
         mine = not dist.is_initialized() or dist.get_rank() == 0
         complete: dict[str, Tensor] = {}
-        for name, parameter in self._parameters.items():
-            published = parameter.detach().to(PUBLISHED_DTYPE)
+        for name in self._parameters:
+            published = self._saved(name).to(PUBLISHED_DTYPE)
             whole = published.full_tensor() if isinstance(published, DTensor) else published
             # Copied: what is gathered from uneven shards is a view of a padded buffer, which safetensors refuses.
             if mine:

@@ -50,6 +50,16 @@ def rounded_engines(recipe: Recipe) -> Broken:
                 )
 
 
+@rule("engines", "lora")
+def arguments_beside_adapters(recipe: Recipe) -> Broken:
+    """The base has the bits of the model's files, and nothing else than it and the adapter samples."""
+    for path, arguments in _given(recipe) if recipe.lora.served else ():
+        for name in ("quantization", SPECULATION):
+            if arguments.get(name) is not None:
+                text = 'is not possible beside an adapter: remove it, or set lora.sync = "merged"'
+                yield Problem(f"{path}.{name}", f"{shown(arguments[name])} {text}")
+
+
 @rule("engines", "run.deterministic", "tail_batching", "sampling")
 def speculation(recipe: Recipe) -> Broken:
     """Speculative decoding samples from the same distribution, with random numbers in another order."""

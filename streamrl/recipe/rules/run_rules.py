@@ -10,7 +10,7 @@ from streamrl.recipe.problems import did_you_mean, shown
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
 from streamrl.recipe.schedules.schedule import SCHEDULES, WITHOUT_END, options_of, rate_factor
 from streamrl.recipe.scheduling import RoundKind
-from streamrl.recipe.sections import LaunchedBy, OptimizerKind, Recipe, Run
+from streamrl.recipe.sections import ADAPTER_RANKS, LaunchedBy, OptimizerKind, Recipe, Run
 from streamrl.recipe.store_urls import is_url, url_problem
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -39,7 +39,7 @@ has_no_effect(
     "run",
 )
 has_no_effect(
-    "lora.alpha lora.targets",
+    "lora.alpha lora.targets lora.sync lora.rslora lora.dora",
     lambda r: "" if r.lora.rank else " while lora.rank = 0: remove it, or set rank, such as 16",
 )
 
@@ -65,6 +65,22 @@ def evaluated_reward(recipe: Recipe) -> Broken:
     name, labels = recipe.evaluation.reward, [reward.label for reward in recipe.rewards]
     if name and name not in labels:
         yield Problem("evaluation.reward", f'"{name}" is no reward of this recipe: write one of {", ".join(labels)}')
+
+
+@rule("lora")
+def adapters(recipe: Recipe) -> Broken:
+    """A pattern is one, and engines have room for the adapter."""
+    lora, merged = recipe.lora, 'or set lora.sync = "merged"'
+    try:
+        re.compile(lora.pattern)
+    except re.error as error:
+        yield Problem("lora.targets", f"{shown(lora.pattern)} is no regular expression ({error}): correct it")
+    if lora.served and lora.dora:
+        yield Problem(
+            "lora.dora", f'is not served by vLLM beside the base (lora.sync = "adapter"): remove it, {merged}'
+        )
+    if lora.served and lora.rank > ADAPTER_RANKS[-1]:
+        yield Problem("lora.rank", f"{lora.rank} is more than the {ADAPTER_RANKS[-1]} of vLLM: lower it, {merged}")
 
 
 @rule("training.updates_per_batch", "rollout", "length_sorted.single")

@@ -8,7 +8,7 @@ the layer is rebuilt from there (``load_plan_reload``). Any other tensor is refu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -120,11 +120,11 @@ def record_load_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) 
         _check_same_memory(model, parameters)
     routes: dict[str, list[Route]] = {name: [] for name in tensors}
     for name, route in recorder.routes:
-        _check_exact(tensors[name], route.parameter, parameters[route.parameter])
+        check_exact(tensors[name], route.parameter, parameters[route.parameter])
         if route not in routes[name]:  # a loader may write a tied tensor twice
             routes[name].append(route)
     _check_covered(parameters, routes, recorder.filled)
-    storages = {name: _flat_storage(parameter) for name, parameter in parameters.items() if not parameter.is_meta}
+    storages = {name: flat_storage(parameter) for name, parameter in parameters.items() if not parameter.is_meta}
     owners = {name: name.rpartition(".")[0] for name, parameter in parameters.items() if parameter.is_meta}
     rebuilt = {name: layers[owner] for name, owner in owners.items() if owner in layers}
     return LoadPlan(tensors=dict(tensors), routes=routes, storages=storages, layers=rebuilt)
@@ -148,10 +148,21 @@ def run_loader(model: torch.nn.Module, sources: Mapping[str, torch.Tensor]) -> N
         ) from error
 
 
+def record_copies(
+    sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], load: Callable[[], object]
+) -> list[tuple[str, Route]]:
+    """Run ``load``, which copies tensors without values to ``targets``, without writing: where each copy went, by the
+    name of its source. Raises ``WeightError``."""
+    recorder = _CopyRecorder(sources, targets)
+    with torch.no_grad(), recorder:
+        load()
+    return recorder.routes
+
+
 class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records copies from published tensors into runtime parameters, and constant fills of parameters."""
 
-    def __init__(self, sources: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(self, sources: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.routes: list[tuple[str, Route]] = []
         self.filled: list[tuple[str, Rectangle]] = []
@@ -354,17 +365,19 @@ def _check_same_memory(model: torch.nn.Module, parameters: Mapping[str, torch.nn
             )
 
 
-def _flat_storage(parameter: torch.nn.Parameter) -> torch.Tensor:
+def flat_storage(parameter: torch.Tensor) -> torch.Tensor:
+    """All that the storage of a tensor holds, as a flat view of it."""
     flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     return flat.set_(parameter.untyped_storage(), 0, (_stored(parameter),), (1,))
 
 
-def _stored(parameter: torch.nn.Parameter) -> int:
+def _stored(parameter: torch.Tensor) -> int:
     """Elements that its storage holds."""
     return parameter.untyped_storage().nbytes() // parameter.element_size()
 
 
-def _check_exact(tensor: TensorSpec, parameter: str, runtime: torch.nn.Parameter) -> None:
+def check_exact(tensor: TensorSpec, parameter: str, runtime: torch.Tensor) -> None:
+    """Raise ``WeightError`` where ``runtime`` cannot hold the published bits."""
     if (tensor.dtype, runtime.dtype) not in _EXACT:
         raise WeightError(
             f"{tensor.name!r} is published as {tensor.dtype}; runtime parameter {parameter!r} is {runtime.dtype} and "

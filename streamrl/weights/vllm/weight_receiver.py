@@ -23,6 +23,7 @@ from streamrl.base.errors import WeightError
 from streamrl.weights.pull.replica import CheckpointReplica, TensorSpec
 from streamrl.weights.pull.shared_replica import shared_replica
 from streamrl.weights.requests import decode_announcement
+from streamrl.weights.vllm.adapter import open_adapter, record_adapter_plan
 from streamrl.weights.vllm.linear_layers import repack_linear_layers
 from streamrl.weights.vllm.live_weights import LiveWeights, count_routes
 from streamrl.weights.vllm.live_weights_layers import LiveLayers
@@ -69,7 +70,8 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
         plan: LoadPlan | None = None
         own: Gathered
         try:
-            plan = record_load_plan(self.model, tensors)
+            served = self.vllm_config.lora_config is not None
+            plan = (record_adapter_plan if served else record_load_plan)(self.model, tensors)
             own = {name: [route.checkpoint for route in routes] for name, routes in plan.routes.items()}
         except WeightError as error:  # told to the other workers first: they wait for this one
             own = str(error)
@@ -220,6 +222,11 @@ def streamrl_forget_live(worker: Any) -> None:
         worker.weight_transfer_engine.transaction.forget_live(why)
 
 
+def streamrl_open_adapter(worker: Any) -> None:
+    """Put the adapter that requests carry into the slot of this worker."""
+    open_adapter(worker)
+
+
 def _add_worker_methods() -> None:
     """vLLM's own update calls return nothing; these let the owner learn versions, hashes and reasons."""
     from vllm.v1.worker.worker_base import WorkerBase
@@ -231,5 +238,6 @@ def _add_worker_methods() -> None:
         streamrl_apply,
         streamrl_roll_back,
         streamrl_forget_live,
+        streamrl_open_adapter,
     ):
         setattr(WorkerBase, method.__name__, method)
