@@ -82,11 +82,21 @@ class RemoteEngine:
             raise EngineError(self.failure)
 
     async def start(self) -> messages.EngineReady:
-        """Wait for the host's ``EngineReady``."""
-        await self._ready.wait()
+        """Wait for the host's ``EngineReady``, or for the end of its orders: an earlier host that was about to end may
+        have taken them for its own, and then the next one gets none."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch_orders)
+            await self._ready.wait()
+            tasks.cancel_scope.cancel()
         if self.failure or self.readiness is None:
             raise EngineError(self.failure or f"{self.name}: not ready")
         return self.readiness
+
+    async def _watch_orders(self) -> None:
+        try:
+            await self._orders.watch()
+        except (StreamBroken, StreamClosed) as error:
+            self.give_up(f"its host is gone: {error}")
 
     async def generate(self, request: messages.Generate) -> Completion:
         """Sample one completion. Raises ``RequestRefused`` or ``EngineError``. Cancelling it aborts the request."""

@@ -58,8 +58,8 @@ class Controller:
         self.supervisor = supervisor
         self.orders_of_engines = EngineOrders(supervisor)
         at = topology.endpoint
-        endpoints = {name: (at(name, "orders"), at(name, "completions")) for name in self.names}
-        self.hosts = EngineHosts(endpoints, settings, order=self.order, emit=self.emit)
+        self.endpoints = {name: (at(name, "orders"), at(name, "completions")) for name in self.names}
+        self.hosts = EngineHosts(self.endpoints, settings, order=self.order, emit=self.emit)
         self.ordered: list[SupervisorOrder] = []
         self.events: list[EngineLost | EngineBack] = []
         self.outcomes: list[EndedOutcome] = []

@@ -15,11 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests are collected by path
 from lost_engines_world import Controller, controlled
 from recovery_host import POISON
 
-from streamrl.base.messages import Generate
+from streamrl.base.messages import EngineOrder, Generate
 from streamrl.base.run_events import EngineBack, EngineLost, KillEngine
 from streamrl.base.stage_messages import Scored
 from streamrl.base.types import FinishReason, token_array
 from streamrl.comm import socket_options
+from streamrl.comm.zmq_stream import zmq_receiver
 
 
 async def tokens_made(one: Controller, name: str) -> None:
@@ -56,6 +57,19 @@ async def test_what_a_killed_engine_served_is_sampled_by_the_others_and_its_succ
         assert one.hosts.figures == {"engines/restarts_total": 1.0, "engines/lost_requests_total": float(lost.requests)}
         await one.push()
         assert await samples_with(one, "engine-1") == {2}, "later pushes reach it"
+    one.assert_whole()
+
+
+async def test_a_host_that_takes_the_next_ones_orders_while_it_ends_does_not_keep_them() -> None:
+    async with controlled(2) as one:
+        one.kill("engine-1")
+        await one.until(lambda: one.lost("engine-1") == 1)
+        orders_at = one.endpoints["engine-1"][0]
+        async with zmq_receiver(EngineOrder, orders_at, bind=False, name="engine-1.orders") as orders:
+            with anyio.move_on_after(0.2):
+                await orders.receive()
+        await one.until_serving(["engine-1"])
+        assert one.lost("engine-1") == 1
     one.assert_whole()
 
 

@@ -299,6 +299,19 @@ async def test_an_engine_that_a_push_overtakes_serves_only_by_the_newer_version(
     assert slow.told == ["pause keep", "commit 5", "commit 6", "resume"]
 
 
+async def test_an_engine_whose_anchor_was_left_by_a_faster_push_takes_the_newer_version() -> None:
+    slow = Recorded(-1, waits="commit", refusals=2)
+    run = Run(Recorded(-1))
+    await run.sync.push(announced(5, None))
+    async with anyio.create_task_group() as group:
+        group.start_soon(run.sync.admit, "engine-1", slow)
+        await slow.reached.wait()
+        await run.sync.push(announced(6, 5))
+        slow.waits = ""
+        slow.let.set()
+    assert slow.told == ["pause keep", "commit 5", "commit 5", "commit 6", "resume"] and not run.failed
+
+
 async def test_an_engine_that_joins_while_all_are_paused_is_paused_too() -> None:
     fresh = Recorded(-1)
     run = Run(Recorded(-1))

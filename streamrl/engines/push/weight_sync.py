@@ -10,7 +10,7 @@ to the live version while the others sample, and pushed to from then on. Otherwi
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import anyio
@@ -153,15 +153,25 @@ class WeightSync:
         it. It is sampling when this returns, unless all are paused.
 
         It gets what was pushed last, for which it fetches the deltas that it lacks, and an anchor if it refuses that.
-        ``waits`` is called where only the next version helps: what the others sample may be needed for that.
-        Raises ``EngineError`` when it refuses the anchor, dies, or is late."""
+        An anchor is served until the next version is on all others: where a push was faster than its fetch, the pushes
+        wait for the next attempt. ``waits`` is called where only the next version helps: what the others sample may be
+        needed for that. Raises ``EngineError`` when it refuses the anchor, dies, or is late."""
+        alone: anyio.Lock | nullcontext[None] = nullcontext()
         while True:
-            while (live := self._live) is None:
+            while self._live is None:
                 await self._pushed.wait()
-            pushed, limit = self._pushed, self._limit(f"version {live.policy_version} was not live on {name}")
+            live = self._live
             try:
-                with limit():
-                    await self._catch_up(name, engine, live)
+                async with alone:
+                    live, pushed = self._live, self._pushed
+                    limit = self._limit(f"version {live.policy_version} was not live on {name}")
+                    with limit():
+                        await self._catch_up(name, engine, live)
+            except EngineError as error:
+                if self._live is live or not isinstance(error.__cause__, WeightError):
+                    raise
+                alone = self._one_at_a_time
+                continue
             except VersionLeft:
                 waits()
                 if not self._engines and self._live is live:
