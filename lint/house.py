@@ -27,13 +27,13 @@ from rooms import (
 )
 
 LIMITS = {
-    "lines of streamrl": 74_450,
-    "lines of tests": 54_900,
+    "lines of streamrl": 75_050,
+    "lines of tests": 55_600,
     "lines of campaigns": 9_350,
     "lines of benchmarks": 7_700,
     "files of streamrl": 560,
     "words of README": 800,
-    "keys of a recipe in view": 135,
+    "keys of a recipe in view": 136,
     "rooms": 16,
     "arrows between rooms": 80,
     "imports against the order": 0,
