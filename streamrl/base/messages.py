@@ -287,7 +287,7 @@ TrainingOrder = (
 class TrainerReady(Message, frozen=True):
     """First message of a rank. ``policy_version`` is what it holds (0: the initial weights). ``trained_parameters``:
     of adapters; 0: all are trained. ``together_tokens``: of all ranks, when they want to be ordered to train together
-    before the close; 0: never."""
+    before the close; 0: never. ``same_groups``: so many ranks after each other train the same groups."""
 
     rank: int
     ranks: int
@@ -296,6 +296,7 @@ class TrainerReady(Message, frozen=True):
     tokenizer_digest: str = ""
     trained_parameters: int = 0
     together_tokens: int = 0
+    same_groups: int = 1
 
 
 class StepReport(Message, frozen=True):

@@ -143,14 +143,18 @@ def return_freed_memory() -> None:
 
 
 def all_reduce(
-    values: list[float], device: torch.device, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    values: list[float],
+    device: torch.device,
+    operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    *,
+    copies: int = 1,
 ) -> list[float]:
-    """Reduce float64 values over the ranks."""
+    """Reduce float64 values over the ranks. ``copies``: so many ranks have the same rows, and count once in a sum."""
     if dist.get_world_size() == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=operation)
-    result: list[float] = tensor.tolist()
+    result: list[float] = (tensor / copies).tolist()
     return result
 
 

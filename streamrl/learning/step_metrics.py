@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
 import numpy as np
@@ -18,10 +18,11 @@ from streamrl.learning.options import TrainerOptions
 from streamrl.learning.process_group import all_gather_bytes, all_reduce
 
 
-def check_totals(sums: BatchSums, close: CloseBatch, device: torch.device) -> None:
-    """Raises ``StreamRLError`` when the ranks together did not get what control closed. Collective."""
+def check_totals(sums: BatchSums, close: CloseBatch, device: torch.device, copies: int) -> None:
+    """Raises ``StreamRLError`` when the ranks together did not get what control closed. ``copies``: ranks
+    that have the same rows. Collective."""
     counts = [float(n) for n in (sums.groups, sums.samples, sums.trained_tokens)]
-    received = tuple(int(count) for count in all_reduce(counts, device))
+    received = tuple(int(count) for count in all_reduce(counts, device, copies=copies))
     if received != (close.groups, close.samples, close.trained_tokens):
         raise StreamRLError(
             f"batch {close.batch_id} was closed with {close.groups} groups, {close.samples} samples and "
@@ -34,12 +35,12 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
     """Metrics of the batch over all ranks. Collective. Token means are over the computed tokens (groups without signal
     are not computed); where there are none, they are absent."""
     counts = [float(n) for n in (sums.groups_without_signal, sums.loss_tokens, sums.samples)]
-    values = all_reduce([*counts, *astuple(sums.tokens)], device)
+    values = all_reduce([*counts, *astuple(sums.tokens)], device, copies=options.tensor_parallel_size)
     without_signal, loss_tokens, samples = values[:3]
     total = TokenSums(*values[3:])
     [seconds] = all_reduce([sums.seconds], device, dist.ReduceOp.MAX)
     mine = b"".join(differences_N.cpu().numpy().tobytes() for differences_N in sums.differences)
-    gathered = np.frombuffer(b"".join(all_gather_bytes(mine)), dtype=np.float32)
+    gathered = np.frombuffer(b"".join(all_gather_bytes(mine)[:: options.tensor_parallel_size]), dtype=np.float32)
     denominator = loss_denominator(
         options.objective.loss_normalization, samples=samples, trained_tokens=loss_tokens, max_tokens=options.max_tokens
     )
@@ -74,12 +75,12 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
 
 
 def update_lengths(
-    first: Sequence[PreparedSample], last: Sequence[PreparedSample], device: torch.device
+    first: Sequence[PreparedSample], last: Sequence[PreparedSample], over_ranks: Callable[[list[float]], list[float]]
 ) -> dict[str, float]:
-    """Mean trained tokens of a sample in the first and the last update on a batch. Collective."""
+    """Mean trained tokens of a sample in the first and the last update on a batch. ``over_ranks``: sums. Collective."""
     samples = [float(len(share)) for share in (first, last)]
     tokens = [float(sum(item.sample.trained_tokens for item in share)) for share in (first, last)]
-    *tokens, in_first, in_last = all_reduce(tokens + samples, device)
+    *tokens, in_first, in_last = over_ranks(tokens + samples)
     names = ("length/first_update", "length/last_update")
     return {n: t / count for n, t, count in zip(names, tokens, (in_first, in_last), strict=True) if count}
 

@@ -97,6 +97,7 @@ class TorchTrainer:
         self._publisher = self._start_publisher(options, weights.shards, self._device)
         self._open_batch()
         together = self._updates.by_layer and options.streaming
+        data_ranks = options.ranks // options.tensor_parallel_size
         return TrainerReady(
             rank=options.rank,
             ranks=options.ranks,
@@ -104,7 +105,8 @@ class TorchTrainer:
             parameters=weights.total_elements,
             tokenizer_digest=self._tokenizer_digest(options.model_path) if self._tokenizer_digest else "",
             trained_parameters=weights.adapter_elements,
-            together_tokens=options.ranks * STREAMED_ROWS * self._updates.row_tokens if together else 0,
+            together_tokens=data_ranks * STREAMED_ROWS * self._updates.row_tokens if together else 0,
+            same_groups=options.tensor_parallel_size,
         )
 
     def close(self) -> None:
@@ -159,7 +161,7 @@ class TorchTrainer:
                 f"close of batch {close.batch_id} as version {close.policy_version}, "
                 f"but batch {batch.batch_id} is open at version {self.policy_version}"
             )
-        check_totals(batch.sums, close, device)
+        check_totals(batch.sums, close, device, self._options.tensor_parallel_size)
         process_group.use_threads((self._options.idle_threads if close.engines_idle else 0) or self._threads)
         if self._updates.by_layer:
             self._probe()

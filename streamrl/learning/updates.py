@@ -97,7 +97,7 @@ class Updates:
         # Every token of the batch weighs the same, in whichever update it is.
         loss_tokens, samples = sums.loss_tokens / updates, sums.samples / updates
         shares = split_for_updates(prepared, self._options) if updates > 1 else [prepared]
-        lengths = update_lengths(shares[0], shares[-1], self._device) if updates > 1 else {}
+        lengths = update_lengths(shares[0], shares[-1], self._sum) if updates > 1 else {}
         steps, optimizing, computed = [], 0.0, 0.0
         for update in range(in_all):
             started = time.perf_counter()
@@ -129,12 +129,16 @@ class Updates:
         )
         prepared = [item for group in groups for item in prepare_group(group, scores, options)]
         if options.objective.estimator.whole_batch:
-            moments = Moments(*process_group.all_reduce(list(token_moments(prepared)), self._device))
+            moments = Moments(*self._sum(list(token_moments(prepared))))
             seen = Moments(*map(sum, zip(moments, *self.cohort, strict=True)))
             if options.objective.estimator.of_cohort:
                 self.cohort.append(moments)
             prepared = whitened(prepared, seen)
         return [item for item in prepared if worth_training(item, options)]
+
+    def _sum(self, values: list[float]) -> list[float]:
+        """Sums over the ranks, of which those with the same rows count once. Collective."""
+        return process_group.all_reduce(values, self._device, copies=self._options.tensor_parallel_size)
 
     def _accumulate(self, samples: Sequence[PreparedSample], batch: OpenBatch) -> None:
         for row in packed_rows(samples, self._options, self.policy_version, self._device, together=self.by_layer):
@@ -151,13 +155,14 @@ class Updates:
             set_gradient_sync(self.policy, True)
             accumulate(self.policy, None, empty_micro_batch(self._device), options, BatchSums(), 0)
         set_sharded(self.policy, True)
-        tokens, samples, computed = process_group.all_reduce([loss_tokens, samples, computed], self._device)
+        tokens, samples, computed = self._sum([loss_tokens, samples, computed])
         denominator = loss_denominator(
             options.objective.loss_normalization, samples=samples, trained_tokens=tokens, max_tokens=options.max_tokens
         )
         gradient_L = self.weights.collect_gradient()
-        mean_of_ranks = dist.get_world_size()  # FSDP2 averages over the ranks
-        norm = global_norm(gradient_L) * mean_of_ranks / denominator
+        # FSDP2 averages over the ranks that have different rows.
+        mean_of_ranks = dist.get_world_size() // options.tensor_parallel_size
+        norm = global_norm(gradient_L, self.weights.counted) * mean_of_ranks / denominator
         value_norm = self.critic.reduce() / denominator if self.critic else 0.0
         if not math.isfinite(norm + value_norm):
             names = ", ".join(batch.sample_ids[:8])
@@ -226,4 +231,6 @@ def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeig
         from streamrl.learning.state.unmerged import UnmergedAdapters
 
         return (UnmergedAdapters if options.lora.served else AdapterWeights)(options, policy)
-    return FullWeights(policy.trained_parameters(), policy.pieces, masters_on_host=on_host)
+    weights = FullWeights(policy.trained_parameters(), policy.pieces, masters_on_host=on_host)
+    weights.reduce_over(policy.tensor_group, policy.partial_gradients)
+    return weights

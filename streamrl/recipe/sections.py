@@ -197,6 +197,13 @@ class Training(Section, frozen=True):
     ] = True
     compute_dtype: Annotated[ComputeDtype, doc("")] = ComputeDtype.AUTO
     gathered: Annotated[Gathered, advanced("with several ranks")] = Gathered.AUTO
+    tensor_parallel_size: Annotated[
+        Count, advanced("ranks over which each layer is split; they train the same rows; the others share rows (FSDP2)")
+    ] = 1
+    expert_parallel_size: Annotated[
+        Count, advanced("ranks over which experts are split whole: 1, or tensor_parallel_size")
+    ] = 1
+    replicas: Annotated[Count, advanced("groups of ranks of which each has the whole model (HSDP)")] = 1
     activation_checkpointing: Annotated[
         bool, doc("activations are computed again in the backward, which saves memory")
     ] = False

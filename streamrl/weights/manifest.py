@@ -17,10 +17,11 @@ import zstandard
 
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
-from streamrl.weights.codec.bits import BitArray, BitType, bit_type
+from streamrl.weights.codec.bits import BitArray, BitType, PositionArray, bit_type
 from streamrl.weights.codec.codec import WeightPatch
+from streamrl.weights.codec.state_hash import hash_elements, hash_range
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 CHECKPOINT_VERSION = -1
 """Base version of a delta that is made on the checkpoint files both sides began with: no published version."""
 CHUNK_BYTES = 1 << 20
@@ -36,31 +37,72 @@ UNIT_ELEMENTS = 1 << 23
 
 
 class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's contiguous part of one checkpoint tensor. ``dtype``: bfloat16, float16 or float32. ``shape``: of the
-    full tensor. ``offset``, ``count``: flat start and length of the shard in the full tensor; a shard may be empty."""
+    """One rank's part of one checkpoint tensor. ``dtype``: bfloat16, float16 or float32. ``shape``: of the full tensor.
+    ``offset``, ``count``: flat start and number of elements in the full tensor; a shard may be empty.
+
+    ``run`` 0: the elements lie in a row. Else they are columns of a matrix: ``run`` elements in a row, the next ones
+    ``stride`` further on, and so on from ``offset``, of which the first ``skipped`` elements are left out."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     count: int
+    run: int = 0
+    stride: int = 0
+    skipped: int = 0
 
     def check(self) -> None:
-        """Raise ``WeightError`` when the shard leaves its tensor."""
-        if len(self.shape) > MOST_SIDES or min(self.offset, self.count, *self.shape) < 0:
+        """Raise ``WeightError`` when the shard leaves its tensor, or its columns their matrix."""
+        if len(self.shape) > MOST_SIDES or min(*msgspec.structs.astuple(self)[3:], *self.shape) < 0:
             raise WeightError(
                 f"shard [{self.offset}, +{self.count}) of {self.name!r:.80} has {len(self.shape)} sides: none is "
                 f"negative, and there are {MOST_SIDES} at most"
             )
         total = math.prod(self.shape)
-        if self.offset + self.count > total:
+        column = self.offset % self.stride if self.stride else 0
+        if self.run and (not self.stride or column + self.run > self.stride or total % self.stride):
+            raise WeightError(
+                f"shard of {self.name!r} has {self.run} columns from column {column} on, in rows of {self.stride} of "
+                f"its {total} elements"
+            )
+        last = self.skipped + self.count - 1
+        if (
+            self.count
+            and (last // self.run * self.stride + last % self.run if self.run else last) >= total - self.offset
+        ):
             raise WeightError(
                 f"shard [{self.offset}, {self.offset + self.count}) of {self.name!r} leaves its {total} elements"
             )
 
     def piece(self, start: int, count: int) -> ShardSpec:
         """``count`` elements of the shard, from its element ``start`` on."""
+        if self.run:
+            return msgspec.structs.replace(self, skipped=self.skipped + start, count=count)
         return msgspec.structs.replace(self, offset=self.offset + start, count=count)
+
+    def places(self, positions: PositionArray | None = None) -> PositionArray:
+        """Flat indices in the full tensor of these elements of the shard (None: of all), int64."""
+        chosen = np.arange(self.count) if positions is None else positions
+        if self.run:
+            chosen = chosen + self.skipped
+            chosen = chosen // self.run * self.stride + chosen % self.run
+        return cast("PositionArray", chosen + self.offset)
+
+    def of(self, bits: BitArray) -> BitArray:
+        """The shard's elements of the full tensor's flat ``bits``; a view where they lie in a row."""
+        if not self.run:
+            return bits[self.offset : self.offset + self.count]
+        row, column = divmod(self.offset, self.stride)
+        first, last = self.skipped // self.run, -(-(self.skipped + self.count) // self.run)
+        lines = bits.reshape(-1, self.stride)[row + first : row + last, column : column + self.run]
+        return lines.reshape(-1)[self.skipped % self.run :][: self.count]
+
+    def share_of_hash(self, bits: BitArray, positions: PositionArray | None = None) -> int:
+        """Terms in the state hash of ``bits``, the elements at ``positions`` of the shard (None: all)."""
+        if positions is None and not self.run:
+            return hash_range(self.name, self.offset, bits)
+        return hash_elements(self.name, self.places(positions), bits) if bits.size else 0
 
 
 class WorkUnit(msgspec.Struct, frozen=True, array_like=True):

@@ -26,7 +26,7 @@ class Critic:
     def __init__(
         self, options: TrainerOptions, hidden: int, device: torch.device, trunk: PackedPolicy | None = None
     ) -> None:
-        self.trunk = trunk
+        self.trunk, self._copies = trunk, options.tensor_parallel_size
         self._linear = nn.Linear(hidden, 1, device=device)
         nn.init.zeros_(self._linear.weight)
         nn.init.zeros_(self._linear.bias)
@@ -59,6 +59,7 @@ class Critic:
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         for gradient in gradients if dist.get_world_size() > 1 else ():
             dist.all_reduce(gradient)
+            gradient.div_(self._copies)  # ranks with the same rows have the same gradient
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -36,7 +35,8 @@ from streamrl.learning.model.hugging_face import (
     init_empty_weights,
     without_compiler,
 )
-from streamrl.learning.model.local_shards import local_part, local_shards, published_shards
+from streamrl.learning.model.local_shards import LocalShard, local_part, local_shards, published_shards
+from streamrl.learning.model.parallel import WHOLE, Split, split_of, split_tensors
 from streamrl.learning.model.policy import (
     PackedPolicy,
     computes_in_sixteen_bits,
@@ -80,38 +80,39 @@ def empty_policy(model_path: str) -> PackedPolicy:
 def load_policy(
     model_path: str,
     device: torch.device,
-    over: DeviceMesh | None = None,
+    split: Split = WHOLE,
     gathered: Gathered = Gathered.BATCH,
     *,
     sixteen_bit: bool = False,
 ) -> PackedPolicy:
     """The model of a Hugging Face directory in float32, without dropout, checked on a few packed tokens. With
-    ``over``, each rank reads and holds only its part of every tensor, and the call is collective.
+    a ``split``, each rank reads and holds only its part of every tensor, and the call is collective.
 
     Packing is checked in float32 before the bfloat16 model (``sixteen_bit``, of several ranks only) is made.
     Raises ``StreamRLError`` for a directory that is not a whole model or holds code or pickles, for quantised weights,
     and for a model that packed rows or published weights would get wrong. Auxiliary losses of routers (mixtures of
     experts) are not trained."""
-    policy = _placed(model_path, device)
-    if over is not None:
-        shard(policy, over, gathered, sixteen_bit=False)
+    policy = _placed(model_path, device, split)
+    if split.data is not None:
+        shard(policy, split.data, gathered, sixteen_bit=False)
     with _training_errors(model_path):
         with _load_errors(model_path):
             parameters = _read_parameters(policy, _check_names(policy, Path(model_path)), device)
         _take(policy, parameters)
         check_packing(policy)
     set_sharded(policy, True)
-    if over is None or not sixteen_bit:
+    if split.data is None or not sixteen_bit:
         return policy
-    narrow = _placed(model_path, device)
-    shard(narrow, over, gathered, sixteen_bit=True)
+    narrow = _placed(model_path, device, split)
+    shard(narrow, split.data, gathered, sixteen_bit=True)
     _take(narrow, policy.trained_parameters())
     return narrow
 
 
-def _placed(model_path: str, device: torch.device) -> PackedPolicy:
-    """The empty model with its buffers on the device."""
+def _placed(model_path: str, device: torch.device, split: Split) -> PackedPolicy:
+    """The empty model with its buffers on the device, its layers split."""
     policy = empty_policy(model_path)
+    split_tensors(policy, split)
     policy.hugging_face.set_attn_implementation(register_packed_attention())
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -143,13 +144,25 @@ def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: to
         starts[part.name] = part.start
     for piece, part in zip(policy.pieces, published_shards(local_shards(parameters), policy.pieces), strict=True):
         stored = opened[files[piece.name]].get_slice(piece.name)
-        width = torch.Size(piece.shape[1:]).numel()
-        stop = part.offset + part.stop - part.start
-        rows = (stored[part.offset // width : -(-stop // width)] if piece.shape else stored[...]).flatten()
         first = part.start - starts[piece.parameter]
         flat = local_part(read[piece.parameter]).view(-1)
-        flat[first : first + part.stop - part.start] = rows[part.offset % width :][: part.stop - part.start]
+        flat[first : first + part.stop - part.start] = _stored_part(stored, part)
     return read
+
+
+def _stored_part(stored: Any, part: LocalShard) -> Tensor:
+    """Elements of a stored tensor, flat: only their rows are read, and where the tensor is a matrix their columns."""
+    width, count = torch.Size(part.shape[1:]).numel(), part.stop - part.start
+    if part.run:
+        (row, column), lines = divmod(part.offset, part.stride), count // part.run
+        if len(part.shape) == 2:
+            columns: Tensor = stored[row : row + lines, column : column + part.run]
+        else:
+            columns = stored[...].reshape(-1, part.stride)[row : row + lines, column : column + part.run]
+        return columns.flatten()
+    rows = stored[part.offset // width : -(-(part.offset + count) // width)] if part.shape else stored[...]
+    flat: Tensor = rows.flatten()[part.offset % max(1, width) :][:count]
+    return flat
 
 
 @contextmanager
@@ -211,8 +224,10 @@ def load_models(
 ) -> tuple[PackedPolicy, PackedPolicy | None, Critic | None, bool]:
     """Policy, reference and critic, as ``options`` ask for, and whether parameters are gathered layer by layer, so that
     every forward is a collective. Collective with several ranks. Raises ``StreamRLError``."""
-    gathered = _choose_gathered(options, device) if options.ranks > 1 else Gathered.BATCH
-    policy, reference, critic = _load(options, device, gathered), None, None
+    split = split_of(options, device)
+    gathered = _choose_gathered(options, device, split) if options.ranks > 1 else Gathered.BATCH
+    load = partial(_load, options, device, gathered, split)
+    policy, reference, critic = load(), None, None
     trunk = load_policy(options.model_path, device) if options.objective.has_value_model else None
     for trained in (policy, trunk) if trunk is not None else (policy,):
         if options.compile:
@@ -222,17 +237,16 @@ def load_models(
     by_layer = gathered is Gathered.LAYER
     if options.objective.has_reference:
         # Ranks that score different numbers of rows need all of it.
-        whole = _load(options, device, gathered) if by_layer else load_policy(options.model_path, device)
+        whole = load() if by_layer else load_policy(options.model_path, device)
         reference = _freeze(whole)
     if options.objective.has_critic:
         critic = Critic(options, policy.hugging_face.config.get_text_config().hidden_size, device, trunk)
     return policy, reference, critic, by_layer
 
 
-def _load(options: TrainerOptions, device: torch.device, gathered: Gathered) -> PackedPolicy:
-    over = process_group.mesh(device) if options.ranks > 1 else None
+def _load(options: TrainerOptions, device: torch.device, gathered: Gathered, split: Split) -> PackedPolicy:
     sixteen_bit = computes_in_sixteen_bits(options, device)
-    return load_policy(options.model_path, device, over, gathered, sixteen_bit=sixteen_bit)
+    return load_policy(options.model_path, device, split, gathered, sixteen_bit=sixteen_bit)
 
 
 @torch.no_grad()
@@ -244,17 +258,19 @@ def _freeze(policy: PackedPolicy) -> PackedPolicy:
     return policy
 
 
-def _choose_gathered(options: TrainerOptions, device: torch.device) -> Gathered:
-    """Choose gathering by batch or by layer by the memory that each rank has free. Collective; rank 0 logs why."""
+def _choose_gathered(options: TrainerOptions, device: torch.device, split: Split) -> Gathered:
+    """Choose gathering by batch or by layer by the memory that each rank has free. By layer where the layers are split:
+    every forward is a collective then. Collective; rank 0 logs why."""
     policy = empty_policy(options.model_path)
+    split_tensors(policy, split)
     config = policy.hugging_face.config.get_text_config()
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(policy.hugging_face)]
-    total = sum(p.numel() for p in policy.parameters())
+    layers = [sum(local_part(p).numel() for p in one.parameters()) for one in decoder_layers(policy.hugging_face)]
+    total = sum(local_part(p).numel() for p in policy.parameters())
     sizes = TrainingSizes(
         parameters=total,
         outside=total - sum(layers),
         layer=max(layers),
-        ranks=options.ranks,
+        ranks=options.ranks // (options.tensor_parallel_size * options.replicas),
         # An estimate: peft has not chosen yet.
         trained=total // 100 if options.lora.rank else 0,
         adapted=sum(layers) if options.lora.rank else 0,
@@ -274,10 +290,11 @@ def _choose_gathered(options: TrainerOptions, device: torch.device) -> Gathered:
         checkpointing=options.activation_checkpointing,
     )
     room = round(process_group.all_reduce([_free_bytes(device, options.ranks)], device, dist.ReduceOp.MIN)[0])
-    chosen, reason = choose_gathered(options.gathered, sizes, room, activations)
+    wanted = options.gathered if split.tensor is None else Gathered.LAYER
+    chosen, reason = choose_gathered(wanted, sizes, room, activations)
     if options.rank == 0:
         log.info("%s", reason)
-    return chosen
+    return wanted if split.tensor is not None else chosen
 
 
 def _free_bytes(device: torch.device, ranks: int) -> float:

@@ -70,7 +70,8 @@ class PackedPolicy(nn.Module):
     """A Hugging Face causal language model on packed rows. Its forward is the unit that FSDP2 sees as its root.
 
     ``pieces``: where each tensor of the checkpoint lies in the parameters; they are published under its names.
-    ``hugging_face``: the transformers model itself.
+    ``hugging_face``: the transformers model itself. ``partial_gradients``: parameters of which each rank of
+    ``tensor_group`` has the gradient of its own heads only (``parallel.split_tensors``).
     The output head is not applied here but in chunks by the caller, so that the logits of a whole row never exist."""
 
     def __init__(self, model: Any) -> None:
@@ -84,6 +85,8 @@ class PackedPolicy(nn.Module):
                 f"{kind} does not use transformers' attention interface: it cannot be trained on packed rows"
             )
         self.pieces = checkpoint_pieces(self.hugging_face)
+        self.partial_gradients: frozenset[str] = frozenset()
+        self.tensor_group: Any = None
         self._scaling = logit_scaling(self.hugging_face.config)
         self._longest = longest_exact_sequence(self.hugging_face.config)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,7 +50,9 @@ class PublishedWeights(ABC):
         self._parameters = parameters
         self._parameter_shards = local_shards(parameters)
         self._pieces = pieces or [CheckpointPiece(s.name, s.name, s.shape, 0) for s in self._parameter_shards]
-        self.shards = published_shards(self._parameter_shards, self._pieces)
+        # Of the ranks with the same part of a tensor one publishes it, the others nothing of it.
+        every = published_shards(self._parameter_shards, self._pieces)
+        self.shards = [s if s.owned else s._replace(offset=0, stop=s.start, run=0, stride=0) for s in every]
         self._sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
 
     @property
@@ -59,17 +61,14 @@ class PublishedWeights(ABC):
         return sum(int(np.prod(shard.shape, dtype=np.int64)) for shard in self.shards)
 
     @property
+    def counted(self) -> list[slice]:
+        """The places in the masters that count in a sum over all ranks: what other ranks have too counts once."""
+        return [shard.place for shard in self.master_shards if shard.owned]
+
+    @property
     def decayed(self) -> list[slice]:
         """The places of matrices in the masters: weight decay is for them, not for norms and biases."""
-        merged: list[slice] = []
-        for shard in self.master_shards:
-            if len(shard.shape) < 2 or shard.start == shard.stop:
-                continue
-            if merged and merged[-1].stop == shard.start:
-                merged[-1] = slice(merged[-1].start, shard.stop)
-            else:
-                merged.append(shard.place)
-        return merged
+        return _joined([shard.place for shard in self.master_shards if len(shard.shape) > 1])
 
     @abstractmethod
     def refresh_forward(self) -> None:
@@ -149,6 +148,8 @@ class FullWeights(PublishedWeights):
         masters_on_host: bool = False,
     ) -> None:
         super().__init__(parameters, pieces)
+        self._group: Any = None
+        self._partial: list[slice] = []
         self.master_shards, self._master_tensors = self._parameter_shards, parameters
         device = local_part(next(iter(parameters.values()))).device
         size = self.master_shards[-1].stop
@@ -194,11 +195,34 @@ class FullWeights(PublishedWeights):
         for shard, parameter in self._pairs():
             local_part(parameter).copy_(rounded_L[shard.place].view(shard.local_shape))
 
+    def reduce_over(self, group: Any, partial: Set[str]) -> None:
+        """Add up the gradients of the parameters ``partial`` over the ranks of ``group``, at each close."""
+        self._group = group
+        self._partial = [shard.place for shard in self.master_shards if shard.name in partial]
+
     def collect_gradient(self) -> Tensor:
+        if self._partial:
+            together = torch.cat([self.gradient_L[place] for place in self._partial])
+            dist.all_reduce(together, group=self._group)
+            for place, part in zip(
+                self._partial, torch.split(together, [p.stop - p.start for p in self._partial]), strict=True
+            ):
+                self.gradient_L[place] = part
         return self.gradient_L
 
     def clear_gradient(self) -> None:
         self.gradient_L.zero_()
+
+
+def _joined(places: Sequence[slice]) -> list[slice]:
+    """Places that follow each other as one; empty ones left out."""
+    joined: list[slice] = []
+    for place in places:
+        if joined and joined[-1].stop == place.start:
+            joined[-1] = slice(joined[-1].start, place.stop)
+        elif place.start < place.stop:
+            joined.append(place)
+    return joined
 
 
 def bit_array(values: Tensor) -> np.ndarray:
@@ -214,9 +238,11 @@ def upper_halves(values: Tensor) -> Tensor:
     return values.view(torch.int16)[UPPER_HALF::2]
 
 
-def global_norm(gradient_L: Tensor) -> float:
-    """Euclidean norm over the shards of all ranks."""
-    parts = torch.split(gradient_L, NORM_ELEMENTS)
+def global_norm(gradient_L: Tensor, counted: Sequence[slice] | None = None) -> float:
+    """Euclidean norm over the shards of all ranks. ``counted``: the places that other ranks do not count too (None:
+    all)."""
+    places = [slice(None)] if counted is None else _joined(counted)
+    parts = [part for place in places for part in torch.split(gradient_L[place], NORM_ELEMENTS)] or [gradient_L[:0]]
     square = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
     if dist.get_world_size() > 1:
         dist.all_reduce(square)

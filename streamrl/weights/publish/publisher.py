@@ -21,7 +21,6 @@ from streamrl.base.run_process import usable_cores
 from streamrl.comm.object_store import in_store
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_complete
-from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.manifest import (
     CHECKPOINT_VERSION,
     CHUNK_BYTES,
@@ -192,8 +191,9 @@ class WeightPublisher:
 
     def _parts_of(self, unit: int, given: Mapping[str, Any]) -> list[Any]:
         """A unit's part of what was given for each of its shards."""
-        starts = [(spec, spec.offset - self._shards[spec.name].offset) for spec in self._units[unit].shards]
-        return [given[spec.name][start : start + spec.count] for spec, start in starts]
+        pairs = [(spec, self._shards[spec.name]) for spec in self._units[unit].shards]
+        starts = [spec.offset - whole.offset + spec.skipped - whole.skipped for spec, whole in pairs]
+        return [given[s.name][start : start + s.count] for (s, _), start in zip(pairs, starts, strict=True)]
 
     @contextmanager
     def _mapped(self, encode: Callable[[int], _Made]) -> Iterator[Iterator[_Made]]:
@@ -257,10 +257,7 @@ def _hash_of(unit: WorkUnit, patch: WeightPatch) -> int:
     """Share of these elements in the state hash."""
     total = 0
     for shard, part in zip(unit.shards, unit.cut(patch), strict=True):
-        if part.positions is None:
-            total += hash_range(shard.name, shard.offset, part.values)
-        elif part.values.size:
-            total += hash_elements(shard.name, part.positions + shard.offset, part.values)
+        total += shard.share_of_hash(part.values, part.positions)
     return total
 
 

@@ -42,7 +42,7 @@ def start_publisher(options: TrainerOptions, shards: Sequence[LocalShard], devic
 
 def shard_specs(shards: Sequence[LocalShard]) -> list[ShardSpec]:
     """Specs of the shards that a rank publishes."""
-    return [ShardSpec(s.name, "bfloat16", s.shape, s.offset, s.stop - s.start) for s in shards]
+    return [ShardSpec(s.name, "bfloat16", s.shape, s.offset, s.stop - s.start, s.run, s.stride) for s in shards]
 
 
 class TorchOnHost(HostTensors):

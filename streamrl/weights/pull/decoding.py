@@ -74,7 +74,7 @@ class Decoding:
         known = self._base.tensors.get(shard.name)
         if known is None or (known.dtype, known.shape) != (shard.dtype, shard.shape):
             raise WeightError(f"{shard.name!r} is published as {shard.dtype} {shard.shape}; this engine holds {known}")
-        return self._base.bits(shard.name)[shard.offset : shard.offset + shard.count]
+        return shard.of(self._base.bits(shard.name))
 
 
 def _decoded_in_turn(encoded: Sequence[_EncodedPatch], base: BitArray | None) -> WeightPatch:

@@ -15,7 +15,6 @@ from streamrl.base.errors import WeightError
 from streamrl.base.messages import HASH_MODULUS
 from streamrl.pretrained.weight_files import ModelDirectoryError, StoredTensor, read_safetensors_header, stored_tensors
 from streamrl.weights.codec.bits import BitArray, bit_type
-from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.manifest import CHECKPOINT_VERSION, ShardSpec
 from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
 
@@ -80,11 +79,11 @@ class CheckpointBase:
         if held is None or (held.dtype, held.shape) != (shard.dtype, shard.shape):
             found = "nothing" if held is None else f"{held.dtype} {held.shape}"
             raise WeightError(f"{self._path} holds {found} as {shard.name!r}; published is {shard.dtype} {shard.shape}")
-        return held.bits[shard.offset : shard.offset + shard.count]
+        return shard.of(held.bits)
 
     def part_hash(self, shards: Iterable[ShardSpec]) -> int:
         """The state hash that ``shards`` have in the files. Reads them."""
-        return sum(hash_range(shard.name, shard.offset, self.bits_of(shard)) for shard in shards) % HASH_MODULUS
+        return sum(shard.share_of_hash(self.bits_of(shard)) for shard in shards) % HASH_MODULUS
 
     def of(self, shards: Sequence[ShardSpec]) -> CheckpointReplica:
         """Replica of an engine that has loaded the checkpoint: the whole tensors that ``shards`` (of all ranks) are

@@ -231,9 +231,18 @@ def _join_complete(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch
     """Join the shards of an anchor; they must cover the tensor exactly once."""
     joined = np.empty(spec.elements, dtype=bit_type(spec.dtype, spec.name))
     reached = 0
+    if any(part.patch.positions is not None for part in parts):
+        raise WeightError(f"the anchor of {spec.name!r} lists changes instead of all elements")
+    if any(part.shard.run for part in parts):
+        # Columns of several ranks lie between each other.
+        changes = _join_columns(spec, parts)
+        if changes.new_bits.size != spec.elements:
+            raise WeightError(
+                f"the anchor of {spec.name!r} has {changes.new_bits.size} of {spec.elements} elements: a rank is "
+                "missing"
+            )
+        return StagedPatch(None, changes.new_bits)
     for part in parts:
-        if part.patch.positions is not None:
-            raise WeightError(f"the anchor of {spec.name!r} lists changes instead of all elements")
         _check_follows(spec, part.shard, reached)
         joined[reached : reached + part.shard.count] = part.patch.values
         reached += part.shard.count
@@ -245,6 +254,8 @@ def _join_complete(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch
 
 
 def _join_changes(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch:
+    if any(part.shard.run for part in parts):
+        return _join_columns(spec, parts)
     reached = 0
     positions: list[PositionArray] = []
     for part in parts:
@@ -254,6 +265,16 @@ def _join_changes(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch:
         local = part.patch.positions
         positions.append((np.arange(part.shard.count) if local is None else local) + part.shard.offset)
     return StagedPatch(np.concatenate(positions), np.concatenate([part.patch.values for part in parts]))
+
+
+def _join_columns(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch:
+    """Join shards whose elements lie between each other's, in the order of the full tensor."""
+    positions = np.concatenate([part.shard.places(part.patch.positions) for part in parts])
+    order = np.argsort(positions, kind="stable")
+    positions = positions[order]
+    if (twice := positions[1:][positions[1:] == positions[:-1]]).size:
+        raise WeightError(f"two ranks publish element {twice[0]} of {spec.name!r}")
+    return StagedPatch(positions, np.concatenate([part.patch.values for part in parts])[order])
 
 
 def _check_follows(spec: TensorSpec, shard: ShardSpec, reached: int) -> None:

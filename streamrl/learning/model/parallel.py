@@ -1,0 +1,97 @@
+"""How parameters are cut over the ranks: tensor and expert parallel by transformers' plan of the family, whole or not
+then by FSDP2 (``policy.shard``), copied over replicas. No plan of our own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from streamrl.base.errors import StreamRLError
+from streamrl.learning.model.policy import PackedPolicy
+from streamrl.learning.options import TrainerOptions
+
+PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
+"""transformers' name for a whole parameter that each rank uses on its own heads: gradients are added up over them."""
+
+
+class Split(NamedTuple):
+    """Meshes of this rank. ``data``: whose ranks have different rows (None: one has all); ``tensor``: whose ranks
+    have the same rows and parts of the weights; ``experts``: these are cut by experts, not inside of them."""
+
+    data: DeviceMesh | None
+    tensor: DeviceMesh | None = None
+    experts: bool = False
+
+
+WHOLE = Split(None)
+
+
+def split_of(options: TrainerOptions, device: torch.device) -> Split:
+    """The meshes that ``options`` ask for: ranks count first along tensors, then shards, then replicas. Collective."""
+    if options.ranks == 1:
+        return Split(None)
+    inner = options.replicas * options.tensor_parallel_size
+    sizes = (options.replicas, options.ranks // inner, options.tensor_parallel_size)
+    if math.prod(sizes) != options.ranks:
+        raise StreamRLError(f"{options.ranks} ranks are not replicas x shards x tensor parallel ranks {sizes}")
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+    data = mesh["replicate", "shard"] if options.replicas > 1 else mesh["shard"]
+    tensor = mesh["tensor"] if options.tensor_parallel_size > 1 else None
+    alone = options.ranks == options.tensor_parallel_size
+    return Split(None if alone else data, tensor, options.expert_parallel_size > 1)
+
+
+def split_tensors(policy: PackedPolicy, split: Split) -> None:
+    """Replace parameters of an empty policy by their parts, and install what joins the parts of its forward. Call it
+    before ``shard``. Raises ``StreamRLError`` for a family without a plan and sizes that do not divide."""
+    if split.tensor is None:
+        return
+    from transformers.distributed import DistributedConfig  # only here: it imports torch's compiler
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism, resolve_parallel_plans
+
+    model: Any = policy.hugging_face
+    size = split.tensor.size()
+    why_no_split(model, size, experts=split.experts)
+    try:
+        plans = resolve_parallel_plans(model, DistributedConfig(tp_size=size, ep_size=size if split.experts else 1))
+        tensors, experts = (dict(plan) for plan in plans)
+        if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+            # A head that is the embedding stays whole, as the embedding does in most plans.
+            both = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
+            for name in [name for name, module in model.named_modules() if id(module) in both]:
+                tensors.pop(name, None)
+        # transformers adds up what ``grad`` holds after each backward, which is wrong once it holds several rows: these
+        # gradients are added up once, at the close (``PublishedWeights.collect_gradient``).
+        partial = {name for name, style in tensors.items() if style == PARTIAL_GRADIENT}
+        tensors = {name: style for name, style in tensors.items() if name not in partial}
+        apply_tensor_parallelism(model, split.tensor, tensors)
+        if experts:
+            apply_tensor_parallelism(model, split.tensor, experts)
+    except ValueError as error:
+        raise StreamRLError(f"training.tensor_parallel_size: {error}") from error
+    policy.partial_gradients = frozenset(
+        name for name, _ in model.named_parameters() if _in_plan(name.rpartition(".")[0]) in partial
+    )
+    policy.tensor_group = split.tensor.get_group()
+
+
+def why_no_split(model: Any, size: int, *, experts: bool) -> None:
+    """Raise ``StreamRLError`` where the layers of a model are not cut into ``size`` parts, with the arithmetic."""
+    config, kind = model.config.get_text_config(), f"model type {model.config.model_type!r}"
+    if not (getattr(config, "base_model_tp_plan", None) or getattr(model.config, "base_model_tp_plan", None)):
+        raise StreamRLError(
+            f"{kind} has no tensor parallel plan in transformers: set training.advanced.tensor_parallel_size = 1 and "
+            "use more ranks"
+        )
+    if experts and not model.ep_plan:
+        raise StreamRLError(
+            f"{kind} has no expert parallel plan in transformers: set training.advanced.expert_parallel_size = 1"
+        )
+
+
+def _in_plan(name: str) -> str:
+    """A module's name as plans write it: ``*`` for numbers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
