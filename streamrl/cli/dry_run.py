@@ -87,7 +87,8 @@ def _try_model(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:
     print("\nthe model is tried with the trainer and vLLM, without its weights (about 10 s): ", end="", flush=True)
     targets = recipe.lora.named_targets if recipe.lora.rank else ()
     options = engine_options(recipe, 0, tempfile.gettempdir())
-    problem, differs = problem_of_model(options, PROBE_TIMEOUT_S, targets, *prompts)
+    split = recipe.training.tensor_parallel_size, recipe.training.expert_parallel_size
+    problem, differs = problem_of_model(options, PROBE_TIMEOUT_S, targets, *prompts, split=split)
     print({None: "not found out", "": "works"}.get(problem, "refused"))
     if differs:
         print(f"transformers makes other tokens of the first prompt: {differs}")

@@ -28,6 +28,26 @@ def refuse_untrainable(directory: Path) -> None:
         raise ModelDirectoryError(problem)
 
 
+def split_problems(directory: Path, tensor: int, expert: int) -> list[str]:
+    """Return which sizes of the model ``tensor`` ranks cannot share, with the arithmetic and the remedy. ``expert`` 1:
+    experts are split inside, like layers. Raises ``ModelDirectoryError``."""
+    config = read_model_config(directory)
+    names = ["num_attention_heads", "num_key_value_heads", "intermediate_size"]
+    names += [] if config.get("tie_word_embeddings") else ["vocab_size"]
+    names += ["num_experts", "num_local_experts", "n_routed_experts"] if expert > 1 else ["moe_intermediate_size"]
+    sizes = {name: config[name] for name in names if isinstance(config.get(name), int)}
+    problems = []
+    for name, size in sizes.items() if tensor > 1 else ():
+        if size % tensor:
+            fits = max(count for count in range(1, tensor) if not any(one % count for one in sizes.values()))
+            key = "training.advanced." + ("expert_parallel_size" if "experts" in name else "tensor_parallel_size")
+            problems.append(
+                f"{key}: {name} = {size} of the model does not divide into {tensor} equal parts "
+                f"({size} = {size // tensor} x {tensor} + {size % tensor}): set it to {fits}"
+            )
+    return problems
+
+
 def _other_kind(directory: Path, config: Mapping[str, Any]) -> str:
     """Return why this is no causal language model of text with plain weights, and the remedy; empty: it may be one."""
     if (directory / ADAPTER_FILE).exists():

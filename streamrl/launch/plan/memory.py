@@ -40,7 +40,7 @@ def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int, judge: Mode
     has one."""
     gathered = Gathered.LAYER if recipe.training.gathered is Gathered.LAYER else Gathered.BATCH
     # The publisher's baseline of the published bits, which on a CPU are a view of what the forward runs on.
-    baseline = SHADOW_BYTES * facts.parameters // recipe.training.ranks
+    baseline = SHADOW_BYTES * facts.parameters // (recipe.training.ranks // recipe.training.replicas)
     weights = bytes_per_rank(training_sizes(recipe, facts), gathered).total + baseline
     trainer = TRAINER_BASE_BYTES + _activation_bytes(recipe, facts, context) + weights
     sets = [_engine_bytes(recipe, one, facts, context) for one in prepared_sets(recipe)]
@@ -84,15 +84,16 @@ def training_sizes(recipe: Recipe, facts: ModelFacts, *, on_device: bool = False
     """Sizes that the memory of a trainer rank depends on, as far as the files of the model say."""
     training, lora = recipe.training, recipe.lora
     outside = min(facts.parameters, 2 * facts.vocabulary * facts.hidden)  # tied embeddings are half of that
-    in_layers = facts.parameters - outside
+    # Layers are split over tensor parallel ranks; what is outside of them mostly is not.
+    in_layers = (facts.parameters - outside) // training.tensor_parallel_size
     whole = "all-linear" in lora.targets
     projections = LINEAR_PROJECTIONS if whole else len(lora.targets) or ADAPTED_PROJECTIONS
     adapted = in_layers if whole else min(in_layers, projections * facts.hidden**2 * facts.layers)
     return TrainingSizes(
-        parameters=facts.parameters,
+        parameters=outside + in_layers,
         outside=outside,
         layer=in_layers // max(1, facts.layers),
-        ranks=training.ranks,
+        ranks=max(1, training.ranks // (training.tensor_parallel_size * training.replicas)),
         trained=2 * lora.rank * facts.hidden * projections * facts.layers,
         adapted=adapted if lora.rank and not lora.served else 0,
         moment_bytes=MOMENT_BYTES[training.optimizer],

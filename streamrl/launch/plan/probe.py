@@ -58,14 +58,20 @@ def look_at_environment(given: Environment, model: str, timeout_s: float) -> tup
 
 
 def problem_of_model(
-    options: EngineOptions, timeout_s: float, targets: Sequence[str] = (), prompt: Prompt | None = None
+    options: EngineOptions,
+    timeout_s: float,
+    targets: Sequence[str] = (),
+    prompt: Prompt | None = None,
+    *,
+    split: tuple[int, int] = (1, 1),
 ) -> tuple[str | None, str]:
     """Return why no run can train the model of ``options`` (empty: one can; None: not found out), and how the ids of
-    ``prompt`` differ from those of transformers. Takes about ten seconds, most of which imports vLLM."""
+    ``prompt`` differ from those of transformers. ``split``: sizes of tensor and expert parallel ranks. Takes about ten
+    seconds, most of which imports vLLM."""
     written = {name: prompt.columns[name] for name in _WRITTEN if name in prompt.columns} if prompt else {}
-    argument = msgspec.json.encode((options, targets, written, prompt.token_ids.tolist() if prompt else ()))
+    argument = msgspec.json.encode((options, targets, split, written, prompt.token_ids.tolist() if prompt else ()))
     if len(argument) > _LONGEST_ARGUMENT:
-        argument = msgspec.json.encode((options, targets, {}, ()))
+        argument = msgspec.json.encode((options, targets, split, {}, ()))
     found, _ = _run_child("model", argument.decode(), timeout_s)
     return (None, "") if found is None else ("".join(found.problems), found.differs)
 
@@ -105,11 +111,13 @@ def _look_at_model(argument: str) -> _Found:
     from streamrl.learning.state.unmerged import adapter_shapes
     from streamrl.weights.pull.replica import TensorSpec
 
-    asked = msgspec.json.decode(argument, type=tuple[EngineOptions, tuple[str, ...], dict[str, Any], list[int]])
-    engine, targets, row, ids = asked
+    asked = msgspec.json.decode(
+        argument, type=tuple[EngineOptions, tuple[str, ...], tuple[int, int], dict[str, Any], list[int]]
+    )
+    engine, targets, split, row, ids = asked
     differs = difference_from_transformers(engine.model_path, row, ids) if row else ""
     try:
-        shapes = published_shapes(engine.model_path, targets)
+        shapes = published_shapes(engine.model_path, targets, split)
         adapter = adapter_shapes(engine.adapter, engine.model_path) if engine.adapter.served else {}
         probe_engine(engine, *({n: TensorSpec(n, "bfloat16", s) for n, s in one.items()} for one in (shapes, adapter)))
     except StreamRLError as error:

@@ -36,7 +36,7 @@ from streamrl.learning.model.hugging_face import (
     without_compiler,
 )
 from streamrl.learning.model.local_shards import LocalShard, local_part, local_shards, published_shards
-from streamrl.learning.model.parallel import WHOLE, Split, split_of, split_tensors
+from streamrl.learning.model.parallel import WHOLE, Split, refuse_without_plan, split_of, split_tensors
 from streamrl.learning.model.policy import (
     PackedPolicy,
     computes_in_sixteen_bits,
@@ -183,13 +183,18 @@ def _training_errors(model_path: str) -> Iterator[None]:
         raise StreamRLError(f"model {model_path!r} cannot be trained: {error}") from error
 
 
-def published_shapes(model_path: str, targets: Sequence[str] = ()) -> dict[str, tuple[int, ...]]:
+def published_shapes(
+    model_path: str, targets: Sequence[str] = (), split: tuple[int, int] = (1, 1)
+) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that engines would be given of the model in a directory, by name, without its weights.
+    ``split``: numbers of tensor and of expert parallel ranks, for which transformers must have a plan.
     Raises ``StreamRLError`` as ``load_policy`` does, except errors only a forward can show."""
     policy = empty_policy(model_path)
     with _training_errors(model_path):
         _check_names(policy, Path(model_path))
     refuse_targets(policy.hugging_face, targets)
+    if split[0] > 1:
+        refuse_without_plan(policy.hugging_face, experts=split[1] > 1)
     return {piece.name: piece.shape for piece in policy.pieces}
 
 

@@ -129,8 +129,8 @@ def _held(name: str, tensor: Tensor, side: int) -> np.ndarray:
 
 
 def _is_owned(tensor: Tensor) -> bool:
-    """Of the ranks with the same part of a tensor the first one counts. The dimensions that its own mesh lacks of the
-    whole mesh hold copies of it, the first of them where rank 0 is."""
+    """Return whether this is the first of the ranks with the same part of a tensor. The dimensions that its own mesh
+    lacks of the whole mesh hold copies of it, the first of them where rank 0 is."""
     if not isinstance(tensor, DTensor):
         return not dist.is_initialized() or dist.get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()

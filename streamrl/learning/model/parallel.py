@@ -1,4 +1,4 @@
-"""How parameters are cut over the ranks: tensor and expert parallel by transformers' plan of the family, whole or not
+"""Split of parameters over the ranks: tensor and expert parallel by transformers' plan of the family, whole or not
 then by FSDP2 (``policy.shard``), copied over replicas. No plan of our own."""
 
 from __future__ import annotations
@@ -50,11 +50,15 @@ def split_tensors(policy: PackedPolicy, split: Split) -> None:
     if split.tensor is None:
         return
     from transformers.distributed import DistributedConfig  # only here: it imports torch's compiler
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism, resolve_parallel_plans
+    from transformers.distributed.tensor_parallel import (
+        apply_expert_parallelism,
+        apply_tensor_parallelism,
+        resolve_parallel_plans,
+    )
 
     model: Any = policy.hugging_face
     size = split.tensor.size()
-    why_no_split(model, size, experts=split.experts)
+    refuse_without_plan(model, experts=split.experts)
     try:
         plans = resolve_parallel_plans(model, DistributedConfig(tp_size=size, ep_size=size if split.experts else 1))
         tensors, experts = (dict(plan) for plan in plans)
@@ -68,7 +72,9 @@ def split_tensors(policy: PackedPolicy, split: Split) -> None:
         partial = {name for name, style in tensors.items() if style == PARTIAL_GRADIENT}
         tensors = {name: style for name, style in tensors.items() if name not in partial}
         apply_tensor_parallelism(model, split.tensor, tensors)
-        if experts:
+        if "ep_dispatch_experts" in experts.values():  # tokens are sent to the ranks that have their experts
+            apply_expert_parallelism(model, split.tensor, split.tensor, experts)
+        elif experts:
             apply_tensor_parallelism(model, split.tensor, experts)
     except ValueError as error:
         raise StreamRLError(f"training.tensor_parallel_size: {error}") from error
@@ -78,8 +84,8 @@ def split_tensors(policy: PackedPolicy, split: Split) -> None:
     policy.tensor_group = split.tensor.get_group()
 
 
-def why_no_split(model: Any, size: int, *, experts: bool) -> None:
-    """Raise ``StreamRLError`` where the layers of a model are not cut into ``size`` parts, with the arithmetic."""
+def refuse_without_plan(model: Any, *, experts: bool) -> None:
+    """Raise ``StreamRLError`` for a family without a tensor parallel plan, or without one for experts."""
     config, kind = model.config.get_text_config(), f"model type {model.config.model_type!r}"
     if not (getattr(config, "base_model_tp_plan", None) or getattr(model.config, "base_model_tp_plan", None)):
         raise StreamRLError(

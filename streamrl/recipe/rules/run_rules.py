@@ -10,7 +10,7 @@ from streamrl.recipe.problems import did_you_mean, shown
 from streamrl.recipe.rules.rule import Broken, Problem, has_no_effect, rule
 from streamrl.recipe.schedules.schedule import SCHEDULES, WITHOUT_END, options_of, rate_factor
 from streamrl.recipe.scheduling import RoundKind
-from streamrl.recipe.sections import ADAPTER_RANKS, LaunchedBy, OptimizerKind, Recipe, Run
+from streamrl.recipe.sections import ADAPTER_RANKS, Gathered, LaunchedBy, OptimizerKind, Recipe, Run
 from streamrl.recipe.store_urls import is_url, url_problem
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -205,6 +205,27 @@ def devices(recipe: Recipe) -> Broken:
             '"adamw_offloaded" has no effect on device = "cpu", where everything is in host memory: '
             'set optimizer = "adamw"',
         )
+
+
+@rule("training", "lora.rank")
+def split_of_ranks(recipe: Recipe) -> Broken:
+    training, where = recipe.training, "training.tensor_parallel_size"
+    tensor, replicas, ranks = training.tensor_parallel_size, training.replicas, training.ranks
+    if ranks % (tensor * replicas):
+        name = where if tensor > 1 else "training.replicas"
+        text = f"training.ranks = {ranks} is no multiple of tensor_parallel_size x replicas = {tensor} x {replicas}"
+        yield Problem(name, f"{text}: set ranks = {-(-ranks // (tensor * replicas)) * tensor * replicas}")
+    if training.expert_parallel_size not in (1, tensor):
+        text = f"{training.expert_parallel_size} is neither 1 nor tensor_parallel_size = {tensor}, whose ranks have the"
+        yield Problem("training.expert_parallel_size", f"{text} same tokens: set both to one number")
+    if recipe.lora.rank and tensor * replicas > 1:
+        text = f"lora.rank = {recipe.lora.rank}: adapters are trained over FSDP2 alone: set tensor_parallel_size = 1"
+        yield Problem(where if tensor > 1 else "training.replicas", f"{text} and replicas = 1")
+    if tensor > 1 and training.compile:
+        yield Problem("training.compile", f"is not possible with tensor_parallel_size = {tensor}: set it to false")
+    if tensor > 1 and training.gathered is Gathered.BATCH:
+        text = f'"{training.gathered}" is not possible with tensor_parallel_size = {tensor}, where each row is a'
+        yield Problem("training.gathered", f'{text} collective: set "auto" or "layer"')
 
 
 @rule("rollout.rounds", "tail_batching", "length_sorted", "rollout", "group_sizing")

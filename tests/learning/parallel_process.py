@@ -1,0 +1,99 @@
+"""One of several processes: ``parallel_process.py CASES.json RANK``. Each case is a trainer that is cut over the first
+processes in another way; importing torch is what costs, so all cases run here, one after the other."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from sample_groups import close_of, make_groups
+from torch import Tensor
+
+from streamrl.base.messages import SaveCheckpoint
+from streamrl.learning.model import local_shards
+from streamrl.learning.options import TrainerOptions
+from streamrl.learning.state.published_weights import FullWeights
+from streamrl.learning.trainer import TorchTrainer
+from streamrl.weights.publish import torch_tensors
+
+SIZES = [4, 3, 1, 5, 2]
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """``planted``: a bug that is put in before. ``save``: the directory of a checkpoint after all steps."""
+
+    options: TrainerOptions
+    out: str
+    steps: int = 0
+    save: str = ""
+    planted: str = ""
+
+
+def plant(name: str) -> None:
+    if name == "no reduction":
+        FullWeights.reduce_over = lambda *_: None  # type: ignore[method-assign]
+    elif name == "rows":
+        whole = torch_tensors.shard_specs
+        torch_tensors.shard_specs = lambda shards: [  # type: ignore[assignment]
+            msgspec.structs.replace(spec, run=0, stride=0) for spec in whole(shards)
+        ]
+    elif name == "twice":
+        local_shards._is_owned = lambda _: True
+
+
+def of_shards(trainer: TorchTrainer, kind: str, flat_L: Tensor) -> dict[str, np.ndarray]:
+    arrays: dict[str, np.ndarray] = {}
+    for shard in trainer._updates.weights.master_shards:
+        arrays[f"{kind}/{shard.name}"] = flat_L[shard.place].detach().numpy().reshape(shard.local_shape).copy()
+        arrays |= {f"held/{side}/{shard.name}": indices for side, indices in enumerate(shard.held)}
+        arrays[f"shape/{shard.name}"] = np.array(shard.shape)
+    return arrays
+
+
+def run(case: Case) -> None:
+    options = case.options
+    while options.resume_from and not Path(options.resume_from).exists():
+        time.sleep(0.05)
+    plant(case.planted)
+    trainer = TorchTrainer(options, torch_tensors.start_publisher)
+    first = trainer.start().policy_version
+    published = trainer.publish_anchor(first)
+    arrays: dict[str, Any] = {"hash": np.uint64(published.state_hash), "elements": published.source.total_elements}
+    weights, collect = trainer._updates.weights, trainer._updates.weights.collect_gradient
+
+    def seen() -> Tensor:
+        gradient_L = collect()
+        if not any(name.startswith("gradient/") for name in arrays):
+            averaged = options.ranks // options.tensor_parallel_size
+            arrays.update(of_shards(trainer, "gradient", gradient_L * averaged))
+        return gradient_L
+
+    weights.collect_gradient = seen  # type: ignore[method-assign]
+    data, number = options.rank // options.tensor_parallel_size, options.ranks // options.tensor_parallel_size
+    for version in range(first, first + case.steps):
+        groups = make_groups(version, SIZES, seed=version, version=version)
+        for index, group in enumerate(groups):
+            if (index + version) % 3 % number == data:
+                trainer.train_group(group)
+            if index == 2 and trainer._updates.by_layer:
+                trainer.train_pending()  # as it is ordered of every rank
+        report = trainer.close_batch(close_of(groups, version + 1))
+        arrays[f"loss/{version}"] = report.metrics["optim/loss"]
+        arrays[f"norm/{version}"] = report.metrics["optim/grad_norm"]
+        trainer.acknowledge(version + 1)
+    arrays["parameters"] = weights.gradient_L.numel()
+    arrays |= of_shards(trainer, "master", weights.masters.whole())
+    if case.save:
+        trainer.save_checkpoint(SaveCheckpoint(directory=case.save, policy_version=trainer.policy_version))
+    np.savez(case.out, **arrays)
+    trainer.close()
+
+
+if __name__ == "__main__":
+    for each in msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[Case]):
+        if each.options.rank == int(sys.argv[2]):
+            run(each)
