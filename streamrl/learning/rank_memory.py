@@ -128,7 +128,7 @@ def choose_gathered(wanted: Gathered, sizes: TrainingSizes, room: int, beside: i
     ``beside``: bytes that activations and logits take."""
     whole, by_layer = (bytes_per_rank(sizes, g).total + beside for g in (Gathered.BATCH, Gathered.LAYER))
     if sizes.ranks == 1:
-        return Gathered.BATCH, f"one rank holds everything: {whole / GIB:.2f} GiB"
+        return Gathered.BATCH, f"parameters are not gathered: {whole / GIB:.2f} GiB"
     if wanted is not Gathered.AUTO:
         chosen, why = wanted, "as training.advanced.gathered says"
     elif whole <= room:

@@ -61,18 +61,17 @@ class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
             )
         total = math.prod(self.shape)
         column = self.offset % self.stride if self.stride else 0
-        if self.run and (not self.stride or column + self.run > self.stride or total % self.stride):
+        if self.run and (not 0 < self.stride <= total or column + self.run > self.stride or total % self.stride):
             raise WeightError(
                 f"shard of {self.name!r} has {self.run} columns from column {column} on, in rows of {self.stride} of "
                 f"its {total} elements"
             )
-        last = self.skipped + self.count - 1
-        if (
-            self.count
-            and (last // self.run * self.stride + last % self.run if self.run else last) >= total - self.offset
-        ):
+        end = self.skipped + self.count
+        if self.run and self.count:
+            end = (end - 1) // self.run * self.stride + (end - 1) % self.run + 1
+        if self.offset + end > total:
             raise WeightError(
-                f"shard [{self.offset}, {self.offset + self.count}) of {self.name!r} leaves its {total} elements"
+                f"shard [{self.offset}, {self.offset + end}) of {self.name!r} leaves its {total} elements"
             )
 
     def piece(self, start: int, count: int) -> ShardSpec:

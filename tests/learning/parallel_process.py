@@ -1,23 +1,26 @@
-"""One of several processes: ``parallel_process.py CASES.json RANK``. Each case is a trainer that is cut over the first
-processes in another way; importing torch is what costs, so all cases run here, one after the other."""
+"""Four processes: ``parallel_process.py CASES.json``. Each case is a trainer that is cut over the first of them
+in another way. Importing torch is what costs: it is done once, and all cases run here, one after the other."""
 
 from __future__ import annotations
 
 import sys
 import time
+import warnings
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 from sample_groups import close_of, make_groups
-from torch import Tensor
+from torch import Tensor, int16
 
 from streamrl.base.messages import SaveCheckpoint
 from streamrl.learning.model import local_shards
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.state.published_weights import FullWeights
+from streamrl.learning.state.published_weights import FullWeights, PublishedWeights
 from streamrl.learning.trainer import TorchTrainer
+from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.publish import torch_tensors
 
 SIZES = [4, 3, 1, 5, 2]
@@ -54,6 +57,12 @@ def of_shards(trainer: TorchTrainer, kind: str, flat_L: Tensor) -> dict[str, np.
     return arrays
 
 
+def exported(weights: PublishedWeights) -> list[tuple[str, Tensor]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch gathers strided shards in two steps, and says so
+        return list(weights.full_published().items())
+
+
 def run(case: Case) -> None:
     options = case.options
     while options.resume_from and not Path(options.resume_from).exists():
@@ -85,7 +94,10 @@ def run(case: Case) -> None:
         arrays[f"loss/{version}"] = report.metrics["optim/loss"]
         arrays[f"norm/{version}"] = report.metrics["optim/grad_norm"]
         trainer.acknowledge(version + 1)
-    arrays["parameters"] = weights.gradient_L.numel()
+        arrays["after"] = np.uint64(report.state_hash)
+    # The same by torch's own gathering, which knows nothing of our ranges.
+    whole = {name: tensor.flatten().view(int16).numpy().view(np.uint16) for name, tensor in exported(weights)}
+    arrays["exported"] = np.uint64(sum(hash_range(name, 0, bits) for name, bits in whole.items()) % (1 << 64))
     arrays |= of_shards(trainer, "master", weights.masters.whole())
     if case.save:
         trainer.save_checkpoint(SaveCheckpoint(directory=case.save, policy_version=trainer.policy_version))
@@ -93,7 +105,18 @@ def run(case: Case) -> None:
     trainer.close()
 
 
+def run_rank(number: int, cases: list[Case]) -> None:
+    for case in cases:
+        if case.options.rank == number:
+            run(case)
+
+
 if __name__ == "__main__":
-    for each in msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[Case]):
-        if each.options.rank == int(sys.argv[2]):
-            run(each)
+    every = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[Case])
+    numbers = range(max(case.options.ranks for case in every))
+    ranks = [get_context("fork").Process(target=run_rank, args=(number, every), daemon=True) for number in numbers]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    sys.exit(max(abs(one.exitcode or 0) for one in ranks))

@@ -89,8 +89,8 @@ def _published(piece: CheckpointPiece, shard: LocalShard, rows: np.ndarray) -> L
     if not aligned or any((np.diff(part) != 1).any() for part in (mine, columns)):
         raise StreamRLError(
             f"{piece.name}: this rank has neither consecutive rows nor consecutive columns of it: such a split of "
-            f"{shard.name} cannot be published; set training.tensor_parallel_size = 1 or expert_parallel_size to "
-            "tensor_parallel_size"
+            f"{shard.name} cannot be published; set training.advanced.tensor_parallel_size = 1, or "
+            "expert_parallel_size to it"
         )
     start = shard.start + first * wide
     offset = int(mine[0]) * width - piece.start + int(columns[0]) if len(mine) else 0

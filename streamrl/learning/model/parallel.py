@@ -77,7 +77,7 @@ def split_tensors(policy: PackedPolicy, split: Split) -> None:
         elif experts:
             apply_tensor_parallelism(model, split.tensor, experts)
     except ValueError as error:
-        raise StreamRLError(f"training.tensor_parallel_size: {error}") from error
+        raise StreamRLError(f"training.advanced.tensor_parallel_size: {error}") from error
     policy.partial_gradients = frozenset(
         name for name, _ in model.named_parameters() if _in_plan(name.rpartition(".")[0]) in partial
     )

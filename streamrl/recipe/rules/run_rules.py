@@ -223,6 +223,9 @@ def split_of_ranks(recipe: Recipe) -> Broken:
         yield Problem(where if tensor > 1 else "training.replicas", f"{text} and replicas = 1")
     if tensor > 1 and training.compile:
         yield Problem("training.compile", f"is not possible with tensor_parallel_size = {tensor}: set it to false")
+    if tensor > 1 and training.optimizer is OptimizerKind.ADAMW_8BIT:
+        text = f'"{training.optimizer}" rounds moments by their neighbours, which differ between tensor parallel ranks'
+        yield Problem("training.optimizer", f'{text}, and what all of them have would too: set "adamw"')
     if tensor > 1 and training.gathered is Gathered.BATCH:
         text = f'"{training.gathered}" is not possible with tensor_parallel_size = {tensor}, where each row is a'
         yield Problem("training.gathered", f'{text} collective: set "auto" or "layer"')

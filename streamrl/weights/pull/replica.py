@@ -230,21 +230,19 @@ def _tensor_table(patches: Sequence[ShardPatch]) -> dict[str, TensorSpec]:
 def _join_complete(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch:
     """Join the shards of an anchor; they must cover the tensor exactly once."""
     joined = np.empty(spec.elements, dtype=bit_type(spec.dtype, spec.name))
+    missing = np.ones(spec.elements if any(part.shard.run for part in parts) else 0, dtype=np.bool_)
     reached = 0
-    if any(part.patch.positions is not None for part in parts):
-        raise WeightError(f"the anchor of {spec.name!r} lists changes instead of all elements")
-    if any(part.shard.run for part in parts):
-        # Columns of several ranks lie between each other.
-        changes = _join_columns(spec, parts)
-        if changes.new_bits.size != spec.elements:
-            raise WeightError(
-                f"the anchor of {spec.name!r} has {changes.new_bits.size} of {spec.elements} elements: a rank is "
-                "missing"
-            )
-        return StagedPatch(None, changes.new_bits)
     for part in parts:
-        _check_follows(spec, part.shard, reached)
-        joined[reached : reached + part.shard.count] = part.patch.values
+        if part.patch.positions is not None:
+            raise WeightError(f"the anchor of {spec.name!r} lists changes instead of all elements")
+        if missing.size:  # columns of several ranks lie between each other
+            places = part.shard.places()
+            if not missing[places].all():
+                raise WeightError(f"two ranks publish elements of {spec.name!r} from element {part.shard.offset} on")
+            joined[places], missing[places] = part.patch.values, False
+        else:
+            _check_follows(spec, part.shard, reached)
+            joined[reached : reached + part.shard.count] = part.patch.values
         reached += part.shard.count
     if reached != spec.elements:
         raise WeightError(
