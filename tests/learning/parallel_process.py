@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, int16
 from streamrl.base.messages import SaveCheckpoint
 from streamrl.learning.model import local_shards
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.state.published_weights import FullWeights, PublishedWeights
+from streamrl.learning.state.published_weights import FullWeights
 from streamrl.learning.trainer import TorchTrainer
 from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.publish import torch_tensors
@@ -57,14 +58,12 @@ def of_shards(trainer: TorchTrainer, kind: str, flat_L: Tensor) -> dict[str, np.
     return arrays
 
 
-def exported(weights: PublishedWeights) -> list[tuple[str, Tensor]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch gathers strided shards in two steps, and says so
-        return list(weights.full_published().items())
+def run_all(cases: list[Case]) -> None:
+    for case in cases:
+        run(case, case.options)
 
 
-def run(case: Case) -> None:
-    options = case.options
+def run(case: Case, options: TrainerOptions) -> None:
     while options.resume_from and not Path(options.resume_from).exists():
         time.sleep(0.05)
     plant(case.planted)
@@ -95,9 +94,10 @@ def run(case: Case) -> None:
         arrays[f"norm/{version}"] = report.metrics["optim/grad_norm"]
         trainer.acknowledge(version + 1)
         arrays["after"] = np.uint64(report.state_hash)
-    # The same by torch's own gathering, which knows nothing of our ranges.
-    whole = {name: tensor.flatten().view(int16).numpy().view(np.uint16) for name, tensor in exported(weights)}
-    arrays["exported"] = np.uint64(sum(hash_range(name, 0, bits) for name, bits in whole.items()) % (1 << 64))
+    warnings.simplefilter("ignore")  # torch's own gathering takes two steps for strided shards, and says so
+    whole = {name: full.flatten().view(int16).numpy() for name, full in weights.full_published().items()}
+    hashes = [hash_range(name, 0, bits.view(np.uint16)) for name, bits in whole.items()]
+    arrays["exported"] = np.uint64(sum(hashes) % (1 << 64))
     arrays |= of_shards(trainer, "master", weights.masters.whole())
     if case.save:
         trainer.save_checkpoint(SaveCheckpoint(directory=case.save, policy_version=trainer.policy_version))
@@ -105,18 +105,8 @@ def run(case: Case) -> None:
     trainer.close()
 
 
-def run_rank(number: int, cases: list[Case]) -> None:
-    for case in cases:
-        if case.options.rank == number:
-            run(case)
-
-
 if __name__ == "__main__":
     every = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[Case])
-    numbers = range(max(case.options.ranks for case in every))
-    ranks = [get_context("fork").Process(target=run_rank, args=(number, every), daemon=True) for number in numbers]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join()
-    sys.exit(max(abs(one.exitcode or 0) for one in ranks))
+    of_ranks = [[case for case in every if case.options.rank == rank] for rank in range(4)]
+    with ProcessPoolExecutor(4, get_context("fork")) as pool:
+        list(pool.map(run_all, of_ranks))
