@@ -95,7 +95,8 @@ class Generate(Message, frozen=True):
     sampled with this seed by other weights: what of them these weights choose, too, need not be decoded. ``scored``: so
     many tokens there are answered, with their logprobs at temperature 1, and nothing is sampled after them.
     ``min_tokens``: of the whole completion, as ``max_tokens``. ``priority``: of requests that wait in an engine, the
-    one with the least goes first (in runs with an environment)."""
+    one with the least goes first (in runs with an environment). ``routed``: tokens at the start of ``token_ids`` whose
+    experts are known; those of the others are answered by an engine that returns experts (None: of none)."""
 
     request_id: str
     token_ids: TokenArray
@@ -111,6 +112,7 @@ class Generate(Message, frozen=True):
     kept: int = 0
     scored: int = 0
     priority: int = 0
+    routed: int | None = 0
 
 
 class Abort(Message, frozen=True):

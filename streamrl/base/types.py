@@ -7,6 +7,7 @@ values: they compare by value, cost four bytes an element, and travel as raw fra
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from enum import StrEnum
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,11 @@ import msgspec
 if TYPE_CHECKING:
     TokenArray = array[int]
     FloatArray = array[float]
+    ExpertArray = array[int]
 else:  # array.array cannot be subscripted at run time in Python 3.11, and msgspec reads annotations
     TokenArray = array
     FloatArray = array
+    ExpertArray = array
 
 
 def token_array(values: Any = ()) -> TokenArray:
@@ -88,6 +91,32 @@ class VersionSpan(Record, frozen=True):
     policy_version: int
 
 
+class RoutedTokens(Record, frozen=True):
+    """Experts that the routers of an engine chose for the tokens ``[start, stop)`` of a sequence, whose prompt comes
+    first. ``shape``: (layers, top_k), of all layers of the model; ``experts``: [tokens, layers, top_k], uint8 (uint16
+    of models with more than 256 experts), 0 in layers without experts."""
+
+    start: int
+    shape: tuple[int, int]
+    experts: ExpertArray
+
+    @property
+    def stop(self) -> int:
+        """Position after its last token."""
+        return self.start + len(self.experts) // (self.shape[0] * self.shape[1])
+
+
+def routed_within(routed: Iterable[RoutedTokens], first: int, stop: int, *, moved: int) -> tuple[RoutedTokens, ...]:
+    """The parts of ``routed`` in ``[first, stop)``, ``moved`` by so many positions."""
+    found = []
+    for one in routed:
+        begin, end, width = max(one.start, first), min(one.stop, stop), one.shape[0] * one.shape[1]
+        if begin < end:
+            experts = one.experts[(begin - one.start) * width : (end - one.start) * width]
+            found.append(RoutedTokens(start=begin + moved, shape=one.shape, experts=experts))
+    return tuple(found)
+
+
 class CachedPrefix(Record, frozen=True):
     """Tokens of a request's prompt that the prefix cache of its engine held, in blocks of ``block_tokens``. ``pauses``:
     of the engine, before the request: nothing that was cached before a pause is used after it."""
@@ -99,25 +128,29 @@ class CachedPrefix(Record, frozen=True):
 
 class Completion(Record, frozen=True):
     """One sampled continuation. ``behavior_logprobs[i]`` belongs to ``token_ids[i]``. ``cached``: None: the engine does
-    not say, or it was sampled in parts."""
+    not say, or it was sampled in parts. ``routed``: of the request's tokens and of these, by their position in both;
+    empty: the engine returns no experts."""
 
     token_ids: TokenArray
     behavior_logprobs: FloatArray
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
     cached: CachedPrefix | None = None
+    routed: tuple[RoutedTokens, ...] = ()
 
 
 class Segment(Record, frozen=True):
     """One turn of a trajectory. ``trained`` is its loss mask: model turns True, environment turns False.
     ``behavior_logprobs`` is empty for an environment turn. ``follows``: index of the segment that it goes on from
-    (None: the one before it; -1: the prompt)."""
+    (None: the one before it; -1: the prompt). ``routed``: experts that became known with it, of its own tokens and of
+    those before it, by their position in the sequence from the prompt on."""
 
     token_ids: TokenArray
     trained: bool
     behavior_logprobs: FloatArray = msgspec.field(default_factory=float_array)
     version_spans: tuple[VersionSpan, ...] = ()
     follows: int | None = None
+    routed: tuple[RoutedTokens, ...] = ()
 
 
 TurnTimes = tuple[int, float, int, float]
@@ -235,7 +268,8 @@ class TrainingSample(Record, frozen=True):
     ``separate_rewards``: weight and value of each reward that is compared alone; empty: ``reward`` is compared.
     ``temperature``: that sampled it, where it is not the recipe's. ``sequence_starts``: where each of several sequences
     begins in ``token_ids``, with the prompt again; empty: there is one. ``turn_rewards``: of the trajectory, by number
-    of the turn; ``turns``: number and tokens of each turn, in the order of ``token_ids``; empty where there is none."""
+    of the turn; ``turns``: number and tokens of each turn, in the order of ``token_ids``; empty where there is none.
+    ``routed``: by position in ``token_ids``; of a token that is in two, the first holds."""
 
     id: TrajectoryId
     token_ids: TokenArray
@@ -251,6 +285,7 @@ class TrainingSample(Record, frozen=True):
     sequence_starts: tuple[int, ...] = ()
     turn_rewards: tuple[float, ...] = ()
     turns: tuple[tuple[int, int], ...] = ()
+    routed: tuple[RoutedTokens, ...] = ()
 
     @property
     def trained_tokens(self) -> int:
@@ -274,6 +309,7 @@ def to_training_sample(scored: ScoredTrajectory, temperature: float | None = Non
     spans: list[VersionSpan] = []
     starts: list[int] = []
     turns: list[tuple[int, int]] = []
+    routed: list[RoutedTokens] = []
     numbers = list(accumulate(segment.trained for segment in trajectory.segments))
     for path, trained in _sequences(trajectory):
         starts.append(len(token_ids))
@@ -292,6 +328,8 @@ def to_training_sample(scored: ScoredTrajectory, temperature: float | None = Non
                 for span in segment.version_spans
                 if index in trained
             ]
+        known = (one for index in path for one in trajectory.segments[index].routed)
+        routed += routed_within(known, 0, len(token_ids) - starts[-1], moved=starts[-1])
     return TrainingSample(
         id=trajectory.id,
         token_ids=token_ids,
@@ -307,6 +345,7 @@ def to_training_sample(scored: ScoredTrajectory, temperature: float | None = Non
         sequence_starts=tuple(starts) if len(starts) > 1 else (),
         turn_rewards=scored.turn_rewards,
         turns=tuple(turns) if scored.turn_rewards else (),
+        routed=tuple(routed),
     )
 
 

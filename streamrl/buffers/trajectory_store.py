@@ -98,6 +98,7 @@ class TrajectoryStore:
             behavior_logprobs=segment.behavior_logprobs,
             finish_reason=whole.finish_reason,
             version_spans=segment.version_spans,
+            routed=segment.routed,
         )
         return SampledSoFar(completion=completion, parts=1, seconds=whole.rollout_seconds)
 

@@ -23,6 +23,7 @@ from streamrl.base.messages import Generate
 from streamrl.base.types import (
     Completion,
     FinishReason,
+    RoutedTokens,
     TokenArray,
     TrajectoryId,
     VersionSpan,
@@ -52,6 +53,7 @@ def resumed_request(request: Generate, partial: Completion, *, seed: int, reques
         token_ids=request.token_ids + partial.token_ids,
         prefix_length=request.prefix_length + len(partial.token_ids),
         seed=seed,
+        routed=None if request.routed is None else max([request.routed, *(one.stop for one in partial.routed)]),
     )
 
 
@@ -89,6 +91,7 @@ def join_completions(first: Completion, second: Completion) -> Completion:
         behavior_logprobs=first.behavior_logprobs + second.behavior_logprobs,
         finish_reason=second.finish_reason,
         version_spans=tuple(spans),
+        routed=first.routed + second.routed,
     )
 
 
@@ -114,7 +117,9 @@ def without_kept(request: Generate) -> Generate:
     return msgspec.structs.replace(request, token_ids=request.token_ids[: -request.kept], kept=0)
 
 
-def accepted_part(kept: TokenArray, logprobs: Sequence[float], count: int, policy_version: int) -> Completion:
+def accepted_part(
+    kept: TokenArray, logprobs: Sequence[float], count: int, policy_version: int, routed: tuple[RoutedTokens, ...] = ()
+) -> Completion:
     """The first ``count`` tokens of ``kept`` as what ``policy_version`` has sampled so far."""
     spans = (VersionSpan(start=0, end=count, policy_version=policy_version),) if count else ()
     return Completion(
@@ -122,6 +127,7 @@ def accepted_part(kept: TokenArray, logprobs: Sequence[float], count: int, polic
         behavior_logprobs=float_array(logprobs[:count]),
         finish_reason=FinishReason.ABORT,
         version_spans=spans,
+        routed=routed,
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from msgspec import structs
 
 from streamrl.base.run_process import usable_cores
+from streamrl.learning.routing_replay import replays_routing
 from streamrl.learning.threads import trainer_threads
 from streamrl.pretrained.tokenizer import end_tokens
 from streamrl.recipe.environment import Credit
@@ -79,6 +80,7 @@ def trainer_options(
         and not recipe.run.deterministic
         and not why_not_streaming(objective, training.updates_per_batch, training.epochs_per_batch),
         "end_tokens": end_tokens(recipe.model.path).ids if recipe.sampling.min_tokens else (),
+        "routing_replay": replays_routing(recipe),
     }
     return TrainerOptions(
         **structs.asdict(training) | decided | sampling,

@@ -13,6 +13,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import CloseBatch, WeightSource
 from streamrl.learning.batches.gradients import BatchSums, TokenSums
 from streamrl.learning.batches.packing import PreparedSample
+from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.objective.objectives import loss_denominator
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.process_group import all_gather_bytes, all_reduce
@@ -71,6 +72,24 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
             metrics["policy/reference_kl"] = total.reference_kl / computed
         if options.objective.has_critic:
             metrics["optim/value_loss"] = total.value_loss / denominator
+    return metrics
+
+
+def expert_metrics(policy: PackedPolicy, unreplayed: float, options: TrainerOptions) -> dict[str, float]:
+    """Load of the experts since the last call, over all ranks; empty for a model without experts. ``unreplayed``:
+    tokens of this rank. Collective."""
+    if policy.experts is None:
+        return {}
+    mine = policy.experts.take_loads()
+    values = all_reduce([unreplayed, *mine.flatten().tolist()], mine.device)
+    loads_LE = np.array(values[1:]).reshape(mine.shape)
+    loads_LE = loads_LE[loads_LE.sum(1) > 0]  # without layers that have none, or of a batch that trained nothing
+    metrics = {"experts/unreplayed_tokens": values[0]} if options.routing_replay is True else {}
+    if len(loads_LE):
+        shares_LE = loads_LE / loads_LE.sum(1, keepdims=True)
+        entropies_L = -(shares_LE * np.log(np.maximum(shares_LE, 1e-30))).sum(1)
+        metrics["experts/busiest_share"] = float(shares_LE.max()) * policy.experts.top_k
+        metrics["experts/load_entropy"] = float(entropies_L.mean() / np.log(policy.experts.number))
     return metrics
 
 

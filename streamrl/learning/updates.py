@@ -40,7 +40,7 @@ from streamrl.learning.objective.objectives import loss_denominator
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import FullWeights, PublishedWeights, global_norm
-from streamrl.learning.step_metrics import update_lengths
+from streamrl.learning.step_metrics import expert_metrics, update_lengths
 from streamrl.recipe.schedules.schedule import rate_factor
 from streamrl.recipe.sections import OptimizerKind
 
@@ -112,7 +112,7 @@ class Updates:
         self.policy_version = close.policy_version
         means = {name: sum(step[name] for step in steps) / in_all for name in steps[0]}
         totals = {"time/optim_s": optimizing, "optim/skipped_steps_total": float(self.skipped_steps)}
-        return means | lengths | totals
+        return means | lengths | totals | expert_metrics(self.policy, sums.tokens.unreplayed_tokens, self._options)
 
     def _prepare(self, groups: Sequence[TrainingGroup], *, proximal: bool) -> list[PreparedSample]:
         """Samples of ``groups`` worth training, with their advantages. Collective for those of the whole batch."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,6 +20,8 @@ _OTHER_NAMES = {
     "num_attention_heads": "n_head n_heads num_heads",
     "max_position_embeddings": "n_positions n_ctx max_seq_len max_sequence_length max_seq_length seq_length",
 }
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 ADAPTER_FILE = "adapter_config.json"
 MERGED = "merge the adapter into its base model (peft: merge_and_unload) and save that with save_pretrained"
 
@@ -31,6 +34,27 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     vocabulary: int
     key_value_bytes: int
+
+
+class Experts(NamedTuple):
+    """Sizes of a mixture of experts: layers of the model, experts of one, and those that a token goes through."""
+
+    layers: int
+    experts: int
+    top_k: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of the experts of one token."""
+        return self.layers * self.top_k * (1 if self.experts <= 256 else 2)
+
+
+def experts_of(config: Mapping[str, Any]) -> Experts | None:
+    """Sizes that a model's ``config.json`` names (``read_model_config``); None for a model without experts."""
+    experts, top_k = (
+        next((value for name in names if isinstance(value := config.get(name), int)), 0) for names in (_EXPERTS, _TOP_K)
+    )
+    return Experts(config.get("num_hidden_layers") or 0, experts, top_k) if experts > 1 and top_k else None
 
 
 def read_model_facts(directory: Path) -> ModelFacts:

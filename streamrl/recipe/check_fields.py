@@ -21,6 +21,8 @@ def expected(kind: inspect.Type) -> str:
     kind = bare(kind)
     if type(kind) in NUMBERS:
         return NUMBERS[type(kind)][0] + _range(kind)
+    if isinstance(kind, inspect.UnionType):
+        return " or ".join(expected(t) for t in kind.types if not isinstance(t, inspect.NoneType))
     if names := choices(kind):
         return "one of " + ", ".join(map(shown, names))
     if isinstance(kind, inspect.VarTupleType):
@@ -28,8 +30,6 @@ def expected(kind: inspect.Type) -> str:
         if isinstance(item, inspect.StructType):
             return f"a list of tables with keys out of {', '.join(f.name for f in item.fields)}"
         return "a list of " + (NUMBERS[type(item)][1] + _range(item) if type(item) in NUMBERS else "strings")
-    if isinstance(kind, inspect.UnionType):
-        return " or ".join(expected(t) for t in kind.types if not isinstance(t, inspect.NoneType))
     if isinstance(kind, inspect.DictType | inspect.StructType):
         return "a table of keys and values"
     return "true or false" if isinstance(kind, inspect.BoolType) else "a string"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -204,6 +204,10 @@ class Training(Section, frozen=True):
         Count, advanced("ranks over which experts are split whole: 1, or tensor_parallel_size")
     ] = 1
     replicas: Annotated[Count, advanced("groups of ranks of which each has the whole model (HSDP)")] = 1
+    routing_replay: Annotated[
+        bool | Literal["auto"],
+        advanced("mixtures of experts: the trainer's routers take the experts that the engines chose"),
+    ] = "auto"
     activation_checkpointing: Annotated[
         bool, doc("activations are computed again in the backward, which saves memory")
     ] = False

@@ -237,6 +237,7 @@ class _OpenTrajectory:
                 behavior_logprobs=done.behavior_logprobs,
                 version_spans=done.version_spans,
                 follows=self.follows,
+                routed=done.routed,
             )
         )
         self.finish = done.finish_reason
@@ -547,6 +548,7 @@ class Episodes:
             seed=order.seed,
             # A later turn before the first turns of what was launched after it: groups end in the order of launches.
             priority=self._launched if self._has_environment else 0,
+            routed=None if order.evaluation else 0,
             **self._sampling | order.sampling,
         )
 

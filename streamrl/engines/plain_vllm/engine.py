@@ -6,6 +6,7 @@ Version labels are strings only here: vLLM's ``weight_version`` becomes ``policy
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -16,7 +17,15 @@ from msgspec import structs
 from streamrl.base.dedicated_thread import DedicatedThread
 from streamrl.base.errors import EngineError, ModelRefused, RequestRefused, WeightError
 from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.base.types import CachedPrefix, Completion, FinishReason, VersionSpan, float_array, token_array
+from streamrl.base.types import (
+    CachedPrefix,
+    Completion,
+    FinishReason,
+    RoutedTokens,
+    VersionSpan,
+    float_array,
+    token_array,
+)
 from streamrl.engines.file_weights import FilePush
 from streamrl.engines.plain_vllm.options import PlainOptions, vllm_config
 from streamrl.engines.plain_vllm.stop_strings import BEFORE, find_across_parts
@@ -180,7 +189,7 @@ class PlainVllmEngine:
     async def _sampled(self, request: Generate, **changes: Any) -> Completion:
         pauses = self._pauses  # before anything is awaited: those of its salt
         output = await self._output(request, **changes)
-        completion = completion_of(output.outputs[0])
+        completion = structs.replace(completion_of(output.outputs[0]), routed=routed_of(request, output.outputs[0]))
         if not self._plain.prefix_caching:
             return completion
         tokens, block = output.num_cached_tokens or 0, self._block_tokens
@@ -274,6 +283,7 @@ def _sampling_params(request: Generate, **changes: Any) -> SamplingParams:
         "detokenize": bool(request.stop),
         "output_kind": RequestOutputKind.FINAL_ONLY,
         "skip_clone": True,
+        "routed_experts_prompt_start": len(request.token_ids) if request.routed is None else request.routed,
     }
     if request.stop and request.prefix_length:
         changes["extra_args"] = {BEFORE: request.prefix_length} | changes.get("extra_args", {})
@@ -299,6 +309,19 @@ def completion_of(output: CompletionOutput) -> Completion:
             f"vLLM returned {len(token_ids)} tokens with {len(logprobs)} logprobs and version labels for {covered}"
         )
     return Completion(token_ids=token_ids, behavior_logprobs=logprobs, finish_reason=reason, version_spans=spans)
+
+
+def routed_of(request: Generate, output: CompletionOutput) -> tuple[RoutedTokens, ...]:
+    """Experts of the tokens that ``request`` asks for, in one part: all but the last token that was sampled, which has
+    not gone through the model. Empty where vLLM returns none. Raises ``EngineError`` for more than there are tokens."""
+    if output.routed_experts is None or request.routed is None or not len(output.routed_experts):
+        return ()
+    rows_TLK = output.routed_experts
+    experts = array("B" if rows_TLK.itemsize == 1 else "H", rows_TLK.tobytes())
+    part = RoutedTokens(start=request.routed, shape=rows_TLK.shape[1:], experts=experts)
+    if part.stop > (tokens := len(request.token_ids) + len(output.token_ids)):
+        raise EngineError(f"vLLM returned experts up to token {part.stop} of {tokens}")
+    return (part,)
 
 
 def _policy_version(label: str) -> int:

@@ -16,8 +16,8 @@ import psutil
 
 from streamrl.base.errors import ModelRefused
 from streamrl.base.messages import EngineLoad, EngineReady, Generate
-from streamrl.base.types import Completion, FinishReason, TokenArray
-from streamrl.engines.plain_vllm.engine import PlainVllmEngine, completion_of
+from streamrl.base.types import Completion, FinishReason, TokenArray, routed_within
+from streamrl.engines.plain_vllm.engine import PlainVllmEngine, completion_of, routed_of
 from streamrl.engines.plain_vllm.options import vllm_config
 from streamrl.engines.resumption import (
     accepted_part,
@@ -33,6 +33,7 @@ from streamrl.engines.vllm.gpus import visible_gpus
 from streamrl.engines.vllm.held_outputs import ABORT, hold_outputs
 from streamrl.engines.vllm.options import EngineOptions, batched_tokens
 from streamrl.engines.vllm.processes import ProcessWatch, core_is_forked, fork_engine_core
+from streamrl.engines.vllm.routing_capture import allow_capture_on_cpu
 from streamrl.engines.vllm.statistics import EngineCounters, kv_tokens
 from streamrl.pretrained.tokenizer import tokenizer_digest
 from streamrl.recipe.toml_text import toml_value
@@ -171,7 +172,8 @@ class VllmEngine(PlainVllmEngine):
         flat = output.prompt_logprobs
         held = accepted_prefix(tokens, flat.ranks[-len(tokens) :])
         version = completion_of(output.outputs[0]).version_spans[0].policy_version
-        return accepted_part(tokens, flat.logprobs[-len(tokens) :], held, version)
+        routed = routed_within(routed_of(asked, output.outputs[0]), 0, len(whole.token_ids) + held, moved=0)
+        return accepted_part(tokens, flat.logprobs[-len(tokens) :], held, version, routed)
 
 
 def engine_config(options: EngineOptions) -> Any:
@@ -184,7 +186,10 @@ def engine_config(options: EngineOptions) -> Any:
         "enable_sleep_mode": options.sleeps,
         "scheduling_policy": "priority" if options.by_priority else "fcfs",
         "weight_transfer_config": WeightTransferConfig(backend="streamrl") if options.pushed else None,
+        "enable_return_routed_experts": options.routed,
     }
+    if options.routed and options.on_cpu:
+        allow_capture_on_cpu()
     if not options.on_cpu:
         more["gpu_memory_utilization"] = options.gpu_memory_utilization
     if options.adapter.served:

@@ -142,12 +142,7 @@ class HeldOutputs:
 
     def _is_final_only(self, output: Any) -> bool:
         params = getattr(self._scheduler.requests.get(output.request_id), "sampling_params", None)
-        parts = (
-            output.pooling_output,
-            output.routed_experts,
-            output.new_sampling_mask,
-            output.prompt_token_id_logprobs,
-        )
+        parts = (output.pooling_output, output.new_sampling_mask, output.prompt_token_id_logprobs)
         asked = params is not None and params.output_kind.name == "FINAL_ONLY" and not params.stop
         return asked and all(part is None for part in parts)
 
@@ -157,22 +152,25 @@ class _Held:
 
     def __init__(self, output: Any) -> None:
         self.output = output
-        self._logprobs = [output.new_logprobs]
+        self._logprobs, self._routed = [output.new_logprobs], [output.routed_experts]
 
     def add(self, output: Any) -> None:
         self.output.new_token_ids += output.new_token_ids
         self._logprobs.append(output.new_logprobs)
+        self._routed.append(output.routed_experts)
         if len(self._logprobs) == _JOIN_FROM:
-            self._logprobs = [_joined(self._logprobs)]
+            self._logprobs, self._routed = [_joined(self._logprobs)], [_joined_rows(self._routed)]
 
     def move_into(self, last: Any) -> None:
         first = self.take()
         last.new_token_ids, last.new_logprobs = first.new_token_ids, first.new_logprobs
         last.new_prompt_logprobs_tensors, last.prefill_stats = first.new_prompt_logprobs_tensors, first.prefill_stats
+        last.routed_experts = first.routed_experts
 
     def take(self) -> Any:
         taken, self.output = self.output, type(self.output)(request_id=self.output.request_id, new_token_ids=[])
         taken.new_logprobs, self._logprobs = _joined(self._logprobs), []
+        taken.routed_experts, self._routed = _joined_rows(self._routed), []
         return taken
 
 
@@ -187,3 +185,11 @@ def _joined(logprobs: list[Any]) -> Any:
     tokens, values = ([one[place][:, :width] for one in given] for place in range(2))
     ranks = [one.sampled_token_ranks for one in given]
     return type(given[0])(np.concatenate(tokens), np.concatenate(values), np.concatenate(ranks), None)
+
+
+def _joined_rows(parts: list[Any]) -> Any:
+    """Experts of one request after another: [tokens, layers, top_k]; None without any."""
+    import numpy as np
+
+    given = [one for one in parts if one is not None]
+    return np.concatenate(given) if given else None

@@ -18,6 +18,7 @@ from streamrl.engines.plain_vllm.options import (
     cpu_environment,
     shared_environment,
 )
+from streamrl.learning.routing_replay import replays_routing
 from streamrl.learning.threads import engine_threads
 from streamrl.pretrained.model_facts import read_model_config, read_model_facts
 from streamrl.pretrained.model_folder import unsafe_content
@@ -45,7 +46,8 @@ class EngineOptions(PlainOptions, frozen=True, kw_only=True):
     """``cache_blocks`` 0: vLLM decides from free memory (CUDA). ``batch_tokens`` 0: see ``batched_tokens``. ``sleeps``:
     its memory must be such that it can be put to sleep. ``pushed``: it gets weights from a trainer. ``args``: the
     recipe's own arguments of vLLM. ``by_priority``: waiting requests run in the order of ``Generate.priority``.
-    ``adapter``: what it computes beside the base, where that is ``served``."""
+    ``adapter``: what it computes beside the base, where that is ``served``.
+    ``routed``: completions come with the experts of their tokens."""
 
     cache_blocks: int
     block_tokens: int
@@ -54,6 +56,7 @@ class EngineOptions(PlainOptions, frozen=True, kw_only=True):
     batch_tokens: int = 0
     pushed: bool = True
     by_priority: bool = False
+    routed: bool = False
     args: dict[str, Any] = {}
     adapter: Lora = Lora()
 
@@ -107,6 +110,7 @@ def engine_options(
         args=mine.args,
         adapter=recipe.lora if recipe.lora.served else Lora(),
         by_priority=recipe.environment.given and not recipe.run.deterministic,
+        routed=replays_routing(recipe),
         # KV of a prefill and KV of single steps differ in their last bits, and after a restart nothing is cached.
         prefix_caching=not recipe.run.deterministic,
     )

@@ -30,6 +30,9 @@ def register() -> None:
     from streamrl.engines.vllm.continuation import add_continuation
 
     add_continuation()
+    from streamrl.engines.vllm.routing_capture import add_routing_capture
+
+    add_routing_capture()
 
 
 def name_memory_of_workers(prefix: str) -> None:

@@ -36,6 +36,7 @@ from streamrl.launch.plan.machine_check import (
 )
 from streamrl.launch.plan.memory import estimate_memory, gib
 from streamrl.launch.plan.probe import look_at_environment, problems_of_object
+from streamrl.learning.routing_replay import why_not_replayed
 from streamrl.learning.state.durable_files import read_digests, surviving
 from streamrl.observe.trackers.installed import tracker_problems
 from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
@@ -112,6 +113,9 @@ def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None, see: SeePromp
     problems += _memory(recipe, model)
     if model is not None and recipe.engines.kind is EngineKind.VLLM:
         problems += device_problems(recipe, model_config(recipe.model.path), device=installed_device())
+    if model is not None and recipe.training.routing_replay is True:
+        reason = why_not_replayed(recipe, model_config(recipe.model.path))
+        problems += [f"training.advanced.routing_replay: {reason}"] if reason else []
     problems += judge_problems(recipe)
     problems += _unusable("run.directory", recipe.run.directory) or _run_directory(Path(recipe.run.directory))
     problems += _unusable("TMPDIR", tempfile.gettempdir())

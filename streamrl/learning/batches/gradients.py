@@ -24,7 +24,7 @@ class TokenSums:
     """Sums over the tokens that went through the model. Ranks are added to each other at the close, field by field.
 
     ``mismatch``: absolute difference of trainer and engine logprobs over ``on_policy_tokens``, those that the version
-    which is trained sampled itself."""
+    which is trained sampled itself. ``unreplayed_tokens``: whose experts no engine has returned."""
 
     packed_tokens: float = 0.0
     computed_tokens: float = 0.0
@@ -40,6 +40,7 @@ class TokenSums:
     importance: float = 0.0
     importance_square: float = 0.0
     mismatch: float = 0.0
+    unreplayed_tokens: float = 0.0
 
     def add(self, **sums: Tensor) -> None:
         """Add 0-d tensors by field name; one transfer from the device."""
@@ -86,6 +87,8 @@ def accumulate(
         leaf_ND = hidden_ND.detach().requires_grad_()
         logprobs_N, entropy_N, losses = _through_head(policy, leaf_ND, row, options)
         critic_loss = critic_loss + _through_critic(None if alone else critic, leaf_ND, row, options)
+    if options.routing_replay is True and row.sample_ids:
+        sums.tokens.unreplayed_tokens += row.tokens_T.numel() if row.routed is None else row.routed.missing
     _add_sums(sums, row, logprobs_N, entropy_N, losses, critic_loss)
     if not math.isfinite(sums.tokens.loss + sums.tokens.value_loss):
         names = ", ".join(row.sample_ids[:NAMED_SAMPLES])

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.types import FloatArray, TokenArray, TrainingSample, VersionSpan
+from streamrl.base.types import FloatArray, TokenArray, TrainingSample, VersionSpan, routed_within
 from streamrl.learning import process_group
+from streamrl.learning.batches.routed_experts import RoutedSpan, routed_row
 from streamrl.learning.model.attention import PackedSequence, packed_layout
 from streamrl.learning.model.policy import MicroBatch, empty_micro_batch
 from streamrl.learning.objective.advantages import FloatVector
@@ -77,6 +78,7 @@ def sequences_of(item: PreparedSample) -> list[PreparedSample]:
             loss_mask=sample.loss_mask[start:end],
             behavior_logprobs=sample.behavior_logprobs[start:end],
             version_spans=tuple(VersionSpan(s.start - start, s.end - start, s.policy_version) for s in spans),
+            routed=routed_within(sample.routed, start, end, moved=-start),
             sequence_starts=(),
         )
         own = {name: None if vector is None else vector[first:last] for name, vector in vectors.items()}
@@ -224,6 +226,7 @@ def pack(row: Sequence[PreparedSample], policy_version: int, device: torch.devic
         counts=tuple(counts),
         places_N=torch.from_numpy(_places_in_turns(trained)).to(device),
         temperature_N=per_token(temperatures, np.float32) if any(temperatures) else None,
+        routed=routed_row(laid.routed, device),
     )
 
 
@@ -239,12 +242,14 @@ Tokens = NDArray[np.int64]
 
 
 class LaidRow(NamedTuple):
-    """A row of ``T`` tokens; ``predictors_N``: where its ``N`` trained ones are predicted, sample after sample."""
+    """A row of ``T`` tokens; ``predictors_N``: where its ``N`` trained ones are predicted, sample after sample;
+    ``routed``: whose tokens they are."""
 
     tokens_T: Tokens
     positions_T: Tokens
     sequences: list[PackedSequence]
     predictors_N: Tokens
+    routed: list[RoutedSpan]
 
 
 def trained_indices(sample: TrainingSample) -> Tokens:
@@ -293,23 +298,26 @@ def lay_row(groups: Sequence[Sequence[TrainingSample]]) -> LaidRow:
     positions: list[Tokens] = []
     predictors: list[Tokens] = []
     sequences: list[PackedSequence] = []
+    routed: list[RoutedSpan] = []
     used = 0
 
-    def lay(ids: Tokens, first_position: int, prefix: int) -> None:
+    def lay(whose: Sequence[TrainingSample], first_position: int, stop: int, prefix: int) -> None:
         nonlocal used
+        ids = np.asarray(whose[0].token_ids[first_position:stop], dtype=np.int64)
         if len(ids):
             tokens.append(ids)
-            positions.append(np.arange(first_position, first_position + len(ids)))
+            positions.append(np.arange(first_position, stop))
+            routed.append(RoutedSpan(used, first_position, stop, [sample.routed for sample in whose]))
             sequences.append(PackedSequence(used, len(ids), prefix))
             used += len(ids)
 
     for siblings in groups:
         length = shared_prefix(siblings)
         prefix_start, prefix = used, len(sequences) if length else -1
-        lay(np.asarray(siblings[0].token_ids[:length], dtype=np.int64), 0, -1)
+        lay(siblings, 0, length, -1)
         for sample in siblings:
             own_start = used
-            lay(np.asarray(sample.token_ids[length : needed_tokens(sample)], dtype=np.int64), length, prefix)
+            lay([sample], length, needed_tokens(sample), prefix)
             before = trained_indices(sample) - 1
             predictors.append(np.where(before < length, prefix_start + before, own_start + before - length))
-    return LaidRow(np.concatenate(tokens), np.concatenate(positions), sequences, np.concatenate(predictors))
+    return LaidRow(np.concatenate(tokens), np.concatenate(positions), sequences, np.concatenate(predictors), routed)

@@ -53,8 +53,9 @@ def score_samples(
                 logprobs = _split(row, _logprobs(policy, hidden_ND, row, options)) if proximal else None
             if critic is not None:
                 values = _split(row, critic(row, hidden_ND))
-            if reference is not None:
-                references = _split(row, _logprobs(reference, reference(row), row, options))
+            if reference is not None:  # a policy of its own: its routers choose themselves
+                own = row._replace(routed=None)
+                references = _split(row, _logprobs(reference, reference(own), own, options))
         for index, name in enumerate(row.sample_ids):
             found[name] = tuple(vectors[index] if vectors else None for vectors in (logprobs, references, values))
     if together:

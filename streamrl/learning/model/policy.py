@@ -19,6 +19,7 @@ from streamrl.learning.model.architecture import (
     longest_exact_sequence,
 )
 from streamrl.learning.model.attention import PackedLayout, PackedSequence, packed_layout
+from streamrl.learning.model.routers import RoutedRow, routers_of
 from streamrl.learning.objective.objectives import TokenInputs
 from streamrl.learning.options import TrainerOptions
 from streamrl.recipe.sections import ComputeDtype, Gathered
@@ -35,7 +36,8 @@ class MicroBatch(NamedTuple):
     ``tokens_T``, ``positions_T``: int64. ``predictors_N``: index in the row of the token whose output predicts
     the target ``targets_N`` (the one before it; siblings that share a prompt share it). ``places_N``: int64, number of
     the target in its turn. ``sample_ids`` and ``counts``: names of the row's sequences, in their order, and how many of
-    the targets are theirs. ``temperature_N``: float32, 0 for that of the options (None: all have it)."""
+    the targets are theirs. ``temperature_N``: float32, 0 for that of the options (None: all have it). ``routed``: the
+    experts that engines chose for its tokens (None: for none of them)."""
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -47,6 +49,7 @@ class MicroBatch(NamedTuple):
     counts: tuple[int, ...]
     places_N: Tensor
     temperature_N: Tensor | None = None
+    routed: RoutedRow | None = None
 
 
 def empty_micro_batch(device: torch.device) -> MicroBatch:
@@ -71,7 +74,8 @@ class PackedPolicy(nn.Module):
 
     ``pieces``: where each tensor of the checkpoint lies in the parameters; they are published under its names.
     ``hugging_face``: the transformers model itself. ``partial_gradients``: parameters of which each rank of
-    ``tensor_group`` has the gradient of its own heads only (``parallel.split_tensors``).
+    ``tensor_group`` has the gradient of its own heads only (``parallel.split_tensors``). ``experts``: its routers
+    (None: it has none).
     The output head is not applied here but in chunks by the caller, so that the logits of a whole row never exist."""
 
     def __init__(self, model: Any) -> None:
@@ -89,6 +93,7 @@ class PackedPolicy(nn.Module):
         self.tensor_group: Any = None
         self._scaling = logit_scaling(self.hugging_face.config)
         self._longest = longest_exact_sequence(self.hugging_face.config)
+        self.experts = routers_of(self.hugging_face)
 
     def head(self, hidden_ND: Tensor) -> Tensor:
         """Logits ``[N, V]``: the output head, and what the model does to what comes out of it."""
@@ -102,6 +107,8 @@ class PackedPolicy(nn.Module):
                 f"a sequence has {row.layout.longest} tokens; with the rope type of this model at most {self._longest} "
                 "can be trained: lower sampling.max_tokens or engines.max_model_len"
             )
+        if self.experts is not None:
+            self.experts.begin(row.routed, counted=bool(row.sample_ids) and torch.is_grad_enabled())
         output = self.hugging_face.base_model(
             input_ids=row.tokens_T[None],
             position_ids=row.positions_T[None],

@@ -1,0 +1,117 @@
+"""Routers of a mixture of experts: they take experts that were chosen elsewhere, and count what goes to each expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from streamrl.base.errors import StreamRLError
+from streamrl.learning.model.architecture import decoder_layers
+from streamrl.pretrained.model_facts import experts_of
+
+
+class RoutedRow(NamedTuple):
+    """Experts of the tokens of a row. ``experts_TLK``: uint8 (int16 of models with more than 256 experts) [tokens,
+    layers of the model, top_k]; ``known_T``: bool, False where the router chooses itself; ``missing``: their number."""
+
+    experts_TLK: Tensor
+    known_T: Tensor
+    missing: int
+
+
+class Routers:
+    """The routers of a model, which has ``number`` experts a layer; a token goes through ``top_k`` of them.
+
+    A router scores all experts, and ``torch.topk`` of the scores chooses. That call is answered with the experts of the
+    row: their scores, normalised by the model's own code, weigh their outputs, so that gradients reach the router. It
+    works for each family of transformers, also where the output of the router is changed afterwards, as by expert
+    parallel plans."""
+
+    def __init__(self, model: Any, layers: int, number: int, top_k: int) -> None:
+        self.number, self.top_k = number, top_k
+        self._kind, self._layers = model.config.model_type, layers
+        self._row: RoutedRow | None = None
+        self._counted = False
+        self._loads_LE: Tensor | None = None
+        self._device: Callable[[], torch.device] = lambda: model.device
+        for layer, decoder in enumerate(decoder_layers(model)):
+            for block in (one for one in decoder.modules() if isinstance(getattr(one, "experts", None), nn.Module)):
+                block.forward = self._around(layer, block.forward)
+
+    def begin(self, row: RoutedRow | None, *, counted: bool) -> None:
+        """Use the experts of ``row`` until the next call (None: the routers choose), in its forward and where the
+        backward computes that again. ``counted``: it adds to the loads. Raises ``StreamRLError`` for experts of another
+        model."""
+        if row is not None and tuple(row.experts_TLK.shape[1:]) != (self._layers, self.top_k):
+            raise StreamRLError(
+                f"engines return {row.experts_TLK.shape[2]} experts in each of {row.experts_TLK.shape[1]} layers, the "
+                f"trainer's model has {self.top_k} in {self._layers}: set training.advanced.routing_replay = false"
+            )
+        self._row, self._counted = row, counted
+
+    def take_loads(self) -> Tensor:
+        """Tokens that went to each expert since the last call: float64 [layers, experts]."""
+        loads_LE, self._loads_LE = self._loads(), None
+        return loads_LE
+
+    def _loads(self) -> Tensor:
+        if self._loads_LE is None:
+            self._loads_LE = torch.zeros(self._layers, self.number, dtype=torch.float64, device=self._device())
+        return self._loads_LE
+
+    def _around(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def routed(*arguments: Any, **options: Any) -> Any:
+            with _Choice(self, layer) as choice:
+                result = forward(*arguments, **options)
+            if not choice.made:
+                raise StreamRLError(
+                    f"model type {self._kind!r} does not choose experts by torch.topk: its routing cannot be replayed: "
+                    "set training.advanced.routing_replay = false"
+                )
+            return result
+
+        return routed if self.number else forward
+
+    def choose(self, layer: int, scores_TE: Tensor, own_TK: Tensor) -> Tensor:
+        """The experts of the row in ``layer``, int64 [tokens, top_k]; ``own_TK`` where it has none."""
+        chosen_TK = own_TK
+        if self._row is not None:
+            chosen_TK = torch.where(self._row.known_T[:, None], self._row.experts_TLK[:, layer].long(), own_TK)
+        if self._counted:
+            self._loads()[layer] += torch.bincount(chosen_TK.flatten(), minlength=self.number)
+        return chosen_TK
+
+
+class _Choice(TorchFunctionMode):
+    """Answers the ``torch.topk`` that chooses experts, while the block of a layer runs."""
+
+    def __init__(self, routers: Routers, layer: int) -> None:
+        super().__init__()
+        self._routers, self._layer = routers, layer
+        self.made = False
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = function(*arguments, **(options or {}))
+        if function not in (torch.topk, Tensor.topk):
+            return result
+        scores, wanted = arguments[0], (self._routers.number, self._routers.top_k)
+        if scores.ndim != 2 or (scores.shape[-1], result.indices.shape[-1]) != wanted:
+            return result  # of groups of experts
+        self.made = True
+        if isinstance(scores, DTensor):
+            raise StreamRLError("the scores of a router are split over ranks: its routing cannot be replayed")
+        chosen_TK = self._routers.choose(self._layer, scores, result.indices)
+        return torch.return_types.topk((scores.gather(-1, chosen_TK), chosen_TK))
+
+
+def routers_of(model: Any) -> Routers | None:
+    """The routers of a transformers model; None: it has no experts."""
+    sizes = experts_of(model.config.get_text_config().to_dict())
+    return None if sizes is None else Routers(model, *sizes)

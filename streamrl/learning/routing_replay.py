@@ -1,0 +1,54 @@
+"""Whether the trainer's routers take the experts that the engines chose (``training.advanced.routing_replay``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from streamrl.pretrained.model_facts import experts_of, read_model_config
+from streamrl.pretrained.weight_files import ModelDirectoryError
+from streamrl.recipe.sections import EngineKind, Recipe
+
+MOST_BYTES = 192 << 20
+"""Experts of a group, which goes to the trainer in one message of at most 256 MiB."""
+
+_PARALLEL = ("decode_context_parallel_size", "prefill_context_parallel_size")
+
+
+def replays_routing(recipe: Recipe) -> bool:
+    """Return whether engines return the experts of each token, and the trainer takes them. False where the model's
+    configuration cannot be read: loading the model says why."""
+    if recipe.training.routing_replay is False:
+        return False
+    try:
+        return not why_not_replayed(recipe, read_model_config(Path(recipe.model.path)))
+    except ModelDirectoryError:
+        return False
+
+
+def why_not_replayed(recipe: Recipe, config: Mapping[str, Any]) -> str:
+    """Return why a run of ``recipe`` cannot replay the routing of its engines, and the remedy; empty: it can."""
+    sizes, away = experts_of(config), 'set routing_replay = "auto" or false'
+    arguments = [recipe.engines.args, *(shape.args for shape in recipe.engines.sets)]
+    if recipe.engines.kind is EngineKind.SIMULATED:
+        return f'engines.kind = "simulated" has no model that chooses experts: {away}'
+    if sizes is None:
+        return f"the model has no experts to choose from: {away}"
+    if recipe.run.deterministic:
+        return f"vLLM keeps experts with its prefix cache, which run.deterministic = true turns off: {away}"
+    if recipe.training.compile:
+        return f"training.compile = true compiles the choice of the trainer's own routers: set it to false, or {away}"
+    if name := next((one for one in _PARALLEL for given in arguments if given.get(one, 1) != 1), ""):
+        return f"engines.args.{name}: vLLM returns no experts then: remove it, or {away}"
+    sizing, rollout = recipe.group_sizing, recipe.rollout
+    group = max(size for _, size in sizing.batches(rollout.prompts_per_batch, rollout.group_size))
+    needed = group * recipe.most_tokens * sizes.bytes_per_token
+    if needed > MOST_BYTES:
+        return (
+            f"the experts of {group} completions of {recipe.most_tokens} tokens take {math.ceil(needed / (1 << 20))} "
+            f"MiB ({sizes.bytes_per_token} bytes a token), and a group may have {MOST_BYTES >> 20}: lower "
+            f"sampling.max_tokens or rollout.group_size, or {away}"
+        )
+    return ""

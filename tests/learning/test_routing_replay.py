@@ -1,0 +1,173 @@
+"""Experts that engines chose, in the trainer's routers: logprobs and gradients against transformers' own model with the
+same experts by a formula, rows of siblings of which each knows a part, loads, and what is refused."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+from sample_groups import VOCABULARY, make_groups
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from builders import small_recipe  # noqa: E402
+
+from streamrl.base.errors import StreamRLError  # noqa: E402
+from streamrl.base.types import RoutedTokens, TrainingSample  # noqa: E402
+from streamrl.learning.batches.packing import PreparedSample, pack  # noqa: E402
+from streamrl.learning.model.loading import load_policy  # noqa: E402
+from streamrl.learning.model.policy import PackedPolicy  # noqa: E402
+from streamrl.learning.routing_replay import replays_routing, why_not_replayed  # noqa: E402
+from streamrl.pretrained.model_facts import read_model_config  # noqa: E402
+from streamrl.recipe.sections import EngineKind, Engines, Run, Sampling, Training  # noqa: E402
+
+pytestmark = pytest.mark.torch
+CPU = torch.device("cpu")
+LAYERS, EXPERTS, TOP_K = 3, 8, 2
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "head_dim": 8,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K, "norm_topk_prob": True, "max_position_embeddings": 256, "initializer_range": 0.3,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "mlp_only_layers": [1],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-MoE whose second layer has no experts."""
+    directory = tmp_path_factory.mktemp("mixture")
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL))
+    model.bfloat16().save_pretrained(directory)
+    return directory
+
+
+def routed(start: int, experts_TLK: Any, wide: bool = False) -> RoutedTokens:
+    kind, dtype = ("H", np.uint16) if wide else ("B", np.uint8)
+    return RoutedTokens(
+        start=start, shape=experts_TLK.shape[1:], experts=array(kind, experts_TLK.astype(dtype).tobytes())
+    )
+
+
+def with_experts(samples: list[TrainingSample], wide: bool = False) -> tuple[list[TrainingSample], list[Any]]:
+    """Samples of a group with random experts: all have those of the prompt, of which the first sibling lacks one."""
+    rng = np.random.default_rng(0)
+    shared = rng.random((60, LAYERS, EXPERTS)).argsort(-1)[..., :TOP_K]
+    found, experts = [], []
+    for number, sample in enumerate(samples):
+        own = rng.random((len(sample.token_ids), LAYERS, EXPERTS)).argsort(-1)[..., :TOP_K]
+        own[: sample.loss_mask.find(b"\1")] = shared[: sample.loss_mask.find(b"\1")]
+        cut = len(own) // 2
+        parts = (routed(0 if number else 1, own[0 if number else 1 : cut], wide), routed(cut, own[cut:-1], wide))
+        found.append(structs.replace(sample, routed=parts))
+        experts.append(torch.from_numpy(own))
+    return found, experts
+
+
+def logprobs_of(policy: PackedPolicy, samples: list[TrainingSample]) -> Any:
+    row = pack([PreparedSample(sample) for sample in samples], 0, CPU)
+    return policy.head(policy(row)).log_softmax(-1).gather(1, row.targets_N[:, None])[:, 0]
+
+
+def reference_logprobs(model: Any, sample: TrainingSample, experts_TLK: Any) -> Any:
+    """Of the trained tokens, by transformers' model alone, with routers that have no choice."""
+
+    def forced(router: Any, layer: int) -> Any:
+        def forward(hidden_TD: Any) -> Any:
+            probabilities = torch.softmax(hidden_TD @ router.weight.T, -1, dtype=torch.float)
+            chosen = experts_TLK[:, layer]
+            weights = probabilities.gather(1, chosen)
+            return None, weights / weights.sum(-1, keepdim=True), chosen
+
+        return forward
+
+    for number, layer in enumerate(model.model.layers):
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.forward = forced(layer.mlp.gate, number)
+    tokens = torch.tensor(list(sample.token_ids))
+    logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    return logprobs[torch.tensor(list(sample.loss_mask[1:])) != 0]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_given_experts_are_used_and_the_router_learns(mixture: Path, wide: bool) -> None:
+    samples, experts = with_experts(list(make_groups(0, [3], seed=3)[0].samples), wide)
+    policy = load_policy(str(mixture), CPU)
+    model = transformers.AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    found = logprobs_of(policy, samples)
+    expected = torch.cat([reference_logprobs(model, *pair) for pair in zip(samples, experts, strict=True)])
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert (logprobs_of(policy, [structs.replace(one, routed=()) for one in samples]) - expected).abs().max() > 0.01
+    found.sum().backward()
+    expected.sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, parameter in policy.trained_parameters().items():
+        error = torch.linalg.vector_norm(parameter.grad - gradients[name])
+        assert error < 1e-5 * torch.linalg.vector_norm(gradients[name]) + 1e-6, name
+    assert any("gate.weight" in name and gradient.abs().max() > 1e-3 for name, gradient in gradients.items())
+
+
+def test_what_no_engine_returned_is_counted_and_chosen_by_the_router(mixture: Path) -> None:
+    [first, second], _ = with_experts(list(make_groups(0, [2], seed=3)[0].samples))
+    row = pack([PreparedSample(first), PreparedSample(second)], 0, CPU)
+    assert row.routed is not None
+    assert row.routed.missing == 0  # the second sibling has what the first one lacks
+    alone = pack([PreparedSample(first)], 0, CPU)
+    assert alone.routed is not None
+    assert (alone.routed.missing, alone.routed.known_T[0].item()) == (1, False)
+    policy = load_policy(str(mixture), CPU)
+    assert policy.experts is not None
+    policy.experts.take_loads()
+    policy(alone)
+    loads_LE = policy.experts.take_loads()
+    assert loads_LE.sum(1).tolist() == [TOP_K * alone.tokens_T.numel(), 0, TOP_K * alone.tokens_T.numel()]
+    told = torch.bincount(alone.routed.experts_TLK[1:, 2].flatten().long(), minlength=EXPERTS)
+    assert ((loads_LE[2] - told) >= 0).all()
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen2Moe", "Olmoe", "DeepseekV3", "GptOss", "Glm4Moe", "Qwen3Next"])
+def test_the_choice_of_each_family_is_found(kind: str) -> None:
+    sizes = SMALL | {"num_local_experts": EXPERTS, "n_routed_experts": EXPERTS, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "mlp_only_layers": []}  # noqa: E501  # fmt: skip
+    sizes |= {"layer_types": ["full_attention"] * LAYERS} if kind in ("GptOss", "Qwen3Next") else {}
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
+    from streamrl.learning.model.routers import RoutedRow, routers_of
+
+    routers = routers_of(model)
+    assert routers is not None
+    tokens, experts_TLK = torch.arange(3, 13), torch.zeros(10, LAYERS, TOP_K, dtype=torch.uint8)
+    experts_TLK[..., 1] = 5
+    routers.begin(RoutedRow(experts_TLK, torch.ones(10, dtype=torch.bool), 0), counted=True)
+    model(tokens[None])
+    loads_LE = routers.take_loads()
+    assert loads_LE[-1].tolist() == [10, 0, 0, 0, 0, 10, 0, 0]
+
+
+def test_experts_of_another_model_are_refused(mixture: Path) -> None:
+    policy, sample = load_policy(str(mixture), CPU), make_groups(0, [1], seed=3)[0].samples[0]
+    other = routed(0, np.zeros((len(sample.token_ids), 2, TOP_K)))
+    with pytest.raises(StreamRLError, match=r"2 experts in each of 2 layers.*routing_replay = false"):
+        logprobs_of(policy, [structs.replace(sample, routed=(other,))])
+
+
+def test_a_run_that_cannot_replay_is_told_why(mixture: Path) -> None:
+    path, config = str(mixture), read_model_config(mixture)
+    assert replays_routing(small_recipe(path))
+    assert not replays_routing(small_recipe(path, training=Training(routing_replay=False)))
+    assert not replays_routing(small_recipe("none"))
+    assert "no experts" in why_not_replayed(small_recipe(path), {})
+    for words, sections in {
+        'engines.kind = "simulated"': {"engines": Engines(kind=EngineKind.SIMULATED)},
+        "run.deterministic": {"run": Run(deterministic=True)},
+        "training.compile": {"training": Training(compile=True)},
+        "engines.args.decode_context": {"engines": Engines(args={"decode_context_parallel_size": 2})},
+        "6 bytes a token": {"sampling": Sampling(max_tokens=1 << 24)},
+    }.items():
+        recipe = small_recipe(path, **sections)
+        assert words in why_not_replayed(recipe, config)
+        assert not replays_routing(recipe)
