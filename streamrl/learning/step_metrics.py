@@ -81,7 +81,7 @@ def expert_metrics(policy: PackedPolicy, unreplayed: float, options: TrainerOpti
     if policy.experts is None:
         return {}
     mine = policy.experts.take_loads()
-    values = all_reduce([unreplayed, *mine.flatten().tolist()], mine.device)
+    values = all_reduce([unreplayed, *mine.flatten().tolist()], mine.device, copies=options.tensor_parallel_size)
     loads_LE = np.array(values[1:]).reshape(mine.shape)
     loads_LE = loads_LE[loads_LE.sum(1) > 0]  # without layers that have none, or of a batch that trained nothing
     metrics = {"experts/unreplayed_tokens": values[0]} if options.routing_replay is True else {}
