@@ -95,7 +95,7 @@ class WeightSync:
         """Pause all engines until the next push or ``resume``: requests submitted from now on wait for it, and their
         first token is computed after the commit. Requests in flight are treated as a push would treat them."""
         async with self._one_at_a_time:
-            await self._on_each(self._pause, list(self._engines), self._limit("not every engine was paused"))
+            await _on_each(self._pause, list(self._engines), self._limit("not every engine was paused"), self._failed)
             self._paused = True
 
     async def resume(self) -> None:
@@ -103,7 +103,7 @@ class WeightSync:
         async with self._one_at_a_time:
             paused = [engine for engine in self._engines if engine in self.paused_engines]
             self._paused = False
-            await self._on_each(self._resume, paused, self._limit("not every engine was resumed"))
+            await _on_each(self._resume, paused, self._limit("not every engine was resumed"), self._failed)
 
     async def _push(self, announced: WeightAnnouncement) -> PushReport:
         started = anyio.current_time()
@@ -128,12 +128,12 @@ class WeightSync:
                 refusals[engine] = error
 
         sound = {engine: name for engine, name in self._engines.items() if engine not in deviating}
-        await self._on_each(partial(take, version=announced, names=sound), list(sound), limit)
+        await _on_each(partial(take, version=announced, names=sound), list(sound), limit, self._failed)
         again = {engine: name for engine, name in self._engines.items() if engine not in pauses}
         if again:
             with limit():
                 anchor = await self._anchor_of(announced.policy_version)
-            await self._on_each(partial(take, version=anchor, names=again), list(again), limit)
+            await _on_each(partial(take, version=anchor, names=again), list(again), limit, self._failed)
         for engine in [engine for engine in self._engines if engine not in pauses]:
             self._failed(engine, _refused(self._engines[engine], announced, refusals[engine]))
         if self._canary is not None:
@@ -264,29 +264,33 @@ class WeightSync:
     def _limit(self, failure: str) -> Limit:
         return partial(_in_time, failure, anyio.current_time() + self._timeout_s, self._timeout_s)
 
-    async def _on_each(
-        self, step: Callable[[Engine], Coroutine[None, None, object]], engines: Sequence[Engine], limit: Limit
-    ) -> None:
-        """Do ``step`` on all of ``engines`` at once. Raises ``EngineError``, alone and not in a group, where one fails
-        without which the run cannot continue."""
-        failed: list[EngineError] = []
 
-        async def one(engine: Engine) -> None:
+async def _on_each(
+    step: Callable[[Engine], Coroutine[None, None, object]],
+    engines: Sequence[Engine],
+    limit: Limit,
+    leave_out: Callable[[Engine, EngineError], None],
+) -> None:
+    """Do ``step`` on all of ``engines`` at once, and leave out those that fail. Raises what ``leave_out`` raises, alone
+    and not in a group: the run cannot continue without that engine."""
+    failed: list[EngineError] = []
+
+    async def one(engine: Engine) -> None:
+        try:
+            with limit():
+                await step(engine)
+        except EngineError as error:
             try:
-                with limit():
-                    await step(engine)
-            except EngineError as error:
-                try:
-                    self._failed(engine, error)
-                except EngineError as fatal:
-                    failed.append(fatal)
-                    group.cancel_scope.cancel()
+                leave_out(engine, error)
+            except EngineError as fatal:
+                failed.append(fatal)
+                group.cancel_scope.cancel()
 
-        async with anyio.create_task_group() as group:
-            for engine in engines:
-                group.start_soon(one, engine)
-        if failed:
-            raise failed[0]
+    async with anyio.create_task_group() as group:
+        for engine in engines:
+            group.start_soon(one, engine)
+    if failed:
+        raise failed[0]
 
 
 def _report(
