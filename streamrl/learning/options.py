@@ -57,6 +57,11 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     canary: bool = False
     resume_from: str = ""
 
+    @property
+    def same_groups(self) -> int:
+        """Ranks after each other that train the same groups."""
+        return self.tensor_parallel_size * self.context_parallel_size
+
     def threads_while(self, freed: int) -> int:
         """Torch's threads while ``freed`` engines of the host do nothing."""
         return self.freed_threads[freed - 1] if 0 < freed <= len(self.freed_threads) else self.threads

@@ -40,6 +40,8 @@ def why_not_replayed(recipe: Recipe, config: Mapping[str, Any]) -> str:
         return f"vLLM keeps experts with its prefix cache, which run.deterministic = true turns off: {away}"
     if recipe.training.compile:
         return f"training.compile = true compiles the choice of the trainer's own routers: set it to false, or {away}"
+    if recipe.training.context_parallel_size > 1:
+        return f"training.advanced.context_parallel_size cuts rows, and the experts of their tokens are not cut: {away}"
     if name := next((one for one in _PARALLEL for given in arguments if given.get(one, 1) != 1), ""):
         return f"engines.args.{name}: vLLM returns no experts then: remove it, or {away}"
     sizing, rollout = recipe.group_sizing, recipe.rollout

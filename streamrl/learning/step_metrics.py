@@ -35,7 +35,9 @@ def check_totals(sums: BatchSums, close: CloseBatch, device: torch.device, copie
 def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.device) -> dict[str, float]:
     """Metrics of the batch over all ranks. Collective. Token means are over the computed tokens (groups without signal
     are not computed); where there are none, they are absent."""
-    counts = [float(n) for n in (sums.groups_without_signal, sums.loss_tokens, sums.samples)]
+    # The ranks of a context group count the same groups, and sum over tokens of their own.
+    counted = (sums.groups_without_signal, sums.loss_tokens, sums.samples)
+    counts = [count / options.context_parallel_size for count in counted]
     values = all_reduce([*counts, *astuple(sums.tokens)], device, copies=options.tensor_parallel_size)
     without_signal, loss_tokens, samples = values[:3]
     total = TokenSums(*values[3:])

@@ -138,10 +138,18 @@ class Updates:
 
     def _sum(self, values: list[float]) -> list[float]:
         """Sums over the ranks, of which those with the same rows count once. Collective."""
-        return process_group.all_reduce(values, self._device, copies=self._options.tensor_parallel_size)
+        return process_group.all_reduce(values, self._device, copies=self._options.same_groups)
 
     def _accumulate(self, samples: Sequence[PreparedSample], batch: OpenBatch) -> None:
-        for row in packed_rows(samples, self._options, self.policy_version, self._device, together=self.by_layer):
+        rows = packed_rows(
+            samples,
+            self._options,
+            self.policy_version,
+            self._device,
+            together=self.by_layer,
+            context=self.policy.context,
+        )
+        for row in rows:
             critic, sums = (self.critic, batch.sums) if row.sample_ids else (None, BatchSums())
             accumulate(self.policy, critic, row, self._options, sums, batch.batch_id or 0)
 

@@ -48,6 +48,21 @@ def split_problems(directory: Path, tensor: int, expert: int) -> list[str]:
     return problems
 
 
+def cut_problems(directory: Path, context: int) -> list[str]:
+    """Return why the rows of the model cannot be cut over ``context`` ranks: it has layers other than attention, which
+    carry a state from token to token. Raises ``ModelDirectoryError``."""
+    config = read_model_config(directory)
+    listed = [config.get(name) for name in ("layer_types", "layers_block_type", "block_types")]
+    kinds = {str(kind) for kinds in listed if isinstance(kinds, list) for kind in kinds}
+    others = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    if not others and not (config.get("num_attention_heads") or config.get("n_head")):
+        others = [str(config.get("model_type"))]
+    if context == 1 or not others:
+        return []
+    text = f"the model has layers of type {', '.join(others)}, which carry a state over the cuts of a row"
+    return [f"training.advanced.context_parallel_size: {text}: set it to 1, or give a model of attention layers alone"]
+
+
 def _other_kind(directory: Path, config: Mapping[str, Any]) -> str:
     """Return why this is no causal language model of text with plain weights, and the remedy; empty: it may be one."""
     if (directory / ADAPTER_FILE).exists():

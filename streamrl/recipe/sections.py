@@ -203,6 +203,9 @@ class Training(Section, frozen=True):
     expert_parallel_size: Annotated[
         Count, advanced("ranks over which experts are split whole: 1, or tensor_parallel_size")
     ] = 1
+    context_parallel_size: Annotated[
+        Count, advanced("ranks over which each row is cut, so that a long sequence takes less memory on each")
+    ] = 1
     replicas: Annotated[Count, advanced("groups of ranks of which each has the whole model (HSDP)")] = 1
     routing_replay: Annotated[
         bool | Literal["auto"],

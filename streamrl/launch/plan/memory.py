@@ -70,13 +70,16 @@ def _engine_bytes(recipe: Recipe, one: PreparedSet, facts: ModelFacts, context: 
 
 def _activation_bytes(recipe: Recipe, facts: ModelFacts, context: int) -> int:
     """Bytes that one micro-batch keeps for its backward, and the logits of one chunk."""
-    tokens = max(recipe.training.row_tokens("cuda", facts.parameters, context), context)  # the larger rows
-    return activation_bytes(
+    training, pieces = recipe.training, recipe.training.context_parallel_size
+    tokens = max(training.row_tokens("cuda", facts.parameters, context), -(-context // pieces))  # the larger rows
+    # Keys and values of the whole row are gathered for each piece of it.
+    others = (pieces - 1) * tokens * facts.key_value_bytes
+    return others // (facts.layers if training.activation_checkpointing else 1) + activation_bytes(
         tokens=tokens,
         hidden=facts.hidden,
         layers=facts.layers,
         logits=min(tokens * facts.vocabulary, LARGEST_LOGITS),
-        checkpointing=recipe.training.activation_checkpointing,
+        checkpointing=training.activation_checkpointing,
     )
 
 

@@ -41,7 +41,7 @@ from streamrl.learning.state.durable_files import read_digests, surviving
 from streamrl.observe.trackers.installed import tracker_problems
 from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
-from streamrl.pretrained.trainable_models import refuse_untrainable, split_problems, unknown_modules
+from streamrl.pretrained.trainable_models import cut_problems, refuse_untrainable, split_problems, unknown_modules
 from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors
 from streamrl.recipe.rules.rules import broken_rules
 from streamrl.recipe.sections import ClusterKind, EngineKind, LaunchedBy, OptimizerKind, Recipe, TransportKind
@@ -135,6 +135,7 @@ def check_model(recipe: Recipe) -> CheckedModel:
         facts = read_model_facts(directory)
         refuse_untrainable(directory)
         problems = split_problems(directory, recipe.training.tensor_parallel_size, recipe.training.expert_parallel_size)
+        problems += cut_problems(directory, recipe.training.context_parallel_size)
         unknown = unknown_modules(directory, recipe.lora.named_targets if recipe.lora.rank else ())
         stored = {one.dtype for one in stored_tensors(directory).values()} - {"BF16"} if recipe.lora.served else set()
     except ModelDirectoryError as error:

@@ -126,8 +126,8 @@ def _through_head(
         torch.autograd.backward((found.loss_N * inputs.weights_N).sum())
         return found._replace(loss_N=found.loss_N.detach())
 
-    if len(parts) > 1 and needs_whole_sequences(settings, off_policy):
-        return _through_head_twice(parts, processed, loss_of, row.inputs)
+    if (len(parts) > 1 or row.cut) and needs_whole_sequences(settings, off_policy):
+        return _through_head_twice(parts, processed, loss_of, row)
     pieces = []
     for part in parts:
         logprobs_N, entropy_N = processed(part)
@@ -144,18 +144,21 @@ def _through_head_twice(
     parts: list[slice],
     processed: Callable[[slice], tuple[Tensor, Tensor]],
     loss_of: Callable[[Tensor, Tensor, TokenInputs], TokenLoss],
-    inputs: TokenInputs,
+    row: MicroBatch,
 ) -> tuple[Tensor, Tensor, TokenLoss]:
-    """Chunks cut sequences: logprobs of all first, then their gradients chunk by chunk."""
+    """Chunks, or ranks, cut sequences: logprobs of all first, then their gradients chunk by chunk. Each rank of a
+    context group computes the losses of the whole row, and takes from there the gradients of its own tokens."""
     with torch.no_grad():
         pieces = [processed(part) for part in parts]
-    logprobs_N, entropy_N = (torch.cat(found).requires_grad_() for found in zip(*pieces, strict=True))
-    losses = loss_of(logprobs_N, entropy_N, inputs)
+    logprobs_N, entropy_N = (row.whole(torch.cat(found)).requires_grad_() for found in zip(*pieces, strict=True))
+    losses = loss_of(logprobs_N, entropy_N, row.cut.inputs if row.cut else row.inputs)
+    own = row.cut.own_N if row.cut else slice(None)
+    grads = [None if tensor.grad is None else tensor.grad[own] for tensor in (logprobs_N, entropy_N)]
     for part in parts:
-        outputs = zip(processed(part), (logprobs_N.grad, entropy_N.grad), strict=True)
+        outputs = zip(processed(part), grads, strict=True)
         pairs = [(output, grad[part]) for output, grad in outputs if output.requires_grad and grad is not None]
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
-    return logprobs_N.detach(), entropy_N.detach(), losses
+    return logprobs_N.detach()[own], entropy_N.detach()[own], TokenLoss(*(values[own] for values in losses))
 
 
 def _add_sums(

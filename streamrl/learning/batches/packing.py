@@ -25,6 +25,7 @@ from streamrl.base.types import FloatArray, TokenArray, TrainingSample, VersionS
 from streamrl.learning import process_group
 from streamrl.learning.batches.routed_experts import RoutedSpan, routed_row
 from streamrl.learning.model.attention import PackedSequence, packed_layout
+from streamrl.learning.model.context import Context
 from streamrl.learning.model.policy import MicroBatch, empty_micro_batch
 from streamrl.learning.objective.advantages import FloatVector
 from streamrl.learning.objective.objectives import TokenInputs, needs_whole_sequences
@@ -124,18 +125,26 @@ def plan_micro_batches(
 
 
 def packed_rows(
-    samples: Sequence[PreparedSample], options: TrainerOptions, version: int, device: torch.device, *, together: bool
+    samples: Sequence[PreparedSample],
+    options: TrainerOptions,
+    version: int,
+    device: torch.device,
+    *,
+    together: bool,
+    context: Context | None = None,
 ) -> Iterator[MicroBatch]:
     """The rows of ``plan_micro_batches``, packed. ``together``: as many on every rank, with empty ones at the end where
-    another rank has more. Collective then."""
+    another rank has more. Collective then. ``context``: ranks over which each row is cut, so that it has the budget of
+    all of them."""
     prompt = max((item.sample.loss_mask.find(b"\1") for item in samples), default=0)
     whole = needs_whole_sequences(options.objective, options.off_policy)
-    planned = plan_micro_batches(samples, options.row_tokens(device.type, options.parameters, prompt), whole=whole)
+    budget = options.row_tokens(device.type, options.parameters, prompt) * options.context_parallel_size
+    planned = plan_micro_batches(samples, budget, whole=whole)
     rows = len(planned)
     if together:
         rows = round(process_group.all_reduce([float(rows)], device, dist.ReduceOp.MAX)[0])
     for index in range(rows):
-        yield pack(planned[index], version, device) if index < len(planned) else empty_micro_batch(device)
+        yield pack(planned[index], version, device, context) if index < len(planned) else empty_micro_batch(device)
 
 
 def _with_beginnings(trajectories: Sequence[Unit]) -> list[PreparedSample]:
@@ -178,12 +187,15 @@ def _copied_tokens(size: int, prefix: int, budget: int) -> int:
     return (size - prefix - 1) // max(1, budget - prefix) * prefix if size > budget else 0
 
 
-def pack(row: Sequence[PreparedSample], policy_version: int, device: torch.device) -> MicroBatch:
-    """One row as tensors. Neighbours of one group share their prompt. Raises ``StreamRLError`` for a sample without
-    trained tokens, or whose first one is trained: nothing predicts it."""
+def pack(
+    row: Sequence[PreparedSample], policy_version: int, device: torch.device, context: Context | None = None
+) -> MicroBatch:
+    """One row as tensors, or this rank's piece of it. Neighbours of one group share their prompt. Raises
+    ``StreamRLError`` for a sample without trained tokens, or whose first one is trained: nothing predicts it."""
     samples = [item.sample for item in row]
     trained = [trained_indices(sample) for sample in samples]
-    laid = lay_row([[item.sample for item in siblings] for _, siblings in groupby(row, group_key)])
+    groups = [[item.sample for item in siblings] for _, siblings in groupby(row, group_key)]
+    laid = lay_row(groups, context.size if context else 1)
     counts = [len(indices) for indices in trained]
     trajectories = {identity: index for index, identity in enumerate(dict.fromkeys(s.id for s in samples))}
 
@@ -204,10 +216,10 @@ def pack(row: Sequence[PreparedSample], policy_version: int, device: torch.devic
 
     advantages = joined([item.token_advantages for item in row])
     temperatures = [sample.temperature or 0.0 for sample in samples]
-    return MicroBatch(
+    whole = MicroBatch(
         tokens_T=torch.from_numpy(laid.tokens_T).to(device),
         positions_T=torch.from_numpy(laid.positions_T).to(device),
-        layout=packed_layout(laid.sequences, device),
+        layout=packed_layout(laid.sequences, device, context),
         predictors_N=torch.from_numpy(laid.predictors_N).to(device),
         targets_N=of_trained([sample.token_ids for sample in samples], np.int64),
         inputs=TokenInputs(
@@ -228,6 +240,7 @@ def pack(row: Sequence[PreparedSample], policy_version: int, device: torch.devic
         temperature_N=per_token(temperatures, np.float32) if any(temperatures) else None,
         routed=routed_row(laid.routed, device),
     )
+    return whole.piece(context) if context else whole
 
 
 def token_versions(sample: TrainingSample) -> NDArray[np.int64]:
@@ -292,8 +305,9 @@ def shared_prefix(siblings: Sequence[TrainingSample]) -> int:
     return length
 
 
-def lay_row(groups: Sequence[Sequence[TrainingSample]]) -> LaidRow:
-    """One row of these samples; those of one inner sequence are siblings. Every sample has a trained token."""
+def lay_row(groups: Sequence[Sequence[TrainingSample]], multiple: int = 1) -> LaidRow:
+    """One row of these samples; those of one inner sequence are siblings. Every sample has a trained token. A sequence
+    of zeros fills the row to a ``multiple`` of tokens."""
     tokens: list[Tokens] = []
     positions: list[Tokens] = []
     predictors: list[Tokens] = []
@@ -320,4 +334,8 @@ def lay_row(groups: Sequence[Sequence[TrainingSample]]) -> LaidRow:
             lay([sample], length, needed_tokens(sample), prefix)
             before = trained_indices(sample) - 1
             predictors.append(np.where(before < length, prefix_start + before, own_start + before - length))
+    if filled := -used % multiple:
+        tokens.append(np.zeros(filled, dtype=np.int64))
+        positions.append(np.arange(filled))
+        sequences.append(PackedSequence(used, filled, -1))
     return LaidRow(np.concatenate(tokens), np.concatenate(positions), sequences, np.concatenate(predictors), routed)

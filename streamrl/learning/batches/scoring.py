@@ -45,7 +45,7 @@ def score_samples(
         return {}
     prepared = [PreparedSample(sample) for sample in samples if sample.trained_tokens]
     found: dict[str, tuple[FloatVector | None, ...]] = {}
-    for row in packed_rows(prepared, options, 0, device, together=together):
+    for row in packed_rows(prepared, options, 0, device, together=together, context=policy.context):
         logprobs = values = references = hidden_ND = None
         with compute_context(options, device):
             if proximal or (critic is not None and critic.trunk is None):
@@ -81,8 +81,8 @@ def _logprobs(policy: PackedPolicy, hidden_ND: Tensor, row: MicroBatch, options:
 
 
 def _split(row: MicroBatch, values_N: Tensor) -> list[FloatVector]:
-    """One vector for each sequence of the row."""
-    vectors: list[FloatVector] = np.split(values_N.float().cpu().numpy(), np.cumsum(row.counts)[:-1])
+    """One vector for each sequence of the row. Collective where it is cut."""
+    vectors: list[FloatVector] = np.split(row.whole(values_N.float()).cpu().numpy(), np.cumsum(row.counts)[:-1])
     return vectors
 
 

@@ -5,7 +5,9 @@ times slower on CPU. Here sequences of nearly equal length are gathered into buc
 ``scaled_dot_product_attention`` each. On CUDA the whole row is one flash variable-length call.
 
 A sequence may continue another one, its prefix: its tokens attend to the prefix and to themselves, and the tokens of
-the prefix go through the rest of the model once for all that continue it."""
+the prefix go through the rest of the model once for all that continue it.
+
+With context parallel a rank has the queries of its piece of the row, and the keys of the row up to there."""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from streamrl.base.errors import StreamRLError
+from streamrl.learning.model.context import Context, SharedKeys, gather_rows
 from streamrl.learning.model.hugging_face import AttentionInterface, AttentionMaskInterface
 
 ATTENTION_NAME = "streamrl_packed"
@@ -77,13 +80,15 @@ class FlashBoundaries(msgspec.Struct, frozen=True, eq=False):
 
 class PackedLayout(msgspec.Struct, frozen=True, eq=False):
     """Layout of the sequences of one row. An object, not a tuple: a compiled layer must not specialise on its numbers.
-    ``longest``: tokens that a token attends to at most."""
+    ``longest``: tokens that a token attends to at most. ``shared``: keys that come from other ranks (None: the row is
+    not cut)."""
 
     buckets: tuple[Bucket, ...]
     queries: Spread
     keys: Spread
     flash: FlashBoundaries | None
     longest: int
+    shared: SharedKeys | None = None
 
 
 class _Attended(NamedTuple):
@@ -93,25 +98,48 @@ class _Attended(NamedTuple):
     keys: Places
 
 
-def packed_layout(sequences: Sequence[PackedSequence], device: torch.device) -> PackedLayout:
-    """Layout of these sequences, which follow each other in the row without a gap."""
+def packed_layout(
+    sequences: Sequence[PackedSequence], device: torch.device, context: Context | None = None
+) -> PackedLayout:
+    """Layout of these sequences, which follow each other in the row without a gap; of this rank's piece of it, with a
+    ``context``. The row has a multiple of ``context.size`` tokens then."""
     places = [np.arange(sequence.start, sequence.start + sequence.length) for sequence in sequences]
     keys = [
         places[index] if sequence.prefix < 0 else np.concatenate([places[sequence.prefix], places[index]])
         for index, sequence in enumerate(sequences)
     ]
-    buckets = _buckets(_attended(sequences, places, keys))
-    total = sequences[-1].start + sequences[-1].length
-    queries = _spread([item.queries for bucket in buckets for item in bucket], buckets, total, device, own=True)
+    whole = [_Attended(*pair) for pair in zip(places, keys, strict=True)]
+    tokens = keyed = sequences[-1].start + sequences[-1].length
+    if context is None:
+        items, attended, shared = whole, _attended(sequences, places, keys), None
+    else:
+        items, used = _cut(whole, context.piece(tokens))
+        attended, shared = items, SharedKeys(context, torch.from_numpy(used).to(device))
+        tokens, keyed = tokens // context.size, len(used)
+    buckets = _buckets(attended)
+    queries = _spread([item.queries for bucket in buckets for item in bucket], buckets, tokens, device, own=True)
     shapes = tuple(Bucket(len(b), max(len(i.queries) for i in b), max(len(i.keys) for i in b)) for b in buckets)
-    repeated = any(bucket.queries != bucket.keys for bucket in shapes)
+    repeated = shared is not None or any(bucket.queries != bucket.keys for bucket in shapes)
     return PackedLayout(
         buckets=shapes,
         queries=queries,
-        keys=_spread([i.keys for b in buckets for i in b], buckets, total, device, own=False) if repeated else queries,
-        flash=_flash_boundaries(sequences, keys, device) if device.type in FLASH_DEVICES else None,
+        keys=_spread([i.keys for b in buckets for i in b], buckets, keyed, device, own=False) if repeated else queries,
+        flash=_flash_boundaries(items, device) if device.type in FLASH_DEVICES else None,
         longest=max(len(item) for item in keys),
+        shared=shared,
     )
+
+
+def _cut(items: list[_Attended], piece: slice) -> tuple[list[_Attended], Places]:
+    """Pair the queries of a piece of the row, numbered from its start, with their keys, numbered among those that any
+    of them needs: their places in the row are returned too."""
+    found = []
+    for queries, keys in items:
+        first, last = np.searchsorted(queries, (piece.start, piece.stop))
+        if first < last:
+            found.append(_Attended(queries[first:last] - piece.start, keys[: len(keys) - len(queries) + last]))
+    used = np.unique(np.concatenate([item.keys for item in found]))
+    return [item._replace(keys=np.searchsorted(used, item.keys)) for item in found], used
 
 
 def _attended(sequences: Sequence[PackedSequence], places: list[Places], keys: list[Places]) -> list[_Attended]:
@@ -169,16 +197,16 @@ def _spread(
     return Spread(tensor(tokens), tensor(filled[first_places]), tensor(filled[repeats]), tensor(filling[repeats]))
 
 
-def _flash_boundaries(sequences: Sequence[PackedSequence], keys: list[Places], device: torch.device) -> FlashBoundaries:
+def _flash_boundaries(items: list[_Attended], device: torch.device) -> FlashBoundaries:
     def cumulative(lengths: list[int]) -> Tensor:
         return torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device)
 
-    shared = any(sequence.prefix >= 0 for sequence in sequences)
+    keys = np.concatenate([item.keys for item in items])
     return FlashBoundaries(
-        queries=cumulative([sequence.length for sequence in sequences]),
-        keys=cumulative([len(item) for item in keys]),
-        longest_query=max(sequence.length for sequence in sequences),
-        keys_K=torch.from_numpy(np.concatenate(keys)).to(device) if shared else None,
+        queries=cumulative([len(item.queries) for item in items]),
+        keys=cumulative([len(item.keys) for item in items]),
+        longest_query=max(len(item.queries) for item in items),
+        keys_K=None if np.array_equal(keys, np.arange(len(keys))) else torch.from_numpy(keys).to(device),
     )
 
 
@@ -242,6 +270,9 @@ def packed_attention(
         raise StreamRLError(f"its attention caps scores at {softcap}, which no packed kernel here does")
     window = packed.longest if sliding_window is None else min(sliding_window, packed.longest)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if packed.shared is not None:
+        both = gather_rows(torch.cat([key.to(value.dtype), value], dim=-1), packed.shared)
+        key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
     if packed.flash is not None and value.dtype in (torch.bfloat16, torch.float16):
         # Under autocast rope and norms have multiplied queries and keys by float32 tables.
         query, key = query.to(value.dtype), key.to(value.dtype)

@@ -27,6 +27,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.learning import process_group
 from streamrl.learning.model.architecture import decoder_layers, persistent_buffers, refuse_targets
 from streamrl.learning.model.attention import register_packed_attention, register_uncompiled_attention
+from streamrl.learning.model.context import context_of
 from streamrl.learning.model.critic import Critic
 from streamrl.learning.model.hugging_face import (
     AutoConfig,
@@ -233,6 +234,7 @@ def load_models(
     gathered = _choose_gathered(options, device, split) if options.ranks > 1 else Gathered.BATCH
     load = partial(_load, options, device, gathered, split)
     policy, reference, critic = load(), None, None
+    policy.context = context_of(options, device)
     trunk = load_policy(options.model_path, device) if options.objective.has_value_model else None
     for trained in (policy, trunk) if trunk is not None else (policy,):
         if options.compile:
@@ -295,11 +297,11 @@ def _choose_gathered(options: TrainerOptions, device: torch.device, split: Split
         checkpointing=options.activation_checkpointing,
     )
     room = round(process_group.all_reduce([_free_bytes(device, options.ranks)], device, dist.ReduceOp.MIN)[0])
-    wanted = options.gathered if split.tensor is None else Gathered.LAYER
+    wanted = options.gathered if options.same_groups == 1 else Gathered.LAYER
     chosen, reason = choose_gathered(wanted, sizes, room, activations)
     if options.rank == 0:
         log.info("%s", reason)
-    return wanted if split.tensor is not None else chosen
+    return wanted if options.same_groups > 1 else chosen
 
 
 def _free_bytes(device: torch.device, ranks: int) -> float:

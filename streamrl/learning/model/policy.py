@@ -19,6 +19,7 @@ from streamrl.learning.model.architecture import (
     longest_exact_sequence,
 )
 from streamrl.learning.model.attention import PackedLayout, PackedSequence, packed_layout
+from streamrl.learning.model.context import Context
 from streamrl.learning.model.routers import RoutedRow, routers_of
 from streamrl.learning.objective.objectives import TokenInputs
 from streamrl.learning.options import TrainerOptions
@@ -30,14 +31,23 @@ many as a 64th of the card holds: each chunk reads the head again, and adds to i
 CARD_SHARE = 64
 
 
+class CutRow(NamedTuple):
+    """The row that a rank has a piece of. ``inputs``: of all its trained tokens; ``own_N``: int64, which of them are
+    predicted in the piece."""
+
+    context: Context
+    inputs: TokenInputs
+    own_N: Tensor
+
+
 class MicroBatch(NamedTuple):
-    """One row of ``T`` tokens with ``N`` trained ones among them.
+    """One row of ``T`` tokens with ``N`` trained ones among them, or a rank's piece of one (``cut``).
 
     ``tokens_T``, ``positions_T``: int64. ``predictors_N``: index in the row of the token whose output predicts
     the target ``targets_N`` (the one before it; siblings that share a prompt share it). ``places_N``: int64, number of
     the target in its turn. ``sample_ids`` and ``counts``: names of the row's sequences, in their order, and how many of
-    the targets are theirs. ``temperature_N``: float32, 0 for that of the options (None: all have it). ``routed``: the
-    experts that engines chose for its tokens (None: for none of them)."""
+    the targets of the whole row are theirs. ``temperature_N``: float32, 0 for that of the options (None: all have
+    it). ``routed``: the experts that engines chose for its tokens (None: for none of them)."""
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -50,6 +60,30 @@ class MicroBatch(NamedTuple):
     places_N: Tensor
     temperature_N: Tensor | None = None
     routed: RoutedRow | None = None
+    cut: CutRow | None = None
+
+    def whole(self, values_N: Tensor) -> Tensor:
+        """Values of all trained tokens of the row, given those of this rank. No gradient where the row is cut, and
+        collective over its group then."""
+        if self.cut is None:
+            return values_N
+        return self.cut.context.joined(values_N, self.cut.own_N, self.cut.inputs.behavior_N.numel())
+
+    def piece(self, context: Context) -> MicroBatch:
+        """This rank's piece of a row whose layout is that of the piece already. A token is trained where it is
+        predicted, which may be one piece before the one that it lies in."""
+        place = context.piece(self.tokens_T.numel())
+        own_N = ((self.predictors_N >= place.start) & (self.predictors_N < place.stop)).nonzero()[:, 0]
+        return self._replace(
+            tokens_T=self.tokens_T[place],
+            positions_T=self.positions_T[place],
+            predictors_N=self.predictors_N[own_N] - place.start,
+            targets_N=self.targets_N[own_N],
+            inputs=self.inputs.part(own_N),
+            places_N=self.places_N[own_N],
+            temperature_N=None if self.temperature_N is None else self.temperature_N[own_N],
+            cut=CutRow(context, self.inputs, own_N),
+        )
 
 
 def empty_micro_batch(device: torch.device) -> MicroBatch:
@@ -75,7 +109,7 @@ class PackedPolicy(nn.Module):
     ``pieces``: where each tensor of the checkpoint lies in the parameters; they are published under its names.
     ``hugging_face``: the transformers model itself. ``partial_gradients``: parameters of which each rank of
     ``tensor_group`` has the gradient of its own heads only (``parallel.split_tensors``). ``experts``: its routers
-    (None: it has none).
+    (None: it has none). ``context``: ranks over which rows are cut.
     The output head is not applied here but in chunks by the caller, so that the logits of a whole row never exist."""
 
     def __init__(self, model: Any) -> None:
@@ -91,6 +125,7 @@ class PackedPolicy(nn.Module):
         self.pieces = checkpoint_pieces(self.hugging_face)
         self.partial_gradients: frozenset[str] = frozenset()
         self.tensor_group: Any = None
+        self.context: Context | None = None
         self._scaling = logit_scaling(self.hugging_face.config)
         self._longest = longest_exact_sequence(self.hugging_face.config)
         self.experts = routers_of(self.hugging_face)

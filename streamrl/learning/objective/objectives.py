@@ -40,7 +40,7 @@ class TokenInputs(NamedTuple):
     old_values_N: Tensor | None = None
     returns_N: Tensor | None = None
 
-    def part(self, positions: slice) -> TokenInputs:
+    def part(self, positions: slice | Tensor) -> TokenInputs:
         """The same of some of the tokens."""
         cut: dict[str, Any] = {n: v[positions] for n, v in self._asdict().items() if isinstance(v, Tensor)}
         return self._replace(**cut)
