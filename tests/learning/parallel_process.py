@@ -6,18 +6,22 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch.distributed as dist
 from sample_groups import close_of, make_groups
 from torch import Tensor, int16
 
 from streamrl.base.messages import SaveCheckpoint
-from streamrl.learning.model import local_shards
+from streamrl.learning.batches import packing
+from streamrl.learning.model import context, local_shards
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.published_weights import FullWeights
 from streamrl.learning.trainer import TorchTrainer
@@ -45,8 +49,32 @@ def plant(name: str) -> None:
         torch_tensors.shard_specs = lambda shards: [  # type: ignore[assignment]
             msgspec.structs.replace(spec, run=0, stride=0) for spec in whole(shards)
         ]
+    elif name == "no sum":  # of the gradients that keys have on other ranks
+        context.dist = SimpleNamespace(all_gather=dist.all_gather, reduce_scatter=keep_own)  # type: ignore[assignment]
     elif name == "twice":
         local_shards._is_owned = lambda _: True
+
+
+def keep_own(own: Tensor, parts: list[Tensor], group: Any) -> None:
+    own.copy_(parts[dist.get_rank(group)])
+
+
+def count_cuts() -> Counter[str]:
+    """Count the rows that are cut in the middle of a prompt that siblings share, and of what continues one."""
+    counted, lay_row = Counter[str](), packing.lay_row
+
+    def counting(groups: Any, multiple: int = 1) -> packing.LaidRow:
+        laid = lay_row(groups, multiple)
+        size = len(laid.tokens_T) // multiple
+        prompts = {sequence.prefix for sequence in laid.sequences}
+        for index, (start, length, prefix) in enumerate(laid.sequences):
+            if start // size != (start + length - 1) // size and multiple > 1:
+                counted["prompts"] += index in prompts
+                counted["continuations"] += prefix >= 0
+        return laid
+
+    packing.lay_row = counting
+    return counted
 
 
 def of_shards(trainer: TorchTrainer, kind: str, flat_L: Tensor) -> dict[str, np.ndarray]:
@@ -67,6 +95,7 @@ def run(case: Case, options: TrainerOptions) -> None:
     while options.resume_from and not Path(options.resume_from).exists():
         time.sleep(0.05)
     plant(case.planted)
+    cuts = count_cuts()
     trainer = TorchTrainer(options, torch_tensors.start_publisher)
     first = trainer.start().policy_version
     published = trainer.publish_anchor(first)
@@ -81,7 +110,7 @@ def run(case: Case, options: TrainerOptions) -> None:
         return gradient_L
 
     weights.collect_gradient = seen  # type: ignore[method-assign]
-    data, number = options.rank // options.tensor_parallel_size, options.ranks // options.tensor_parallel_size
+    data, number = options.rank // options.same_groups, options.ranks // options.same_groups
     for version in range(first, first + case.steps):
         groups = make_groups(version, SIZES, seed=version, version=version)
         for index, group in enumerate(groups):
@@ -101,6 +130,7 @@ def run(case: Case, options: TrainerOptions) -> None:
     arrays |= of_shards(trainer, "master", weights.masters.whole())
     if case.save:
         trainer.save_checkpoint(SaveCheckpoint(directory=case.save, policy_version=trainer.policy_version))
+    arrays |= {"cut_prompts": cuts["prompts"], "cut_continuations": cuts["continuations"]}
     np.savez(case.out, **arrays)
     trainer.close()
 

@@ -1,6 +1,6 @@
-"""Ranks that share layers, experts or replicas, as real processes, against one rank: gradients, weights after some
-steps, what is published, checkpoints. With STREAMRL_EVERY_LAYOUT=1 in the environment every family in every layout, ten
-steps, and planted bugs: that takes minutes."""
+"""Ranks that share layers, experts, rows or replicas, as real processes, against one rank: gradients, weights after
+some steps, what is published, checkpoints. With STREAMRL_EVERY_LAYOUT=1 in the environment every family in every
+layout, ten steps, and planted bugs: that takes minutes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from sample_groups import VOCABULARY  # noqa: E402
 from streamrl.base.errors import StreamRLError  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.learning.state import durable_files  # noqa: E402
+from streamrl.recipe.objective import Objective, objective_settings  # noqa: E402
 from streamrl.recipe.sections import Gathered  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -43,21 +44,28 @@ MODELS = {
         **SMALL, tie_word_embeddings=False, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
     ),
 }
-LAYOUTS = {  # ranks, tensor parallel, expert parallel, replicas
+LAYOUTS = {  # ranks, tensor parallel, expert parallel, replicas; context parallel where it is not 1
     "one": (1, 1, 1, 1), "fsdp2": (2, 1, 1, 1), "hsdp2": (2, 1, 1, 2), "hsdp2x2": (4, 1, 1, 2), "tp2": (2, 2, 1, 1),
     "tp2fsdp2": (4, 2, 1, 1), "ep2": (2, 2, 2, 1), "ep2fsdp2": (4, 2, 2, 1), "fsdp4": (4, 1, 1, 1),
-    "tp2hsdp2": (4, 2, 1, 2),
+    "tp2hsdp2": (4, 2, 1, 2), "cp2": (2, 1, 1, 1, 2), "cp2fsdp2": (4, 1, 1, 1, 2), "cp2tp2": (4, 2, 1, 1, 2),
+    "cp4": (4, 1, 1, 1, 4), "cp2hsdp2": (4, 1, 1, 2, 2),
 }  # fmt: skip
 EVERY = os.environ.get("STREAMRL_EVERY_LAYOUT") == "1"
-TRAINED = [("qwen3", "tp2fsdp2"), ("qwen3", "hsdp2"), ("moe", "ep2")]
+TRAINED = [("qwen3", "tp2fsdp2"), ("qwen3", "hsdp2"), ("moe", "ep2"), ("gemma3", "cp2fsdp2")]
 LOADED = ["one", "fsdp2"]
 PLANTED: dict[str, str] = {}
 if EVERY:
     TRAINED = [(model, layout) for model in MODELS for layout in ("fsdp2", "hsdp2x2", "tp2", "tp2fsdp2", "tp2hsdp2")]
     TRAINED += [("moe", "ep2"), ("moe", "ep2fsdp2")]
+    TRAINED += [(model, layout) for model in ("llama", "qwen3", "gemma3") for layout in ("cp2", "cp2fsdp2")]
+    TRAINED += [("qwen3", "cp2tp2"), ("qwen3", "cp4"), ("qwen3", "cp2hsdp2")]
     LOADED = ["one", "fsdp4", "hsdp2x2", "tp2", "tp2fsdp2"]
-    PLANTED = {"no reduction": "tp2", "rows": "tp2", "twice": "hsdp2x2"}
+    PLANTED = {"no reduction": "tp2", "rows": "tp2", "twice": "hsdp2x2", "no sum": "cp2"}
 STEPS = 10 if EVERY else 3
+CUT = {  # ratios of whole sequences, and values of whole trajectories, where sequences are cut over ranks
+    name: objective_settings(Objective(algorithm=name, kl_coefficient=0.1, entropy_coefficient=0.01))
+    for name in ("gspo", "ppo")
+}
 
 
 class Outputs(NamedTuple):
@@ -99,19 +107,22 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     cases: list[Case] = []
 
     def add(name: str, model: str, layout: str, steps: int = 0, planted: str = "", save: str = "", **more: Any) -> None:
-        ranks, tensor, expert, replicas = LAYOUTS[layout]
+        ranks, tensor, expert, replicas, context = (*LAYOUTS[layout], 1)[:5]
         for rank in range(ranks):
             options = TrainerOptions(
                 model_path=str(directory / model), run_id="p", rank=rank, ranks=ranks, device="cpu", threads=1,
                 weights_endpoint=f"ipc://{directory}/w{len(cases)}", learning_rate=1e-3, micro_batch_tokens=64,
                 rendezvous=f"file://{directory}/{name}.meet" if ranks > 1 else "", collective_timeout_s=200.0,
                 gathered=Gathered.LAYER, tensor_parallel_size=tensor, expert_parallel_size=expert, replicas=replicas,
-                beta2=0.95, **more,
+                context_parallel_size=context, beta2=0.95, **more,
             )  # fmt: skip
             out = str(directory / f"{name}.{rank}.npz")
             cases.append(Case(options=options, out=out, steps=steps, planted=planted, save=save))
 
     checkpoint = str(directory / "tp2fsdp2.ckpt")
+    for layout in ("one", "cp2"):
+        for name, objective in CUT.items():
+            add(f"{name}-{layout}", "qwen3", layout, steps=2, streaming=False, objective=objective)
     for model in dict(TRAINED):
         add(f"{model}-one", model, "one", steps=STEPS)
     for model, layout in TRAINED:
@@ -140,6 +151,17 @@ def test_any_layout_trains_and_publishes_as_one_rank(outputs: Outputs, model: st
     assert max(outputs.distance(name, one, kind) for kind in ("gradient", "master")) < 1e-5
 
 
+@pytest.mark.parametrize("name", CUT)
+def test_objectives_of_whole_sequences_see_over_the_cuts(outputs: Outputs, name: str) -> None:
+    ranks, [one] = outputs.of(f"{name}-cp2"), outputs.of(f"{name}-one")
+    for rank in ranks:
+        assert int(rank["cut_prompts"]) and int(rank["cut_continuations"])
+    for version in range(2):
+        assert float(ranks[1][f"loss/{version}"]) == pytest.approx(float(one[f"loss/{version}"]), rel=1e-3, abs=1e-5)
+    assert outputs.distance(f"{name}-cp2", f"{name}-one", "gradient") < 1e-5
+    assert outputs.distance(f"{name}-cp2", f"{name}-one", "master") < 1e-5
+
+
 def test_a_checkpoint_goes_on_in_any_layout(outputs: Outputs) -> None:
     exported = load_file(outputs.directory / "tp2fsdp2.ckpt" / "hf" / "model.safetensors")
     for layout in LOADED:
@@ -158,4 +180,5 @@ def test_planted_bugs_are_found(outputs: Outputs) -> None:
     [found, *_], right = outputs.of("no reduction"), outputs.whole("qwen3-one", "gradient")
     norms = [name for name in right if "q_norm" in name] or pytest.fail("no norms")
     assert not any(np.allclose(found[f"gradient/{name}"], right[name], rtol=1e-2) for name in norms)
+    assert outputs.distance("no sum", "qwen3-one", "gradient") > 1e-2
     assert outputs.hash_of("qwen3-one") not in [outputs.hash_of(name) for name in ("rows", "twice")]

@@ -272,7 +272,7 @@ def packed_attention(
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if packed.shared is not None:
         both = gather_rows(torch.cat([key.to(value.dtype), value], dim=-1), packed.shared)
-        key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        key, value = torch.split(both, [key.shape[-1], value.shape[-1]], dim=-1)
     if packed.flash is not None and value.dtype in (torch.bfloat16, torch.float16):
         # Under autocast rope and norms have multiplied queries and keys by float32 tables.
         query, key = query.to(value.dtype), key.to(value.dtype)

@@ -231,14 +231,19 @@ def split_of_ranks(recipe: Recipe) -> Broken:
         yield Problem("training.gathered", f'{text} collective: set "auto" or "layer"')
 
 
-@rule("training")
+@rule("training", "lora.rank")
 def context_of_ranks(recipe: Recipe) -> Broken:
     training, size, ranks = recipe.training, recipe.training.context_parallel_size, recipe.training.ranks
     whole = size * training.tensor_parallel_size * training.replicas
     if size > 1 and ranks % whole:
         text = f"training.ranks = {ranks} is no multiple of context_parallel_size x tensor_parallel_size x replicas ="
         sizes = f"{size} x {training.tensor_parallel_size} x {training.replicas}"
-        yield Problem("training.context_parallel_size", f"{text} {sizes}: set ranks = {-(-ranks // whole) * whole}")
+        yield Problem(
+            "training.advanced.context_parallel_size", f"{text} {sizes}: set ranks = {-(-ranks // whole) * whole}"
+        )
+    if size > 1 and recipe.lora.rank:
+        text = f"lora.rank = {recipe.lora.rank}: adapters are trained over FSDP2 alone: set context_parallel_size = 1"
+        yield Problem("training.context_parallel_size", text)
     if size > 1 and training.gathered is Gathered.BATCH:
         text = f'"{training.gathered}" is not possible with context_parallel_size = {size}, where each row is a'
         yield Problem("training.gathered", f'{text} collective: set "auto" or "layer"')
