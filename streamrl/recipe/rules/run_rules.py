@@ -238,9 +238,7 @@ def context_of_ranks(recipe: Recipe) -> Broken:
     if size > 1 and ranks % whole:
         text = f"training.ranks = {ranks} is no multiple of context_parallel_size x tensor_parallel_size x replicas ="
         sizes = f"{size} x {training.tensor_parallel_size} x {training.replicas}"
-        yield Problem(
-            "training.advanced.context_parallel_size", f"{text} {sizes}: set ranks = {-(-ranks // whole) * whole}"
-        )
+        yield Problem("training.context_parallel_size", f"{text} {sizes}: set ranks = {-(-ranks // whole) * whole}")
     if size > 1 and recipe.lora.rank:
         text = f"lora.rank = {recipe.lora.rank}: adapters are trained over FSDP2 alone: set context_parallel_size = 1"
         yield Problem("training.context_parallel_size", text)
