@@ -116,7 +116,7 @@ def run(case: Case, options: TrainerOptions) -> None:
         for index, group in enumerate(groups):
             if (index + version) % 3 % number == data:
                 trainer.train_group(group)
-            if index == 2 and trainer._updates.by_layer:
+            if index == 2 and options.streaming and trainer._updates.by_layer:
                 trainer.train_pending()  # as it is ordered of every rank
         report = trainer.close_batch(close_of(groups, version + 1))
         arrays[f"loss/{version}"] = report.metrics["optim/loss"]
