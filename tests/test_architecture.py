@@ -30,13 +30,14 @@ CONFINED = {
     # A process of environments takes vLLM's tool parsers, where a recipe names one.
     "vllm": (*WORKER_SIDE, "streamrl/run/environments/vllm_parsers.py"),
     "torch": ("streamrl/learning/", "streamrl/weights/publish/torch_tensors.py", *WORKER_SIDE, REWARD_MODEL, TENSORS),
-    # For training one file imports it, without the compiler that it brings along otherwise; the dry run's in a process
+    # For training two files import it, without the compiler that it brings along otherwise; the dry run's in a process
     # that imports vLLM. Small models are made by programs of their own.
     "transformers": (
         "streamrl/learning/model/hugging_face.py",
         "streamrl/learning/small_model/",
         REWARD_MODEL,
         "streamrl/launch/plan/first_prompt.py",
+        "streamrl/learning/model/parallel.py",
     ),
     # Extras of their own: who does not ask for them starts without.
     "httpx": ("streamrl/rewards/judge/",),
