@@ -32,11 +32,13 @@ SIZES = [4, 3, 1, 5, 2]
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """``planted``: a bug that is put in before. ``save``: the directory of a checkpoint after all steps."""
+    """``prompts``: tokens of the longest one. ``planted``: a bug that is put in before. ``save``: the directory of a
+    checkpoint after all steps."""
 
     options: TrainerOptions
     out: str
     steps: int = 0
+    prompts: int = 6
     save: str = ""
     planted: str = ""
 
@@ -112,7 +114,7 @@ def run(case: Case, options: TrainerOptions) -> None:
     weights.collect_gradient = seen  # type: ignore[method-assign]
     data, number = options.rank // options.same_groups, options.ranks // options.same_groups
     for version in range(first, first + case.steps):
-        groups = make_groups(version, SIZES, seed=version, version=version)
+        groups = make_groups(version, SIZES, seed=version, version=version, prompts=case.prompts)
         for index, group in enumerate(groups):
             if (index + version) % 3 % number == data:
                 trainer.train_group(group)

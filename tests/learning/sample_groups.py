@@ -14,13 +14,20 @@ VOCABULARY = 32
 
 
 def make_groups(
-    batch_id: int, sizes: list[int], *, seed: int = 0, version: int = 0, rewards: list[list[float]] | None = None
+    batch_id: int,
+    sizes: list[int],
+    *,
+    seed: int = 0,
+    version: int = 0,
+    rewards: list[list[float]] | None = None,
+    prompts: int = 6,
 ) -> list[TrainingGroup]:
-    """Groups of these sizes with random tokens, lengths 2 to 40, and random rewards unless given."""
+    """Groups of these sizes with random tokens, lengths 2 to 40 after 1 to ``prompts``, and random rewards unless
+    given."""
     rng = random.Random(seed)
     groups = []
     for group_id, size in enumerate(sizes):
-        prompt = [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 6))]
+        prompt = [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, prompts))]
         samples = []
         for sample in range(size):
             count = rng.randint(2, 40)

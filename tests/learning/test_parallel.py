@@ -117,7 +117,16 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
                 context_parallel_size=context, beta2=0.95, **more,
             )  # fmt: skip
             out = str(directory / f"{name}.{rank}.npz")
-            cases.append(Case(options=options, out=out, steps=steps, planted=planted, save=save))
+            cases.append(
+                Case(
+                    options=options,
+                    out=out,
+                    steps=steps,
+                    prompts=70 if name.startswith(tuple(CUT)) else 6,
+                    planted=planted,
+                    save=save,
+                )
+            )
 
     checkpoint = str(directory / "tp2fsdp2.ckpt")
     for layout in ("one", "cp2"):
