@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from streamrl.learning import process_group
+from streamrl.learning.model.parallel import split_of
 from streamrl.learning.model.policy import PackedPolicy, set_gradient_sync, set_sharded, shard
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.optimizer import MasterOptimizer
@@ -59,7 +60,7 @@ def main(
     process_group.join(options, device)
     policy = Losses(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval())
     if ranks > 1:
-        shard(policy, process_group.mesh(device), gathered, sixteen_bit=False)
+        shard(policy, split_of(options, device).data, gathered, sixteen_bit=False)
     weights = make_weights(options, policy)
     optimizer = MasterOptimizer(options, weights.masters, weights.decayed)
     arrays: dict[str, np.ndarray] = {}

@@ -37,8 +37,9 @@ def split_of(options: TrainerOptions, device: torch.device) -> Split:
     sizes = (options.replicas, options.ranks // inner, options.tensor_parallel_size)
     if math.prod(sizes) != options.ranks:
         raise StreamRLError(f"{options.ranks} ranks are not replicas x shards x tensor parallel ranks {sizes}")
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
-    data = mesh["replicate", "shard"] if options.replicas > 1 else mesh["shard"]
+    # With other names peft takes layers for tensor parallel ones, and makes adapters of their local shape.
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "fsdp", "tensor"))
+    data = mesh["replicate", "fsdp"] if options.replicas > 1 else mesh["fsdp"]
     tensor = mesh["tensor"] if options.tensor_parallel_size > 1 else None
     alone = options.ranks == options.tensor_parallel_size
     return Split(None if alone else data, tensor, options.expert_parallel_size > 1)
