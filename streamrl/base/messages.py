@@ -289,7 +289,7 @@ TrainingOrder = (
 class TrainerReady(Message, frozen=True):
     """First message of a rank. ``policy_version`` is what it holds (0: the initial weights). ``trained_parameters``:
     of adapters; 0: all are trained. ``together_tokens``: of all ranks, when they want to be ordered to train together
-    before the close; 0: never. ``same_groups``: so many ranks after each other train the same groups."""
+    before the close; 0: never. ``ranks_per_group``: number of consecutive ranks that train the same groups."""
 
     rank: int
     ranks: int
@@ -298,7 +298,7 @@ class TrainerReady(Message, frozen=True):
     tokenizer_digest: str = ""
     trained_parameters: int = 0
     together_tokens: int = 0
-    same_groups: int = 1
+    ranks_per_group: int = 1
 
 
 class StepReport(Message, frozen=True):

@@ -13,7 +13,7 @@ import anyio
 from streamrl.base import messages
 from streamrl.base.errors import EngineError, RequestRefused, StreamBroken, StreamClosed, StreamEnded, WeightError
 from streamrl.base.types import Completion
-from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.stream import ReceiveStream, SendStream, exchange_hello
 
 ENGINE_FAILURE = 0
 """``OrderFailed`` with this order id says that the engine itself failed, and why: its last message."""
@@ -67,13 +67,10 @@ class RemoteEngine:
     async def run(self) -> None:
         """Receive until ``aclose``. Raises ``EngineError`` naming the engine when it died."""
         try:
-            async for event in self._events:
-                if not self.failure:
-                    self._accept(event)
-                if self.failure:
-                    break
-            self.give_up("its host ended the stream of completions")
-        except (StreamBroken, StreamClosed, StreamEnded) as error:
+            await exchange_hello(self._take, self._orders)
+            while not self.failure:
+                await self._take()
+        except (StreamBroken, StreamClosed) as error:
             self.give_up(f"its host is gone: {error}")
         except BaseException:
             self.give_up("the controller stopped listening to it")
@@ -82,21 +79,11 @@ class RemoteEngine:
             raise EngineError(self.failure)
 
     async def start(self) -> messages.EngineReady:
-        """Wait for the host's ``EngineReady``, or for the end of its orders: an earlier host that was about to end may
-        have taken them for its own, and then the next one gets none."""
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._watch_orders)
-            await self._ready.wait()
-            tasks.cancel_scope.cancel()
+        """Wait for the host's ``EngineReady``."""
+        await self._ready.wait()
         if self.failure or self.readiness is None:
             raise EngineError(self.failure or f"{self.name}: not ready")
         return self.readiness
-
-    async def _watch_orders(self) -> None:
-        try:
-            await self._orders.watch()
-        except (StreamBroken, StreamClosed) as error:
-            self.give_up(f"its host is gone: {error}")
 
     async def generate(self, request: messages.Generate) -> Completion:
         """Sample one completion. Raises ``RequestRefused`` or ``EngineError``. Cancelling it aborts the request."""
@@ -179,6 +166,15 @@ class RemoteEngine:
         except (StreamBroken, StreamClosed) as error:
             self.give_up(f"its host is gone: {error}")
             self._require_alive()
+
+    async def _take(self) -> None:
+        try:
+            event = await self._events.receive()
+        except StreamEnded:
+            self.give_up("its host ended the stream of completions")
+        else:
+            if not self.failure:
+                self._accept(event)
 
     def _accept(self, event: messages.EngineEvent) -> None:
         """Take an event. An answer that is not awaited, because it was given before, or its request came back in

@@ -58,8 +58,8 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     resume_from: str = ""
 
     @property
-    def same_groups(self) -> int:
-        """Ranks after each other that train the same groups."""
+    def ranks_per_group(self) -> int:
+        """Number of consecutive ranks that train the same groups: they split layers or rows."""
         return self.tensor_parallel_size * self.context_parallel_size
 
     def threads_while(self, freed: int) -> int:

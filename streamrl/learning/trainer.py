@@ -106,7 +106,7 @@ class TorchTrainer:
             tokenizer_digest=self._tokenizer_digest(options.model_path) if self._tokenizer_digest else "",
             trained_parameters=weights.adapter_elements,
             together_tokens=data_ranks * STREAMED_ROWS * self._updates.row_tokens if together else 0,
-            same_groups=options.same_groups,
+            ranks_per_group=options.ranks_per_group,
         )
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class TorchTrainer:
                 f"close of batch {close.batch_id} as version {close.policy_version}, "
                 f"but batch {batch.batch_id} is open at version {self.policy_version}"
             )
-        check_totals(batch.sums, close, device, self._options.same_groups)
+        check_totals(batch.sums, close, device, self._options.ranks_per_group)
         process_group.use_threads((self._options.idle_threads if close.engines_idle else 0) or self._threads)
         if self._updates.by_layer:
             self._probe()

@@ -138,7 +138,7 @@ class Updates:
 
     def _sum(self, values: list[float]) -> list[float]:
         """Sums over the ranks, of which those with the same rows count once. Collective."""
-        return process_group.all_reduce(values, self._device, copies=self._options.same_groups)
+        return process_group.all_reduce(values, self._device, copies=self._options.ranks_per_group)
 
     def _accumulate(self, samples: Sequence[PreparedSample], batch: OpenBatch) -> None:
         rows = packed_rows(

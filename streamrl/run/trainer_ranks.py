@@ -28,7 +28,7 @@ class TrainerRanks:
         self._ranks = ranks
         self._open_tokens = [0] * len(ranks)
         self._waiting_tokens = self._together_tokens = 0
-        self._same_groups = 1
+        self._ranks_per_group = 1
         self.policy_version = 0
         """The version that ranks hold, or were ordered to make."""
         self._answered = 0
@@ -48,7 +48,7 @@ class TrainerRanks:
                 raise StreamRLError(f"trainer-{index} said hello with {hello}; {len(self._ranks)} ranks were expected")
             hellos.append(hello)
         self.policy_version = hellos[0].policy_version
-        self._together_tokens, self._same_groups = hellos[0].together_tokens, hellos[0].same_groups
+        self._together_tokens, self._ranks_per_group = hellos[0].together_tokens, hellos[0].ranks_per_group
         if len({(g.policy_version, g.parameters) for g in hellos}) != 1:
             raise StreamRLError(f"trainer ranks hold different models: {hellos}")
         return hellos
@@ -83,7 +83,7 @@ class TrainerRanks:
     async def train_group(self, group: TrainingGroup) -> None:
         """Give a group to the rank with the fewest tokens in the open batch, and to those that train the same. Where a
         row is a collective, order all ranks to train once enough tokens wait."""
-        same = self._same_groups
+        same = self._ranks_per_group
         rank = min(range(0, len(self._ranks), same), key=lambda r: self._open_tokens[r])
         tokens = sum(len(s.token_ids) for s in group.samples)
         self._open_tokens[rank] += tokens

@@ -112,7 +112,7 @@ def run(case: Case, options: TrainerOptions) -> None:
         return gradient_L
 
     weights.collect_gradient = seen  # type: ignore[method-assign]
-    data, number = options.rank // options.same_groups, options.ranks // options.same_groups
+    data, number = options.rank // options.ranks_per_group, options.ranks // options.ranks_per_group
     for version in range(first, first + case.steps):
         groups = make_groups(version, SIZES, seed=version, version=version, prompts=case.prompts)
         for index, group in enumerate(groups):

@@ -286,8 +286,12 @@ async def test_an_engine_that_joins_before_or_in_a_push_is_brought_to_its_versio
     assert first.told == second.told == TAKEN and run.trainer.asked == [5]
 
 
-async def test_an_engine_that_a_push_overtakes_serves_only_by_the_newer_version() -> None:
-    slow = Recorded(-1, waits="commit")
+@pytest.mark.parametrize(("refusals", "commits"), [(0, ["commit 5"]), (2, ["commit 5", "commit 5"])])
+async def test_an_engine_that_a_push_overtakes_serves_only_by_the_newer_version(
+    refusals: int, commits: list[str]
+) -> None:
+    """Also where the push had the trainer drop the anchor that the engine was fetching."""
+    slow = Recorded(-1, waits="commit", refusals=refusals)
     run = Run(Recorded(-1))
     await run.sync.push(announced(5, None))
     async with anyio.create_task_group() as group:
@@ -296,20 +300,7 @@ async def test_an_engine_that_a_push_overtakes_serves_only_by_the_newer_version(
         await run.sync.push(announced(6, 5))
         slow.waits = ""
         slow.let.set()
-    assert slow.told == ["pause keep", "commit 5", "commit 6", "resume"]
-
-
-async def test_an_engine_whose_anchor_was_left_by_a_faster_push_takes_the_newer_version() -> None:
-    slow = Recorded(-1, waits="commit", refusals=2)
-    run = Run(Recorded(-1))
-    await run.sync.push(announced(5, None))
-    async with anyio.create_task_group() as group:
-        group.start_soon(run.sync.admit, "engine-1", slow)
-        await slow.reached.wait()
-        await run.sync.push(announced(6, 5))
-        slow.waits = ""
-        slow.let.set()
-    assert slow.told == ["pause keep", "commit 5", "commit 5", "commit 6", "resume"] and not run.failed
+    assert slow.told == ["pause keep", *commits, "commit 6", "resume"] and not run.failed
 
 
 async def test_an_engine_that_joins_while_all_are_paused_is_paused_too() -> None:

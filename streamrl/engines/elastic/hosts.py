@@ -184,8 +184,6 @@ class _EngineSlot:
             if engine.failure:
                 log.warning("%s did not become ready: %s", self.name, engine.failure)
                 hosts.alone_since = anyio.current_time()
-                if self._settings.restarts:  # else its listener ends the run
-                    await self.abandon()
             return engine.readiness if not engine.failure else None
         if not self._settings.restarts:
             raise EngineError(f"{self.name}: {reason}")

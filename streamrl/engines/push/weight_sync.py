@@ -160,7 +160,6 @@ class WeightSync:
         while True:
             while self._live is None:
                 await self._pushed.wait()
-            live = self._live
             try:
                 async with alone:
                     live, pushed = self._live, self._pushed

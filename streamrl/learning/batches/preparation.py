@@ -178,7 +178,7 @@ def split_for_updates(samples: Sequence[PreparedSample], options: TrainerOptions
     for item in samples:
         lengths.setdefault(item.sample.id.group_id, []).append(item.sample.trained_tokens)
     own = [(fmean(found) if options.shortest_first else 0.0, group) for group, found in lengths.items()]
-    encoded = all_gather_bytes(msgspec.msgpack.encode(own))[:: options.same_groups]
+    encoded = all_gather_bytes(msgspec.msgpack.encode(own))[:: options.ranks_per_group]
     groups = sorted(pair for part in encoded for pair in msgspec.msgpack.decode(part, type=list[tuple[float, int]]))
     updates, places = options.updates_per_batch, {group: index for index, (_, group) in enumerate(groups)}
     shares: list[list[PreparedSample]] = [[] for _ in range(updates)]

@@ -231,7 +231,9 @@ def load_models(
     """Policy, reference and critic, as ``options`` ask for, and whether parameters are gathered layer by layer, so that
     every forward is a collective. Collective with several ranks. Raises ``StreamRLError``."""
     split = split_of(options, device)
-    gathered = _choose_gathered(options, device, split) if options.ranks > 1 else Gathered.BATCH
+    gathered = Gathered.BATCH if options.ranks == 1 else Gathered.LAYER
+    if options.ranks > 1 and options.ranks_per_group == 1:  # else every forward is a collective
+        gathered = _choose_gathered(options, device)
     load = partial(_load, options, device, gathered, split)
     policy, reference, critic = load(), None, None
     policy.context = context_of(options, device)
@@ -265,19 +267,17 @@ def _freeze(policy: PackedPolicy) -> PackedPolicy:
     return policy
 
 
-def _choose_gathered(options: TrainerOptions, device: torch.device, split: Split) -> Gathered:
-    """Choose gathering by batch or by layer by the memory that each rank has free. By layer where the layers are split:
-    every forward is a collective then. Collective; rank 0 logs why."""
+def _choose_gathered(options: TrainerOptions, device: torch.device) -> Gathered:
+    """Choose gathering by batch or by layer by the memory that each rank has free. Collective; rank 0 logs why."""
     policy = empty_policy(options.model_path)
-    split_tensors(policy, split)
     config = policy.hugging_face.config.get_text_config()
-    layers = [sum(local_part(p).numel() for p in one.parameters()) for one in decoder_layers(policy.hugging_face)]
-    total = sum(local_part(p).numel() for p in policy.parameters())
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(policy.hugging_face)]
+    total = sum(p.numel() for p in policy.parameters())
     sizes = TrainingSizes(
         parameters=total,
         outside=total - sum(layers),
         layer=max(layers),
-        ranks=options.ranks // (options.tensor_parallel_size * options.replicas),
+        ranks=options.ranks // options.replicas,
         # An estimate: peft has not chosen yet.
         trained=total // 100 if options.lora.rank else 0,
         adapted=sum(layers) if options.lora.rank else 0,
@@ -297,11 +297,10 @@ def _choose_gathered(options: TrainerOptions, device: torch.device, split: Split
         checkpointing=options.activation_checkpointing,
     )
     room = round(process_group.all_reduce([_free_bytes(device, options.ranks)], device, dist.ReduceOp.MIN)[0])
-    wanted = options.gathered if options.same_groups == 1 else Gathered.LAYER
-    chosen, reason = choose_gathered(wanted, sizes, room, activations)
+    chosen, reason = choose_gathered(options.gathered, sizes, room, activations)
     if options.rank == 0:
         log.info("%s", reason)
-    return wanted if options.same_groups > 1 else chosen
+    return chosen
 
 
 def _free_bytes(device: torch.device, ranks: int) -> float:

@@ -1,5 +1,5 @@
-"""Split of parameters over the ranks: tensor and expert parallel by transformers' plan of the family, whole or not
-then by FSDP2 (``policy.shard``), copied over replicas. No plan of our own."""
+"""Split of parameters over the ranks: by the tensor and expert parallel plans that transformers has for the model's
+family, then over the data parallel ranks by FSDP2 (``policy.shard``), with a copy on each replica (HSDP)."""
 
 from __future__ import annotations
 

@@ -75,9 +75,9 @@ class Routers:
                 )
             return result
 
-        return routed if self.number else forward
+        return routed
 
-    def choose(self, layer: int, scores_TE: Tensor, own_TK: Tensor) -> Tensor:
+    def choose(self, layer: int, own_TK: Tensor) -> Tensor:
         """The experts of the row in ``layer``, int64 [tokens, top_k]; ``own_TK`` where it has none."""
         chosen_TK = own_TK
         if self._row is not None:
@@ -107,7 +107,7 @@ class _Choice(TorchFunctionMode):
         self.made = True
         if isinstance(scores, DTensor):
             raise StreamRLError("the scores of a router are split over ranks: its routing cannot be replayed")
-        chosen_TK = self._routers.choose(self._layer, scores, result.indices)
+        chosen_TK = self._routers.choose(self._layer, result.indices)
         return torch.return_types.topk((scores.gather(-1, chosen_TK), chosen_TK))
 
 

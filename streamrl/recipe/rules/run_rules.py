@@ -226,9 +226,6 @@ def split_of_ranks(recipe: Recipe) -> Broken:
     if tensor > 1 and training.optimizer is OptimizerKind.ADAMW_8BIT:
         text = f'"{training.optimizer}" rounds moments by their neighbours, which differ between tensor parallel ranks'
         yield Problem("training.optimizer", f'{text}, and what all of them have would too: set "adamw"')
-    if tensor > 1 and training.gathered is Gathered.BATCH:
-        text = f'"{training.gathered}" is not possible with tensor_parallel_size = {tensor}, where each row is a'
-        yield Problem("training.gathered", f'{text} collective: set "auto" or "layer"')
 
 
 @rule("training", "lora.rank")
@@ -242,9 +239,15 @@ def context_of_ranks(recipe: Recipe) -> Broken:
     if size > 1 and recipe.lora.rank:
         text = f"lora.rank = {recipe.lora.rank}: adapters are trained over FSDP2 alone: set context_parallel_size = 1"
         yield Problem("training.context_parallel_size", text)
-    if size > 1 and training.gathered is Gathered.BATCH:
-        text = f'"{training.gathered}" is not possible with context_parallel_size = {size}, where each row is a'
-        yield Problem("training.gathered", f'{text} collective: set "auto" or "layer"')
+
+
+@rule("training")
+def gathered_where_rows_are_collective(recipe: Recipe) -> Broken:
+    training = recipe.training
+    for name in ("tensor_parallel_size", "context_parallel_size") if training.gathered is Gathered.BATCH else ():
+        if (size := getattr(training, name)) > 1:
+            text = f'"{training.gathered}" is not possible with {name} = {size}, where each row is a collective'
+            yield Problem("training.gathered", f'{text}: set "auto" or "layer"')
 
 
 @rule("rollout.rounds", "tail_batching", "length_sorted", "rollout", "group_sizing")
