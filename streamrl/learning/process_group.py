@@ -18,7 +18,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamrl.base.errors import StreamBroken, StreamRLError
 from streamrl.base.run_process import usable_cores
@@ -99,11 +98,6 @@ def needs_peers(doing: str) -> Iterator[None]:
             f"trainer rank {rank} of {ranks} was {doing} when {others} ended or stopped to answer; the log of that "
             f"rank says why ({error})"
         ) from error
-
-
-def mesh(device: torch.device) -> DeviceMesh:
-    """All ranks in one dimension."""
-    return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
 def leave() -> None:

@@ -124,12 +124,12 @@ def difference(directory: Path, samples: list[TrainingSample]) -> tuple[Any, int
 
 
 async def test_the_trainer_takes_the_experts_of_the_engine(
-    hosted: Callable[..., Any], tiny_model: Path, tmp_path: Path
+    hosted: Callable[..., Any], tiny_model: Path, tmp_path: Path, socket_directory: Path
 ) -> None:
     write_mixture(tmp_path / "m", tiny_model)
     engines = Engines(max_num_seqs=16, max_model_len=512, dtype="bfloat16")  # the trainer computes in float32
     recipe = small_recipe(str(tmp_path / "m"), engines=engines, sampling=Sampling(max_tokens=TOKENS))
-    async with hosted(engine_options(recipe, 0, tmp_path), tmp_path) as (engine, _):
+    async with hosted(engine_options(recipe, 0, socket_directory), socket_directory) as (engine, _):
         samples = await samples_of(engine)
     assert any(len(sample.routed) > 1 for sample in samples)  # of two parts
     replayed_N, missing = difference(tmp_path / "m", samples)

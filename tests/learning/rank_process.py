@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from peak_bytes import PeakBytes
 from sample_groups import close_of, make_groups, master_values
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from streamrl.base.errors import StreamRLError
@@ -118,7 +119,7 @@ def odd_weights(seed: int, ranks: int = 1) -> FullWeights:
     model = torch.nn.ParameterDict({str(i): torch.nn.Parameter(torch.randn(shape)) for i, shape in enumerate(ODD)})
     root = torch.nn.Sequential(model)
     if ranks > 1:
-        fully_shard(root, mesh=process_group.mesh(torch.device("cpu")))
+        fully_shard(root, mesh=init_device_mesh("cpu", (ranks,)))
     return FullWeights(dict(root.named_parameters()))
 
 

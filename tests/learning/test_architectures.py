@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,10 +17,10 @@ transformers = pytest.importorskip("transformers")
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from sample_groups import make_groups  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from streamrl.base.errors import StreamRLError  # noqa: E402
-from streamrl.learning import process_group  # noqa: E402
 from streamrl.learning.batches.packing import PreparedSample, pack  # noqa: E402
 from streamrl.learning.model import loading, probe  # noqa: E402
 from streamrl.learning.model.architecture import decoder_layers  # noqa: E402
@@ -207,7 +208,9 @@ def test_each_rank_reads_its_rows_of_every_tensor(family: str, tmp_path: Path) -
         torch.distributed.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
         try:
             policy = loading._placed(path, CPU)
-            shard(policy, process_group.mesh(CPU), Gathered.LAYER, sixteen_bit=False)
+            # A name of its own: torch takes equal meshes for one, also where this process was another rank then.
+            mesh = init_device_mesh("cpu", (3,), mesh_dim_names=(f"of rank {rank}",))
+            shard(policy, mesh, Gathered.LAYER, sixteen_bit=False)
             read = loading._read_parameters(policy, loading._check_names(policy, Path(path)), CPU)
             assert read.keys() == parameters.keys()
             for part in local_shards(policy.trained_parameters()):
@@ -301,8 +304,11 @@ def test_pieces_of_a_sharded_parameter_are_ranges_of_it(tmp_path: Path) -> None:
     pieces = [piece for piece in policy.pieces if piece.parameter == fused.name]
     assert len(pieces) == 8
     size, served = fused.stop - fused.start, {piece.name: 0 for piece in pieces}
-    for first, last in ((0, 1000), (1000, 5000), (5000, size)):
-        part = LocalShard(fused.name, fused.shape, (), first, 100, 100 + last - first)
+    width = size // fused.shape[0]
+    for experts in (range(1), range(1, 3), range(3, 4)):
+        first, last = experts.start * width, experts.stop * width
+        held = (np.array(experts), *fused.held[1:])
+        part = LocalShard(fused.name, fused.shape, (), first, 100, 100 + last - first, held=held)
         for piece, here in zip(pieces, published_shards([part], pieces), strict=True):
             if here.stop > here.start:
                 assert here.start - 100 + first == piece.start + here.offset

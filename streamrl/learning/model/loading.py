@@ -110,7 +110,7 @@ def load_policy(
     return narrow
 
 
-def _placed(model_path: str, device: torch.device, split: Split) -> PackedPolicy:
+def _placed(model_path: str, device: torch.device, split: Split = WHOLE) -> PackedPolicy:
     """The empty model with its buffers on the device, its layers split."""
     policy = empty_policy(model_path)
     split_tensors(policy, split)
