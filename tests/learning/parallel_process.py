@@ -1,14 +1,11 @@
-"""Four processes: ``parallel_process.py CASES.json``. Each case is a trainer that is cut over the first of them
-in another way. Importing torch is what costs: it is done once, and all cases run here, one after the other."""
+"""``parallel_process.py CASES.json``: trainers cut over some ranks, each case in another way, one after the other.
+Importing torch is what costs: it is done once, and the ranks of each case are forks."""
 
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +15,7 @@ import numpy as np
 import torch.distributed as dist
 from sample_groups import close_of, make_groups
 from torch import Tensor, int16
+from torch.multiprocessing import start_processes
 
 from streamrl.base.messages import SaveCheckpoint
 from streamrl.learning.batches import packing
@@ -88,14 +86,8 @@ def of_shards(trainer: TorchTrainer, kind: str, flat_L: Tensor) -> dict[str, np.
     return arrays
 
 
-def run_all(cases: list[Case]) -> None:
-    for case in cases:
-        run(case, case.options)
-
-
-def run(case: Case, options: TrainerOptions) -> None:
-    while options.resume_from and not Path(options.resume_from).exists():
-        time.sleep(0.05)
+def run(rank: int, ranks: list[Case]) -> None:
+    case, options = ranks[rank], ranks[rank].options
     plant(case.planted)
     cuts = count_cuts()
     trainer = TorchTrainer(options, torch_tensors.start_publisher)
@@ -138,7 +130,6 @@ def run(case: Case, options: TrainerOptions) -> None:
 
 
 if __name__ == "__main__":
-    every = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[Case])
-    of_ranks = [[case for case in every if case.options.rank == rank] for rank in range(4)]
-    with ProcessPoolExecutor(4, get_context("fork")) as pool:
-        list(pool.map(run_all, of_ranks))
+    for ranks in msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[list[Case]]):
+        # New processes for each case: torch keeps plans by mesh, and takes the mesh of another case for an equal one.
+        start_processes(run, (ranks,), nprocs=len(ranks), start_method="fork")

@@ -104,20 +104,21 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     for name, config in MODELS.items():
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config()).bfloat16().save_pretrained(directory / name)
-    cases: list[Case] = []
+    cases: list[list[Case]] = []
 
     def add(name: str, model: str, layout: str, steps: int = 0, planted: str = "", save: str = "", **more: Any) -> None:
         ranks, tensor, expert, replicas, context = (*LAYOUTS[layout], 1)[:5]
+        cases.append([])
         for rank in range(ranks):
             options = TrainerOptions(
                 model_path=str(directory / model), run_id="p", rank=rank, ranks=ranks, device="cpu", threads=1,
-                weights_endpoint=f"ipc://{directory}/w{len(cases)}", learning_rate=1e-3, micro_batch_tokens=64,
+                weights_endpoint=f"ipc://{directory}/w{len(cases)}.{rank}", learning_rate=1e-3, micro_batch_tokens=64,
                 rendezvous=f"file://{directory}/{name}.meet" if ranks > 1 else "", collective_timeout_s=200.0,
                 gathered=Gathered.LAYER, tensor_parallel_size=tensor, expert_parallel_size=expert, replicas=replicas,
                 context_parallel_size=context, beta2=0.95, **more,
             )  # fmt: skip
             out = str(directory / f"{name}.{rank}.npz")
-            cases.append(
+            cases[-1].append(
                 Case(
                     options=options,
                     out=out,
@@ -139,7 +140,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
         add(f"{model}-{layout}", model, layout, steps=STEPS, save=written)
     for layout in LOADED:
         add(f"loaded-{layout}", "qwen3", layout, resume_from=checkpoint, save=str(directory / f"{layout}.again"))
-    for planted, layout in PLANTED.items():  # last: they stay planted in their process
+    for planted, layout in PLANTED.items():
         add(planted, "qwen3", layout, steps=1, planted=planted)
     path = directory / "cases.json"
     path.write_bytes(msgspec.json.encode(cases))

@@ -50,8 +50,9 @@ def context_of(options: TrainerOptions, device: torch.device) -> Context | None:
     size, tensor = options.context_parallel_size, options.tensor_parallel_size
     if size == 1:
         return None
-    names = ("data", "context", "tensor")
-    mesh = init_device_mesh(device.type, (options.ranks // (size * tensor), size, tensor), mesh_dim_names=names)
+    named = {"data": options.ranks // (size * tensor), "context": size, "tensor": tensor}
+    used = {name: count for name, count in named.items() if count > 1}  # as ``parallel.split_of``
+    mesh = init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
     return Context(mesh["context"].get_group(), mesh["context"].get_local_rank(), size)
 
 

@@ -37,12 +37,14 @@ def split_of(options: TrainerOptions, device: torch.device) -> Split:
     sizes = (options.replicas, options.ranks // inner, options.tensor_parallel_size)
     if math.prod(sizes) != options.ranks:
         raise StreamRLError(f"{options.ranks} ranks are not replicas x shards x tensor parallel ranks {sizes}")
-    # With other names peft takes layers for tensor parallel ones, and makes adapters of their local shape.
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "fsdp", "tensor"))
-    data = mesh["replicate", "fsdp"] if options.replicas > 1 else mesh["fsdp"]
-    tensor = mesh["tensor"] if options.tensor_parallel_size > 1 else None
     alone = options.ranks == options.tensor_parallel_size
-    return Split(None if alone else data, tensor, options.expert_parallel_size > 1)
+    # peft takes the layers of a mesh with other names for tensor parallel ones, and makes adapters of local shape.
+    named = dict(zip(("replicate", "fsdp", "tensor"), sizes, strict=True))
+    # A dimension of one rank would be a group with connections of its own.
+    used = {name: size for name, size in named.items() if size > 1 or (name == "fsdp" and not alone)}
+    mesh = init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+    data = mesh["replicate", "fsdp"] if options.replicas > 1 else None if alone else mesh["fsdp"]
+    return Split(data, mesh["tensor"] if "tensor" in used else None, options.expert_parallel_size > 1)
 
 
 def split_tensors(policy: PackedPolicy, split: Split) -> None:
