@@ -8,6 +8,7 @@
     python -m campaigns endpoint [--requests N] [--seed N]   # requests of agents with something wrong in them
     python -m campaigns followers [shots | pairs]    # trackers that are killed, stopped, out of disk or asleep
     python -m campaigns hosts shots [--shots N] [--kinds ...] [--python PATH]   # three hosts in namespaces, with Ray
+    python -m campaigns hosts equality [--kinds hsdp2x2]   # over hosts, and on one: the same model bit for bit
     python -m campaigns front_door [KIND ...]        # files as people have them: models, tokenizers, tables, ...
 
 The exit code is 1 where something failed. ``--help`` behind a name lists its options."""

@@ -2,8 +2,8 @@
 
 ``hosts shots``: each run gets several shots and must work again after each, by itself or, where its command died, by
 ``streamrl resume``; then it is drained. Judged by the namespaces of pids of the hosts (nothing is left 2 s after a
-lease), the journal, and witnesses of what each rank trained. Needs root, and a Python with Ray and streamrl's packages
-(``--python``)."""
+lease), the journal, and witnesses of what each rank trained. ``hosts equality``: without shots (``equality``). Needs
+root, and a Python with Ray and streamrl's packages (``--python``)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from campaigns.hosts.equality import compare
 from campaigns.hosts.hosts_run import HostsRun, left_on, named, wait_until
 from campaigns.hosts.lab import end, laboratory, why_not
 from campaigns.hosts.ray_nodes import RayNodes
@@ -41,10 +42,13 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["shots"])
+    parser.add_argument("what", choices=["shots", "equality"])
     parser.add_argument("--shots", type=int, default=60)
     parser.add_argument("--of-a-run", type=int, default=8, help="shots that one run gets")
-    parser.add_argument("--kinds", nargs="*", default=[], help="only these: engine, rank, host, cut, ...")
+    parser.add_argument(
+        "--kinds", nargs="*", default=[], help="only these: engine, rank, cut, ...; or fsdp2, hsdp2x2, ..."
+    )
+    parser.add_argument("--steps", type=int, default=12, help="of a run of equality")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--python", type=Path, default=Path(sys.executable))
     parser.add_argument("--name", default="shots", help="of the laboratory")
@@ -58,7 +62,8 @@ def run_campaign(arguments: argparse.Namespace) -> int:
         print(f"no laboratory: {reason}")
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the laboratory ends with it
-    began, shots = time.monotonic(), plan(arguments.shots, arguments.seed, arguments.kinds)
+    began = time.monotonic()
+    shots = plan(arguments.shots, arguments.seed, arguments.kinds) if arguments.what == "shots" else []
     shutil.rmtree(arguments.out, ignore_errors=True)
     results: list[Result] = []
     faults: list[str] = []
@@ -66,6 +71,10 @@ def run_campaign(arguments: argparse.Namespace) -> int:
         ray = RayNodes(lab, arguments.python)
         ray.start()
         print(f"three hosts with Ray after {time.monotonic() - began:.0f} s", flush=True)
+        if arguments.what == "equality":
+            faults = list(compare(ray, arguments))
+            print(*faults, f"{len(faults)} faults", sep="\n")
+            return int(bool(faults))
         try:
             while len(results) < len(shots):
                 folder = arguments.out / f"run-{len(results):03d}"

@@ -43,24 +43,26 @@ class HostsRun:
         """The directory of the run."""
         return (self.folder / "runs" / "latest").resolve()
 
-    def train(self) -> None:
-        """Start it from nothing."""
+    def train(self, *settings: str, over_hosts: bool = True) -> None:
+        """Start it from nothing; else on the first host alone."""
         example = ROOT / "examples" / "sort"
         paths = f"run.directory={self.folder}/runs model.path={example}/model prompts.train={example}/train.jsonl"
-        sets = f"{paths} rewards.0.function={example}/reward.py:sorted_trace {SETTINGS}".split()
-        self._start("train", example / "recipe.toml", *(part for one in sets for part in ("--set", one)))
+        sets = [*f"{paths} rewards.0.function={example}/reward.py:sorted_trace {SETTINGS}".split(), *settings]
+        words = [part for one in sets for part in ("--set", one)]
+        self._start("train", example / "recipe.toml", *words, over_hosts=over_hosts)
 
     def resume(self) -> None:
         """Go on with what there is."""
         self._start("resume", self.directory)
 
-    def _start(self, *command: object) -> None:
+    def _start(self, *command: object, over_hosts: bool = True) -> None:
         path = [self.folder, ROOT / "benchmarks" / "chaos_tap", self.ray.environment["PYTHONPATH"], ROOT]
         variables = self.ray.environment | {
             "PYTHONPATH": ":".join(map(str, path)),
             "STREAMRL_CHAOS_TAP": str(self.folder / "tap.jsonl"),
         }
-        line = (self.ray.python, "-m", "streamrl", *command, "--cluster", self.ray.address)
+        where = ("--cluster", self.ray.address) if over_hosts else ()
+        line = (self.ray.python, "-m", "streamrl", *command, *where)
         with (self.folder / "output").open("ab") as output:
             self.driver = self.hosts[0].popen(
                 line, variables, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL

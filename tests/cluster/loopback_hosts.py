@@ -48,7 +48,7 @@ class PipeLink(AgentLink):
         raise AgentGone("its pipe is closed")
 
     async def release(self) -> None:
-        if not self.released and self.process.poll() is None:
+        if not self.released and not self.cut and self.process.poll() is None:
             assert self.process.stdin is not None
             with suppress(OSError):
                 self.process.stdin.write("close\n")
@@ -58,8 +58,8 @@ class PipeLink(AgentLink):
             if pipe is not None:
                 with suppress(OSError):
                     pipe.close()
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self.process.wait)
+        with anyio.CancelScope(shield=True), anyio.move_on_after(10.0):  # as of Ray's
+            await anyio.to_thread.run_sync(self.process.wait, abandon_on_cancel=True)
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGSTOP)

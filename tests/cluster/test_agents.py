@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -154,6 +155,30 @@ async def test_what_a_process_left_is_ended(run: Path) -> None:
         assert (await agent.answer(asked(3, EndAll()))).done == 4
 
 
+async def test_an_engine_outlives_the_threads_of_an_idle_pool(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process dies with the thread that started it, and a pool ends its idle threads."""
+    pool: list[int] = []
+
+    def works(seconds: float) -> None:
+        pool.append(threading.get_native_id())
+        time.sleep(seconds)
+
+    async with agent_of(setup_of(run)) as agent:
+        pid = (await agent.answer(asked(0, StartProcess(1, ENGINE, False)))).processes[1].pid
+        await until((run / "pids" / "engine-0.0").exists)
+        async with anyio.create_task_group() as tasks:
+            for seconds in (0.0, 0.3, 0.6):  # each in a thread of its own, of which the last one is taken next
+                tasks.start_soon(anyio.to_thread.run_sync, works, seconds)
+                await anyio.sleep(0.1)
+        monkeypatch.setattr("anyio._backends._asyncio.WorkerThread.MAX_IDLE_TIME", 0)
+        await anyio.to_thread.run_sync(works, 0.0)
+        with anyio.fail_after(60):
+            await until(lambda: sum(Path(f"/proc/self/task/{one}").exists() for one in set(pool)) <= 1)
+        await anyio.sleep(0.2)
+        assert lives(pid)
+        await agent.answer(asked(1, EndAll()))
+
+
 async def test_facts_of_a_host(run: Path) -> None:
     async with (
         agent_of(setup_of(run)) as agent,
@@ -269,6 +294,24 @@ async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
         assert hosts.started.count("h2") == 1
         supervisor.request_drain()
     assert "h2 joined in place of h1" in caplog.text
+
+
+async def test_a_host_that_is_back_before_the_cluster_missed_it_has_each_engine_once(run: Path) -> None:
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
+    async with running(run, hosts, recipe(run)) as (supervisor, _), anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        agent = hosts.links["h1"]
+        agent.cut = True
+        most = 0
+        with anyio.fail_after(300):
+            while not (run / "pids" / "engine-0.1").exists():
+                pids = [int(path.read_text()) for path in (run / "pids").glob("engine-0.*")]
+                most = max(most, sum(map(lives, pids)))
+                agent.cut = not agent.released  # heals when the run has given it up, and has said so in vain
+                await anyio.sleep(0.01)
+        assert most == 1 and not lives(pid_of(run, "engine-0")) and not lives(agent.process.pid)
+        assert hosts.started.count("h1") == 2
+        supervisor.request_drain()
 
 
 async def test_a_rank_of_a_lost_host_has_the_run_resumed_on_what_is_left(run: Path) -> None:

@@ -70,6 +70,16 @@ def test_the_script_of_slurm_gives_every_word_as_it_was(folder: Path, capsys: py
     assert again.stdout == "the run of this job has ended\n", "a job that is started again after its clean end"
 
 
+def test_a_job_that_is_asked_twice_to_drain_waits_for_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder.parent / "bin" / "srun").write_text(
+        "#!/bin/bash\nkill -TERM $PPID; sleep 0.5; kill -TERM $PPID; sleep 0.5; exit 7"
+    )
+    setup = f"export PATH='{folder.parent}/bin':$PATH"
+    script = printed(capsys, "slurm", str(RECIPE), "--nodes", "2", "--setup", setup)
+    environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "h[0-1]"}
+    assert subprocess.run(["bash"], input=script, env=environment, text=True).returncode == 7
+
+
 def test_a_job_that_may_lose_hosts_outlives_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, "slurm", str(RECIPE), "--nodes", "4", "--set", "cluster.hosts=3")
     assert "#SBATCH --no-kill" in lines and "--kill-on-bad-exit=0 --wait=0" in lines

@@ -158,7 +158,8 @@ class RayHosts:
                 self._ray,
                 Actor.options(
                     num_gpus=count,
-                    runtime_env={"env_vars": variables} if variables else None,
+                    # Without GPUs of its own an agent, and all below it, sees none: Ray would leave it all of the host.
+                    runtime_env={"env_vars": variables if count else variables | {"CUDA_VISIBLE_DEVICES": ""}},
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group),
                 ).remote(msgspec.msgpack.encode(setup(offer)), offer.name),
                 group,

@@ -78,14 +78,15 @@ class Host:
             if not self._is_head:
                 while not self._served(deadline_s):
                     say(f"Ray gave up after its {RAY_START_S:g} s; starting it again")
+                    self._kill_below()  # a second raylet beside what it left would count the GPUs twice
                     self._start_ray(arguments, environment)
                 return 0
             self._await(partial(answers, self._at), deadline_s, "Ray did not start")
             left_s = str(max(1, round(deadline_s - time.monotonic())))
             nodes = str(self._options.nodes)
             waiting = [sys.executable, "-m", "streamrl.launch.submit.ray_nodes", self._at, nodes, left_s]
-            if self._finish(waiting, environment) != 0:
-                if self._orders.endings or self._orders.drains:
+            if self._finish(waiting, environment, needs_all=True) != 0:
+                if self._orders.endings or self._orders.drains or self._orders.failures:
                     raise HostFailed("ended before the run began")
                 raise HostFailed(f"Ray did not have its {nodes} hosts within {self._options.start_s:g} s: see above")
             code = self._finish(self._run_command(), environment)
@@ -145,15 +146,17 @@ class Host:
             return False
         raise HostFailed(self._why_ray_ended())
 
-    def _finish(self, command: Sequence[str], environment: dict[str, str]) -> int:
-        """Exit code of a command of the first host, to which orders are passed on."""
+    def _finish(self, command: Sequence[str], environment: dict[str, str], *, needs_all: bool = False) -> int:
+        """Exit code of a command of the first host, to which orders are passed on. ``needs_all``: it ends, too, where
+        another host has failed."""
         assert self._ray is not None
         self._sent = 0
         self._work = _start(command, environment, signal.SIGKILL)
         ray_ended_s = 0.0
         while (code := self._work.poll()) is None:
             self._orders.wait(TICK_S)
-            wanted = min(2, self._orders.endings + self._orders.drains)
+            # A second request to drain asks for nothing new: Slurm sends one when time is up, whatever was before.
+            wanted = min(2, self._orders.endings + bool(self._orders.drains) + (needs_all and self._orders.failures))
             if self._ray.poll() is not None and not ray_ended_s:
                 ray_ended_s = time.monotonic()
                 say(self._why_ray_ended())
@@ -184,6 +187,13 @@ class Host:
                 process.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(seconds)
+        self._kill_below()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        if self._is_head:
+            self._token.unlink(missing_ok=True)
+
+    @staticmethod
+    def _kill_below() -> None:
         deadline_s = time.monotonic() + END_S
         while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline_s:
             for process in left:
@@ -193,16 +203,14 @@ class Host:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             time.sleep(0.05)
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        if self._is_head:
-            self._token.unlink(missing_ok=True)
 
 
 class _Orders:
-    """Orders to this host, by signals and, with a lease, by lines on stdin. ``endings``: two end at once."""
+    """Orders to this host, by signals and, with a lease, by lines on stdin. ``endings``: two end at once; ``failures``:
+    of other hosts."""
 
     def __init__(self, lease: bool) -> None:
-        self.drains = self.endings = 0
+        self.drains = self.endings = self.failures = 0
         self._heard_s = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._lease = lease
@@ -222,6 +230,7 @@ class _Orders:
             self._heard_s = time.monotonic()
             self.drains += data.count(b"d")
             self.endings += 2 * data.count(b"e")
+            self.failures += data.count(b"f")
             self._lease = bool(data)
         if not self._lease or time.monotonic() - self._heard_s > LEASE_S:
             if not self.endings:

@@ -79,6 +79,8 @@ async def run_over_ssh(job: SshJob) -> int:
                     await host.send(json.dumps({"token": token, "head": head}) + "\n")
                     tasks.start_soon(host.beat)
                 tasks.start_soon(_pass_on, signals, hosts[0])
+                for host in hosts[1:]:
+                    tasks.start_soon(_pass_on_failure, host, hosts[0])
                 await hosts[0].ended.wait()
         finally:
             with anyio.CancelScope(shield=True):
@@ -102,6 +104,14 @@ async def _pass_on(signals: AsyncIterator[signal.Signals], head: _Host) -> None:
         print(f"{number.name}: {'draining the run; again to end it' if order == 'd' else 'ending'}", flush=True)
         await head.send(f"{order}\n")
         order = "e"
+
+
+async def _pass_on_failure(host: _Host, head: _Host) -> None:
+    """Have the first host wait no longer for one that has failed. A run that has begun goes on without it."""
+    await host.ended.wait()
+    if host.code:
+        print(f"{host.name}: ended with exit code {host.code}", flush=True)
+        await head.send("f\n")
 
 
 class _Host:

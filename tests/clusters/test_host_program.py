@@ -1,0 +1,116 @@
+"""The program of one host (``submit.host``) with a stand-in for Ray: what ends, and what is left, when Ray or another
+host fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.launch.submit.ray_start import Work
+from streamrl.launch.submit.ssh import SshJob, run_over_ssh
+
+RAY = f"""#!{sys.executable}
+import pathlib, socket, subprocess, sys, time
+here = pathlib.Path(__file__).parent
+(here / "left").mkdir(exist_ok=True)
+starts = len(list((here / "left").iterdir()))
+if any(pathlib.Path("/proc", path.read_text()).exists() for path in (here / "left").iterdir()):
+    (here / "two at once").touch()
+raylet = subprocess.Popen(["sleep", "600"], start_new_session=True)
+(here / "left" / str(raylet.pid)).write_text(str(raylet.pid))
+if "--head" in sys.argv:
+    server = socket.create_server(("", int(sys.argv[sys.argv.index("--port") + 1])))
+elif starts == 0 or (here / "fails").exists():
+    sys.exit("node timed out during startup" if starts == 0 else "no")
+time.sleep(600)
+"""
+MODULE = """
+init = shutdown = lambda *_, **__: None
+nodes = lambda: [{"NodeManagerAddress": "a", "Alive": True}]
+"""
+DRAINS = """
+import signal, sys, time
+def drain(*_):
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(9))
+    print("draining", flush=True)
+    time.sleep(1.5)
+    sys.exit(0)
+signal.signal(signal.SIGINT, drain)
+print("running", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a program ``ray`` and a module of that name."""
+    (tmp_path / "ray").write_text(RAY)
+    (tmp_path / "ray").chmod(0o755)
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "ray.py").write_text(MODULE)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SSH_CONNECTION", "127.0.0.1 1 127.0.0.1 22")  # as ssh says it on its other side
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'modules'}:{Path.cwd()}")
+    return tmp_path
+
+
+def host(bin: Path, rank: int, port: int, *command: str) -> subprocess.Popen[str]:
+    words = ["--rank", str(rank), "--nodes", "1", "--head", "127.0.0.1", "--port", str(port), "--token", str(bin / "t")]
+    line = [sys.executable, "-m", "streamrl.launch.submit.host", *words, "--", *command]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+
+
+def left(bin: Path) -> list[int]:
+    return [pid for pid in map(int, os.listdir(bin / "left")) if psutil.pid_exists(pid)]
+
+
+def test_what_a_start_of_ray_that_gave_up_has_left_is_gone_before_the_next_one(bin: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        (bin / "t").touch()
+        with host(bin, 1, head.getsockname()[1]) as worker:
+            deadline = time.monotonic() + 60
+            while not (bin / "left").exists() or len(os.listdir(bin / "left")) < 2:
+                assert worker.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            assert not (bin / "two at once").exists() and len(left(bin)) == 1
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(30) == 0
+    assert not left(bin)
+
+
+def test_a_run_that_is_asked_twice_to_drain_drains(bin: Path, free_port: int) -> None:
+    with host(bin, 0, free_port, sys.executable, "-c", DRAINS) as head:
+        assert head.stdout is not None
+        lines = iter(head.stdout.readline, "")
+        for word in ("running\n", "draining\n"):
+            assert word in lines
+            head.send_signal(signal.SIGUSR1)
+        assert head.wait(30) == 0
+    assert not left(bin)
+
+
+async def test_a_host_that_fails_before_the_run_began_ends_the_launch(bin: Path, free_port: int) -> None:
+    (bin / "fails").touch()
+    setup = [f"export PATH={os.environ['PATH']} PYTHONPATH={os.environ['PYTHONPATH']}"]
+    job = SshJob(
+        work=Work(recipe="r.toml"), hosts=["localhost"] * 2, folder=bin, setup=setup, port=free_port, gpus=0
+    )  # fmt: skip
+    began_s = time.monotonic()
+    assert await run_over_ssh(job) == 1
+    assert time.monotonic() - began_s < 60
+    assert not left(bin)
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])
