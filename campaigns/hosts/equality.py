@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 
 from campaigns.hosts.hosts_run import HostsRun, left_on, named, wait_until
+from campaigns.hosts.lab import command_of
 from campaigns.hosts.ray_nodes import RayNodes
 
 LAYOUTS = {"fsdp2": (2, 1), "fsdp4": (4, 1), "hsdp2x2": (4, 2)}
@@ -51,12 +52,11 @@ def one_run(run: HostsRun, name: str, steps: int, *, over_hosts: bool) -> str:
     began = time.monotonic()
     run.train(*settings, "training.learning_rate=1e-3", "training.advanced.threads=1", over_hosts=over_hosts)
     wait_until(lambda: bool(_steps(run)) or run.over, 240.0)
-    there = [
-        {host.name: len(host.processes(f"streamrl.launch {one}")) for host in run.hosts} for one in ("trainer", "engine")
-    ]  # fmt: skip
+    lines = {host.name: map(command_of, host.processes("streamrl.launch ", "--index")) for host in run.hosts}
+    there = [f"{host}: {' '.join(sorted(one.split()[4] for one in every))}" for host, every in lines.items()]
     if (code := run.exit_code(600.0)) != 0:
         return f"{name}, over hosts: {over_hosts}: ended with {code}: {run.said()}"
-    print(f"{name}: ranks {there[0]}, engines {there[1]}, {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{name}: {', '.join(there)}; {time.monotonic() - began:.0f} s", flush=True)
     if not all(step["optim/grad_norm"] for step in _steps(run)):
         return f"{name}: a step without a gradient proves nothing"
     return "" if wait_until(lambda: not any(map(left_on, run.hosts)), 3.0) else f"left: {named(run.hosts)}"

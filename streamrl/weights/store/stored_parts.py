@@ -3,16 +3,19 @@ written last. So a part is whole or not there for every reader, and who writes t
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
 
+from streamrl.base.errors import StoreError
 from streamrl.comm.object_store import ObjectStore
 from streamrl.weights.requests import MANIFEST
 
 CONNECTIONS = 8
 """Objects that are written, or read, at once."""
+_LIVES = "life"
 
 
 class Part(Protocol):
@@ -48,6 +51,9 @@ class StoredParts:
         self._store = ObjectStore(self.endpoint)
         for key in self._store.list_keys():
             self._keys.setdefault(key.partition("/")[0], set()).add(key)
+        self._life = len(self._keys.pop(_LIVES, ())) + 1
+        if not self._store.create(f"{_LIVES}/{self._life:06d}", secrets.token_bytes(16)):
+            raise StoreError(f"{self.endpoint}: another process has begun to write there at the same time")
 
     def check(self) -> None:
         """Do nothing: what failed was raised."""
@@ -55,6 +61,8 @@ class StoredParts:
     def serve(self, parts: Iterable[Part]) -> None:
         """Replace what is stored: first new parts are written, then others are removed."""
         assert self._store is not None, "it was started"
+        if self._store.get(f"{_LIVES}/{self._life + 1:06d}") is not None:
+            raise StoreError(f"{self.endpoint}: a later start of this rank writes there, and this one nothing any more")
         wanted = {part.manifest_digest: part for part in parts}
         for digest, part in wanted.items():
             if key_of(digest, MANIFEST) not in self._keys.setdefault(digest, set()):
