@@ -14,7 +14,7 @@ from streamrl.recipe.sections import EngineKind, Recipe
 MOST_BYTES = 192 << 20
 """Experts of a group, which goes to the trainer in one message of at most 256 MiB."""
 
-_PARALLEL = ("decode_context_parallel_size", "prefill_context_parallel_size")
+_PARALLEL = ("decode_context_parallel_size", "pipeline_parallel_size")
 
 
 def replays_routing(recipe: Recipe) -> bool:

@@ -64,9 +64,16 @@ class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
     args: dict[str, Any] = {}
 
     @property
+    def workers(self) -> int:
+        """Processes of each engine that compute, with a GPU each where there are GPUs: tensor parallel ranks of each
+        pipeline stage."""
+        stages = self.args.get("pipeline_parallel_size")  # of another type: vLLM says so
+        return self.tensor_parallel_size * (stages if isinstance(stages, int) and stages > 0 else 1)
+
+    @property
     def name(self) -> str:
         """``2x1``: two engines of one worker."""
-        return f"{self.count}x{self.tensor_parallel_size}"
+        return f"{self.count}x{self.workers}"
 
     @property
     def engines(self) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ def names(found: Placement) -> dict[str, str]:
     [
         (recipe(4, 4), 8, "0 1 2 3", "4 5 6 7"),
         (recipe(3, 2, tensor_parallel_size=2), 8, "0,1 2,3 4,5", "6 7"),
+        (recipe(1, 2, tensor_parallel_size=2, args={"pipeline_parallel_size": 3}), 8, "0,1,2,3,4,5", "6 7"),
         (recipe(1, 1), 8, "0", "1"),
         (recipe(1, 1), 2, "0", "1"),
         (recipe(1, 1), 1, "0", "0"),

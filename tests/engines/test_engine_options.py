@@ -117,7 +117,7 @@ def test_workers_share_the_heads_and_each_has_cores_of_its_own(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    deep = EngineShape(count=1, tensor_parallel_size=4, cores=("0-3",))
+    deep = EngineShape(count=1, tensor_parallel_size=2, cores=("0-3",), args={"pipeline_parallel_size": 2})
     both = recipe(model_directory, count=2, tensor_parallel_size=2, max_num_seqs=8, sets=(deep,))
     options = [engine_options(both, index, "/s", device="cpu") for index in range(3)]
     assert [one.name for one in options] == ["engine-0", "engine-1", "engine-2"]

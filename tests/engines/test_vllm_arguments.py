@@ -42,6 +42,8 @@ WRONG = {
     '{"stream_interval": "often"}': 'engines.args.stream_interval: "often" is not what vLLM 0.32.0 takes there (Input ',
     '{"scheduling_policy": "lifo"}': 'engines.args.scheduling_policy: "lifo" is not what vLLM 0.32.0 takes there (',
     '{"enforce_eager": false}': "engines.args.enforce_eager: an engine on a CPU has it as it must be: remove it",
+    '{"pipeline_parallel_size": 2}': "engines.args.pipeline_parallel_size: vLLM on a CPU dies with it at the first",
+    '{"enable_expert_parallel": true}': "engines.args.enable_expert_parallel: vLLM on a CPU dies with it at the first",
     '{"speculative_config": {"method": "ngram", "tokens": 3}}': "args.speculative_config.tokens: vLLM 0.32.0 has no",
     '{"speculative_config": {"method": "suffix"}}': "Arctic Inference is required",
     '{"attention_backend": "FLASH"}': 'engines.args.attention_backend: "FLASH" is not what vLLM 0.32.0 takes there (',
@@ -53,11 +55,16 @@ from streamrl.base.errors import ModelRefused
 from streamrl.engines.vllm.options import EngineOptions
 options = msgspec.json.decode(sys.argv[1], type=EngineOptions)
 os.environ.update(options.environment)
+from streamrl.engines.vllm import arguments
 from streamrl.engines.vllm.engine import engine_config
 ordered = engine_config(msgspec.structs.replace(options, args={}, by_priority=True)).scheduler_config.policy
 config = engine_config(options)
+arguments.CUDA_ONLY = ()
+staged = msgspec.structs.replace(options, workers=4, args={"pipeline_parallel_size": 2})
+parallel = engine_config(staged).parallel_config
+arguments.CUDA_ONLY = ("pipeline_parallel_size", "enable_expert_parallel")
 reached = (functools.reduce(getattr, place.split("."), config) for place in json.loads(sys.argv[2]))
-print(json.dumps([ordered, *reached]))
+print(json.dumps([ordered, [parallel.tensor_parallel_size, parallel.pipeline_parallel_size], *reached]))
 for given in json.loads(sys.argv[3]):
     try:
         engine_config(msgspec.structs.replace(options, args=json.loads(given)))
@@ -76,7 +83,7 @@ def test_ten_arguments_reach_vllm_and_wrong_ones_are_named(tiny_options: Callabl
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     reached, *refused = done.stdout.splitlines()[-1 - len(WRONG) :]
-    assert json.loads(reached) == ["priority", *(wanted for _, _, wanted in TEN.values())]
+    assert json.loads(reached) == ["priority", [2, 2], *(wanted for _, _, wanted in TEN.values())]
     for (wrong, words), said in zip(WRONG.items(), refused, strict=True):
         assert words in said, wrong
 

@@ -166,6 +166,7 @@ def test_a_run_that_cannot_replay_is_told_why(mixture: Path) -> None:
         "run.deterministic": {"run": Run(deterministic=True)},
         "training.compile": {"training": Training(compile=True)},
         "engines.args.decode_context": {"engines": Engines(args={"decode_context_parallel_size": 2})},
+        "engines.args.pipeline": {"engines": Engines(args={"pipeline_parallel_size": 2})},
         "6 bytes a token": {"sampling": Sampling(max_tokens=1 << 24)},
     }.items():
         recipe = small_recipe(path, **sections)

@@ -4,6 +4,7 @@
     python tests/weights/all_architectures.py qwen2-moe --workers 2 --deltas 100
     python tests/weights/all_architectures.py qwen3 --quantization fp8_per_channel    # quantised after loading
     python tests/weights/all_architectures.py qwen3 --linear stock                    # packed after loading: no weights
+    python tests/weights/all_architectures.py qwen3 --engine '{"pipeline_parallel_size": 2}' --workers 1
 
 Two tests that share no code with the load plan: vLLM's own checksum of every runtime parameter (asserted to hold
 something: a parameter that the engine packed away hashes as nothing), and 40 greedy tokens."""
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import json
 import os
 import sys
 import tempfile
@@ -20,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -50,12 +53,15 @@ async def push_many(
     workers: int,
     deltas: int,
     quantization: str | None = None,
+    more: dict[str, Any] | None = None,
 ) -> tuple[dict[str, str], list[int], dict[str, str], list[int]]:
-    """Checksums and greedy tokens after an anchor and ``deltas`` deltas, and those of a fresh engine on the result."""
+    """Checksums and greedy tokens after an anchor and ``deltas`` deltas, and those of a fresh engine on the result.
+    ``more``: arguments of an engine that nothing is sampled from."""
     model = directory / "model"
     bits, shapes = write_model(model, architecture)
     with publisher_of(shapes, directory, checkpoint=model) as publisher:
-        options = {"tensor_parallel_size": workers, "quantization": quantization}
+        options = {"tensor_parallel_size": workers, "quantization": quantization, **(more or {})}
+        length = 0 if more else 40
         async with running_engine(model, dtype, **options) as llm:
             push = Push(llm, publisher)
             asked = count_chunks(publisher)
@@ -70,11 +76,16 @@ async def push_many(
                 # The first is a delta on the checkpoint, where what is published has the names of its tensors.
                 assert (announcement.base_version is None) == (version == 0 and architecture.published == "parameters")
                 assert push.sent_as_announced(announcement), version
-            pushed, tokens = await push.checksums(), list((await sample(llm, 40)).token_ids)
+            pushed, tokens = await push.checksums(), await sampled(llm, length)
     save_bits(model, bits, shapes)
     async with running_engine(model, dtype, **options) as fresh:
         loaded = await Push(fresh, publisher).checksums()
-        return pushed, tokens, loaded, list((await sample(fresh, 40)).token_ids)
+        return pushed, tokens, loaded, await sampled(fresh, length)
+
+
+async def sampled(llm: Any, length: int) -> list[int]:
+    """Greedy tokens, as many."""
+    return list((await sample(llm, length)).token_ids) if length else []
 
 
 def count_chunks(publisher: WeightPublisher) -> Counter[bytes]:
@@ -112,14 +123,22 @@ def main() -> int:
     arguments.add_argument("--deltas", type=int, default=100)
     arguments.add_argument("--quantization", help="what vLLM does to the weights after loading, e.g. fp8_per_channel")
     arguments.add_argument("--linear", choices=("plain", "packed", "stock"), default="plain")
+    arguments.add_argument(
+        "--engine",
+        type=json.loads,
+        help="JSON: arguments of vLLM that its CPU engine takes weights with, and dies of at a request",
+    )
     options = arguments.parse_args()
-    failed = False
+    failed, stages = False, (options.engine or {}).get("pipeline_parallel_size", 1)
     for name in options.architectures or ARCHITECTURES:
         for workers in (options.workers,) if options.workers else (1, 2):
             started = time.monotonic()
             with tempfile.TemporaryDirectory() as directory:
                 set_engine_variables(
-                    os.environ.__setitem__, Path(directory), workers=workers, STREAMRL_CPU_LINEAR=options.linear
+                    os.environ.__setitem__,
+                    Path(directory),
+                    workers=workers * stages,
+                    STREAMRL_CPU_LINEAR=options.linear,
                 )
                 compared = asyncio.run(
                     push_many(
@@ -129,11 +148,13 @@ def main() -> int:
                         workers=workers,
                         deltas=options.deltas,
                         quantization=options.quantization,
+                        more=options.engine,
                     )
                 )
             faults = faults_of(*compared, packed_away=options.linear == "stock")
             seconds = time.monotonic() - started
-            outcome = "; ".join(faults[:5]) or f"{len(compared[0])} parameters bit-equal, greedy output equal"
+            output = "" if options.engine else ", greedy output equal"
+            outcome = "; ".join(faults[:5]) or f"{len(compared[0])} parameters bit-equal{output}"
             print(f"{name}, {workers} workers, {options.deltas} deltas, {seconds:.0f} s: {outcome}", flush=True)
             failed = failed or bool(faults)
     return int(failed)

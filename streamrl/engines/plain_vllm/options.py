@@ -14,9 +14,10 @@ CPU_BATCH_TOKENS = 8192
 
 
 class PlainOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """One vLLM engine of ``workers`` processes that compute (its tensor-parallel size). ``environment`` must be set
-    before vllm is imported: vllm reads it at import, and hands it to its own processes. ``prefix_caching`` False: what
-    a request samples does not depend, in its last bits, on what was sampled before it."""
+    """One vLLM engine of ``workers`` processes that compute (its tensor parallel size, unless ``vllm_config`` gets
+    another). ``environment`` must be set before vllm is imported: vllm reads it at import, and hands it to its own
+    processes. ``prefix_caching`` False: what a request samples does not depend, in its last bits, on what was sampled
+    before it."""
 
     name: str
     model_path: str
@@ -73,11 +74,11 @@ def vllm_config(options: PlainOptions, **more: Any) -> Any:
     them."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"tensor_parallel_size": options.workers}
     if options.on_cpu:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-        arguments = {
+        arguments |= {
             # One process computes and schedules. With vLLM's default two of them spin for each other on every token,
             # which on two cores costs a quarter of the step and 430 MB. A class is taken as it is; "uni" is not.
             "distributed_executor_backend": UniProcExecutor if options.workers == 1 else "mp",
@@ -92,7 +93,6 @@ def vllm_config(options: PlainOptions, **more: Any) -> Any:
         dtype=options.dtype,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
-        tensor_parallel_size=options.workers,
         enable_prefix_caching=options.prefix_caching,
         logprobs_mode="processed_logprobs",
         **(arguments | more),

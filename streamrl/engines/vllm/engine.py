@@ -197,8 +197,10 @@ def engine_config(options: EngineOptions) -> Any:
         more |= {"max_lora_rank": options.adapter_rank, "lora_target_modules": list(options.adapted_modules)}
     if options.cache_blocks:
         more |= {"block_size": options.block_tokens, "num_gpu_blocks_override": options.cache_blocks}
+    given = checked_arguments(options.args, on_cpu=options.on_cpu)
+    more["tensor_parallel_size"] = options.workers // max(1, given.get("pipeline_parallel_size", 1))
     try:
-        config = vllm_config(options, **more | checked_arguments(options.args, on_cpu=options.on_cpu))
+        config = vllm_config(options, **more | given)
     except (ValueError, ImportError) as error:  # a method of speculation whose package is missing
         raise ModelRefused(f"{options.name}: {_why_refused(options, str(error))}") from error
     if options.on_cpu and not config.model_config.use_mla:

@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import torch
 
+from streamrl.base.errors import ModelRefused
+from streamrl.engines.vllm.arguments import checked_arguments
 from streamrl.engines.vllm.options import EngineOptions
 from streamrl.weights import engine_environment
 from streamrl.weights.pull.replica import TensorSpec
@@ -17,9 +19,11 @@ from streamrl.weights.vllm.adapter import add_adapters, record_adapter_plan
 from streamrl.weights.vllm.load_plan import record_load_plan, run_loader, without_values
 from streamrl.weights.vllm.load_plan_reload import observe_after_loading
 
+STAGES = "pipeline_parallel_size"
+
 
 def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec], adapter: Mapping[str, TensorSpec]) -> None:
-    """Make the model that one worker of the engine would have, and record the load plan of ``tensors``, and of the
+    """Make the model that the engine would have in one worker, and record the load plan of ``tensors``, and of the
     ``adapter`` that it computes beside them.
 
     Raises ``ModelRefused`` where vLLM cannot be configured so, and ``WeightError`` where trained weights have no place
@@ -29,11 +33,14 @@ def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec], adap
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models.interfaces import supports_pp
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     from streamrl.engines.vllm.engine import engine_config
 
-    config = engine_config(msgspec.structs.replace(options, workers=1))
+    stages = checked_arguments(options.args, on_cpu=options.on_cpu).get(STAGES, 1)
+    args = {name: value for name, value in options.args.items() if name != STAGES}
+    config = engine_config(msgspec.structs.replace(options, workers=1, args=args))
     config.device_config.device = torch.device("meta")  # where the transformers backend makes parameters
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
         with tempfile.NamedTemporaryFile() as file:
@@ -41,6 +48,9 @@ def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec], adap
             initialize_model_parallel(1)
         with torch.device("meta"):
             model: Any = initialize_model(vllm_config=config)
+        if stages > 1 and not supports_pp(model):
+            refused = f"vLLM serves {type(model).__qualname__} in one stage: remove it"
+            raise ModelRefused(f"engines.args.{STAGES}: {refused}")
         with torch.no_grad():
             run_loader(model, without_values(tensors))  # what an engine does at its start; it may add parameters
         observe_after_loading(model, lambda: None)

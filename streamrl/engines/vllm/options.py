@@ -103,7 +103,7 @@ def engine_options(
         cache_blocks=blocks,
         block_tokens=block_tokens,
         gpu_memory_utilization=gpu_memory_utilization or recipe.engines.gpu_memory_utilization,
-        workers=mine.tensor_parallel_size,
+        workers=mine.workers,
         sleeps=not on_cpu and bool(recipe.engines.sets) and recipe.engines.sleep_level > 0,
         environment=_environment(recipe, index, mine, socket_directory, config, on_cpu),
         batch_tokens=recipe.engines.max_num_batched_tokens,
@@ -143,7 +143,7 @@ def expected_room(recipe: Recipe, first_kv_tokens: int, *, device: str = "") -> 
         options = engine_options(recipe, one.first, "", device=device)
         known = options.cache_blocks * options.block_tokens
         rooms[one.name] = known or expected_kv_tokens(
-            first_kv_tokens, one.tensor_parallel_size, of=sets[0].tensor_parallel_size, weight_tokens=weight_tokens
+            first_kv_tokens, one.workers, of=sets[0].workers, weight_tokens=weight_tokens
         )
     return rooms
 
@@ -229,7 +229,7 @@ def _environment(
         environment |= cpu_environment("packed" if wide else "plain")
         place = index - mine.first
         numbers = core_numbers(mine.cores[place]) if place < len(mine.cores) else []
-        if mine.tensor_parallel_size > 1:
+        if mine.workers > 1:
             environment |= workers_on_cores(numbers or sorted(os.sched_getaffinity(0)), place, mine)
         else:
             environment |= openmp_places(numbers, engine_threads(recipe.engines, recipe.run, usable_cores()))
@@ -249,13 +249,13 @@ def workers_on_cores(numbers: list[int], place: int, mine: PreparedSet) -> dict[
     """vLLM's binding of the workers of the engine at ``place`` of its set: cores of its own for each worker, where
     there are enough. ``numbers``: the cores that it may use; the recipe not naming them, half of the host's are for all
     engines, and one for each worker at least."""
-    workers = mine.count * mine.tensor_parallel_size
+    workers = mine.count * mine.workers
     if not mine.cores and len(numbers) >= workers:
         numbers = numbers[: max(len(numbers) // 2, workers)]
         each = len(numbers) // mine.count
         numbers = numbers[place * each : (place + 1) * each]
-    each = max(len(numbers) // mine.tensor_parallel_size, 1)
-    parts = [numbers[worker * each : (worker + 1) * each] for worker in range(mine.tensor_parallel_size)]
+    each = max(len(numbers) // mine.workers, 1)
+    parts = [numbers[worker * each : (worker + 1) * each] for worker in range(mine.workers)]
     bound = [",".join(map(str, part or [numbers[i % len(numbers)]])) for i, part in enumerate(parts)]
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(bound)}
 
@@ -277,7 +277,7 @@ def device_problems(recipe: Recipe, config: dict[str, Any], *, device: str) -> I
     heads = int(config.get("num_attention_heads") or 1)
     for index, one in enumerate(prepared_sets(recipe)):
         where = "engines" if index == 0 else f"engines.advanced.sets.{index - 1}"
-        if one.tensor_parallel_size == 1:
+        if one.workers == 1:
             continue  # several may share a device
         if heads % one.tensor_parallel_size:
             sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
@@ -285,9 +285,9 @@ def device_problems(recipe: Recipe, config: dict[str, Any], *, device: str) -> I
                 f"{where}.tensor_parallel_size: the model has {heads} attention heads, which "
                 f"{one.tensor_parallel_size} workers cannot share: set one of {sizes}"
             )
-        if device == "cpu" and one.count * one.tensor_parallel_size > cores:
+        if device == "cpu" and one.count * one.workers > cores:
             yield (
-                f"{where}: {one.count} engines of {one.tensor_parallel_size} workers need "
-                f"{one.count * one.tensor_parallel_size} cores, and this machine has {cores}: lower count or "
+                f"{where}: {one.count} engines of {one.workers} workers need "
+                f"{one.count * one.workers} cores, and this machine has {cores}: lower count or "
                 "tensor_parallel_size"
             )

@@ -31,7 +31,7 @@ class GpuNeed(msgspec.Struct, frozen=True, kw_only=True):
 def gpu_need(recipe: Recipe, device: str) -> GpuNeed:
     """GPUs that each process needs where the installed packages compute on ``device`` (``cuda``, ``cpu``)."""
     on_gpu = device != "cpu"
-    width = max(one.tensor_parallel_size for one in prepared_sets(recipe))
+    width = max(one.workers for one in prepared_sets(recipe))
     return GpuNeed(
         engine=width * (on_gpu and recipe.engines.kind is EngineKind.VLLM),
         rank=int(on_gpu and recipe.training.device != "cpu"),

@@ -61,7 +61,7 @@ def _engine_bytes(recipe: Recipe, one: PreparedSet, facts: ModelFacts, context: 
     if recipe.engines.kind is EngineKind.SIMULATED:
         simulated = SIMULATED_ENGINE_BYTES + SIMULATED_BYTES_PER_PARAMETER * facts.parameters
         return dict.fromkeys(one.engines, simulated)
-    workers = one.tensor_parallel_size
+    workers = one.workers
     cache = min(one.max_num_seqs * context * facts.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES * workers)
     engine = ENGINE_BASE_BYTES + ENGINE_BYTES_PER_PARAMETER * facts.parameters
     engine += max(cache, context * facts.key_value_bytes) + (workers - 1) * ENGINE_WORKER_BYTES

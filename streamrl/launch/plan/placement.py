@@ -104,7 +104,7 @@ def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand, *, by_hand: bool 
 
 def _place_engines(found: Placement, one: PreparedSet, least: int) -> None:
     """Groups of GPUs that follow each other on one host, for one engine each while there are enough."""
-    width = one.tensor_parallel_size
+    width = one.workers
     groups = []
     for host in dict.fromkeys(gpu.host for gpu in found.gpus):
         there = [gpu for gpu in found.gpus if gpu.host == host]

@@ -204,7 +204,7 @@ def _devices(recipe: Recipe) -> Iterator[str]:
 
 def _shared_memory(recipe: Recipe) -> Iterator[str]:
     """NCCL and vLLM's workers need more than a container has by default (64 MiB)."""
-    free, workers = shared_memory(), max(one.tensor_parallel_size for one in prepared_sets(recipe))
+    free, workers = shared_memory(), max(one.workers for one in prepared_sets(recipe))
     if free is None or free >= GIB or max(workers, recipe.training.ranks) == 1:
         return
     wanted = f"engines.tensor_parallel_size = {workers}" if workers > 1 else f"training.ranks = {recipe.training.ranks}"

@@ -215,7 +215,7 @@ def _set_lines(recipe: Recipe) -> list[str]:
     texts = []
     for one in (first, *others):
         always = f" ({', '.join(one.rounds)} rounds)" if one.rounds else ""
-        texts.append(f"{_number(one.count, 'engine')} x {_number(one.tensor_parallel_size, 'worker')}{always}")
+        texts.append(f"{_number(one.count, 'engine')} x {_number(one.workers, 'worker')}{always}")
     return [f"engines     {texts[0]} at the start; instead of them, when it pays: {'; '.join(texts[1:])}"]
 
 
