@@ -100,9 +100,7 @@ def test_a_run_that_is_asked_twice_to_drain_drains(bin: Path, free_port: int) ->
 async def test_a_host_that_fails_before_the_run_began_ends_the_launch(bin: Path, free_port: int) -> None:
     (bin / "fails").touch()
     setup = [f"export PATH={os.environ['PATH']} PYTHONPATH={os.environ['PYTHONPATH']}"]
-    job = SshJob(
-        work=Work(recipe="r.toml"), hosts=["localhost"] * 2, folder=bin, setup=setup, port=free_port, gpus=0
-    )  # fmt: skip
+    job = SshJob(work=Work(recipe="r.toml"), hosts=["localhost"] * 2, folder=bin, setup=setup, port=free_port)
     began_s = time.monotonic()
     assert await run_over_ssh(job) == 1
     assert time.monotonic() - began_s < 60
