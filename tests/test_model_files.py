@@ -16,7 +16,7 @@ from streamrl.base.errors import RecipeError
 from streamrl.base.types import token_array
 from streamrl.pretrained.model_facts import read_model_facts
 from streamrl.pretrained.tokenizer import end_tokens, load_tokenizer, tokenizer_digest
-from streamrl.pretrained.trainable_models import refuse_untrainable
+from streamrl.pretrained.trainable_models import cut_problems, refuse_untrainable, split_problems
 from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors, weight_files
 from streamrl.run.prompts.prompts import check_prompts
 
@@ -91,6 +91,48 @@ UNTRAINABLE: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a layer too few": ({}, "model.layers.0.a", "has 1 layers in its weights, and num_hidden_layers = 2"),
 }
+
+
+SPLIT: list[tuple[dict[str, Any], int, int, list[str]]] = [
+    ({"num_attention_heads": 6}, 2, 1, []),
+    ({"num_attention_heads": 6}, 4, 1, ["tensor: num_attention_heads = 6 (6 = 1 x 4 + 2): set it to 2"]),
+    ({"num_key_value_heads": 1}, 2, 1, ["tensor: num_key_value_heads = 1 (1 = 0 x 2 + 1): set it to 1"]),
+    ({"intermediate_size": 9}, 2, 1, ["tensor: intermediate_size = 9 (9 = 4 x 2 + 1): set it to 1"]),
+    ({"vocab_size": 9}, 2, 1, ["tensor: vocab_size = 9 (9 = 4 x 2 + 1): set it to 1"]),
+    ({"vocab_size": 9, "tie_word_embeddings": True}, 2, 1, []),
+    ({"num_experts": 6, "moe_intermediate_size": 5}, 2, 2, []),
+    ({"num_experts": 7, "moe_intermediate_size": 4}, 2, 1, []),
+    ({"num_experts": 7}, 2, 2, ["expert: num_experts = 7 (7 = 3 x 2 + 1): set it to 1"]),
+    ({"moe_intermediate_size": 5}, 2, 1, ["tensor: moe_intermediate_size = 5 (5 = 2 x 2 + 1): set it to 1"]),
+]  # fmt: skip
+CUT: list[tuple[dict[str, Any], str]] = [
+    ({"layer_types": ["sliding_attention", "full_attention"]}, ""),
+    ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+    ({"layers_block_type": ["mamba", "attention"]}, "mamba"),
+    ({"num_attention_heads": None, "n_head": 2}, ""),
+    ({"num_attention_heads": None, "model_type": "rwkv"}, "rwkv"),
+]
+
+
+@pytest.mark.parametrize(("config", "tensor", "expert", "said"), SPLIT)
+def test_sizes_that_ranks_cannot_share_come_with_the_arithmetic(
+    tmp_path: Path, config: dict[str, Any], tensor: int, expert: int, said: list[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_attention_heads": 8} | config))
+    words = f" of the model does not divide into {tensor} equal parts"
+    assert [one.replace(words, "") for one in split_problems(tmp_path, tensor, expert)] == [
+        f"training.advanced.{one.replace(':', '_parallel_size:', 1)}" for one in said
+    ]
+    assert split_problems(tmp_path, 1, 1) == []
+
+
+@pytest.mark.parametrize(("config", "kind"), CUT)
+def test_rows_of_layers_that_carry_a_state_are_not_cut(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | config))
+    assert cut_problems(tmp_path, 1) == []
+    found = cut_problems(tmp_path, 2)
+    assert len(found) == bool(kind) and all(f"layers of type {kind}, which" in one for one in found)
+    assert all(one.endswith("set it to 1, or give a model of attention layers alone") for one in found)
 
 
 @pytest.mark.parametrize("name", TAKEN)

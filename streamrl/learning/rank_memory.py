@@ -1,6 +1,6 @@
 """Bytes that one trainer rank holds at its peak, predicted from sizes alone, and how its parameters are gathered.
 
-Activations and logits are not counted: they depend on the rows. Two ways to gather parameters over several ranks:
+Activations and logits depend on the rows: they are given. Two ways to gather parameters over several ranks:
 ``batch``: whole parameters and gradients on every rank while a batch is open, one reduction at its close. ``layer``:
 each layer is gathered for its own forward and backward, and its gradient reduced in every row (FSDP2 as it is meant).
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.recipe.sections import Gathered
+from streamrl.pretrained.model_facts import ModelFacts
+from streamrl.recipe.sections import Gathered, Training
 
 FORWARD_BYTES = 4  # a float32 value of the published bfloat16 bits
 REMAINDER_BYTES = 2  # the rest of the float32 master
@@ -17,7 +18,6 @@ MASTER_BYTES, BASE_BYTES = 4, 2  # of adapters, and of the weights below them as
 GRADIENT_BYTES = 4
 SHADOW_BYTES = 2  # published bits beside the weights, on a device
 MOMENT_BYTES = {"adamw": 8, "adamw_offloaded": 8, "adamw_8bit": 2}
-ACTIVATIONS_PER_HIDDEN = 16  # float32 values that one layer keeps for the backward, per token and hidden unit
 LOGIT_COPIES = 3  # logits, log-softmax and their gradient
 STEP_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements of the masters that a step reads, moves and writes at once: temporaries of 4 to 12 bytes an element exist
@@ -30,15 +30,17 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Quantities that the memory of a rank depends on.
 
     ``parameters``: of the model; ``outside``: those of them outside of the repeated layers (embeddings, head);
-    ``layer``: of the largest layer. ``trained`` 0: all of them; else those of adapters, below which lie weights of
-    ``adapted`` elements. ``moment_bytes``: of the optimizer, for a trained parameter. ``masters_on_host``: masters and
-    moments lie in host memory. ``sixteen_bit``: the forward computes in bfloat16. ``on_device``: weights lie on a GPU.
-    ``reference``: there is a reference model; ``critic``: a value model of its own."""
+    ``layer``: of the largest layer. ``ranks`` share each of the ``replicas`` of them. ``trained`` 0: all of them; else
+    those of adapters, below which lie weights of ``adapted`` elements. ``moment_bytes``: of the optimizer, for a
+    trained parameter. ``masters_on_host``: masters and moments lie in host memory. ``sixteen_bit``: the forward
+    computes in bfloat16. ``on_device``: weights lie on a GPU. ``reference``: there is a reference model; ``critic``: a
+    value model of its own."""
 
     parameters: int
     outside: int
     layer: int
     ranks: int = 1
+    replicas: int = 1
     trained: int = 0
     adapted: int = 0
     moment_bytes: int = 8
@@ -49,6 +51,11 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
     critic: bool = False
 
     @property
+    def alone(self) -> bool:
+        """Return whether a rank reduces gradients with no other, and gathers no parameters."""
+        return self.ranks * self.replicas == 1
+
+    @property
     def scratch(self) -> int:
         """Bytes into which split masters are read."""
         masters = -(-self.parameters // self.ranks)
@@ -57,7 +64,8 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one rank at its peak. ``gathered``: whole parameters, and what gathers and reduces them, for a time."""
+    """Bytes of one rank at its peak. ``gathered``: whole parameters, and what gathers and reduces them, for a time;
+    ``backward``: the more of activations, at its start, and gradients between replicas, at its end."""
 
     parameters: int
     gradients: int
@@ -65,6 +73,7 @@ class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
     shadow: int
     casts: int
     gathered: int
+    backward: int
     reference: int
     critic: int
 
@@ -74,8 +83,9 @@ class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
         return sum(getattr(self, name) for name in self.__struct_fields__)
 
 
-def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered) -> RankBytes:
-    """The peak of one rank, without activations. ``gathered`` (not ``auto``) matters with several ranks only."""
+def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered, beside: int = 0) -> RankBytes:
+    """The peak of one rank. ``beside``: bytes of activations and logits. ``gathered`` (not ``auto``) matters with
+    several ranks only."""
     ranks, compute = sizes.ranks, 2 if sizes.sixteen_bit else 4
     shard = -(-sizes.parameters // ranks)
     masters = -(-sizes.trained // ranks) if sizes.trained else shard
@@ -85,7 +95,9 @@ def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered) -> RankBytes:
         stored += masters * MASTER_BYTES + adapted * BASE_BYTES
     elif not sizes.masters_on_host:
         stored += shard * REMAINDER_BYTES
-    alone, by_batch = ranks == 1, ranks > 1 and gathered is Gathered.BATCH
+    alone, by_batch = sizes.alone, not sizes.alone and gathered is Gathered.BATCH
+    # FSDP2 keeps what replicas have added up of each layer until the backward ends.
+    summed = masters * GRADIENT_BYTES if sizes.replicas > 1 and not by_batch else 0
     return RankBytes(
         parameters=stored,
         gradients=(masters + (0 if alone else adapted)) * GRADIENT_BYTES,
@@ -93,17 +105,21 @@ def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered) -> RankBytes:
         shadow=shard * SHADOW_BYTES if sizes.on_device else 0,
         casts=sizes.parameters * 2 if alone and sizes.sixteen_bit else 0,
         gathered=0 if alone else _gathered_bytes(sizes, compute, by_batch=by_batch),
+        backward=max(beside, summed),
         reference=_reference_bytes(sizes, by_batch=by_batch),
         # Whole on every rank, as it is stepped there.
         critic=sizes.critic * sizes.parameters * (MASTER_BYTES + GRADIENT_BYTES + MOMENT_BYTES["adamw"]),
     )
 
 
-def activation_bytes(*, tokens: int, hidden: int, layers: int, logits: int, checkpointing: bool) -> int:
-    """Bytes that one row of ``tokens`` keeps for its backward, and the ``logits`` that exist at once."""
-    whole_layers = 1 if checkpointing else layers
-    kept = tokens * hidden * (ACTIVATIONS_PER_HIDDEN * whole_layers + layers - whole_layers)
-    return 4 * (kept + LOGIT_COPIES * logits)
+def activation_bytes(facts: ModelFacts, training: Training, tokens: int, logits: int, *, sixteen_bit: bool) -> int:
+    """Bytes that ``tokens`` of a row keep on their rank for the backward, and the ``logits`` that exist at once."""
+    whole_layers = 1 if training.activation_checkpointing else facts.layers
+    # Keys and values are kept four times; of the other pieces of the row once.
+    keys = facts.key_value_bytes // 8 // max(1, facts.layers) * 2 * (training.context_parallel_size + 1)
+    split = (4 * facts.inner + 5 * facts.hidden + keys) // training.tensor_parallel_size
+    kept = tokens * ((split + 6 * facts.hidden) * whole_layers + facts.hidden * (facts.layers - whole_layers))
+    return (2 if sixteen_bit else 4) * kept + 4 * LOGIT_COPIES * logits
 
 
 def _gathered_bytes(sizes: TrainingSizes, compute: int, *, by_batch: bool) -> int:
@@ -126,8 +142,8 @@ def _reference_bytes(sizes: TrainingSizes, *, by_batch: bool) -> int:
 def choose_gathered(wanted: Gathered, sizes: TrainingSizes, room: int, beside: int = 0) -> tuple[Gathered, str]:
     """Choose how parameters are gathered where ``room`` bytes of a rank are free, with a sentence that says why.
     ``beside``: bytes that activations and logits take."""
-    whole, by_layer = (bytes_per_rank(sizes, g).total + beside for g in (Gathered.BATCH, Gathered.LAYER))
-    if sizes.ranks == 1:
+    whole, by_layer = (bytes_per_rank(sizes, g, beside).total for g in (Gathered.BATCH, Gathered.LAYER))
+    if sizes.alone:
         return Gathered.BATCH, f"parameters are not gathered: {whole / GIB:.2f} GiB"
     if wanted is not Gathered.AUTO:
         chosen, why = wanted, "as training.advanced.gathered says"

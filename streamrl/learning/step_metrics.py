@@ -79,7 +79,7 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
 
 def expert_metrics(policy: PackedPolicy, unreplayed: float, options: TrainerOptions) -> dict[str, float]:
     """Load of the experts since the last call, over all ranks; empty for a model without experts. ``unreplayed``:
-    tokens of this rank. Collective."""
+    tokens of this rank. Collective. Raises ``StreamRLError`` where no engine returned an expert of any token."""
     if policy.experts is None:
         return {}
     mine = policy.experts.take_loads()
@@ -87,6 +87,11 @@ def expert_metrics(policy: PackedPolicy, unreplayed: float, options: TrainerOpti
     loads_LE = np.array(values[1:]).reshape(mine.shape)
     loads_LE = loads_LE[loads_LE.sum(1) > 0]  # without layers that have none, or of a batch that trained nothing
     metrics = {"experts/unreplayed_tokens": values[0]} if options.routing_replay is True else {}
+    if metrics and 0 < loads_LE.sum(initial=0) <= values[0] * policy.experts.top_k * len(loads_LE):
+        raise StreamRLError(
+            f"training.advanced.routing_replay: engines returned the experts of none of {values[0]:.0f} tokens of a "
+            "batch: update vllm on their hosts, or set it to false"
+        )
     if len(loads_LE):
         shares_LE = loads_LE / loads_LE.sum(1, keepdims=True)
         entropies_L = -(shares_LE * np.log(np.maximum(shares_LE, 1e-30))).sum(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,15 +23,19 @@ _OTHER_NAMES = {
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+LAYER = re.compile(r"(.*\b(?:layers|h|blocks))\.(\d+)\.")
 ADAPTER_FILE = "adapter_config.json"
 MERGED = "merge the adapter into its base model (peft: merge_and_unload) and save that with save_pretrained"
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a model. ``key_value_bytes``: KV cache of one token in float32, over all layers."""
+    """Sizes of a model. ``outside``: parameters outside of its layers. ``inner``: width of a layer's network,
+    of all experts that a token goes through. ``key_value_bytes``: KV cache of a token in float32, over all layers."""
 
     parameters: int
+    outside: int
     hidden: int
+    inner: int
     layers: int
     vocabulary: int
     key_value_bytes: int
@@ -66,17 +71,21 @@ def read_model_facts(directory: Path) -> ModelFacts:
     if unsafe := unsafe_content(directory):
         raise ModelDirectoryError(unsafe)
     config = read_model_config(directory)
-    parameters = sum(math.prod(tensor.shape) for tensor in stored_tensors(directory).values())
-    if parameters == 0:
+    sizes = {name: math.prod(tensor.shape) for name, tensor in stored_tensors(directory).items()}
+    if not (parameters := sum(sizes.values())):
         raise ModelDirectoryError("has safetensors files without a single parameter")
     hidden = _size(config, "hidden_size")
     heads = max(1, _size(config, "num_attention_heads"))
     head_size = _size(config, "head_dim") or hidden // heads
     key_value_heads = _size(config, "num_key_value_heads") or heads
     layers = _size(config, "num_hidden_layers")
+    experts = experts_of(config)
+    inner = (_size(config, "moe_intermediate_size") if experts else 0) or _size(config, "intermediate_size")
     return ModelFacts(
         parameters=parameters,
+        outside=sum(size for name, size in sizes.items() if not LAYER.match(name)),
         hidden=hidden,
+        inner=(inner or 4 * hidden) * (experts.top_k if experts else 1),
         layers=layers,
         vocabulary=_size(config, "vocab_size"),
         key_value_bytes=2 * layers * key_value_heads * head_size * 4,

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.pretrained.model_facts import ADAPTER_FILE, MERGED, read_model_config
+from streamrl.pretrained.model_facts import ADAPTER_FILE, LAYER, MERGED, read_model_config
 from streamrl.pretrained.model_folder import unsafe_content
 from streamrl.pretrained.weight_files import ModelDirectoryError, StoredTensor, stored_tensors
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "image_config", "video_config")
 _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|lm_head)\.weight")
-_LAYER = re.compile(r"(.*\b(?:layers|h|blocks))\.(\d+)\.")
 _NO_LINEAR = re.compile(r"embed(?!_out)|wte|wpe|norm")
 
 
@@ -101,7 +100,7 @@ def _misfit(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> s
             "the embeddings (resize_token_embeddings), or name another token"
         )
     layers: dict[str, set[int]] = {}
-    for found in map(_LAYER.match, tensors):
+    for found in map(LAYER.match, tensors):
         if found:
             layers.setdefault(found[1], set()).add(int(found[2]))
     most = max(layers.values(), key=len, default=set())

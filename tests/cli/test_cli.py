@@ -24,7 +24,7 @@ from streamrl.base.errors import ProcessDied, RecipeError
 from streamrl.base.run_events import RunEvent, RunFinished, RunStarted, StepFinished
 from streamrl.cli.main import main, report_error
 from streamrl.launch.plan.preflight import preflight, recipe_of_resumed_run
-from streamrl.learning.state.durable_files import files_below, flush_and_digest, write_digests
+from streamrl.learning.state.durable_files import files_below, flush_and_digest, read_digests, write_digests
 from streamrl.observe.telemetry import Telemetry, TelemetryPublisher, TelemetrySubscriber
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
@@ -251,6 +251,18 @@ def test_a_run_with_a_checkpoint_of_its_own_needs_no_other(project: Path, tmp_pa
 def test_a_checkpoint_to_start_from(project: Path) -> None:
     write_digests(project, [flush_and_digest(project, files_below(project))])
     preflight(load_recipe(project / "recipe.toml", [f"checkpoint.resume_from={project}"]))
+    digests = read_digests(project) | {"trainer/shard-00002.safetensors": "0" * 64}
+    write_digests(project, [digests])
+    (problem,) = problems(project, f"checkpoint.resume_from={project}")
+    assert "is damaged: trainer/shard-00002.safetensors is missing; resume from another checkpoint" in problem
+
+
+def test_an_adapter_on_a_base_that_is_not_bfloat16(project: Path) -> None:
+    weights = project / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b'"BF16", "shape": [12, 8]', b'"F32" , "shape": [12, 4]'))
+    (problem,) = problems(project, "lora.rank=8", "lora.sync=adapter")
+    assert problem.startswith('lora.sync: "adapter" leaves the base of the engines as it is stored, and ')
+    assert problem.endswith('has F32: save the model in bfloat16, which is trained, or set "merged"')
 
 
 # ---- dry run, check, explain ---------------------------------------------------------------------

@@ -317,6 +317,18 @@ def test_pieces_of_a_sharded_parameter_are_ranges_of_it(tmp_path: Path) -> None:
     assert served == {piece.name: 48 * 32 for piece in pieces}
 
 
+def test_a_family_without_a_plan_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    for family, split, words in (
+        ("gpt 2", (2, 1), r"'gpt2' has no tensor parallel plan .*: set training.advanced.tensor_parallel_size = 1"),
+        ("qwen2", (2, 2), r"'qwen2' has no expert parallel plan .*: set training.advanced.expert_parallel_size = 1"),
+    ):
+        path = save_model(SUPPORTED[family](), tmp_path / family)
+        assert published_shapes(path)
+        with pytest.raises(StreamRLError, match=words):
+            published_shapes(path, split=split)
+    assert published_shapes(path, split=(2, 1))
+
+
 def test_what_is_no_whole_plain_model_is_refused(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     path = save_model(SUPPORTED["qwen2"](), directory)

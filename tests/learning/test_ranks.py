@@ -30,9 +30,9 @@ from streamrl.base.messages import StepReport, TrainingEvent, TrainingOrder  # n
 from streamrl.comm.guarded_sockets import KeyGuard  # noqa: E402
 from streamrl.comm.transport_keys import KeyRole  # noqa: E402
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender  # noqa: E402
+from streamrl.launch.plan.memory import rank_bytes  # noqa: E402
 from streamrl.learning import process_group  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
-from streamrl.learning.rank_memory import TrainingSizes, bytes_per_rank  # noqa: E402
 from streamrl.learning.state import checkpoint, durable_files  # noqa: E402
 from streamrl.learning.state.optimizer import MasterOptimizer  # noqa: E402
 from streamrl.pretrained.model_facts import read_model_facts  # noqa: E402
@@ -48,12 +48,18 @@ SCRIPT = Path(__file__).parent / "rank_process.py"
 STEPS, HALF = 8, 4
 HANG_S = 20.0  # more than a step of two ranks takes on a busy machine
 WHOLE, NARROW = ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16
-MEASURED = {
-    "bytes-one": (1, Gathered.BATCH, WHOLE),
-    "bytes-two-whole": (2, Gathered.BATCH, WHOLE),
-    "bytes-two": (2, Gathered.LAYER, WHOLE),
-    "bytes-two-narrow": (2, Gathered.LAYER, NARROW),
-    "bytes-four": (4, Gathered.LAYER, WHOLE),
+ROWS = {"micro_batch_tokens": 64, "activation_checkpointing": True, "gathered": Gathered.LAYER, "compute_dtype": WHOLE}
+MEASURED: dict[str, dict[str, Any]] = {
+    "bytes-one": {"ranks": 1, "gathered": Gathered.BATCH},
+    "bytes-two-whole": {"ranks": 2, "gathered": Gathered.BATCH},
+    "bytes-two": {"ranks": 2},
+    "bytes-two-narrow": {"ranks": 2, "compute_dtype": NARROW},
+    "bytes-four": {"ranks": 4},
+    "bytes-two-copies": {"ranks": 2, "replicas": 2},
+    "bytes-four-copies": {"ranks": 4, "replicas": 2},
+    "bytes-two-tensors": {"ranks": 2, "tensor_parallel_size": 2},
+    "bytes-four-tensors": {"ranks": 4, "tensor_parallel_size": 2},
+    "bytes-four-pieces": {"ranks": 4, "context_parallel_size": 2},
 }
 WIDE: dict[str, Any] = {
     "num_hidden_layers": 12, "hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4,
@@ -97,9 +103,10 @@ class Trainers:
                 "micro_batch_tokens": 64,
                 "collective_timeout_s": 200.0,
             }
+            whole = TrainerOptions(**options | more)  # type: ignore[arg-type]
             phase = Phase(
-                options=TrainerOptions(**options | more),  # type: ignore[arg-type]
-                shares=SHARES[len(processes)][rank],
+                options=whole,
+                shares=SHARES[len(processes) // whole.ranks_per_group][rank // whole.ranks_per_group],
                 steps=steps,
                 out=str(self.out(name, rank)),
                 checkpoints=checkpoints,  # type: ignore[arg-type]
@@ -172,9 +179,8 @@ def launch(tiny_model: str, wide_model: str, tmp_path_factory: pytest.TempPathFa
     models = {"objective": objective_settings(PPO_WITH_KL), "streaming": False, "steps": 2}
     launch.add("one-models", [2], **models)
     launch.add("layers-models", [0, 1], gathered=Gathered.LAYER, **models)
-    wide = {"model_path": wide_model, "measured": True, "steps": 1, "activation_checkpointing": True}
-    for name, (ranks, gathered, compute) in MEASURED.items():
-        launch.add(name, list(range(ranks)), gathered=gathered, compute_dtype=compute, **wide)
+    for name, sizes in MEASURED.items():
+        launch.add(name, list(range(sizes["ranks"])), model_path=wide_model, measured=True, steps=1, **ROWS | sizes)
     launch.add("four-resumed", [0, 1, 2, 3], steps=STEPS - HALF, resume_from=two, checkpoints={HALF: four})
     apart = {"updates_per_batch": 2, "streaming": False}
     launch.add("one-updates", [2], steps=1, **apart)
@@ -261,21 +267,17 @@ def test_reference_and_critic_score_layer_by_layer(launch: Trainers) -> None:
 def test_bytes_of_a_rank_are_those_predicted(launch: Trainers, wide_model: str) -> None:
     """Weights, gradients, optimizer and what is gathered, at the peak of the first step; starting takes no more."""
     facts = read_model_facts(Path(wide_model))
-    outside = WIDE["hidden_size"] * 33
-    layer = (facts.parameters - outside) // WIDE["num_hidden_layers"]
     whole = 4 * facts.parameters
     peaks: dict[str, float] = {}
-    for name, (ranks, gathered, compute) in MEASURED.items():
-        sizes = TrainingSizes(
-            parameters=facts.parameters, outside=outside, layer=layer, ranks=ranks, sixteen_bit=compute is NARROW
-        )
-        predicted = bytes_per_rank(sizes, gathered)
+    for name, sizes in MEASURED.items():
+        training = Training(**ROWS | sizes)
+        predicted = rank_bytes(small_recipe(wide_model, training=training), facts, 64, training.gathered)
         steps, starts = ([int(output[key]) for output in launch.outputs(name)] for key in ("step", "start"))
         assert max(steps) == pytest.approx(predicted.total, rel=0.1), name
         assert max(starts) <= max(steps), name
         peaks[name] = max(steps) / whole
         weights_and_gradients = (max(steps) - predicted.optimizer) / whole
-        assert (weights_and_gradients < 2.0) == (gathered is Gathered.LAYER), name
+        assert (weights_and_gradients < 2.0) == (training.gathered is Gathered.LAYER and training.replicas == 1), name
     assert peaks["bytes-one"] > peaks["bytes-two"] > peaks["bytes-four"] and peaks["bytes-four"] < 2.0
 
 

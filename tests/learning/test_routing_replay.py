@@ -22,7 +22,10 @@ from streamrl.base.types import RoutedTokens, TrainingSample  # noqa: E402
 from streamrl.learning.batches.packing import PreparedSample, pack  # noqa: E402
 from streamrl.learning.model.loading import load_policy  # noqa: E402
 from streamrl.learning.model.policy import PackedPolicy  # noqa: E402
+from streamrl.learning.options import TrainerOptions  # noqa: E402
+from streamrl.learning.process_group import join, leave  # noqa: E402
 from streamrl.learning.routing_replay import replays_routing, why_not_replayed  # noqa: E402
+from streamrl.learning.step_metrics import expert_metrics  # noqa: E402
 from streamrl.pretrained.model_facts import read_model_config  # noqa: E402
 from streamrl.recipe.sections import EngineKind, Engines, Run, Sampling, Training  # noqa: E402
 
@@ -172,3 +175,36 @@ def test_a_run_that_cannot_replay_is_told_why(mixture: Path) -> None:
         recipe = small_recipe(path, **sections)
         assert words in why_not_replayed(recipe, config)
         assert not replays_routing(recipe)
+
+
+def test_the_load_of_experts_is_measured_and_replay_without_experts_is_refused(mixture: Path) -> None:
+    options = TrainerOptions(model_path="", run_id="", weights_endpoint="", routing_replay=True)
+    join(options, CPU)
+    policy, sample = load_policy(str(mixture), CPU), make_groups(0, [1], seed=3)[0].samples[0]
+    tokens = len(sample.token_ids) - 1
+    two, four = np.zeros((tokens, LAYERS, TOP_K)), np.zeros((tokens, LAYERS, TOP_K))
+    two[:], four[:] = [3, 4], [3, 4]
+    four[: tokens // 2] = [5, 6]
+
+    def measured(routed_samples: TrainingSample, unreplayed: float, **changes: Any) -> dict[str, float]:
+        logprobs_of(policy, [routed_samples])
+        return expert_metrics(policy, unreplayed, structs.replace(options, **changes))
+
+    try:
+        assert measured(structs.replace(sample, routed=(routed(0, two),)), 0) == {
+            "experts/unreplayed_tokens": 0,
+            "experts/busiest_share": 1.0,  # every token goes to it
+            "experts/load_entropy": pytest.approx(np.log(2) / np.log(EXPERTS)),
+        }
+        half, left = tokens // 2 / tokens, 1 - tokens // 2 / tokens
+        entropy = -half * np.log(half / 2) - left * np.log(left / 2)
+        assert measured(structs.replace(sample, routed=(routed(0, four),)), 1, routing_replay=False) == {
+            "experts/busiest_share": pytest.approx(left),
+            "experts/load_entropy": pytest.approx(entropy / np.log(EXPERTS)),
+        }
+        assert expert_metrics(policy, 0, options) == {"experts/unreplayed_tokens": 0}  # nothing was trained
+        assert measured(sample, tokens - 1)["experts/unreplayed_tokens"] == tokens - 1
+        with pytest.raises(StreamRLError, match=rf"the experts of none of {tokens} tokens of a batch: .* set it to f"):
+            measured(sample, tokens)
+    finally:
+        leave()

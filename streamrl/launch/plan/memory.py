@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from streamrl.learning.rank_memory import MOMENT_BYTES, SHADOW_BYTES, TrainingSizes, activation_bytes, bytes_per_rank
+from streamrl.learning.rank_memory import (
+    MOMENT_BYTES,
+    SHADOW_BYTES,
+    RankBytes,
+    TrainingSizes,
+    activation_bytes,
+    bytes_per_rank,
+)
 from streamrl.pretrained.model_facts import ModelFacts
 from streamrl.recipe.judge import JUDGE_CONTEXT
 from streamrl.recipe.sections import ComputeDtype, EngineKind, Gathered, OptimizerKind, Recipe
@@ -41,8 +48,7 @@ def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int, judge: Mode
     gathered = Gathered.LAYER if recipe.training.gathered is Gathered.LAYER else Gathered.BATCH
     # The publisher's baseline of the published bits, which on a CPU are a view of what the forward runs on.
     baseline = SHADOW_BYTES * facts.parameters // (recipe.training.ranks // recipe.training.replicas)
-    weights = bytes_per_rank(training_sizes(recipe, facts), gathered).total + baseline
-    trainer = TRAINER_BASE_BYTES + _activation_bytes(recipe, facts, context) + weights
+    trainer = TRAINER_BASE_BYTES + rank_bytes(recipe, facts, context, gathered).total + baseline
     sets = [_engine_bytes(recipe, one, facts, context) for one in prepared_sets(recipe)]
     largest = max(sets, key=lambda of_set: sum(of_set.values()))
     by_process = {"controller": CONTROLLER_BYTES}
@@ -68,27 +74,25 @@ def _engine_bytes(recipe: Recipe, one: PreparedSet, facts: ModelFacts, context: 
     return dict.fromkeys(one.engines, engine)
 
 
-def _activation_bytes(recipe: Recipe, facts: ModelFacts, context: int) -> int:
-    """Bytes that one micro-batch keeps for its backward, and the logits of one chunk."""
-    training, pieces = recipe.training, recipe.training.context_parallel_size
-    tokens = max(training.row_tokens("cuda", facts.parameters, context), -(-context // pieces))  # the larger rows
-    # Keys and values of the whole row are gathered for each piece of it.
-    others = (pieces - 1) * tokens * facts.key_value_bytes
-    return others // (facts.layers if training.activation_checkpointing else 1) + activation_bytes(
-        tokens=tokens,
-        hidden=facts.hidden,
-        layers=facts.layers,
-        logits=min(tokens * facts.vocabulary, LARGEST_LOGITS),
-        checkpointing=training.activation_checkpointing,
-    )
+def rank_bytes(
+    recipe: Recipe, facts: ModelFacts, context: int, gathered: Gathered, *, on_device: bool = False
+) -> RankBytes:
+    """Bytes of one trainer rank at its peak, in rows of which the longest has ``context`` tokens."""
+    training, sizes = recipe.training, training_sizes(recipe, facts, on_device=on_device)
+    pieces = -(-context // training.context_parallel_size)
+    tokens = max(training.row_tokens("cuda", facts.parameters, context), pieces)  # the larger rows
+    logits = min(tokens * facts.vocabulary, LARGEST_LOGITS)
+    activations = activation_bytes(facts, training, tokens, logits, sixteen_bit=sizes.sixteen_bit)
+    return bytes_per_rank(sizes, gathered, activations)
 
 
 def training_sizes(recipe: Recipe, facts: ModelFacts, *, on_device: bool = False) -> TrainingSizes:
     """Sizes that the memory of a trainer rank depends on, as far as the files of the model say."""
     training, lora = recipe.training, recipe.lora
-    outside = min(facts.parameters, 2 * facts.vocabulary * facts.hidden)  # tied embeddings are half of that
-    # Layers are split over tensor parallel ranks; what is outside of them mostly is not.
-    in_layers = (facts.parameters - outside) // training.tensor_parallel_size
+    # Most plans split layers and a head of its own over tensor parallel ranks, and not the embedding.
+    table, tensor = facts.vocabulary * facts.hidden, training.tensor_parallel_size
+    in_layers = (facts.parameters - facts.outside) // tensor
+    outside = facts.outside - (table - table // tensor if facts.outside >= 2 * table else 0)
     whole = "all-linear" in lora.targets
     projections = LINEAR_PROJECTIONS if whole else len(lora.targets) or ADAPTED_PROJECTIONS
     adapted = in_layers if whole else min(in_layers, projections * facts.hidden**2 * facts.layers)
@@ -96,7 +100,8 @@ def training_sizes(recipe: Recipe, facts: ModelFacts, *, on_device: bool = False
         parameters=outside + in_layers,
         outside=outside,
         layer=in_layers // max(1, facts.layers),
-        ranks=max(1, training.ranks // (training.tensor_parallel_size * training.replicas)),
+        ranks=max(1, training.ranks // (tensor * training.replicas)),
+        replicas=training.replicas,
         trained=2 * lora.rank * facts.hidden * projections * facts.layers,
         adapted=adapted if lora.rank and not lora.served else 0,
         moment_bytes=MOMENT_BYTES[training.optimizer],
@@ -112,5 +117,4 @@ def training_sizes(recipe: Recipe, facts: ModelFacts, *, on_device: bool = False
 def device_bytes(recipe: Recipe, facts: ModelFacts, context: int) -> int:
     """GPU memory that a trainer rank needs at least, layer by layer where ``training.advanced.gathered`` allows it."""
     gathered = Gathered.BATCH if recipe.training.gathered is Gathered.BATCH else Gathered.LAYER
-    weights = bytes_per_rank(training_sizes(recipe, facts, on_device=True), gathered)
-    return weights.total + _activation_bytes(recipe, facts, context)
+    return rank_bytes(recipe, facts, context, gathered, on_device=True).total

@@ -37,7 +37,7 @@ from streamrl.launch.plan.machine_check import (
 from streamrl.launch.plan.memory import estimate_memory, gib
 from streamrl.launch.plan.probe import look_at_environment, problems_of_object
 from streamrl.learning.routing_replay import why_not_replayed
-from streamrl.learning.state.durable_files import read_digests, surviving
+from streamrl.learning.state.durable_files import read_digests, refuse_faults, surviving
 from streamrl.observe.trackers.installed import tracker_problems
 from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
@@ -345,15 +345,17 @@ def _run_directory(directory: Path) -> Iterator[str]:
 
 
 def _checkpoint(recipe: Recipe) -> Iterator[str]:
-    """A checkpoint to start from must be there; the ranks compare its files with their digests when they read them.
-    Ranks that are started by hand may see another file system than this process."""
+    """A checkpoint to start from must be there, with all of its files; the ranks compare them with their digests when
+    they read them. Ranks that are started by hand may see another file system than this process."""
     resumed = recipe.checkpoint.resume_from
     if resumed and recipe.transport.training is LaunchedBy.LOCAL:
         try:
             if is_url(resumed):
                 whole_copy(resumed, give_up_s=0)
             else:
-                read_digests(surviving(Path(resumed)))
+                saved = surviving(Path(resumed))
+                absent = [f"{name} is missing" for name in read_digests(saved) if not (saved / name).is_file()]
+                refuse_faults(saved, absent)
         except StreamRLError as error:
             yield f"checkpoint.resume_from: {error}"
 

@@ -13,7 +13,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from streamrl.learning.options import TrainerOptions
 
@@ -45,15 +44,14 @@ class SharedKeys(msgspec.Struct, frozen=True, eq=False):
     tokens_U: Tensor
 
 
-def context_of(options: TrainerOptions, device: torch.device) -> Context | None:
+def context_of(options: TrainerOptions) -> Context | None:
     """The context group of this rank: ranks count first along tensors, then along the row. Collective."""
     size, tensor = options.context_parallel_size, options.tensor_parallel_size
     if size == 1:
         return None
-    named = {"data": options.ranks // (size * tensor), "context": size, "tensor": tensor}
-    used = {name: count for name, count in named.items() if count > 1}  # as ``parallel.split_of``
-    mesh = init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
-    return Context(mesh["context"].get_group(), mesh["context"].get_local_rank(), size)
+    ranks = torch.arange(options.ranks).view(-1, size, tensor).transpose(1, 2).reshape(-1, size)
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # type: ignore[no-untyped-call]
+    return Context(group, options.rank // tensor % size, size)
 
 
 class _GatherRows(torch.autograd.Function):

@@ -49,6 +49,7 @@ from streamrl.learning.model.policy import (
 from streamrl.learning.model.probe import check_packing
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.rank_memory import MOMENT_BYTES, TrainingSizes, activation_bytes, choose_gathered
+from streamrl.pretrained.model_facts import read_model_facts
 from streamrl.pretrained.trainable_models import refuse_untrainable
 from streamrl.pretrained.weight_files import stored_tensors
 from streamrl.recipe.sections import Gathered, OptimizerKind
@@ -236,7 +237,7 @@ def load_models(
         gathered = _choose_gathered(options, device)
     load = partial(_load, options, device, gathered, split)
     policy, reference, critic = load(), None, None
-    policy.context = context_of(options, device)
+    policy.context = context_of(options)
     trunk = load_policy(options.model_path, device) if options.objective.has_value_model else None
     for trained in (policy, trunk) if trunk is not None else (policy,):
         if options.compile:
@@ -269,18 +270,17 @@ def _freeze(policy: PackedPolicy) -> PackedPolicy:
 
 def _choose_gathered(options: TrainerOptions, device: torch.device) -> Gathered:
     """Choose gathering by batch or by layer by the memory that each rank has free. Collective; rank 0 logs why."""
-    policy = empty_policy(options.model_path)
-    config = policy.hugging_face.config.get_text_config()
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(policy.hugging_face)]
-    total = sum(p.numel() for p in policy.parameters())
+    facts = read_model_facts(Path(options.model_path))
+    total, in_layers = facts.parameters, facts.parameters - facts.outside
     sizes = TrainingSizes(
         parameters=total,
-        outside=total - sum(layers),
-        layer=max(layers),
+        outside=facts.outside,
+        layer=in_layers // max(1, facts.layers),
         ranks=options.ranks // options.replicas,
+        replicas=options.replicas,
         # An estimate: peft has not chosen yet.
         trained=total // 100 if options.lora.rank else 0,
-        adapted=sum(layers) if options.lora.rank else 0,
+        adapted=in_layers if options.lora.rank else 0,
         moment_bytes=MOMENT_BYTES[options.optimizer],
         masters_on_host=options.optimizer is OptimizerKind.ADAMW_OFFLOADED and device.type != "cpu",
         sixteen_bit=computes_in_sixteen_bits(options, device),
@@ -289,13 +289,8 @@ def _choose_gathered(options: TrainerOptions, device: torch.device) -> Gathered:
         critic=options.objective.has_value_model,
     )
     tokens = options.row_tokens(device.type, total, options.max_tokens)
-    activations = activation_bytes(
-        tokens=tokens,
-        hidden=config.hidden_size,
-        layers=len(layers),
-        logits=min(tokens * config.vocab_size, logits_at_once(device)),
-        checkpointing=options.activation_checkpointing,
-    )
+    logits = min(tokens * facts.vocabulary, logits_at_once(device))
+    activations = activation_bytes(facts, options, tokens, logits, sixteen_bit=sizes.sixteen_bit)
     room = round(process_group.all_reduce([_free_bytes(device, options.ranks)], device, dist.ReduceOp.MIN)[0])
     chosen, reason = choose_gathered(options.gathered, sizes, room, activations)
     if options.rank == 0:
