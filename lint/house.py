@@ -28,8 +28,8 @@ from rooms import (
 
 LIMITS = {
     "lines of streamrl": 75_300,
-    "lines of tests": 55_600,
-    "lines of campaigns": 9_350,
+    "lines of tests": 55_850,
+    "lines of campaigns": 9_450,
     "lines of benchmarks": 7_700,
     "files of streamrl": 560,
     "words of README": 800,
