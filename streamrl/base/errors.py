@@ -83,6 +83,11 @@ class StoreError(StreamRLError):
     """An object store refuses what is asked of it, or does not do it in time."""
 
 
+class EpochLost(StoreError):
+    """Another process has begun to write in this one's place: this one writes nothing any more, and is not restarted.
+    Restarts of both would take the place from each other."""
+
+
 class RunStalled(StreamRLError):
     """The run makes no progress, and no time limit of its own explains it."""
 

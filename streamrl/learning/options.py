@@ -57,11 +57,6 @@ class TrainerOptions(Training, frozen=True, kw_only=True):
     canary: bool = False
     resume_from: str = ""
 
-    @property
-    def ranks_per_group(self) -> int:
-        """Number of consecutive ranks that train the same groups: they split layers or rows."""
-        return self.tensor_parallel_size * self.context_parallel_size
-
     def threads_while(self, freed: int) -> int:
         """Torch's threads while ``freed`` engines of the host do nothing."""
         return self.freed_threads[freed - 1] if 0 < freed <= len(self.freed_threads) else self.threads

@@ -30,11 +30,11 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Quantities that the memory of a rank depends on.
 
     ``parameters``: of the model; ``outside``: those of them outside of the repeated layers (embeddings, head);
-    ``layer``: of the largest layer. ``ranks`` share each of the ``replicas`` of them. ``trained`` 0: all of them; else
-    those of adapters, below which lie weights of ``adapted`` elements. ``moment_bytes``: of the optimizer, for a
+    ``layer``: of a layer, in the mean. ``ranks`` share each of the ``replicas`` of them. ``trained`` 0: all of them;
+    else those of adapters, below which lie weights of ``adapted`` elements. ``moment_bytes``: of the optimizer, for a
     trained parameter. ``masters_on_host``: masters and moments lie in host memory. ``sixteen_bit``: the forward
-    computes in bfloat16. ``on_device``: weights lie on a GPU. ``reference``: there is a reference model; ``critic``: a
-    value model of its own."""
+    computes in bfloat16. ``on_device``: weights lie on a GPU. ``reference``: there is a reference model; ``critic``:
+    parameters of a value model of its own, which each rank has whole."""
 
     parameters: int
     outside: int
@@ -48,7 +48,7 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
     sixteen_bit: bool = False
     on_device: bool = False
     reference: bool = False
-    critic: bool = False
+    critic: int = 0
 
     @property
     def alone(self) -> bool:
@@ -107,8 +107,7 @@ def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered, beside: int = 0) ->
         gathered=0 if alone else _gathered_bytes(sizes, compute, by_batch=by_batch),
         backward=max(beside, summed),
         reference=_reference_bytes(sizes, by_batch=by_batch),
-        # Whole on every rank, as it is stepped there.
-        critic=sizes.critic * sizes.parameters * (MASTER_BYTES + GRADIENT_BYTES + MOMENT_BYTES["adamw"]),
+        critic=sizes.critic * (MASTER_BYTES + GRADIENT_BYTES + MOMENT_BYTES["adamw"]),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
+from functools import cache
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.objective.objectives import loss_denominator
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.process_group import all_gather_bytes, all_reduce
+
+log = logging.getLogger(__name__)
 
 
 def check_totals(sums: BatchSums, close: CloseBatch, device: torch.device, copies: int) -> None:
@@ -79,7 +83,7 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
 
 def expert_metrics(policy: PackedPolicy, unreplayed: float, options: TrainerOptions) -> dict[str, float]:
     """Load of the experts since the last call, over all ranks; empty for a model without experts. ``unreplayed``:
-    tokens of this rank. Collective. Raises ``StreamRLError`` where no engine returned an expert of any token."""
+    tokens of this rank. Collective. Warns once of a batch that has no token whose experts an engine returned."""
     if policy.experts is None:
         return {}
     mine = policy.experts.take_loads()
@@ -88,16 +92,21 @@ def expert_metrics(policy: PackedPolicy, unreplayed: float, options: TrainerOpti
     loads_LE = loads_LE[loads_LE.sum(1) > 0]  # without layers that have none, or of a batch that trained nothing
     metrics = {"experts/unreplayed_tokens": values[0]} if options.routing_replay is True else {}
     if metrics and 0 < loads_LE.sum(initial=0) <= values[0] * policy.experts.top_k * len(loads_LE):
-        raise StreamRLError(
-            f"training.advanced.routing_replay: engines returned the experts of none of {values[0]:.0f} tokens of a "
-            "batch: update vllm on their hosts, or set it to false"
-        )
+        _warn_that_nothing_is_replayed()
     if len(loads_LE):
         shares_LE = loads_LE / loads_LE.sum(1, keepdims=True)
         entropies_L = -(shares_LE * np.log(np.maximum(shares_LE, 1e-30))).sum(1)
         metrics["experts/busiest_share"] = float(shares_LE.max()) * policy.experts.top_k
         metrics["experts/load_entropy"] = float(entropies_L.mean() / np.log(policy.experts.number))
     return metrics
+
+
+@cache
+def _warn_that_nothing_is_replayed() -> None:
+    log.warning(
+        "training.advanced.routing_replay: engines returned the experts of no token of a batch, and the trainer chose "
+        "its own: update vllm on their hosts, or set it to false in the next run"
+    )
 
 
 def update_lengths(

@@ -80,7 +80,8 @@ def read_model_facts(directory: Path) -> ModelFacts:
     key_value_heads = _size(config, "num_key_value_heads") or heads
     layers = _size(config, "num_hidden_layers")
     experts = experts_of(config)
-    inner = (_size(config, "moe_intermediate_size") if experts else 0) or _size(config, "intermediate_size")
+    widths = config.get("moe_intermediate_size" if experts else "intermediate_size") or config.get("intermediate_size")
+    inner = max(widths) if isinstance(widths, list) else widths  # one for each layer
     return ModelFacts(
         parameters=parameters,
         outside=sum(size for name, size in sizes.items() if not LAYER.match(name)),

@@ -216,6 +216,11 @@ class Training(Section, frozen=True):
     ] = False
     compile: Annotated[bool, doc("layers by torch.compile; the start takes longer")] = False
 
+    @property
+    def ranks_per_group(self) -> int:
+        """Number of consecutive ranks that train the same groups: they split layers or rows."""
+        return self.tensor_parallel_size * self.context_parallel_size
+
     def row_tokens(self, device: str, parameters: int, prompt: int = 0) -> int:
         """Tokens of a row on ``"cpu"`` or ``"cuda"``: ``micro_batch_tokens``, or what costs least where it is 0. A CPU
         keeps 512 in its caches. More, to 2,048, for a model beyond them, which every row reads and whose gradient it

@@ -23,7 +23,7 @@ def test_layer_by_layer_falls_with_ranks_and_whole_batches_do_not() -> None:
 
 
 def test_a_value_model_is_whole_on_every_rank() -> None:
-    own = msgspec.structs.replace(SEVEN_B, critic=True)
+    own = msgspec.structs.replace(SEVEN_B, critic=SEVEN_B.parameters)
     for ranks in (1, 8):
         without, total = (
             bytes_per_rank(msgspec.structs.replace(sizes, ranks=ranks), Gathered.LAYER).total

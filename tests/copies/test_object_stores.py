@@ -14,11 +14,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from streamrl.base.errors import StoreError, StreamRLError, WeightError
+from streamrl.base.errors import EpochLost, StoreError, StreamRLError, WeightError
 from streamrl.base.messages import announcement_of
 from streamrl.comm.object_store import ObjectStore, access_problem
 from streamrl.launch.copies.checkpoint_copies import CheckpointCopies
-from streamrl.launch.copies.epochs import Epoch, EpochLost, take_epoch
+from streamrl.launch.copies.epochs import Epoch, take_epoch
 from streamrl.launch.copies.fetched import fetch_checkpoint
 from streamrl.learning.state.durable_files import flush_and_digest, verify, write_digests
 from streamrl.recipe.store_urls import url_problem
@@ -166,7 +166,7 @@ def test_a_version_that_was_half_written_is_read_by_nobody_and_removed(
     bits, store = random_bits(0), ObjectStore(url)
     with publisher_of(url, threads=1) as killed, failing_writes(monkeypatch, 2), pytest.raises(KeyboardInterrupt):
         killed.publish(0, bits)
-    half = [key for key in store.list_keys() if not key.startswith("life/")]
+    half = [key for key in store.list_keys() if not key.startswith("start/")]
     assert len(half) == 2 and not any(key.endswith("manifest") for key in half)
     with publisher_of(url, threads=1) as publisher:
         fetch_version(announcement_of(0, [publisher.publish(0, bits)]))
@@ -187,7 +187,7 @@ def test_an_earlier_life_of_a_rank_writes_and_removes_nothing(url: str) -> None:
     with publisher_of(url, threads=1) as cut_off, publisher_of(url, threads=1) as later:
         newest = announcement_of(3, [later.publish(3, bits)])
         there = ObjectStore(url).list_keys()
-        with pytest.raises(StoreError, match="a later start of this rank writes there"):
+        with pytest.raises(EpochLost, match="a later start of this rank writes there"):
             cut_off.publish(2, changed(bits, 2))
         assert ObjectStore(url).list_keys() == there
         fetch_version(newest)

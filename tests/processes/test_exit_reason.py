@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.base.errors import DiskFull, EngineError, ModelRefused, RecipeError, StreamBroken
+from streamrl.base.errors import DiskFull, EngineError, EpochLost, ModelRefused, RecipeError, StreamBroken
 from streamrl.launch.launchers.exit_files import ExitKind, ExitReason, read_reason, write_reason
 from streamrl.launch.supervise.exit_reason import (
     DISK_FULL_EXIT_CODE,
@@ -76,6 +76,7 @@ def test_a_traceback_is_shown_below_what_is_a_bug_alone(message: str, shown: boo
         (Role.TRAINER, ModelRefused("lora.targets"), ExitKind.VERDICT),
         (Role.JUDGE, ModelRefused("judge: heads of 16"), ExitKind.VERDICT),
         (Role.TRAINER, RecipeError("no tokenizer.json"), ExitKind.VERDICT),
+        (Role.TRAINER, EpochLost("a later process writes there"), ExitKind.VERDICT),
         (Role.REWARD, RecipeError("a server that does not answer yet"), ExitKind.CAUSE),
         (Role.CONTROLLER, EngineError("engine-0 is gone"), ExitKind.CONSEQUENCE),
         (Role.CONTROLLER, ValueError("bad"), ExitKind.VERDICT),

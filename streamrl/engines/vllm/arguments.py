@@ -31,7 +31,7 @@ def checked_arguments(given: Mapping[str, Any], *, on_cpu: bool) -> dict[str, An
         if name in given:
             raise ModelRefused(f"engines.args.{name}: an engine on a CPU has it as it must be: remove it")
     for name in CUDA_ONLY if on_cpu else ():
-        if name in given:
+        if given.get(name) not in (None, False, 1):
             text = "vLLM on a CPU dies with it at the first request: remove it, or set engines.tensor_parallel_size"
             raise ModelRefused(f"engines.args.{name}: {text}")
     made = _checked("engines.args", given, AsyncEngineArgs)

@@ -15,10 +15,10 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from streamrl.base.errors import StoreError, StreamRLError
+from streamrl.base.errors import EpochLost, StoreError, StreamRLError
 from streamrl.base.run_events import RunWarning
 from streamrl.comm.object_store import ObjectStore
-from streamrl.launch.copies.epochs import Epoch, EpochLost, take_epoch
+from streamrl.launch.copies.epochs import Epoch, take_epoch
 from streamrl.learning.state.durable_files import DIGESTS, read_digests
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.store_urls import place_of_run

@@ -12,16 +12,12 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base.atomic_files import flush_directory, write_durable
-from streamrl.base.errors import UNDECODABLE, StoreError
+from streamrl.base.errors import UNDECODABLE, EpochLost, StoreError
 from streamrl.comm.object_store import ObjectStore
 
 RUN_FILE = "store-id"
 """File of a run's directory by which its objects are known as its own."""
 FOLDER = "epoch"
-
-
-class EpochLost(StoreError):
-    """Another life of the run has begun: this one writes nothing any more."""
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):

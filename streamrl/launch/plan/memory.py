@@ -45,7 +45,8 @@ def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int, judge: Mode
     The KV cache counts whole, because vLLM touches it whole on CPU: room for every running request, one GiB at most.
     Of several sets of engines, of which one is awake, those of the largest count. ``judge``: the run's own, where it
     has one."""
-    gathered = Gathered.LAYER if recipe.training.gathered is Gathered.LAYER else Gathered.BATCH
+    by_layer = recipe.training.gathered is Gathered.LAYER or recipe.training.ranks_per_group > 1
+    gathered = Gathered.LAYER if by_layer else Gathered.BATCH
     # The publisher's baseline of the published bits, which on a CPU are a view of what the forward runs on.
     baseline = SHADOW_BYTES * facts.parameters // (recipe.training.ranks // recipe.training.replicas)
     trainer = TRAINER_BASE_BYTES + rank_bytes(recipe, facts, context, gathered).total + baseline
@@ -110,7 +111,7 @@ def training_sizes(recipe: Recipe, facts: ModelFacts, *, on_device: bool = False
         or (on_device and training.compute_dtype is ComputeDtype.AUTO),
         on_device=on_device,
         reference=recipe.objective_settings.has_reference,
-        critic=recipe.objective_settings.has_value_model,
+        critic=recipe.objective_settings.has_value_model * facts.parameters,
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base import errors
-from streamrl.base.errors import EngineError, ModelRefused, RecipeError, StreamBroken, leaves
+from streamrl.base.errors import EngineError, EpochLost, ModelRefused, RecipeError, StreamBroken, leaves
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE, signal_name
 from streamrl.launch.launchers.exit_files import ExitKind, ExitReason
 from streamrl.recipe.topology import Role
@@ -21,7 +21,7 @@ DISK_FULL_EXIT_CODE = 74
 """No room on the disk, where no reason can be left either. EX_IOERR of sysexits.h."""
 TERMINATED_CODE = 128 + signal.SIGTERM
 _LONGEST_MESSAGE = 2000
-_LASTING = (ModelRefused, RecipeError)
+_LASTING = (ModelRefused, RecipeError, EpochLost)
 _MAY_PASS = (StreamBroken, EngineError, OSError, MemoryError)
 # Whatever else a controller fails with, wrong input, a damaged journal, a bug of ours, its successor would meet again.
 # Never a way in which a process answers the death of another one.

@@ -286,7 +286,7 @@ def _choose_gathered(options: TrainerOptions, device: torch.device) -> Gathered:
         sixteen_bit=computes_in_sixteen_bits(options, device),
         on_device=device.type != "cpu",
         reference=options.objective.has_reference,
-        critic=options.objective.has_value_model,
+        critic=options.objective.has_value_model * total,
     )
     tokens = options.row_tokens(device.type, total, options.max_tokens)
     logits = min(tokens * facts.vocabulary, logits_at_once(device))

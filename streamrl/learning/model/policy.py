@@ -151,6 +151,8 @@ class PackedPolicy(nn.Module):
             use_cache=False,
             packed=row.layout,
         )
+        if self.experts is not None:
+            self.experts.counted = False  # the backward may compute layers again
         hidden_TD: Tensor = output.last_hidden_state[0]
         return hidden_TD.index_select(0, row.predictors_N)
 

@@ -36,7 +36,7 @@ class Routers:
         self.number, self.top_k = number, top_k
         self._kind, self._layers = model.config.model_type, layers
         self._row: RoutedRow | None = None
-        self._counted = False
+        self.counted = False
         self._loads_LE: Tensor | None = None
         self._device: Callable[[], torch.device] = lambda: model.device
         for layer, decoder in enumerate(decoder_layers(model)):
@@ -52,7 +52,7 @@ class Routers:
                 f"engines return {row.experts_TLK.shape[2]} experts in each of {row.experts_TLK.shape[1]} layers, the "
                 f"trainer's model has {self.top_k} in {self._layers}: set training.advanced.routing_replay = false"
             )
-        self._row, self._counted = row, counted
+        self._row, self.counted = row, counted
 
     def take_loads(self) -> Tensor:
         """Tokens that went to each expert since the last call: float64 [layers, experts]."""
@@ -82,7 +82,7 @@ class Routers:
         chosen_TK = own_TK
         if self._row is not None:
             chosen_TK = torch.where(self._row.known_T[:, None], self._row.experts_TLK[:, layer].long(), own_TK)
-        if self._counted:
+        if self.counted:
             self._loads()[layer] += torch.bincount(chosen_TK.flatten(), minlength=self.number)
         return chosen_TK
 

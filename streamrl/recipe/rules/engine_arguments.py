@@ -55,7 +55,7 @@ def arguments_beside_adapters(recipe: Recipe) -> Broken:
     """The base has the bits of the model's files, and nothing else than it and the adapter samples."""
     for path, arguments in _given(recipe) if recipe.lora.served else ():
         for name in ("quantization", SPECULATION, "pipeline_parallel_size"):
-            if arguments.get(name) is not None:
+            if arguments.get(name) not in (None, 1):
                 text = 'is not possible beside an adapter: remove it, or set lora.sync = "merged"'
                 yield Problem(f"{path}.{name}", f"{shown(arguments[name])} {text}")
 

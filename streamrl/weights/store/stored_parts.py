@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
 
-from streamrl.base.errors import StoreError
+from streamrl.base.errors import EpochLost
 from streamrl.comm.object_store import ObjectStore
 from streamrl.weights.requests import MANIFEST
 
 CONNECTIONS = 8
 """Objects that are written, or read, at once."""
-_LIVES = "life"
+_STARTS = "start"
+"""Folder with an object for each process of this rank that has started to write here."""
 
 
 class Part(Protocol):
@@ -38,8 +39,8 @@ def key_of(digest: str, piece: int) -> str:
 
 class StoredParts:
     """In place of a ``PublisherServer``: its ``serve`` returns when everything is in the store, and tries again for as
-    long as a store may be away. Its methods raise ``StoreError``. What is stored when it is closed stays, for engines
-    and for the next life of the trainer, which goes on with it."""
+    long as a store may be away. Its methods raise ``StoreError``; ``EpochLost`` where a later process of this rank has
+    started. What is stored when it is closed stays, for engines and for that process, which goes on with it."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -47,13 +48,13 @@ class StoredParts:
         self._keys: dict[str, set[str]] = {}
 
     def start(self) -> None:
-        """Find what an earlier life left behind."""
+        """Find what an earlier process of this rank left, and take its place."""
         self._store = ObjectStore(self.endpoint)
         for key in self._store.list_keys():
             self._keys.setdefault(key.partition("/")[0], set()).add(key)
-        self._life = len(self._keys.pop(_LIVES, ())) + 1
-        if not self._store.create(f"{_LIVES}/{self._life:06d}", secrets.token_bytes(16)):
-            raise StoreError(f"{self.endpoint}: another process has begun to write there at the same time")
+        self._number = int(max(self._keys.pop(_STARTS, ()), default="/0").rpartition("/")[2]) + 1
+        if not self._store.create(f"{_STARTS}/{self._number:06d}", secrets.token_bytes(16)):
+            raise EpochLost(f"{self.endpoint}: another process has begun to write there at the same time")
 
     def check(self) -> None:
         """Do nothing: what failed was raised."""
@@ -61,8 +62,8 @@ class StoredParts:
     def serve(self, parts: Iterable[Part]) -> None:
         """Replace what is stored: first new parts are written, then others are removed."""
         assert self._store is not None, "it was started"
-        if self._store.get(f"{_LIVES}/{self._life + 1:06d}") is not None:
-            raise StoreError(f"{self.endpoint}: a later start of this rank writes there, and this one nothing any more")
+        if self._store.get(f"{_STARTS}/{self._number + 1:06d}") is not None:
+            raise EpochLost(f"{self.endpoint}: a later start of this rank writes there, and this one nothing any more")
         wanted = {part.manifest_digest: part for part in parts}
         for digest, part in wanted.items():
             if key_of(digest, MANIFEST) not in self._keys.setdefault(digest, set()):
