@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch.distributed as dist
 from sample_groups import close_of, make_groups
-from torch import Tensor, int16
+from torch import Tensor, device, int16
 from torch.multiprocessing import start_processes
 
 from streamrl.base.messages import SaveCheckpoint
@@ -92,6 +92,8 @@ def run(rank: int, ranks: list[Case]) -> None:
     cuts = count_cuts()
     trainer = TorchTrainer(options, torch_tensors.start_publisher)
     first = trainer.start().policy_version
+    for group in list(dist.distributed_c10d._world.pg_map):  # also of meshes: a rank that hangs is noticed
+        assert group._get_backend(device("cpu")).options._timeout.seconds == options.collective_timeout_s
     published = trainer.publish_anchor(first)
     arrays: dict[str, Any] = {"hash": np.uint64(published.state_hash), "elements": published.source.total_elements}
     weights, collect = trainer._updates.weights, trainer._updates.weights.collect_gradient

@@ -7,6 +7,7 @@ a time. So the sum of the gradients of all ranks is that of the row, which is ho
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -50,7 +51,9 @@ def context_of(options: TrainerOptions) -> Context | None:
     if size == 1:
         return None
     ranks = torch.arange(options.ranks).view(-1, size, tensor).transpose(1, 2).reshape(-1, size)
-    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # type: ignore[no-untyped-call]
+    group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+        ranks.tolist(), timeout=timedelta(seconds=options.collective_timeout_s)
+    )
     return Context(group, options.rank // tensor % size, size)
 
 

@@ -4,9 +4,11 @@ family, then over the data parallel ranks by FSDP2 (``policy.shard``), with a co
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamrl.base.errors import StreamRLError
@@ -43,6 +45,8 @@ def split_of(options: TrainerOptions, device: torch.device) -> Split:
     # A dimension of one rank would be a group with connections of its own.
     used = {name: size for name, size in named.items() if size > 1 or (name == "fsdp" and not alone)}
     mesh = init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+    for group in mesh.get_all_groups():  # torch's own timeout is half an hour under gloo
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=options.collective_timeout_s), group)
     data = mesh["replicate", "fsdp"] if options.replicas > 1 else None if alone else mesh["fsdp"]
     return Split(data, mesh["tensor"] if "tensor" in used else None, options.expert_parallel_size > 1)
 
