@@ -1,6 +1,7 @@
 """Do the engines hold, bit for bit, what the trainer published? Compares at every version of a run.
 
     python benchmarks/weights_bit_equal.py --steps 100
+    python benchmarks/weights_bit_equal.py --steps 10 --set training.ranks=4 --set training.advanced.replicas=2
 
 The two sides share no code. vLLM hashes its live parameters: with ``weights.advanced.audit_interval = 1`` the
 controller asks every engine for ``compute_weight_checksums`` after every version, and writes the answers to
@@ -14,6 +15,7 @@ import argparse
 import hashlib
 import re
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +110,7 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=100)
     arguments.add_argument("--engine-dtype", choices=("float32", "bfloat16"), default="float32")
     arguments.add_argument("--timeout-s", type=float, default=1800.0)
+    arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="such as training.ranks=2")
     options = arguments.parse_args()
     overrides: dict[str, object] = {
         "run.steps": options.steps,
@@ -118,12 +121,16 @@ def main() -> int:
         "evaluation.at_start": False,
         "evaluation.at_end": False,
     }
+    for key, _, value in (one.partition("=") for one in options.set):
+        overrides[key] = tomllib.loads(f"value = {value}")["value"]
     with training_run(options.recipe, overrides) as run:
         run.wait(timeout_s=options.timeout_s)
         compared, faults = compare_every_version(run, getattr(torch, options.engine_dtype))
+        mismatch = [line["policy/mismatch_abs_mean"] for line in run.lines("metrics.jsonl") if line["kind"] == "step"]
     for fault in faults[:20]:
         print(fault)
     complete = len(compared) == options.steps and not faults
+    print(f"mismatch of engine and trainer: {min(mismatch):.1e} to {max(mismatch):.1e} nats")
     print(f"{len(compared)} versions compared, {len(faults)} faults -> {'passed' if complete else 'FAILED'}")
     return 0 if complete else 1
 
