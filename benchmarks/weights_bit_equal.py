@@ -15,11 +15,11 @@ import argparse
 import hashlib
 import re
 import sys
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors.torch import load_file
 from training_run import DEMO_RECIPE, TrainingRun, training_run
@@ -110,7 +110,7 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=100)
     arguments.add_argument("--engine-dtype", choices=("float32", "bfloat16"), default="float32")
     arguments.add_argument("--timeout-s", type=float, default=1800.0)
-    arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="such as training.ranks=2")
+    arguments.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="an override of the recipe")
     options = arguments.parse_args()
     overrides: dict[str, object] = {
         "run.steps": options.steps,
@@ -121,8 +121,7 @@ def main() -> int:
         "evaluation.at_start": False,
         "evaluation.at_end": False,
     }
-    for key, _, value in (one.partition("=") for one in options.set):
-        overrides[key] = tomllib.loads(f"value = {value}")["value"]
+    overrides |= {key: msgspec.json.decode(value) for key, _, value in (one.partition("=") for one in options.set)}
     with training_run(options.recipe, overrides) as run:
         run.wait(timeout_s=options.timeout_s)
         compared, faults = compare_every_version(run, getattr(torch, options.engine_dtype))

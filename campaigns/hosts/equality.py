@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from campaigns.hosts.hosts_run import HostsRun, left_on, named, wait_until
 from campaigns.hosts.lab import command_of
 from campaigns.hosts.ray_nodes import RayNodes
+from streamrl.base.line_file import read_lines
 
 LAYOUTS = {"fsdp2": (2, 1), "fsdp4": (4, 1), "hsdp2x2": (4, 2)}
 """Trainer ranks, and groups of ranks of which each has the whole model."""
@@ -63,8 +64,7 @@ def one_run(run: HostsRun, name: str, steps: int, *, over_hosts: bool) -> str:
 
 
 def _steps(run: HostsRun) -> list[dict[str, object]]:
-    path = run.directory / "metrics.jsonl"
-    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    lines = read_lines(run.directory / "metrics.jsonl", dict[str, object])
     return [line for line in lines if line["kind"] == "step"]
 
 

@@ -44,7 +44,7 @@ class HostsRun:
         return (self.folder / "runs" / "latest").resolve()
 
     def train(self, *settings: str, over_hosts: bool = True) -> None:
-        """Start it from nothing; else on the first host alone."""
+        """Start the run. ``over_hosts`` False: on the first host, without a cluster."""
         example = ROOT / "examples" / "sort"
         paths = f"run.directory={self.folder}/runs model.path={example}/model prompts.train={example}/train.jsonl"
         sets = [*f"{paths} rewards.0.function={example}/reward.py:sorted_trace {SETTINGS}".split(), *settings]

@@ -84,8 +84,8 @@ class StoreError(StreamRLError):
 
 
 class EpochLost(StoreError):
-    """Another process has begun to write in this one's place: this one writes nothing any more, and is not restarted.
-    Restarts of both would take the place from each other."""
+    """Another process has taken the place of this one in a store: this one writes nothing any more, and is not
+    restarted. A restart would take the place from the other process."""
 
 
 class RunStalled(StreamRLError):

@@ -30,7 +30,7 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Quantities that the memory of a rank depends on.
 
     ``parameters``: of the model; ``outside``: those of them outside of the repeated layers (embeddings, head);
-    ``layer``: of a layer, in the mean. ``ranks`` share each of the ``replicas`` of them. ``trained`` 0: all of them;
+    ``layer``: of a layer, in the mean. ``ranks`` hold one of the ``replicas``. ``trained`` 0: all of them;
     else those of adapters, below which lie weights of ``adapted`` elements. ``moment_bytes``: of the optimizer, for a
     trained parameter. ``masters_on_host``: masters and moments lie in host memory. ``sixteen_bit``: the forward
     computes in bfloat16. ``on_device``: weights lie on a GPU. ``reference``: there is a reference model; ``critic``:
@@ -52,7 +52,7 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def alone(self) -> bool:
-        """Return whether a rank reduces gradients with no other, and gathers no parameters."""
+        """Whether there is one trainer rank, which gathers no parameters and reduces no gradients."""
         return self.ranks * self.replicas == 1
 
     @property
@@ -65,7 +65,7 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one rank at its peak. ``gathered``: whole parameters, and what gathers and reduces them, for a time;
-    ``backward``: the more of activations, at its start, and gradients between replicas, at its end."""
+    ``backward``: activations, or the gradients that FSDP2 has added up over replicas where these are more."""
 
     parameters: int
     gradients: int
@@ -114,7 +114,7 @@ def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered, beside: int = 0) ->
 def activation_bytes(facts: ModelFacts, training: Training, tokens: int, logits: int, *, sixteen_bit: bool) -> int:
     """Bytes that ``tokens`` of a row keep on their rank for the backward, and the ``logits`` that exist at once."""
     whole_layers = 1 if training.activation_checkpointing else facts.layers
-    # Keys and values are kept four times; of the other pieces of the row once.
+    # Keys and values are kept twice, and once those of each other piece of the row.
     keys = facts.key_value_bytes // 8 // max(1, facts.layers) * 2 * (training.context_parallel_size + 1)
     split = (4 * facts.inner + 5 * facts.hidden + keys) // training.tensor_parallel_size
     kept = tokens * ((split + 6 * facts.hidden) * whole_layers + facts.hidden * (facts.layers - whole_layers))

@@ -80,8 +80,7 @@ def read_model_facts(directory: Path) -> ModelFacts:
     key_value_heads = _size(config, "num_key_value_heads") or heads
     layers = _size(config, "num_hidden_layers")
     experts = experts_of(config)
-    widths = config.get("moe_intermediate_size" if experts else "intermediate_size") or config.get("intermediate_size")
-    inner = max(widths) if isinstance(widths, list) else widths  # one for each layer
+    inner = (_size(config, "moe_intermediate_size") if experts else 0) or _size(config, "intermediate_size")
     return ModelFacts(
         parameters=parameters,
         outside=sum(size for name, size in sizes.items() if not LAYER.match(name)),
@@ -94,11 +93,12 @@ def read_model_facts(directory: Path) -> ModelFacts:
 
 
 def _size(config: dict[str, Any], key: str) -> int:
-    """A size that the configuration names; 0 where it does not."""
+    """A size that the configuration names, the largest where it names one for each layer; 0 where it does not."""
     value = config.get(key) or 0
-    if not isinstance(value, int) or not 0 <= value <= LARGEST_SIZE:
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, int) and 0 <= one <= LARGEST_SIZE for one in values):
         raise ModelDirectoryError(f"has a config.json with {key} = {value!r:.40}: it must be an integer")
-    return int(value)
+    return int(max(values))
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:

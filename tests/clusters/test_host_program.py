@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -86,8 +87,8 @@ def test_what_a_start_of_ray_that_gave_up_has_left_is_gone_before_the_next_one(b
     assert not left(bin)
 
 
-def test_a_run_that_is_asked_twice_to_drain_drains(bin: Path, free_port: int) -> None:
-    with host(bin, 0, free_port, sys.executable, "-c", DRAINS) as head:
+def test_a_run_that_is_asked_twice_to_drain_drains(bin: Path, free_ports: Callable[[int], int]) -> None:
+    with host(bin, 0, free_ports(1), sys.executable, "-c", DRAINS) as head:
         assert head.stdout is not None
         lines = iter(head.stdout.readline, "")
         for word in ("running\n", "draining\n"):
@@ -97,18 +98,13 @@ def test_a_run_that_is_asked_twice_to_drain_drains(bin: Path, free_port: int) ->
     assert not left(bin)
 
 
-async def test_a_host_that_fails_before_the_run_began_ends_the_launch(bin: Path, free_port: int) -> None:
+async def test_a_host_that_fails_before_the_run_began_ends_the_launch(
+    bin: Path, free_ports: Callable[[int], int]
+) -> None:
     (bin / "fails").touch()
     setup = [f"export PATH={os.environ['PATH']} PYTHONPATH={os.environ['PYTHONPATH']}"]
-    job = SshJob(work=Work(recipe="r.toml"), hosts=["localhost"] * 2, folder=bin, setup=setup, port=free_port)
+    job = SshJob(work=Work(recipe="r.toml"), hosts=["localhost"] * 2, folder=bin, setup=setup, port=free_ports(1))
     began_s = time.monotonic()
     assert await run_over_ssh(job) == 1
     assert time.monotonic() - began_s < 60
     assert not left(bin)
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])
