@@ -59,10 +59,10 @@ from streamrl.engines.vllm import arguments
 from streamrl.engines.vllm.engine import engine_config
 ordered = engine_config(msgspec.structs.replace(options, args={}, by_priority=True)).scheduler_config.policy
 config = engine_config(options)
-arguments.CUDA_ONLY = ()
+cuda_only, arguments.CUDA_ONLY = arguments.CUDA_ONLY, {}
 staged = msgspec.structs.replace(options, workers=4, args={"pipeline_parallel_size": 2})
 parallel = engine_config(staged).parallel_config
-arguments.CUDA_ONLY = ("pipeline_parallel_size", "enable_expert_parallel")
+arguments.CUDA_ONLY = cuda_only
 reached = (functools.reduce(getattr, place.split("."), config) for place in json.loads(sys.argv[2]))
 print(json.dumps([ordered, [parallel.tensor_parallel_size, parallel.pipeline_parallel_size], *reached]))
 for given in json.loads(sys.argv[3]):

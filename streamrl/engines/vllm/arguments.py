@@ -13,9 +13,10 @@ from streamrl.recipe.problems import did_you_mean, shown
 
 ON_CPU = ("enforce_eager", "enable_chunked_prefill")
 """Arguments that an engine on a CPU needs as they are."""
-CUDA_ONLY = ("pipeline_parallel_size", "enable_expert_parallel")
-"""With these vLLM 0.32 on a CPU dies at the first request: its model runner has no buffer for what the stage before
-sends, and its kernel for experts takes the number of any expert for one of its own."""
+CUDA_ONLY = {"pipeline_parallel_size": 1, "enable_expert_parallel": False}
+"""Arguments and their values of no effect. With others vLLM 0.32 on a CPU dies at the first request: its model runner
+has no buffer for what the stage before sends, and its kernel for experts takes the number of any expert for one of its
+own."""
 _NESTED = "speculative_config"
 
 
@@ -30,8 +31,8 @@ def checked_arguments(given: Mapping[str, Any], *, on_cpu: bool) -> dict[str, An
     for name in ON_CPU if on_cpu else ():
         if name in given:
             raise ModelRefused(f"engines.args.{name}: an engine on a CPU has it as it must be: remove it")
-    for name in CUDA_ONLY if on_cpu else ():
-        if given.get(name) not in (None, False, 1):
+    for name, unset in CUDA_ONLY.items() if on_cpu else ():
+        if given.get(name, unset) != unset:
             text = "vLLM on a CPU dies with it at the first request: remove it, or set engines.tensor_parallel_size"
             raise ModelRefused(f"engines.args.{name}: {text}")
     made = _checked("engines.args", given, AsyncEngineArgs)
