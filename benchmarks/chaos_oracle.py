@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 from chaos_plan import Cell
 from chaos_records import Record
+from safetensors import deserialize
 
 BEHIND = {"synchronous": 0, "tail_batching": 5, "continuous": 4}
 """Batches of prompts that may be drawn and not trained yet: in flight, or deferred to a long round."""
@@ -188,16 +188,8 @@ def _wrong_weights(cell: Cell, run_directory: Path) -> Iterable[str]:
 
 def _digests(file: Path) -> dict[str, str]:
     """SHA-256 of every tensor's bytes."""
-    content = file.read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + length])
-    return {
-        name: hashlib.sha256(
-            content[8 + length + entry["data_offsets"][0] : 8 + length + entry["data_offsets"][1]]
-        ).hexdigest()
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+    tensors = deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
+    return {name: hashlib.sha256(tensor["data"]).hexdigest() for name, tensor in tensors}
 
 
 def _wrong_steps(run_directory: Path, final: int) -> Iterable[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import time
 from collections.abc import Iterator
+
+from safetensors import deserialize
 
 from campaigns.hosts.hosts_run import HostsRun, left_on, named, wait_until
 from campaigns.hosts.lab import command_of
@@ -79,8 +80,7 @@ def _model(run: HostsRun) -> str:
     last = max((run.directory / "checkpoints").glob("step-*"))
     found = hashlib.sha256()
     for file in sorted(last.rglob("*.safetensors")):
-        data = file.read_bytes()
-        begin = 8 + int.from_bytes(data[:8], "little")
-        header = {name: one for name, one in json.loads(data[8:begin]).items() if name != "__metadata__"}
-        found.update(json.dumps(header, sort_keys=True).encode() + data[begin:])
+        tensors = deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
+        for name, tensor in sorted(tensors):
+            found.update(repr((file.name, name, tensor["shape"], tensor["dtype"])).encode() + tensor["data"])
     return found.hexdigest()[:16]

@@ -22,6 +22,7 @@ from typing import Any
 import anyio
 import psutil
 import pytest
+from safetensors import deserialize
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.show import read_run
@@ -302,12 +303,8 @@ def _weights(run: Path, step: int) -> dict[str, bytes]:
     """Digest of each tensor in the files of a checkpoint, master weights and moments too; not of the files' headers."""
     digests = {}
     for path in (run / "checkpoints" / f"step-{step:06d}").rglob("*.safetensors"):
-        content = path.read_bytes()
-        begin = 8 + int.from_bytes(content[:8], "little")
-        for name, tensor in json.loads(content[8:begin]).items():
-            if name != "__metadata__":
-                first, last = (begin + offset for offset in tensor["data_offsets"])
-                digests[f"{path.name} {name}"] = hashlib.sha256(content[first:last]).digest()
+        for name, tensor in deserialize(path.read_bytes()):
+            digests[f"{path.name} {name}"] = hashlib.sha256(tensor["data"]).digest()
     return digests
 
 
