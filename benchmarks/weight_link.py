@@ -28,7 +28,6 @@ from streamrl.weights.codec.bits import BitArray, as_bits, bit_type
 from streamrl.weights.codec.codec import WeightPatch, decode_patch
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.manifest import (
-    CHUNK_BYTES,
     FORMAT_VERSION,
     UNIT_ELEMENTS,
     ChunkEntry,
@@ -44,6 +43,7 @@ from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.pull import decoding
 from streamrl.weights.pull.fetch import fetch_version
 from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
+from streamrl.weights.requests import CHUNK_BYTES
 
 Bits = dict[str, BitArray]
 _COUNT = struct.Struct("<Q")

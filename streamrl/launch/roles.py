@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from streamrl.recipe.store_urls import place_of_run
 from streamrl.recipe.topology import RENDEZVOUS, RENDEZVOUS_FILE, ProcessPlan, Role, Topology, judge_socket
 from streamrl.rewards.judge.gate import JudgeEvent, JudgeOrder
 from streamrl.rewards.reward_messages import RewardOrder, RewardResult
-from streamrl.weights.relay.relay import Relay
 
 Streams = tuple[ZmqReceiveStream[Any], ZmqSendStream[Any]]
 
@@ -81,12 +80,16 @@ async def run_engine(context: ChildContext) -> None:
     if not endpoint:
         await serve_engine(engine, streams)
     else:
+        from streamrl.weights.relay.relay import Relay  # a second of processor time, for numba
+
         relay = Relay(endpoint, f"ipc://{context.socket_directory / name}.relay")
         await serve_engine(engine, _beside(relay, streams), relay.through)
 
 
 @asynccontextmanager
-async def _beside(relay: Relay, streams: AbstractAsyncContextManager[Streams]) -> AsyncIterator[Streams]:
+async def _beside(
+    relay: AbstractContextManager[object], streams: AbstractAsyncContextManager[Streams]
+) -> AsyncIterator[Streams]:
     """Open ``relay``, then ``streams``: no socket may be open before vLLM has forked."""
     with relay:
         async with streams as opened:

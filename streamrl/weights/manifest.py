@@ -20,12 +20,11 @@ from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
 from streamrl.weights.codec.bits import BitArray, BitType, PositionArray, bit_type
 from streamrl.weights.codec.codec import WeightPatch
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
+from streamrl.weights.requests import MANIFEST_LIMIT
 
 FORMAT_VERSION = 8
 CHECKPOINT_VERSION = -1
 """Base version of a delta that is made on the checkpoint files both sides began with: no published version."""
-CHUNK_BYTES = 1 << 20
-MANIFEST_LIMIT = 64 << 20
 _UNFOLDED_AT_LEAST, _UNFOLDED_TIMES = 1 << 20, 256
 """Names of tensors are like each other: a manifest shrinks to a tenth, but not to nothing."""
 

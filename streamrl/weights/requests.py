@@ -18,6 +18,8 @@ from streamrl.comm.guarded_sockets import GuardedContext
 from streamrl.comm.socket_options import make_socket
 from streamrl.comm.zmq_sockets import transport_of
 
+CHUNK_BYTES = 1 << 20
+MANIFEST_LIMIT = 64 << 20
 MANIFEST = -1
 """The piece of a part that is its manifest; its chunks are the pieces from 0 on."""
 

@@ -14,7 +14,7 @@ import msgspec
 
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.recipe.topology import Role, Topology
-from streamrl.weights.manifest import CHUNK_BYTES
+from streamrl.weights.requests import CHUNK_BYTES
 
 PEERS = 2
 """Relays of other hosts that an engine is named before the trainer: the one above it, and the next one up."""

@@ -23,7 +23,6 @@ from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_complete
 from streamrl.weights.manifest import (
     CHECKPOINT_VERSION,
-    CHUNK_BYTES,
     FORMAT_VERSION,
     ChunkEntry,
     Manifest,
@@ -38,6 +37,7 @@ from streamrl.weights.publish.chain import Chain
 from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.publish.tensor_source import HostTensors
 from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
+from streamrl.weights.requests import CHUNK_BYTES
 from streamrl.weights.store.stored_parts import StoredParts
 
 _Made = TypeVar("_Made")

@@ -21,13 +21,13 @@ from streamrl.comm.guarded_sockets import GuardedContext, connect
 from streamrl.comm.object_store import in_store
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_sockets import ConnectionMonitor
-from streamrl.weights.manifest import CHECKPOINT_VERSION, MANIFEST_LIMIT, Manifest, ShardSpec
+from streamrl.weights.manifest import CHECKPOINT_VERSION, Manifest, ShardSpec
 from streamrl.weights.pull.decoding import Decoding
 from streamrl.weights.pull.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.received_part import ReceivedChain, ReceivedPart
 from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion
 from streamrl.weights.pull.store_pull import StorePull
-from streamrl.weights.requests import encoder, pull_socket
+from streamrl.weights.requests import MANIFEST_LIMIT, encoder, pull_socket
 
 CREDIT_BYTES = 32 << 20
 """Bytes asked for and not received yet, over all sources of one receiver."""

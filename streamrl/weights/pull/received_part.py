@@ -11,8 +11,8 @@ from itertools import accumulate
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement, WeightSource
-from streamrl.weights.manifest import CHUNK_BYTES, Manifest, WorkUnit, decode_manifest, digest_of
-from streamrl.weights.requests import MANIFEST, GetPiece, NotServed, Reply, decode_reply
+from streamrl.weights.manifest import Manifest, WorkUnit, decode_manifest, digest_of
+from streamrl.weights.requests import CHUNK_BYTES, MANIFEST, GetPiece, NotServed, Reply, decode_reply
 
 PIECE_ATTEMPTS = 3
 """How often a manifest or a chunk may come with a wrong digest."""

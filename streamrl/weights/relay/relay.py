@@ -21,9 +21,8 @@ from streamrl.comm.guarded_sockets import GuardedContext, bind, connect
 from streamrl.comm.object_store import in_store
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_sockets import ipc_path_identity, remove_ipc_path
-from streamrl.weights.manifest import MANIFEST_LIMIT
 from streamrl.weights.relay.state import Asker, AskPiece, PieceSource, RelayReply, RelayState
-from streamrl.weights.requests import REQUEST_LIMIT, encoder, pull_socket
+from streamrl.weights.requests import MANIFEST_LIMIT, REQUEST_LIMIT, encoder, pull_socket
 
 _TICK_MS = 200
 _FRAMES_AT_ONCE = 8
