@@ -18,11 +18,11 @@ from pathlib import Path
 
 import msgspec
 
-from campaigns.hosts.equality import compare
+from campaigns.hosts.equality import LAYOUTS, compare
 from campaigns.hosts.hosts_run import HostsRun, left_on, named, wait_until
 from campaigns.hosts.lab import end, laboratory, why_not
 from campaigns.hosts.ray_nodes import RayNodes
-from campaigns.hosts.shots import Shot, fire, plan
+from campaigns.hosts.shots import EACH, HEAD, Shot, fire, plan
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -58,6 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_campaign(arguments: argparse.Namespace) -> int:
     """Run all; 1 where something is wrong."""
+    known = set(LAYOUTS) if arguments.what == "equality" else {spec.split()[0] for spec in f"{HEAD},{EACH}".split(",")}
+    if unknown := set(arguments.kinds) - known:
+        print(f"--kinds: {', '.join(sorted(unknown))}: {arguments.what} has {', '.join(sorted(known))}")
+        return 1
     if reason := why_not():
         print(f"no laboratory: {reason}")
         return 1

@@ -66,14 +66,14 @@ class PipeLink(AgentLink):
 
 
 class LoopbackHosts:
-    """``names``: of the hosts that are there. ``run_directory``: what they see in place of the run's."""
+    """``names``: of the hosts that are there. ``blind``: of those that do not see the run's directory."""
 
-    def __init__(self, root: Path, names: Iterable[str], run_directory: str = "") -> None:
+    def __init__(self, root: Path, names: Iterable[str], blind: Iterable[str] = ()) -> None:
         self.names = list(names)
+        self.blind = set(blind)
         self.links: dict[str, PipeLink] = {}
         self.started: list[str] = []
         self._root = root
-        self._run_directory = run_directory
 
     async def offers(self) -> list[HostOffer]:
         return [
@@ -97,7 +97,8 @@ class LoopbackHosts:
             )
             link = self.links[offer.name] = PipeLink(process)
             asked = setup(offer)
-            asked = msgspec.structs.replace(asked, run_directory=self._run_directory or asked.run_directory)
+            if offer.name in self.blind:
+                asked = msgspec.structs.replace(asked, run_directory="/nowhere")
             facts = await link.ask(msgspec.msgpack.encode(asked))
             started.append((link, msgspec.msgpack.decode(facts, type=HostFacts)))
             self.started.append(offer.name)

@@ -141,6 +141,9 @@ async def test_the_reason_of_an_end_comes_home_and_so_does_a_failure_to_start(ru
         (run / "logs").rename(run / "no logs")
         state = (await agent.answer(asked(1, StartProcess(2, ENGINE, False)))).processes[2]
         assert state.exit_code == 1 and "engine-0.log" in state.failure
+        (run / "exit" / "engine-0.json").unlink()
+        (run / "exit" / "engine-0.json").mkdir()  # as a file system that fails now
+        assert (await agent.answer(asked(2))).processes[1].exit_code == 1
 
 
 async def test_what_a_process_left_is_ended(run: Path) -> None:
@@ -265,7 +268,7 @@ async def test_processes_run_on_their_hosts_and_end_with_the_run(run: Path) -> N
 async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
     run: Path, end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"], blind=["h2"])
     one = recipe(run)
     async with running(run, hosts, one) as (supervisor, launcher), anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.watch)
@@ -281,19 +284,19 @@ async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
             ended_s = time.monotonic() - began_s
             await until(lambda: len(supervisor.retired) == 2)
             assert "no other host has room for engine-0" in caplog.text
-            hosts.names = ["h0", "h2"]
+            hosts.names = ["h0", "h2", "h3"]  # the first of which cannot serve
             for _ in range(2):  # as the watch and a placement that waits do
                 tasks.start_soon(launcher._look)
             await until((run / "pids" / "engine-0.1").exists)
             await until((run / "pids" / "engine-1.1").exists)
         # Whatever the run knows: the host ends its processes by itself when its lease is over.
         assert ended_s < (2 if end == "agent" else LEASE_S + 5), ended_s
-        assert psutil.Process(pid_of(run, "engine-0", 1)).ppid() == hosts.links["h2"].process.pid
+        assert psutil.Process(pid_of(run, "engine-0", 1)).ppid() == hosts.links["h3"].process.pid
         placed = {plan.name: plan.host for plan in read_topology(run).processes if plan.role is Role.ENGINE}
-        assert set(placed.values()) == {"h2"}
-        assert hosts.started.count("h2") == 1
+        assert set(placed.values()) == {"h3"}
+        assert hosts.started.count("h3") == 1
         supervisor.request_drain()
-    assert "h2 joined in place of h1" in caplog.text
+    assert "h3 joined in place of h1" in caplog.text
 
 
 async def test_a_host_that_is_back_before_the_cluster_missed_it_has_each_engine_once(run: Path) -> None:
@@ -334,7 +337,7 @@ async def test_a_rank_of_a_lost_host_has_the_run_resumed_on_what_is_left(run: Pa
 
 async def test_a_host_that_does_not_see_the_run_is_refused_before_anything_starts(run: Path) -> None:
     one = recipe(run)
-    hosts = LoopbackHosts(run.parent, ["h0", "h1"], run_directory="/nowhere")
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"], blind=["h0", "h1"])
     local, need = LocalLauncher((), run, run.parent), cluster.gpu_need(one, "cpu")
     launcher = ClusterLauncher(one, run, run.parent, hosts, local, need, lambda *_: None)
     async with anyio.create_task_group() as nursery:

@@ -67,7 +67,7 @@ def test_ranks_take_the_fewest_hosts_and_engines_whole_groups_of_what_is_left() 
     [
         ({"cluster__hosts": 3}, (0, 0), "3 hosts are asked for, and there are 2 (h0, h1)"),
         ({"engines__count": 4, "training__ranks": 2}, (2, 2), "4 engines of 1 and 2 ranks of 1 need 6 GPUs, and 4 are"),
-        ({"engines__tensor_parallel_size": 4}, (3, 3), "an engine is on one host"),
+        ({"engines__tensor_parallel_size": 4}, (3, 3), "engines.args.pipeline_parallel_size or training.ranks"),
     ],
 )
 def test_too_small_a_cluster_is_refused_with_the_arithmetic(
@@ -86,6 +86,9 @@ def test_a_run_that_has_lost_hosts_goes_on_with_the_ranks_that_there_is_room_for
     fewer = on_fewer_ranks(one, rooms(2, 3), need)
     assert fewer is not None and fewer.training.ranks == 3
     assert on_fewer_ranks(one, rooms(2), need) is None
+    shared = recipe(training__ranks=2, cluster__advanced={"trainer_hosts": 2, "engine_hosts": 2})
+    same = on_fewer_ranks(shared, rooms(0), ON_CPU)
+    assert same is not None and same.training.ranks == 2
 
 
 @given(

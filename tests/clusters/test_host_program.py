@@ -3,6 +3,7 @@ host fails."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -50,6 +51,19 @@ time.sleep(600)
 """
 
 
+ENDS = """
+import signal, sys, time
+def drain(*_):
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(9))
+    time.sleep(600)
+signal.signal(signal.SIGINT, drain)
+print("running", flush=True)
+time.sleep(600)
+"""
+LINE = json.dumps({"token": "t", "head": "127.0.0.1"}) + "\n"
+"""What ``streamrl launch ssh`` sends first."""
+
+
 @pytest.fixture
 def bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a program ``ray`` and a module of that name."""
@@ -63,10 +77,24 @@ def bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def host(bin: Path, rank: int, port: int, *command: str) -> subprocess.Popen[str]:
-    words = ["--rank", str(rank), "--nodes", "1", "--head", "127.0.0.1", "--port", str(port), "--token", str(bin / "t")]
-    line = [sys.executable, "-m", "streamrl.launch.submit.host", *words, "--", *command]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+def host(
+    bin: Path, rank: int, port: int, *command: str, head: str = "127.0.0.1", stdin: str = ""
+) -> subprocess.Popen[str]:
+    words = ["--rank", str(rank), "--nodes", "1", "--head", head, "--port", str(port), "--token", str(bin / "t")]
+    words += ["--lease"] if stdin else []
+    line = [sys.executable, "-m", "streamrl.launch.submit.host", *words, "--start-s", "60", "--", *command]
+    started = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert started.stdin is not None
+    started.stdin.write(stdin)
+    started.stdin.flush()
+    return started
+
+
+def await_second_start(bin: Path, worker: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not (bin / "left").exists() or len(os.listdir(bin / "left")) < 2:
+        assert worker.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def left(bin: Path) -> list[int]:
@@ -77,14 +105,49 @@ def test_what_a_start_of_ray_that_gave_up_has_left_is_gone_before_the_next_one(b
     with socket.create_server(("127.0.0.1", 0)) as head:
         (bin / "t").touch()
         with host(bin, 1, head.getsockname()[1]) as worker:
-            deadline = time.monotonic() + 60
-            while not (bin / "left").exists() or len(os.listdir(bin / "left")) < 2:
-                assert worker.poll() is None and time.monotonic() < deadline
-                time.sleep(0.05)
+            await_second_start(bin, worker)
             assert not (bin / "two at once").exists() and len(left(bin)) == 1
             worker.send_signal(signal.SIGTERM)
             assert worker.wait(30) == 0
     assert not left(bin)
+
+
+def test_a_host_of_a_launch_by_ssh_that_loses_the_head_has_failed(bin: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as head, host(bin, 1, head.getsockname()[1], stdin=LINE) as worker:
+        await_second_start(bin, worker)
+        head.close()
+        for _ in range(25):  # a launcher that lives
+            if worker.poll() is None:
+                worker.stdin.write("\n")  # type: ignore[union-attr]
+                worker.stdin.flush()  # type: ignore[union-attr]
+                time.sleep(1.0)
+        assert worker.wait(1) == 1
+        assert "has not answered for 10 s: is it there, and reachable?" in worker.communicate()[0]
+    assert not left(bin)
+
+
+def test_a_run_ends_where_the_connection_of_its_launcher_is_gone(bin: Path, free_ports: Callable[[int], int]) -> None:
+    with host(bin, 0, free_ports(1), sys.executable, "-c", ENDS, stdin=LINE) as head:
+        assert head.stdin is not None and head.stdout is not None
+        assert "running\n" in iter(head.stdout.readline, "")
+        head.stdout.close()
+        head.stdin.close()
+        assert head.wait(30) == 9  # of its second signal: with one it would drain
+    assert not left(bin)
+
+
+def test_a_host_that_cannot_begin_says_why(bin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with host(bin, 0, 1, stdin="e\n") as ended:  # other hosts could not be reached
+        assert (ended.communicate()[0], ended.returncode) == ("", 1)
+    (bin / "t").touch()
+    with host(bin, 1, 1, head="nobody.invalid") as waiting:  # a pod may begin before the name of the first one is known
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(4)
+        waiting.send_signal(signal.SIGTERM)
+    (bin / "ray").unlink()
+    monkeypatch.setenv("PATH", str(bin))
+    with socket.create_server(("127.0.0.1", 0)) as head, host(bin, 1, head.getsockname()[1]) as without:
+        assert "ray is not on the PATH" in without.communicate()[0]
 
 
 def test_a_run_that_is_asked_twice_to_drain_drains(bin: Path, free_ports: Callable[[int], int]) -> None:

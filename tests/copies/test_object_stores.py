@@ -145,6 +145,23 @@ async def test_copies_follow_what_is_kept_and_come_back_whole(tmp_path: Path, ur
     assert not [key for key in later.store.list_keys() if "step-000008" in key and key.endswith("digests")]
 
 
+async def test_a_store_that_is_away_when_a_life_begins_keeps_no_older_copies(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> list[str]:
+        raise StoreError("away")
+
+    first = Copies(url, run := tmp_path / "run")
+    for version in (2, 4):
+        checkpoint(run, version)
+    await first.bring(2)
+    later = Copies(url, run)
+    with monkeypatch.context() as patched, pytest.raises(StoreError):
+        patched.setattr(ObjectStore, "list_keys", away)
+        await later.bring(4)
+    assert await later.bring(4) == {"step-000004"}
+
+
 @contextmanager
 def failing_writes(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
     """The writer dies after so many objects."""

@@ -136,6 +136,21 @@ def test_a_slow_relay_costs_a_piece_and_a_slow_link_a_few() -> None:
     assert slow.asked[NEXT] + slow.asked[TRAINER] <= 3
 
 
+def test_a_relay_that_was_slow_again_and_again_is_not_waited_for_without_end() -> None:
+    asked, now = list[tuple[PieceSource, int]](), 0.0
+    relay = RelayState(lambda source, ask: asked.append((source, ask.piece)), lambda *_: None)
+    source = WeightSource(0, "trainer", DIGEST, 0, 0, 0)
+    relay.announce(WeightAnnouncement(1, None, 0, (source,), (), ("above", "next")), now)
+    relay.requested(WORKER, AskPiece(DIGEST, MANIFEST), now)
+    relay.replied(ABOVE, Piece(DIGEST, MANIFEST), ENCODED, now)
+    for number, chunk in enumerate(CHUNKS):
+        relay.requested(WORKER, AskPiece(DIGEST, number), began := now)
+        while (NEXT, number) not in asked:
+            relay.tick(now := now + 1.0)
+            assert now - began < 25.0  # a worker gives up after 30 s
+        relay.replied(ABOVE, Piece(DIGEST, number), chunk, now)
+
+
 def test_what_is_asked_for_before_it_is_announced_waits_for_that() -> None:
     lower = World(lambda _: "answers", {ABOVE: 0.1})
     source = WeightSource(0, "trainer", DIGEST, 0, 0, 0)

@@ -75,8 +75,8 @@ class CheckpointCopies:
 
     def _bring_in_step(self, versions: Collection[int]) -> None:
         if self._there is None:
-            self._there = {}
-            for key in self._store.list_keys():
+            keys, self._there = self._store.list_keys(), {}
+            for key in keys:
                 if (name := key.partition("/")[0]) != LATEST:
                     self._there.setdefault(name, []).append(key)
         names = {}

@@ -146,7 +146,7 @@ class Agent:
         return ProcessState(pid=pid, exit_code=code, reason=msgspec.json.encode(reason), reason_age_s=age_s)
 
     def _renew(self) -> None:
-        if self._lease.poll() is not None:  # killed alone: nothing else would end what runs here
+        if self._lease.poll() is not None:  # it was killed, and nothing else would end what runs here
             self._lease.communicate()
             self._lease = _start_lease(self._setup.lease_s, self._sockets)
         assert self._lease.stdin is not None

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -119,6 +120,7 @@ class ClusterLauncher:
         self._epoch = _next_epoch(run_directory)
         self._starts = 0
         self._looking = anyio.Lock()
+        self._failed = Counter[str]()
         self._placing = False
         self._nursery: anyio.abc.TaskGroup
 
@@ -171,7 +173,7 @@ class ClusterLauncher:
             fewer = on_fewer_ranks(self._recipe, rooms, self._need) if may_lose_ranks else None
             if fewer is None:
                 raise
-        log.warning("the cluster has room for %d of %d ranks", fewer.training.ranks, self._recipe.training.ranks)
+        log.warning("the run goes on with %d of %d ranks", fewer.training.ranks, self._recipe.training.ranks)
         self._recipe = fewer
         self._save(self._run_directory, fewer)
         return assign(fewer, rooms, self._need)
@@ -262,14 +264,15 @@ class ClusterLauncher:
                 offers = [one for one in await self._cluster.offers() if not self._runs_on(one)]
                 for host in lost:
                     wanted = _gpus_on(host.name, self._given)
-                    # The host itself, where it is back: others may be meant for other lost ones.
-                    fitting = sorted(
-                        (one for one in offers if one.gpus >= wanted), key=lambda one: one.name != host.name
-                    )
+                    # The host itself where it is back: others may replace other lost ones. Those that failed come last.
+                    fitting = [one for one in offers if one.gpus >= wanted]
+                    fitting.sort(key=lambda one: (self._failed[one.name], one.name != host.name))
                     if fitting and (_is_used(host.name, self._given) or fitting[0].name == host.name):
                         offers.remove(fitting[0])
+                        self._failed[fitting[0].name] += 1
                         await host.link.release()
                         await self._begin_on({fitting[0]: wanted})
+                        del self._failed[fitting[0].name]
                         self._replace(host, self.hosts[fitting[0].name])
             except (StreamRLError, OSError) as error:
                 log.warning("no host has joined: %s", error)
@@ -379,8 +382,7 @@ def placement_lines(recipe: Recipe, offers: Sequence[HostOffer]) -> list[str]:
     given = assign(recipe, _rooms(offers), gpu_need(recipe, installed_device()))
     lines = []
     for offer in offers:
-        names = ["controller"] if offer.here else []
-        names += [name for name, place in given.items() if place.host == offer.name]
+        names = ["controller"] * offer.here + [name for name, place in given.items() if place.host == offer.name]
         lines.append(host_line(offer.name, offer.address, names or ["a spare"]))
     return lines
 

@@ -36,10 +36,10 @@ def write_reason(run_directory: Path, name: str, reason: ExitReason) -> None:
 
 
 def read_reason(run_directory: Path, name: str) -> ExitReason | None:
-    """Read the reason that the process wrote; None when it had no time to write."""
+    """Read the reason that the process wrote; None when it had no time to write, or it cannot be read."""
     try:
         return read_exit_reason(reason_path(run_directory, name).read_bytes())
-    except FileNotFoundError:
+    except OSError:
         return None
 
 

@@ -56,8 +56,8 @@ def adopt_orphans(runs: int) -> None:
 
 class LocalLauncher:
     """Starts the processes of one run below this one: ``command`` and the arguments of the role, each the leader of a
-    session of its own, so that a terminal's Ctrl-C reaches the supervisor only. ``environment``: variables beside those
-    of this process. ``sessions``: pids of those leaders.
+    session of its own, so that a terminal's Ctrl-C reaches the supervisor only. ``environment``: variables in addition
+    to those of this process. ``sessions``: pids of those leaders.
 
     Start processes from the thread of the event loop only: they die with the thread that started them."""
 

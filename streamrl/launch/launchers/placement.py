@@ -70,14 +70,15 @@ def assign(recipe: Recipe, hosts: Sequence[HostRoom], need: GpuNeed) -> dict[str
             f"cluster: {engines} engines of {need.engine} and {len(ranks)} ranks of {need.rank} need "
             f"{engines * need.engine + len(ranks) * need.rank} GPUs, and {gpus} are free{_listed(hosts)}; no room for "
             f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''} (an engine is on one host): lower "
-            "engines.count, engines.tensor_parallel_size or training.ranks, or give Ray more hosts"
+            "engines.count, engines.tensor_parallel_size, engines.args.pipeline_parallel_size or training.ranks, or "
+            "give Ray more hosts"
         )
     return places
 
 
 def on_fewer_ranks(recipe: Recipe, hosts: Sequence[HostRoom], need: GpuNeed) -> Recipe | None:
-    """``recipe`` with as many trainer ranks as ``hosts`` have room for; None where there is room for none."""
-    for ranks in range(recipe.training.ranks - 1, 0, -1):
+    """``recipe`` with as many of its ranks as there is room for on any of ``hosts``; None where there is for none."""
+    for ranks in range(recipe.training.ranks, 0, -1):
         fewer = msgspec.structs.replace(
             recipe,
             training=msgspec.structs.replace(recipe.training, ranks=ranks),
@@ -117,12 +118,10 @@ def _hosts_of_ranks(hosts: Sequence[HostRoom], ranks: int, width: int, asked: in
 def _hosts_of_engines(
     hosts: Sequence[HostRoom], preferred: int, engines: int, width: int, asked: int, free: dict[str, list[str]]
 ) -> list[HostRoom]:
-    """``preferred``: so many, the first, are taken alone where they have room."""
-    if asked:
-        return list(hosts[:asked])
-    alone = list(hosts[:preferred])
-    room = sum(len(free[host.name]) // width for host in alone) if width else len(alone)
-    return alone if alone and (not width or room >= engines) else list(hosts)
+    """The first ``asked``; else the first ``preferred`` where they have room for all engines; else all."""
+    first = list(hosts[: asked or preferred])
+    room = sum(len(free[host.name]) // width for host in first) if width else engines
+    return first if asked or (first and room >= engines) else list(hosts)
 
 
 def _shared_out(

@@ -139,7 +139,7 @@ class RayHosts:
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # One group a host: the GPUs of a host that is lost are given back alone.
+        # One group a host, so that the GPUs of a lost one can be given back while the others keep theirs.
         groups = [
             placement_group([{f"node:{offer.address}": 0.001} | ({"GPU": float(count)} if count else {})])
             for offer, count in gpus.items()

@@ -51,9 +51,9 @@ class Host:
         self._options = options
         self._token = token
         self._is_head = options.rank == 0
-        own = own_address(options.interface, options.peer if self._is_head else head)
-        self._at = f"{own if self._is_head else head}:{options.port}"
-        self._own = own
+        # Of another host only when the head answers: before, the head's name may be unknown.
+        self._own = own_address(options.interface, options.peer) if self._is_head else ""
+        self._at = f"{self._own or head}:{options.port}"
         short = next(p for p in (tempfile.gettempdir(), "/tmp") if len(p) <= _LONGEST_FOLDER or p == "/tmp")
         self._temporary = Path(tempfile.mkdtemp(prefix="streamrl-", dir=short))
         self._orders = _Orders(options.lease)
@@ -70,6 +70,7 @@ class Host:
             environment = ray_environment(os.environ, self._shared_token(deadline_s))
             if not self._is_head:
                 self._await(partial(answers, self._at), deadline_s, f"no head of Ray answers at {self._at}")
+                self._own = own_address(self._options.interface, self._at.rpartition(":")[0])
             arguments = ray_arguments(
                 head=self._is_head, at=self._at, own=self._own, temporary=self._temporary, gpus=self._options.gpus
             )
@@ -78,7 +79,7 @@ class Host:
             if not self._is_head:
                 while not self._served(deadline_s):
                     say(f"Ray gave up after its {RAY_START_S:g} s; starting it again")
-                    self._kill_below()  # a second raylet beside what it left would count the GPUs twice
+                    self._kill_below()  # with two raylets on this host its GPUs would count twice
                     self._start_ray(arguments, environment)
                 return 0
             self._await(partial(answers, self._at), deadline_s, "Ray did not start")
@@ -97,6 +98,8 @@ class Host:
             self._end()
 
     def _start_ray(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
+        if shutil.which(arguments[0]) is None:
+            raise HostFailed('ray is not on the PATH: `pip install "streamrl[ray]"`, or see --setup')
         with (self._temporary / "ray.out").open("wb") as output:
             self._ray = _start(arguments, environment, signal.SIGTERM, output.fileno())
 
@@ -116,9 +119,8 @@ class Host:
             with tempfile.NamedTemporaryFile("w", dir=self._token.parent, delete=False) as file:  # mode 600
                 file.write(secrets.token_hex(32))
             os.rename(file.name, self._token)
-        self._await(
-            self._token.exists, deadline_s, f"the first host wrote no {self._token}: do hosts share that folder?"
-        )
+        missing = f"the first host wrote no {self._token}: do hosts share that folder?"
+        self._await(self._token.exists, deadline_s, missing)
         return self._token
 
     def _await(self, there: Callable[[], bool], deadline_s: float, failure: str) -> None:
@@ -130,21 +132,25 @@ class Host:
             self._orders.wait(TICK_S)
 
     def _served(self, deadline_s: float) -> bool:
-        """Wait until the head is gone or this host has to end. Returns False where Ray was too slow to start."""
+        """Wait until the head is gone or this host has to end. Returns False where Ray was too slow to start. Raises
+        ``HostFailed`` where Ray fails here and, with a lease, where the head is gone: else an order comes first."""
         assert self._ray is not None
         answered_s = probed_s = time.monotonic()
-        while self._ray.poll() is None:
-            self._orders.wait(TICK_S)
-            if (now_s := time.monotonic()) - probed_s >= PROBE_S:
+        while (now_s := time.monotonic()) - answered_s <= GONE_S:
+            has_ended = self._ray.poll() is not None
+            if self._orders.endings and (has_ended or not self._options.linger):
+                return True
+            if has_ended or now_s - probed_s >= PROBE_S:
                 probed_s = now_s
                 answered_s = now_s if answers(self._at) else answered_s
-            if now_s - answered_s > GONE_S or (self._orders.endings and not self._options.linger):
-                return True
-        if self._orders.endings or not answers(self._at):
-            return True
-        if "timed out during startup" in self._last_lines() and time.monotonic() < deadline_s:
-            return False
-        raise HostFailed(self._why_ray_ended())
+            if has_ended and answered_s == now_s:
+                if "timed out during startup" in self._last_lines() and now_s < deadline_s:
+                    return False
+                raise HostFailed(self._why_ray_ended())
+            self._orders.wait(TICK_S)
+        if self._options.lease:
+            raise HostFailed(f"Ray's head at {self._at} has not answered for {GONE_S:g} s: is it there, and reachable?")
+        return True
 
     def _finish(self, command: Sequence[str], environment: dict[str, str], *, needs_all: bool = False) -> int:
         """Exit code of a command of the first host, to which orders are passed on. ``needs_all``: it ends, too, where
@@ -160,7 +166,7 @@ class Host:
             if self._ray.poll() is not None and not ray_ended_s:
                 ray_ended_s = time.monotonic()
                 say(self._why_ray_ended())
-            while self._sent < (2 if ray_ended_s else wanted):
+            if self._sent < (2 if ray_ended_s else wanted):  # one at a time: two at once would be taken for one
                 self._work.send_signal(signal.SIGINT)  # Ray takes SIGTERM for itself in programs that use it
                 self._sent += 1
             if ray_ended_s and time.monotonic() > ray_ended_s + END_S:
@@ -251,15 +257,12 @@ def own_address(interface: str, peer: str) -> str:
     if interface:
         if found := address_on(interface):
             return found
-        where = f"no address on cluster.advanced.interface = {interface!r}"
-        raise HostFailed(f"{socket.gethostname()} has {where}: correct it")
+        raise HostFailed(f"no address of this host is in cluster.advanced.interface = {interface!r}: correct it")
     for target in (peer,) if peer else ("192.0.2.1", socket.gethostname()):  # a network that is nobody's
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))  # of UDP: nothing is sent
             return str(probe.getsockname()[0])
-    raise HostFailed(
-        f"{socket.gethostname()} has no way to {peer or 'itself'}: name the network by cluster.advanced.interface"
-    )
+    raise HostFailed(f"no way from here to {peer or 'itself'}: name the network by cluster.advanced.interface")
 
 
 def answers(at: str) -> bool:
@@ -272,7 +275,8 @@ def answers(at: str) -> bool:
 
 def say(text: str) -> None:
     """Print a line of this host."""
-    print(f"{socket.gethostname()}: {text}", flush=True)
+    with suppress(OSError):  # nobody reads it any more
+        print(f"{socket.gethostname()}: {text}", flush=True)
 
 
 def _start(
@@ -332,7 +336,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         token, head = Path(options.token), options.head
         if private is not None:
-            if not (line := _first_line()):  # other hosts could not be reached
+            if not (line := _first_line()).startswith(b"{"):  # other hosts could not be reached
                 return 1
             given = json.loads(line)
             token, head = private / "token", given["head"]

@@ -25,7 +25,7 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def ray_variables() -> dict[str, str]:
-    """Variables of all Ray processes. The token is beside them, as each way to start has its own place for it."""
+    """Variables of all Ray processes. The token is not among them: each way to start has its own place for it."""
     return dict(_VARIABLES)
 
 

@@ -77,7 +77,7 @@ def slurm_script(job: SlurmJob) -> str:
             "STEP=$!",
             "DRAINED= WAIT=1",
             "# Time is nearly up, or `scancel --batch --signal=TERM`: the run drains.",
-            # To that program alone, on this node: srun would signal Ray, too.
+            # Only to that program, on this node: srun would signal Ray, too.
             'trap \'DRAINED=1 WAIT=1; kill -USR1 "$(cat "$JOB/pid")" 2>/dev/null || true\' TERM',
             'while [ -n "$WAIT" ]; do WAIT=; CODE=0; wait $STEP || CODE=$?; done  # each signal ends a wait',
             '[ ! -e "$JOB/code" ] || CODE=$(cat "$JOB/code")  # of the run: srun has the largest of all hosts',

@@ -149,17 +149,13 @@ class _Host:
             await self.send("\n")
             await anyio.sleep(_BEAT_S)
 
-    async def close(self) -> None:
-        """End its lease: it ends all that it started."""
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            await self._process.stdin.aclose()
-
     async def kill(self) -> None:
         """End its lease and, where that does not end it, cut the connection, which ends the lease too."""
         if self.connection is not None:
             await self.send("e\n")
-            await self.close()
+            assert self._process.stdin is not None
+            with suppress(OSError):
+                await self._process.stdin.aclose()
             with anyio.move_on_after(_END_S):
                 await self._process.wait()
         if self._process.returncode is None:

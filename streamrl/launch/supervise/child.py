@@ -69,7 +69,7 @@ def parse_arguments() -> tuple[ProcessPlan, Path, Path, bool]:
 
 def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> NoReturn:
     """Run ``work`` and end this process: with 0, or with the exit code and the reason of the error."""
-    # A terminal's Ctrl-C is for the supervisor alone. Inherited by what this process starts.
+    # A terminal's Ctrl-C is only for the supervisor. Inherited by what this process starts.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name_shared_memory()
     # Stacks of all threads to the log when it is asked for them (``ask_for_stacks``), also in native code.

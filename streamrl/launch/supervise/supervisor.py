@@ -303,7 +303,7 @@ def _resumed_notice(run: Supervisor, left: int) -> str:
 
 
 def _remove_stale_sockets(directory: Path) -> None:
-    """Remove all that ended processes left beside the sockets of this one, where ranks met and engines shared, too."""
+    """Remove all but the sockets of this process, also files by which ranks met and engines shared weights."""
     with suppress(FileNotFoundError):  # ``kill`` removes the whole directory meanwhile
         for path in directory.iterdir():
             if path.is_dir():

@@ -59,7 +59,7 @@ class WeightPublisher:
     """Publishes one rank's shards. Synchronous; all methods are called from one thread.
 
     ``endpoint``: where to bind (``ipc://path``, ``tcp://host:port``, ``tcp://host:*``), or a place in an object store
-    for this rank alone (``s3://bucket/prefix``): ``publish`` returns then when the version is there.
+    of this rank only (``s3://bucket/prefix``): ``publish`` returns then when the version is there.
 
     ``threads``: how many encode a large model at once, none of them holding the interpreter for long; by default half
     of the cores, at most 8. ``checkpoint``: the file or directory that the engines load: the first version is a delta

@@ -1,7 +1,7 @@
 """A trainer rank's torch tensors, published (``start_publisher``). Changes of weights on a GPU are found there: only
 changes come to the host, to be encoded.
 
-The same changes as ``weights.codec`` finds, element for element, by torch alone: a comparison, a running count for each
+The same changes as ``weights.codec`` finds, element for element, with torch only: a comparison, a running count of each
 exponent, and gathers at the places that changed. On a CPU the compiled loops are many times faster."""
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ class RelayState:
         if len(piece.asked) > 1 and source != first and self.delivered[first] == piece.delivered:
             self._avoid(first, now)  # it sent nothing in the time that the other one took
         elif len(piece.asked) > 1:
-            self._patience[first] = 2 * self._patience.get(first, PATIENCE_S)
+            self._patience[first] = min(2 * self._patience.get(first, PATIENCE_S), LONGEST_WAIT_S)
 
     def _hold(self, key: tuple[str, int], payload: bytes, source: PieceSource) -> None:
         """Raises ``WeightError`` for a piece that is not what its digest says."""
