@@ -9,6 +9,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import anyio
+
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
 from streamrl.engines.vllm.options import engine_options
@@ -56,7 +58,7 @@ def _dry_run(hub: HubRecipe, system: Sequence[str], arguments: str) -> int:
     print("\n".join([*filter(None, [length]), *arithmetic_lines(recipe, facts, context, _held_out(recipe))]))
     print("\n# what would be started\n")
     print("\n".join(process_lines(recipe, topology, arguments)))
-    if hosts := hosts_of(recipe):
+    if hosts := anyio.run(hosts_of, recipe):
         print("\n# hosts of the cluster\n")
         print("\n".join(hosts))
     if gpus := gpu_placement(recipe).lines():

@@ -172,7 +172,7 @@ class Pipeline:
         self.recipe, _ = await to_thread(with_steps_of_epochs, self.recipe)
         self.recipe, kept = await to_thread(with_checkpoint_rewards, self.recipe)
         await to_thread(preflight, self.recipe, kept)
-        await to_thread(hosts_of, self.recipe)
+        await hosts_of(self.recipe)
         self.run_directory = await to_thread(_make_run_directory, self.recipe, kept)
         self._lock = lock_run(self.run_directory)
 

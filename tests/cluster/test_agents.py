@@ -20,6 +20,7 @@ import pytest
 from loopback_hosts import STAND_IN, LoopbackHosts
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.run_events import StartEngine, StopEngine
 from streamrl.launch.launchers import cluster, remote
 from streamrl.launch.launchers.agent import Agent
 from streamrl.launch.launchers.agent_messages import (
@@ -297,6 +298,25 @@ async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
         assert hosts.started.count("h3") == 1
         supervisor.request_drain()
     assert "h3 joined in place of h1" in caplog.text
+
+
+async def test_of_engines_of_a_lost_host_the_one_that_is_wanted_is_started_when_a_host_joins(run: Path) -> None:
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
+    async with running(run, hosts, recipe(run)) as (supervisor, launcher), anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        orders = EngineOrders(supervisor)
+        launcher.on_join = orders.start_retired
+        hosts.names = ["h0"]
+        hosts.links["h1"].process.kill()
+        with anyio.fail_after(60):
+            await until(lambda: len(supervisor.retired) == 2)
+            for order in (StopEngine(engine="engine-0"), StopEngine(engine="engine-1"), StartEngine(engine="engine-1")):
+                await orders.handle(order)
+            assert supervisor.retired == ["engine-1"]
+            hosts.names = ["h0", "h2"]
+            await until((run / "pids" / "engine-1.1").exists)
+        assert not (run / "pids" / "engine-0.1").exists()
+        supervisor.request_drain()
 
 
 async def test_a_host_that_is_back_before_the_cluster_missed_it_has_each_engine_once(run: Path) -> None:

@@ -203,19 +203,11 @@ class ClusterLauncher:
     async def end_all(self) -> list[int]:
         """Kill every process of the run on every host. A host that does not answer is waited for until its lease is
         over: its processes are gone then."""
-        left: list[int] = []
-
-        async def end_on(host: RemoteHost) -> None:
-            await host.carried_out(host.order(EndAll()))
-            left.extend(() if host.lost else host.survivors)
-
-        async def end_here() -> None:
-            left.extend(await self._local.end_all())
-
-        async with anyio.create_task_group() as ending:
-            ending.start_soon(end_here)
-            for host in self.hosts.values():
-                ending.start_soon(end_on, host)
+        orders = [(host, host.order(EndAll())) for host in self.hosts.values()]
+        left = await self._local.end_all()
+        for host, order in orders:
+            await host.carried_out(order)
+            left += () if host.lost else host.survivors
         return left
 
     # ---- hosts -----------------------------------------------------------------------------------

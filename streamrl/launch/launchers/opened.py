@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import anyio
-
 from streamrl.comm.transport_keys import CLUSTER_KEYS, make_keys
 from streamrl.launch.launchers.cluster import SaveRecipe, cluster_launcher, host_line, placement_lines
 from streamrl.launch.launchers.launcher import Launcher
@@ -39,13 +37,11 @@ async def open_launcher(
         yield launcher
 
 
-def hosts_of(recipe: Recipe) -> list[str]:
+async def hosts_of(recipe: Recipe) -> list[str]:
     """One line for each host of the cluster that ``recipe`` names, with what would run there; empty: it names none.
-    Blocking. Raises ``RecipeError`` where the cluster cannot be had, or is too small."""
-    return anyio.run(_hosts_of, recipe) if recipe.cluster.kind is not ClusterKind.LOCAL else []
-
-
-async def _hosts_of(recipe: Recipe) -> list[str]:
+    Raises ``RecipeError`` where the cluster cannot be had, or is too small."""
+    if recipe.cluster.kind is ClusterKind.LOCAL:
+        return []
     async with ray_hosts(recipe.cluster, recipe.transport) as hosts:
         return placement_lines(recipe, await hosts.offers())
 

@@ -57,6 +57,8 @@ class EngineOrders:
         for _ in range(STARTS - 1):
             try:
                 return self._supervisor.start_engine(name)
+            except NoHost:
+                raise
             except OSError as error:
                 log.error("%s cannot be started now: %s", name, error)
                 await anyio.sleep(START_PAUSE_S)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from streamrl.base.run_process import REWARD_RESTART_EXIT_CODE
 from streamrl.launch.launchers.exit_files import read_reason
-from streamrl.launch.launchers.launcher import ChildProcess, NoHost
+from streamrl.launch.launchers.launcher import ChildProcess
 from streamrl.launch.supervise.exit_reason import Death, notice_of
 from streamrl.launch.supervise.restart_policy import RestartPolicy
 from streamrl.recipe.topology import Role, Topology
@@ -94,13 +94,16 @@ class ExitMonitor:
         return deaths
 
     def not_started(self, child: ChildProcess, error: OSError) -> None:
-        """Note that no successor could be started: another try follows. An engine without a host is retired, until one
-        joins, however few are left."""
+        """Note that no successor could be started: another try follows."""
         log.error("%s cannot be started again now: %s", child.name, error)
-        if isinstance(error, NoHost) and child.plan.role is Role.ENGINE:
-            self.policy.retired[child.name] = self._death_of(child)
-        else:
-            child.not_replaced()
+        child.not_replaced()
+
+    def without_host(self, name: str) -> None:
+        """Note that an engine has no host: it is retired until one joins, however few are left."""
+        child = self.children.get(name)
+        last = self._death_of(child) if child else Death(name=name, exit_code=None, detected_s=time.monotonic())
+        self.policy.retired[name] = last
+        self.stopped.discard(name)
 
     def _death_of(self, child: ChildProcess) -> Death:
         """Return its end, with the reason that it left behind."""

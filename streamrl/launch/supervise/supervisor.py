@@ -26,7 +26,7 @@ from streamrl.base.atomic_files import write_atomic
 from streamrl.base.errors import ProcessDied, StreamRLError
 from streamrl.base.run_process import ensure_home
 from streamrl.launch.launchers.exit_files import reason_path
-from streamrl.launch.launchers.launcher import POLL_S, ChildProcess, Launcher, ended_within
+from streamrl.launch.launchers.launcher import POLL_S, ChildProcess, Launcher, NoHost, ended_within
 from streamrl.launch.launchers.local import ENTRY, LocalLauncher
 from streamrl.launch.supervise.exit_monitor import CONSEQUENCE_S, ExitMonitor
 from streamrl.launch.supervise.exit_reason import Death, first_cause
@@ -35,7 +35,7 @@ from streamrl.launch.supervise.log_files import LogFiles
 from streamrl.launch.supervise.restart_policy import RESUMED
 from streamrl.observe.follow.file_sizes import most_bytes
 from streamrl.recipe.sections import Metrics
-from streamrl.recipe.topology import TOPOLOGY_FILE, ProcessPlan, Topology, local_engine
+from streamrl.recipe.topology import TOPOLOGY_FILE, ProcessPlan, Role, Topology, local_engine
 
 log = logging.getLogger(__name__)
 
@@ -174,14 +174,17 @@ class Supervisor:
         The controller has ended its orders: it has ``patience_s`` to end by itself, while that one lives, then
         ``grace_s`` from SIGTERM to SIGKILL. One that ``sleeps`` is not ended. One that had died before, and is not
         started again, is left to ``watch``. Raises ``StreamRLError`` for no local engine."""
-        if self._ending or (child := self.engine_host(name)) is None:
+        child, retired = self.engine_host(name), self._exits.policy.retired
+        if self._ending or (child is None and name not in retired):
             return
-        if name not in self._exits.stopped and child.exit_code and not self._exits.is_survived(name):
+        if child and name not in self._exits.stopped and child.exit_code and not self._exits.is_survived(name):
             return
         self._exits.stopped.add(name)  # before anything ends: the watch must not take it for a death
         self._exits.due_s.pop(name, None)
+        retired.pop(name, None)  # a host that joins starts it no more
         if sleeps:
             self._asleep.add(name)
+        if sleeps or child is None:
             return
         controller = self.controller
         with anyio.CancelScope(shield=True):
@@ -210,7 +213,12 @@ class Supervisor:
 
     def _start(self, plan: ProcessPlan, *, resumes: bool = False) -> None:
         self.starts[plan.name] += 1
-        self.children[plan.name] = self._launcher.start(plan, resumes=resumes)
+        try:
+            self.children[plan.name] = self._launcher.start(plan, resumes=resumes)
+        except NoHost:
+            if plan.role is Role.ENGINE:
+                self._exits.without_host(plan.name)
+            raise
         # Only now: where nobody can be started, the reason of the one before is still the reason.
         reason_path(self.run_directory, plan.name).unlink(missing_ok=True)
 
