@@ -54,11 +54,18 @@ time.sleep(600)
 ENDS = """
 import signal, sys, time
 def drain(*_):
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(9))
-    time.sleep(600)
+    signal.signal(signal.SIGINT, END)
+    while True:
+        time.sleep(600)
 signal.signal(signal.SIGINT, drain)
 print("running", flush=True)
 time.sleep(600)
+"""
+PROGRAM = """
+import sys
+from streamrl.launch.submit import host
+host.GONE_S = host.END_S = 3.0
+sys.exit(host.main(sys.argv[1:]))
 """
 LINE = json.dumps({"token": "t", "head": "127.0.0.1"}) + "\n"
 """What ``streamrl launch ssh`` sends first."""
@@ -82,7 +89,7 @@ def host(
 ) -> subprocess.Popen[str]:
     words = ["--rank", str(rank), "--nodes", "1", "--head", head, "--port", str(port), "--token", str(bin / "t")]
     words += ["--lease"] if stdin else []
-    line = [sys.executable, "-m", "streamrl.launch.submit.host", *words, "--start-s", "60", "--", *command]
+    line = [sys.executable, "-c", PROGRAM, *words, "--start-s", "60", "--", *command]
     started = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert started.stdin is not None
     started.stdin.write(stdin)
@@ -116,23 +123,26 @@ def test_a_host_of_a_launch_by_ssh_that_loses_the_head_has_failed(bin: Path) -> 
     with socket.create_server(("127.0.0.1", 0)) as head, host(bin, 1, head.getsockname()[1], stdin=LINE) as worker:
         await_second_start(bin, worker)
         head.close()
-        for _ in range(25):  # a launcher that lives
+        for _ in range(15):  # a launcher that lives
             if worker.poll() is None:
                 worker.stdin.write("\n")  # type: ignore[union-attr]
                 worker.stdin.flush()  # type: ignore[union-attr]
                 time.sleep(1.0)
         assert worker.wait(1) == 1
-        assert "has not answered for 10 s: is it there, and reachable?" in worker.communicate()[0]
+        assert "has not answered for 3 s: is it there, and reachable?" in worker.communicate()[0]
     assert not left(bin)
 
 
-def test_a_run_ends_where_the_connection_of_its_launcher_is_gone(bin: Path, free_ports: Callable[[int], int]) -> None:
-    with host(bin, 0, free_ports(1), sys.executable, "-c", ENDS, stdin=LINE) as head:
+@pytest.mark.parametrize(("end", "code"), [("lambda *_: sys.exit(9)", 9), ("signal.SIG_IGN", 128 + signal.SIGKILL)])
+def test_a_run_ends_where_the_connection_of_its_launcher_is_gone(
+    bin: Path, free_ports: Callable[[int], int], end: str, code: int
+) -> None:
+    with host(bin, 0, free_ports(1), sys.executable, "-c", ENDS.replace("END", end), stdin=LINE) as head:
         assert head.stdin is not None and head.stdout is not None
         assert "running\n" in iter(head.stdout.readline, "")
         head.stdout.close()
         head.stdin.close()
-        assert head.wait(30) == 9  # of its second signal: with one it would drain
+        assert head.wait(30) == code  # of its second signal: with one it would drain
     assert not left(bin)
 
 

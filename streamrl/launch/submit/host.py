@@ -59,7 +59,6 @@ class Host:
         self._orders = _Orders(options.lease)
         self._ray: subprocess.Popen[bytes] | None = None
         self._work: subprocess.Popen[bytes] | None = None
-        self._sent = 0
 
     def run(self) -> int:
         """Return the exit code of the run, or 0 on another host. Raises ``HostFailed``."""
@@ -156,20 +155,19 @@ class Host:
         """Exit code of a command of the first host, to which orders are passed on. ``needs_all``: it ends, too, where
         another host has failed."""
         assert self._ray is not None
-        self._sent = 0
+        sent, sent_s, ray_ended = 0, 0.0, False
         self._work = _start(command, environment, signal.SIGKILL)
-        ray_ended_s = 0.0
         while (code := self._work.poll()) is None:
             self._orders.wait(TICK_S)
             # A second request to drain asks for nothing new: Slurm sends one when time is up, whatever was before.
             wanted = min(2, self._orders.endings + bool(self._orders.drains) + (needs_all and self._orders.failures))
-            if self._ray.poll() is not None and not ray_ended_s:
-                ray_ended_s = time.monotonic()
+            if self._ray.poll() is not None and not ray_ended:
+                ray_ended = True
                 say(self._why_ray_ended())
-            if self._sent < (2 if ray_ended_s else wanted):  # one at a time: two at once would be taken for one
+            if sent < (2 if ray_ended else wanted):  # one at a time: two at once would be taken for one
                 self._work.send_signal(signal.SIGINT)  # Ray takes SIGTERM for itself in programs that use it
-                self._sent += 1
-            if ray_ended_s and time.monotonic() > ray_ended_s + END_S:
+                sent, sent_s = sent + 1, time.monotonic()
+            elif sent == 2 and time.monotonic() > sent_s + END_S:
                 self._work.kill()
         return code if code >= 0 else 128 - code
 
