@@ -225,6 +225,7 @@ async def ray_hosts(cluster: Cluster, transport: Transport) -> AsyncIterator[Ray
     finally:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(ray.shutdown)
+            _restore_signals()
 
 
 def _restore_signals() -> None:
