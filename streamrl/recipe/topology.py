@@ -67,7 +67,7 @@ class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
     def workers(self) -> int:
         """Processes of each engine that compute, with a GPU each where there are GPUs: tensor parallel ranks of each
         pipeline stage."""
-        stages = self.args.get("pipeline_parallel_size")  # of another type: vLLM says so
+        stages = self.args.get("pipeline_parallel_size")  # of another type: a rule refuses it
         return self.tensor_parallel_size * (stages if isinstance(stages, int) and stages > 0 else 1)
 
     @property

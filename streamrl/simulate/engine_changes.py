@@ -45,7 +45,7 @@ def engine_plan(recipe: Recipe, model: ClusterModel) -> EnginePlan:
     own = replace(first, count=engines.count, tensor_parallel_size=workers, kv_tokens=kv_tokens, max_num_seqs=requests)
 
     def expected(one: PreparedSet) -> PreparedSet:
-        room = expected_kv_tokens(kv_tokens, one.tensor_parallel_size, of=workers, weight_tokens=engines.weight_tokens)
+        room = expected_kv_tokens(kv_tokens, one.workers, of=own.workers, weight_tokens=engines.weight_tokens)
         return replace(one, kv_tokens=one.kv_tokens or room, max_num_seqs=-(-requests * own.count // one.count))
 
     return EnginePlan(release=recipe.engines.release, sets=(own, *map(expected, others)))

@@ -47,7 +47,10 @@ def test_the_model_is_tried_with_the_trainer_and_vllm_before_a_start(tmp_path: P
     late_bias = model(transformers.PhiConfig(**ids, **shape, max_position_embeddings=256), tmp_path / "phi")
     narrow = model(transformers.LlamaConfig(**ids, **shape | {"num_attention_heads": 4}), tmp_path / "narrow")
     late_bias = msgspec.structs.replace(
-        late_bias, adapter=Lora(rank=3, sync=LoraSync.ADAPTER, targets=("q_proj", "fc1"))
+        late_bias,
+        adapter=Lora(rank=3, sync=LoraSync.ADAPTER, targets=("q_proj", "fc1")),
+        workers=2,
+        args={"decode_context_parallel_size": 2},  # which the one worker of a probe cannot have
     )
     prompt = Prompt(prompt_id="p", token_ids=token_array([1]), columns={"prompt": "a"})  # and no tokenizer
     with ThreadPoolExecutor() as threads:

@@ -6,12 +6,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from builders import small_recipe
 
 from streamrl.recipe.scheduling import RoundKind, TailBatching
-from streamrl.recipe.sections import ReleaseKind
+from streamrl.recipe.sections import Engines, EngineShape, ReleaseKind
 from streamrl.recipe.topology import PreparedSet
 from streamrl.simulate.cluster import PRESETS, ClusterModel
-from streamrl.simulate.engine_changes import EnginePlan, scaled_engine
+from streamrl.simulate.engine_changes import EnginePlan, engine_plan, scaled_engine
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.report import SimulationReport
 from streamrl.simulate.simulation import Simulation, simulate
@@ -130,3 +131,6 @@ def test_an_engine_of_another_set_is_scaled_by_its_workers() -> None:
     assert (engine.kv_tokens, engine.max_num_seqs) == (3300, 512)
     same = msgspec.structs.replace(WIDE, max_num_seqs=TIGHT.engine.max_num_seqs)
     assert scaled_engine(TIGHT, same) == TIGHT.engine
+    staged = EngineShape(count=2, args={"pipeline_parallel_size": 2})
+    recipe = small_recipe(engines=Engines(count=4, sets=(staged,)))
+    assert engine_plan(recipe, TIGHT).sets[1].kv_tokens == 3300, "as much as of DEEP: stages are workers, too"

@@ -39,7 +39,7 @@ def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec], adap
     from streamrl.engines.vllm.engine import engine_config
 
     stages = checked_arguments(options.args, on_cpu=options.on_cpu).get(STAGES, 1)
-    args = {name: value for name, value in options.args.items() if name != STAGES}
+    args = {name: value for name, value in options.args.items() if name not in (STAGES, "decode_context_parallel_size")}
     config = engine_config(msgspec.structs.replace(options, workers=1, args=args))
     config.device_config.device = torch.device("meta")  # where the transformers backend makes parameters
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):

@@ -11,7 +11,7 @@ from streamrl.recipe.problems import shown
 from streamrl.recipe.rules.rule import Broken, Problem, rule
 from streamrl.recipe.sections import ROUNDING, Recipe
 
-SPECULATION = "speculative_config"
+SPECULATION, STAGES = "speculative_config", "pipeline_parallel_size"
 
 LOSSLESS = ("ngram", "ngram_gpu", "suffix", "draft_model")
 """Methods of speculation that read nothing of the policy's hidden states, which a head of old weights would."""
@@ -33,6 +33,10 @@ def refused_arguments(recipe: Recipe) -> Broken:
             if key := owned_arguments().get(plain, ""):
                 refused = f"cannot be set, because {key[1:]}: remove it"
                 yield Problem(f"{path}.{name}", refused if key[0] == "-" else f"is set by {key}: write it there")
+        if not isinstance(stages := arguments.get(STAGES, 1), int):  # vLLM takes "2" and 2.0
+            yield Problem(
+                f"{path}.{STAGES}", f"{shown(stages)} is no whole number, by which workers are counted: set 2"
+            )
 
 
 @rule("engines", "off_policy")
@@ -54,7 +58,7 @@ def rounded_engines(recipe: Recipe) -> Broken:
 def arguments_beside_adapters(recipe: Recipe) -> Broken:
     """The base has the bits of the model's files, and nothing else than it and the adapter samples."""
     for path, arguments in _given(recipe) if recipe.lora.served else ():
-        for name in ("quantization", SPECULATION, "pipeline_parallel_size"):
+        for name in ("quantization", SPECULATION, STAGES):
             if arguments.get(name) not in (None, 1):
                 text = 'is not possible beside an adapter: remove it, or set lora.sync = "merged"'
                 yield Problem(f"{path}.{name}", f"{shown(arguments[name])} {text}")

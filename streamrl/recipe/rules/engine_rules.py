@@ -90,7 +90,7 @@ def _shapes(recipe: Recipe) -> Broken:
         if count > 1:
             yield Problem(
                 "engines.sets",
-                f"{count} sets are {name} (engines x tensor-parallel size): sets must differ in one of the two; "
+                f"{count} sets are {name} (engines x workers of each): sets must differ in one of the two; "
                 "the first is engines.count and engines.tensor_parallel_size",
             )
     for kind, count in Counter(kind for one in sets for kind in one.rounds).items():
