@@ -10,7 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from streamrl.pretrained.model_facts import ModelFacts
-from streamrl.recipe.sections import Gathered, Training
+from streamrl.recipe.objective import ObjectiveSettings
+from streamrl.recipe.sections import ComputeDtype, Gathered, Lora, OptimizerKind, Training
 
 FORWARD_BYTES = 4  # a float32 value of the published bfloat16 bits
 REMAINDER_BYTES = 2  # the rest of the float32 master
@@ -18,6 +19,8 @@ MASTER_BYTES, BASE_BYTES = 4, 2  # of adapters, and of the weights below them as
 GRADIENT_BYTES = 4
 SHADOW_BYTES = 2  # published bits beside the weights, on a device
 MOMENT_BYTES = {"adamw": 8, "adamw_offloaded": 8, "adamw_8bit": 2}
+ADAPTED_PROJECTIONS = 2  # peft adapts the query and the value projection where ``lora.targets`` is empty
+LINEAR_PROJECTIONS = 7  # of a layer: four of the attention, three of the gated network
 LOGIT_COPIES = 3  # logits, log-softmax and their gradient
 STEP_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements of the masters that a step reads, moves and writes at once: temporaries of 4 to 12 bytes an element exist
@@ -61,6 +64,35 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
         masters = -(-self.parameters // self.ranks)
         at_once = min(masters, STEP_ELEMENTS["cuda" if self.on_device else "cpu"])
         return 0 if self.trained or self.masters_on_host else SCRATCH_BYTES * at_once
+
+
+def training_sizes(
+    training: Training, lora: Lora, objective: ObjectiveSettings, facts: ModelFacts, *, on_device: bool = False
+) -> TrainingSizes:
+    """Sizes that the memory of a trainer rank depends on, as far as the files of the model say."""
+    # Most plans split layers and a head of its own over tensor parallel ranks, and not the embedding.
+    table, tensor = facts.vocabulary * facts.hidden, training.tensor_parallel_size
+    in_layers = (facts.parameters - facts.outside) // tensor
+    outside = facts.outside - (table - table // tensor if facts.outside >= 2 * table else 0)
+    whole = "all-linear" in lora.targets
+    projections = LINEAR_PROJECTIONS if whole else len(lora.targets) or ADAPTED_PROJECTIONS
+    adapted = in_layers if whole else min(in_layers, projections * facts.hidden**2 * facts.layers)
+    return TrainingSizes(
+        parameters=outside + in_layers,
+        outside=outside,
+        layer=in_layers // max(1, facts.layers),
+        ranks=max(1, training.ranks // (tensor * training.replicas)),
+        replicas=training.replicas,
+        trained=2 * lora.rank * facts.hidden * projections * facts.layers,
+        adapted=adapted if lora.rank and not lora.served else 0,
+        moment_bytes=MOMENT_BYTES[training.optimizer],
+        masters_on_host=on_device and training.optimizer is OptimizerKind.ADAMW_OFFLOADED,
+        sixteen_bit=training.compute_dtype is ComputeDtype.BFLOAT16
+        or (on_device and training.compute_dtype is ComputeDtype.AUTO),
+        on_device=on_device,
+        reference=objective.has_reference,
+        critic=objective.has_value_model * facts.parameters,
+    )
 
 
 class RankBytes(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ from builders import small_recipe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.launch.plan.memory import estimate_memory, training_sizes
+from streamrl.launch.plan.memory import estimate_memory
 from streamrl.launch.plan.summary import (
     arithmetic_lines,
     micro_batches,
@@ -20,9 +21,10 @@ from streamrl.launch.plan.summary import (
     streaming_notice,
     streaming_sentence,
 )
+from streamrl.learning.rank_memory import training_sizes
 from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
 from streamrl.pretrained.weight_files import ModelDirectoryError
-from streamrl.recipe.objective import Objective, OffPolicy, Proximal, RatioLevel
+from streamrl.recipe.objective import Objective, ObjectiveSettings, OffPolicy, Proximal, RatioLevel
 from streamrl.recipe.objectives.ppo import ValueModel
 from streamrl.recipe.scheduling import (
     GroupSizing,
@@ -289,10 +291,11 @@ def test_the_base_below_adapters_is_counted() -> None:
     """As the trainer does: every adapted weight lies a second time beside what the forward runs on."""
     larger = msgspec.structs.replace(FACTS, parameters=100_000_000)
     in_layers = 100_000_000 - 2 * 32 * 96
-    assert training_sizes(change(), larger).adapted == 0
-    assert training_sizes(change(lora=Lora(rank=8)), larger).adapted == 2 * 96**2 * 4
-    assert training_sizes(change(lora=Lora(rank=8, targets=("all-linear",))), larger).adapted == in_layers
-    assert training_sizes(change(lora=Lora(rank=8)), FACTS).adapted == 2 * 96**2 * 4
+    sizes = partial(training_sizes, Training(), objective=ObjectiveSettings())
+    assert sizes(lora=Lora(), facts=larger).adapted == 0
+    assert sizes(lora=Lora(rank=8), facts=larger).adapted == 2 * 96**2 * 4
+    assert sizes(lora=Lora(rank=8, targets=("all-linear",)), facts=larger).adapted == in_layers
+    assert sizes(lora=Lora(rank=8), facts=FACTS).adapted == 2 * 96**2 * 4
 
 
 def test_sets_of_engines_are_shown_and_the_larger_one_is_reckoned_with() -> None:

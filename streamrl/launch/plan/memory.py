@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from streamrl.learning.rank_memory import (
-    MOMENT_BYTES,
-    SHADOW_BYTES,
-    RankBytes,
-    TrainingSizes,
-    activation_bytes,
-    bytes_per_rank,
-)
+from streamrl.learning.rank_memory import SHADOW_BYTES, RankBytes, activation_bytes, bytes_per_rank, training_sizes
 from streamrl.pretrained.model_facts import ModelFacts
 from streamrl.recipe.judge import JUDGE_CONTEXT
-from streamrl.recipe.sections import ComputeDtype, EngineKind, Gathered, OptimizerKind, Recipe
+from streamrl.recipe.sections import EngineKind, Gathered, Recipe
 from streamrl.recipe.topology import JUDGE, PreparedSet, prepared_sets
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -29,8 +22,6 @@ ENGINE_BYTES_PER_PARAMETER = 4 + 2  # float32 on CPU, and the replica of the pub
 JUDGE_BYTES_PER_PARAMETER = 4  # float32 on CPU, in vLLM's own packed form
 LARGEST_CACHE_BYTES = GIB
 LARGEST_LOGITS = 1 << 24  # the trainer's head runs over this many logits at a time
-ADAPTED_PROJECTIONS = 2  # peft adapts the query and the value projection where ``lora.targets`` is empty
-LINEAR_PROJECTIONS = 7  # of a layer: four of the attention, three of the gated network
 
 
 def gib(size: float) -> str:
@@ -79,40 +70,13 @@ def rank_bytes(
     recipe: Recipe, facts: ModelFacts, context: int, gathered: Gathered, *, on_device: bool = False
 ) -> RankBytes:
     """Bytes of one trainer rank at its peak, in rows of which the longest has ``context`` tokens."""
-    training, sizes = recipe.training, training_sizes(recipe, facts, on_device=on_device)
+    training = recipe.training
+    sizes = training_sizes(training, recipe.lora, recipe.objective_settings, facts, on_device=on_device)
     pieces = -(-context // training.context_parallel_size)
     tokens = max(training.row_tokens("cuda", facts.parameters, context), pieces)  # the larger rows
     logits = min(tokens * facts.vocabulary, LARGEST_LOGITS)
     activations = activation_bytes(facts, training, tokens, logits, sixteen_bit=sizes.sixteen_bit)
     return bytes_per_rank(sizes, gathered, activations)
-
-
-def training_sizes(recipe: Recipe, facts: ModelFacts, *, on_device: bool = False) -> TrainingSizes:
-    """Sizes that the memory of a trainer rank depends on, as far as the files of the model say."""
-    training, lora = recipe.training, recipe.lora
-    # Most plans split layers and a head of its own over tensor parallel ranks, and not the embedding.
-    table, tensor = facts.vocabulary * facts.hidden, training.tensor_parallel_size
-    in_layers = (facts.parameters - facts.outside) // tensor
-    outside = facts.outside - (table - table // tensor if facts.outside >= 2 * table else 0)
-    whole = "all-linear" in lora.targets
-    projections = LINEAR_PROJECTIONS if whole else len(lora.targets) or ADAPTED_PROJECTIONS
-    adapted = in_layers if whole else min(in_layers, projections * facts.hidden**2 * facts.layers)
-    return TrainingSizes(
-        parameters=outside + in_layers,
-        outside=outside,
-        layer=in_layers // max(1, facts.layers),
-        ranks=max(1, training.ranks // (tensor * training.replicas)),
-        replicas=training.replicas,
-        trained=2 * lora.rank * facts.hidden * projections * facts.layers,
-        adapted=adapted if lora.rank and not lora.served else 0,
-        moment_bytes=MOMENT_BYTES[training.optimizer],
-        masters_on_host=on_device and training.optimizer is OptimizerKind.ADAMW_OFFLOADED,
-        sixteen_bit=training.compute_dtype is ComputeDtype.BFLOAT16
-        or (on_device and training.compute_dtype is ComputeDtype.AUTO),
-        on_device=on_device,
-        reference=recipe.objective_settings.has_reference,
-        critic=recipe.objective_settings.has_value_model * facts.parameters,
-    )
 
 
 def device_bytes(recipe: Recipe, facts: ModelFacts, context: int) -> int:

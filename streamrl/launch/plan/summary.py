@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from streamrl.engines.vllm.options import installed_device
-from streamrl.launch.plan.memory import estimate_memory, gib, training_sizes
-from streamrl.learning.rank_memory import bytes_per_rank
+from streamrl.launch.plan.memory import estimate_memory, gib
+from streamrl.learning.rank_memory import bytes_per_rank, training_sizes
 from streamrl.pretrained.model_facts import ModelFacts
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.pretrained.turns.template_facts import template_facts
@@ -295,7 +295,7 @@ def _memory_text(recipe: Recipe, facts: ModelFacts, context: int) -> str:
     extra = ", with a reference model" if recipe.objective_settings.has_reference else ""
     extra += ", with a value model" if recipe.objective_settings.has_value_model else ""
     if recipe.training.ranks > 1:
-        sizes = training_sizes(recipe, facts)
+        sizes = training_sizes(recipe.training, recipe.lora, recipe.objective_settings, facts)
         batch, layer = (gib(bytes_per_rank(sizes, kind).total) for kind in (Gathered.BATCH, Gathered.LAYER))
         extra += (
             f'; weights and optimizer of a rank: {batch} with training.advanced.gathered = "{Gathered.BATCH}", {layer} '

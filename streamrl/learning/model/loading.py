@@ -48,11 +48,11 @@ from streamrl.learning.model.policy import (
 )
 from streamrl.learning.model.probe import check_packing
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.rank_memory import MOMENT_BYTES, TrainingSizes, activation_bytes, choose_gathered
+from streamrl.learning.rank_memory import activation_bytes, choose_gathered, training_sizes
 from streamrl.pretrained.model_facts import read_model_facts
 from streamrl.pretrained.trainable_models import refuse_untrainable
 from streamrl.pretrained.weight_files import stored_tensors
-from streamrl.recipe.sections import Gathered, OptimizerKind
+from streamrl.recipe.sections import Gathered
 
 log = logging.getLogger(__name__)
 
@@ -271,24 +271,8 @@ def _freeze(policy: PackedPolicy) -> PackedPolicy:
 def _choose_gathered(options: TrainerOptions, device: torch.device) -> Gathered:
     """Choose gathering by batch or by layer by the memory that each rank has free. Collective; rank 0 logs why."""
     facts = read_model_facts(Path(options.model_path))
-    total, in_layers = facts.parameters, facts.parameters - facts.outside
-    sizes = TrainingSizes(
-        parameters=total,
-        outside=facts.outside,
-        layer=in_layers // max(1, facts.layers),
-        ranks=options.ranks // options.replicas,
-        replicas=options.replicas,
-        # An estimate: peft has not chosen yet.
-        trained=total // 100 if options.lora.rank else 0,
-        adapted=in_layers if options.lora.rank else 0,
-        moment_bytes=MOMENT_BYTES[options.optimizer],
-        masters_on_host=options.optimizer is OptimizerKind.ADAMW_OFFLOADED and device.type != "cpu",
-        sixteen_bit=computes_in_sixteen_bits(options, device),
-        on_device=device.type != "cpu",
-        reference=options.objective.has_reference,
-        critic=options.objective.has_value_model * total,
-    )
-    tokens = options.row_tokens(device.type, total, options.max_tokens)
+    sizes = training_sizes(options, options.lora, options.objective, facts, on_device=device.type != "cpu")
+    tokens = options.row_tokens(device.type, facts.parameters, options.max_tokens)
     logits = min(tokens * facts.vocabulary, logits_at_once(device))
     activations = activation_bytes(facts, options, tokens, logits, sixteen_bit=sizes.sixteen_bit)
     room = round(process_group.all_reduce([_free_bytes(device, options.ranks)], device, dist.ReduceOp.MIN)[0])
