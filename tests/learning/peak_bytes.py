@@ -1,9 +1,10 @@
-"""How many bytes of tensors there are at once, by asking after every operation."""
+"""How many bytes of tensors there are at once, counted up and down."""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,21 +17,41 @@ class PeakBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = 0
-        self._alive: dict[int, weakref.ref[Any]] = {}
+        self.now = self.peak = 0
+        self._sizes: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._count(storage)
+            return result
+
+        self._resizes = mock.patch.object(torch.UntypedStorage, "resize_", resized)
+
+    def __enter__(self) -> PeakBytes:
+        self._resizes.start()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizes.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result, known = func(*args, **kwargs or {}), len(self._alive)
-        for tensor in tree_leaves(result):
+        result = func(*args, **kwargs or {})
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
                 local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-                self._follow(local.untyped_storage())
-        if len(self._alive) > known:
-            alive = [storage for ref in list(self._alive.values()) if (storage := ref()) is not None]
-            self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
+                self._count(local.untyped_storage())
+        self.peak = max(self.peak, self.now)
         return result
 
-    def _follow(self, storage: Any) -> None:
-        alive, key = self._alive, storage._cdata
-        if key not in alive:
-            alive[key] = weakref.ref(storage, lambda _: alive.pop(key, None))
+    def _count(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        before, ref = self._sizes.get(key, (0, None))
+        if before != size or ref is None:
+            self.now += size - before
+            self._sizes[key] = size, ref or weakref.ref(storage, lambda _: self._forget(key))
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)[0]

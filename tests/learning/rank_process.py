@@ -1,10 +1,12 @@
-"""One process of several trainer ranks: ``rank_process.py PHASES.json RANK RANKS DIRECTORY``.
+"""Processes of several trainer ranks: ``rank_process.py DIRECTORY``. Importing torch is what costs: they are forks of
+one that has.
 
-Importing torch is what costs here: all processes first save weights of odd shapes together to ``DIRECTORY/odd``, then
-each is a rank of one trainer after the other (``PHASES.json``)."""
+All of them first save weights of odd shapes together to ``DIRECTORY/odd``, then each is a rank of one trainer after the
+other (``DIRECTORY/phases.json``). Their exit codes go to ``codes.json`` (None: it hung)."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -85,15 +87,14 @@ def run(phase: Phase) -> None:
 
 
 def measure(phase: Phase, trainer: TorchTrainer) -> None:
-    groups = make_groups(0, SIZES, version=0)
-    with PeakBytes() as start:
+    groups = make_groups(0, [3, 2, 1, 2, 1], version=0)
+    with PeakBytes() as counted:
         trainer.start()
-    with PeakBytes() as step:
-        step._alive = start._alive
+        start, counted.peak = counted.peak, 0
         for index in phase.shares[0]:
             trainer.train_group(groups[index])
         trainer.close_batch(close_of(groups, 1))
-    np.savez(phase.out, start=start.peak, step=step.peak)
+    np.savez(phase.out, start=start, step=counted.peak)
     trainer.close()
 
 
@@ -155,7 +156,22 @@ def save_odd(rank: int, ranks: int, directory: Path) -> None:
     process_group.leave()
 
 
-if __name__ == "__main__":
-    save_odd(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
-    for each in msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[Phase]):
+def run_all(rank: int, ranks: int, directory: Path, phases: list[Phase]) -> None:
+    save_odd(rank, ranks, directory)
+    for each in phases:
         run(each)
+
+
+if __name__ == "__main__":
+    directory = Path(sys.argv[1])
+    each = msgspec.json.decode((directory / "phases.json").read_bytes(), type=list[list[Phase]])
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run_all, args=(n, len(each), directory, phases)) for n, phases in enumerate(each)]
+    for rank in ranks:
+        rank.start()
+    for rank, phases in zip(ranks, each, strict=True):
+        if phases[-1].end != "hang":
+            rank.join()
+    (directory / "codes.json").write_bytes(msgspec.json.encode([rank.exitcode for rank in ranks]))
+    for rank in ranks:
+        rank.kill()

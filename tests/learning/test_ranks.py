@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,8 @@ MEASURED: dict[str, dict[str, Any]] = {
     "bytes-four-pieces": {"ranks": 4, "context_parallel_size": 2},
 }
 WIDE: dict[str, Any] = {
-    "num_hidden_layers": 12, "hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4,
-    "layer_types": ["full_attention"] * 12,
+    "num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4,
+    "layer_types": ["full_attention"] * 6,
 }  # fmt: skip
 PPO_WITH_KL = Objective(algorithm="ppo", kl_coefficient=0.1)
 # By number of ranks: the groups of each rank in even and in odd steps. Uneven on purpose; some ranks get none.
@@ -120,35 +120,29 @@ class Trainers:
 
     def run(self) -> None:
         """Start the processes and wait for them; those that hang are killed at the end."""
-        running = {}
         (self.directory / "model").mkdir()
         (self.directory / "model" / "config.json").write_text("{}")
-        for process, phases in sorted(self.phases.items()):
-            path = self.directory / f"phases.{process}.json"
-            path.write_bytes(msgspec.json.encode(phases))
-            with (self.directory / f"log.{process}").open("wb") as log:
-                command = [
-                    sys.executable,
-                    str(SCRIPT),
-                    str(path),
-                    str(process),
-                    str(len(self.phases)),
-                    str(self.directory),
-                ]
-                threads = {"OMP_NUM_THREADS": "1"}  # as torchrun sets it
-                running[process] = subprocess.Popen(
-                    command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | threads
-                )
-        ends = {process: phases[-1].end for process, phases in self.phases.items()}
-        try:
-            codes = {p: each.wait(timeout=1500) for p, each in running.items() if ends[p] != "hang"}
-        finally:
-            for each in running.values():
-                each.kill()
-                each.wait()
-        logs = [(self.directory / f"log.{process}").read_text() for process in running]
-        expected = {process: -signal.SIGKILL if ends[process] == "die" else 0 for process in codes}
-        assert codes == expected, "\n".join(logs)
+        phases = [phases for _, phases in sorted(self.phases.items())]
+        (self.directory / "phases.json").write_bytes(msgspec.json.encode(phases))
+        threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # as torchrun sets it, and where two are used
+        with (self.directory / "log").open("wb") as log:
+            ranks = subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(self.directory)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | threads,
+                start_new_session=True,
+            )
+            try:
+                ranks.wait(timeout=1500)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(ranks.pid, signal.SIGKILL)
+        logged = (self.directory / "log").read_text()
+        assert ranks.returncode == 0, logged
+        codes = msgspec.json.decode((self.directory / "codes.json").read_bytes())
+        expected = {"die": -signal.SIGKILL, "hang": None}
+        assert codes == [expected.get(each[-1].end, 0) for each in phases], logged
 
     def outputs(self, name: str) -> Outputs:
         return [dict(np.load(path)) for path in sorted(self.directory.glob(f"{name}.?.npz"))]
@@ -156,7 +150,7 @@ class Trainers:
 
 @pytest.fixture(scope="module")
 def wide_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Twelve layers, so that weights are most of the memory."""
+    """Six layers, so that weights are most of the memory."""
     directory = tmp_path_factory.mktemp("wide")
     config = transformers.AutoConfig.from_pretrained(tiny_model, **WIDE)
     transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
@@ -277,8 +271,9 @@ def test_bytes_of_a_rank_are_those_predicted(launch: Trainers, wide_model: str) 
         assert max(starts) <= max(steps), name
         peaks[name] = max(steps) / whole
         weights_and_gradients = (max(steps) - predicted.optimizer) / whole
-        assert (weights_and_gradients < 2.0) == (training.gathered is Gathered.LAYER and training.replicas == 1), name
-    assert peaks["bytes-one"] > peaks["bytes-two"] > peaks["bytes-four"] and peaks["bytes-four"] < 2.0
+        assert (weights_and_gradients < 2.2) == (training.gathered is Gathered.LAYER and training.replicas == 1), name
+    assert peaks["bytes-one"] > peaks["bytes-two"] > peaks["bytes-four"]
+    assert 2 * peaks["bytes-four"] < peaks["bytes-one"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -24,6 +24,7 @@ def test_a_small_model_learns_until_enough_is_right(
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
     threads = torch.get_num_threads()
+    monkeypatch.setattr(warm_up, "BATCH_TOKENS", 512)
     for name in ("one", "other"):
         flags = [str(corpus), str(tmp_path / name), "--steps", "400", "--until", "0.6"]
         monkeypatch.setattr(sys, "argv", ["warm_up", *flags])
