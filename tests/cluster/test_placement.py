@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from functools import reduce
+from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.base.errors import RecipeError
 from streamrl.launch.launchers.placement import GpuNeed, HostRoom, assign, on_fewer_ranks
-from streamrl.launch.launchers.ray_hosts import ray_hosts
+from streamrl.launch.launchers.ray_hosts import RayLink, ray_hosts
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Cluster, Recipe, Transport
 from streamrl.recipe.topology import prepared_sets
@@ -121,6 +124,24 @@ def test_no_gpu_has_two_tenants_and_no_engine_two_hosts(
         assert set(taken.values()) <= {1}
         assert all(int(gpu) < gpus[int(host[1:])] for host, gpu in taken)
         assert all(len(places[name].gpus) == width for name in engines_of_set.engines)
+
+
+async def test_the_run_goes_on_while_ray_takes_back_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Ray's head hangs, that takes as long as it does: other hosts would end, since nobody asks them."""
+    slow = SimpleNamespace(remove_placement_group=lambda _: time.sleep(0.3))
+    monkeypatch.setitem(sys.modules, "ray.util.placement_group", slow)
+    actor = SimpleNamespace(close=SimpleNamespace(remote=lambda: 0.0))
+    errors = SimpleNamespace(RayError=OSError, ActorUnavailableError=OSError)
+    asked = 0
+    async with anyio.create_task_group() as tasks:
+        link = RayLink(SimpleNamespace(kill=lambda _: None, exceptions=errors), actor, None)  # type: ignore[arg-type]
+        monkeypatch.setattr(link, "_call", anyio.sleep)
+        tasks.start_soon(link.release)
+        began_s = time.monotonic()
+        while time.monotonic() < began_s + 0.3:
+            await anyio.sleep(0.01)
+            asked += 1
+    assert asked > 5
 
 
 async def test_without_ray_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,10 +85,10 @@ class RayLink(AgentLink):
         """End the agent with all that runs there."""
         with suppress(AgentGone, OSError), anyio.move_on_after(10.0):
             await self._call(self._actor.close.remote())
-        self.give_back()
+        await anyio.to_thread.run_sync(self.give_back)
 
     def give_back(self) -> None:
-        """Kill the agent, and give back what Ray holds for it. Idempotent."""
+        """Kill the agent, and give back what Ray holds for it. Idempotent. Blocks while Ray's head does not answer."""
         from ray.util.placement_group import remove_placement_group
 
         with suppress(self._ray.exceptions.RayError, RuntimeError, ValueError):  # of a cluster that is gone
@@ -140,15 +140,14 @@ class RayHosts:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         # One group a host, so that the GPUs of a lost one can be given back while the others keep theirs.
-        groups = [
-            placement_group([{f"node:{offer.address}": 0.001} | ({"GPU": float(count)} if count else {})])
-            for offer, count in gpus.items()
+        bundles = [
+            {f"node:{offer.address}": 0.001} | ({"GPU": float(count)} if count else {}) for offer, count in gpus.items()
         ]
+        groups = await anyio.to_thread.run_sync(lambda: [placement_group([bundle]) for bundle in bundles])
         began_s = anyio.current_time()
         there = [await anyio.to_thread.run_sync(partial(one.wait, _left(began_s))) for one in groups]
         if not all(there):
-            for group in groups:
-                remove_placement_group(group)
+            await anyio.to_thread.run_sync(lambda: [remove_placement_group(group) for group in groups])
             wanted = ", ".join(f"{offer.name}: {count} GPUs" for offer, count in gpus.items())
             raise RecipeError(f"Ray did not give this run its hosts within {START_S:g} s ({wanted}): see `ray status`")
         variables = {"PYTHONPATH": path} if (path := os.environ.get("PYTHONPATH")) else {}
@@ -170,8 +169,7 @@ class RayHosts:
             with anyio.fail_after(START_S):
                 found = [await link.facts() for link in links]
         except (AgentGone, OSError) as error:
-            for link in links:
-                link.give_back()
+            await anyio.to_thread.run_sync(lambda: [link.give_back() for link in links])
             raise RecipeError(f"an agent could not be started: {str(error) or 'it took too long'}") from error
         return list(zip(links, found, strict=True))
 
