@@ -66,18 +66,20 @@ class PipeLink(AgentLink):
 
 
 class LoopbackHosts:
-    """``names``: of the hosts that are there. ``blind``: of those that do not see the run's directory."""
+    """``names``: of the hosts that are there. ``blind``: of those that do not see the run's directory. ``gpus``: that
+    each is said to have."""
 
     def __init__(self, root: Path, names: Iterable[str], blind: Iterable[str] = ()) -> None:
         self.names = list(names)
         self.blind = set(blind)
+        self.gpus = 0
         self.links: dict[str, PipeLink] = {}
         self.started: list[str] = []
         self._root = root
 
     async def offers(self) -> list[HostOffer]:
         return [
-            HostOffer(name=name, address=f"127.0.0.{10 + int(name[1:])}", gpus=0, here=name == "h0")
+            HostOffer(name=name, address=f"127.0.0.{10 + int(name[1:])}", gpus=self.gpus, here=name == "h0")
             for name in self.names
         ]
 

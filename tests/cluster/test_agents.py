@@ -34,6 +34,7 @@ from streamrl.launch.launchers.agent_messages import (
 )
 from streamrl.launch.launchers.cluster import ClusterLauncher, cluster_launcher
 from streamrl.launch.launchers.local import LocalLauncher
+from streamrl.launch.launchers.placement import GpuNeed
 from streamrl.launch.launchers.this_host import free_ports
 from streamrl.launch.supervise.engine_orders import EngineOrders
 from streamrl.launch.supervise.supervisor import Supervisor
@@ -355,14 +356,16 @@ async def test_a_rank_of_a_lost_host_has_the_run_resumed_on_what_is_left(run: Pa
         supervisor.request_drain()
 
 
-async def test_a_host_that_does_not_see_the_run_is_refused_before_anything_starts(run: Path) -> None:
+async def test_a_host_that_does_not_see_the_run_or_its_gpus_is_refused_before_anything_starts(run: Path) -> None:
     one = recipe(run)
     hosts = LoopbackHosts(run.parent, ["h0", "h1"], blind=["h0", "h1"])
-    local, need = LocalLauncher((), run, run.parent), cluster.gpu_need(one, "cpu")
+    hosts.gpus = 2
+    local, need = LocalLauncher((), run, run.parent), GpuNeed(engine=1, rank=0)
     launcher = ClusterLauncher(one, run, run.parent, hosts, local, need, lambda *_: None)
     async with anyio.create_task_group() as nursery:
-        with pytest.raises(RecipeError, match=r"h1 does not see this run's directory: set run\.directory"):
+        with pytest.raises(RecipeError, match=r"h1 does not see this run's directory: set run\.directory") as refused:
             await launcher.run(nursery)
+        assert "h1 shows 0 of the 2 GPUs that Ray gave: look at nvidia-smi there" in str(refused.value)
         nursery.cancel_scope.cancel()
     with anyio.fail_after(60):
         await until(lambda: not any(lives(link.process.pid) for link in hosts.links.values()))

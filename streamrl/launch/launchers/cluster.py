@@ -227,8 +227,8 @@ class ClusterLauncher:
 
     async def _begin_on(self, gpus: Mapping[HostOffer, int]) -> None:
         started = await self._cluster.start_agents(gpus, self._setup_of)
-        problems = [problem for _, facts in started for problem in host_problems(facts)]
-        if problems:
+        asked = zip(started, gpus.values(), strict=True)
+        if problems := [one for (_, facts), count in asked for one in host_problems(facts, count)]:
             for link, _ in started:
                 await link.release()
             raise RecipeError(*problems)
@@ -355,9 +355,11 @@ def gpu_names(facts: HostFacts) -> tuple[str, ...]:
     return tuple(sorted((gpu.name for gpu in facts.gpus), key=lambda name: (len(name), name)))
 
 
-def host_problems(facts: HostFacts) -> list[str]:
-    """Reasons for which a host cannot serve this run, each a sentence."""
+def host_problems(facts: HostFacts, gpus: int = 0) -> list[str]:
+    """Reasons for which a host cannot serve this run, which Ray gave ``gpus`` there, each a sentence."""
     found = [f"{facts.name}: {facts.problem}"] if facts.problem else []
+    if len(facts.gpus) < gpus:
+        found.append(f"{facts.name} shows {len(facts.gpus)} of the {gpus} GPUs that Ray gave: look at nvidia-smi there")
     if not facts.sees_run:
         found.append(f"{facts.name} does not see this run's directory: set run.directory to one that all hosts share")
     here = packages_here()
