@@ -12,7 +12,7 @@ from streamrl.launch.launchers.exit_files import read_reason
 from streamrl.launch.launchers.launcher import ChildProcess
 from streamrl.launch.supervise.exit_reason import Death, notice_of
 from streamrl.launch.supervise.restart_policy import RestartPolicy
-from streamrl.recipe.topology import Role, Topology
+from streamrl.recipe.topology import ProcessPlan, Role, Topology
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +56,16 @@ class ExitMonitor:
         """Dead processes whose time to be started again has come."""
         return [self.children[name] for name, due_s in self.due_s.items() if due_s <= time.monotonic()]
 
-    def is_survived(self, name: str) -> bool:
-        """Return whether the run goes on where that process died: it is started again, or the others go on without
-        it."""
-        restarts = self.policy.alone.get(name)
-        return name in self.due_s or name in self.policy.retired or (restarts is not None and restarts.left > 0)
+    def stop(self, name: str) -> bool:
+        """Note that an engine is not to run. False: it never did, or has died, which ends the run."""
+        child, restarts, retired = self.children.get(name), self.policy.alone.get(name), name in self.policy.retired
+        survived = retired or name in self.due_s or (restarts is not None and restarts.left > 0)
+        if not (retired if child is None else survived or name in self.stopped or not child.exit_code):
+            return False
+        self.stopped.add(name)
+        self.due_s.pop(name, None)
+        self.policy.retired.pop(name, None)  # a host that joins starts it no more
+        return True
 
     def poll(self) -> list[Death]:
         """Deaths that end this life of the run. For others it is noted when the process is started again."""
@@ -98,12 +103,13 @@ class ExitMonitor:
         log.error("%s cannot be started again now: %s", child.name, error)
         child.not_replaced()
 
-    def without_host(self, name: str) -> None:
-        """Note that an engine has no host: it is retired until one joins, however few are left."""
-        child = self.children.get(name)
-        last = self._death_of(child) if child else Death(name=name, exit_code=None, detected_s=time.monotonic())
-        self.policy.retired[name] = last
-        self.stopped.discard(name)
+    def without_host(self, plan: ProcessPlan) -> None:
+        """Note that a process has no host: an engine is retired until one joins, however few are left."""
+        if plan.role is Role.ENGINE:
+            child = self.children.get(plan.name)
+            last = Death(name=plan.name, exit_code=None, detected_s=time.monotonic())
+            self.policy.retired[plan.name] = self._death_of(child) if child else last
+            self.stopped.discard(plan.name)
 
     def _death_of(self, child: ChildProcess) -> Death:
         """Return its end, with the reason that it left behind."""

@@ -35,7 +35,7 @@ from streamrl.launch.supervise.log_files import LogFiles
 from streamrl.launch.supervise.restart_policy import RESUMED
 from streamrl.observe.follow.file_sizes import most_bytes
 from streamrl.recipe.sections import Metrics
-from streamrl.recipe.topology import TOPOLOGY_FILE, ProcessPlan, Role, Topology, local_engine
+from streamrl.recipe.topology import TOPOLOGY_FILE, ProcessPlan, Topology, local_engine
 
 log = logging.getLogger(__name__)
 
@@ -174,17 +174,11 @@ class Supervisor:
         The controller has ended its orders: it has ``patience_s`` to end by itself, while that one lives, then
         ``grace_s`` from SIGTERM to SIGKILL. One that ``sleeps`` is not ended. One that had died before, and is not
         started again, is left to ``watch``. Raises ``StreamRLError`` for no local engine."""
-        child, retired = self.engine_host(name), self._exits.policy.retired
-        if self._ending or (child is None and name not in retired):
+        child = self.engine_host(name)
+        if self._ending or not self._exits.stop(name):  # before anything ends: the watch must not take it for a death
             return
-        if child and name not in self._exits.stopped and child.exit_code and not self._exits.is_survived(name):
-            return
-        self._exits.stopped.add(name)  # before anything ends: the watch must not take it for a death
-        self._exits.due_s.pop(name, None)
-        retired.pop(name, None)  # a host that joins starts it no more
-        if sleeps:
-            self._asleep.add(name)
         if sleeps or child is None:
+            self._asleep.update([name] * sleeps)
             return
         controller = self.controller
         with anyio.CancelScope(shield=True):
@@ -216,8 +210,7 @@ class Supervisor:
         try:
             self.children[plan.name] = self._launcher.start(plan, resumes=resumes)
         except NoHost:
-            if plan.role is Role.ENGINE:
-                self._exits.without_host(plan.name)
+            self._exits.without_host(plan)
             raise
         # Only now: where nobody can be started, the reason of the one before is still the reason.
         reason_path(self.run_directory, plan.name).unlink(missing_ok=True)
