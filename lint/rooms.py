@@ -112,6 +112,12 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of the syntax tree of a file."""
+    return tuple(ast.walk(tree_of(path)))
+
+
 def place_of(path: Path, root: Path) -> Place:
     """The place of a file below ``root``, the directory that has ``streamrl``."""
     parts = path.relative_to(root).with_suffix("").parts
@@ -128,7 +134,7 @@ def imports_of(paths: Iterable[Path], root: Path) -> list[Import]:
     found: dict[Import, None] = {}
     for name, path in places.items():
         source = place_of(path, root)
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             for target in _targets(node):
                 module = target if target in places else target.rpartition(".")[0]
                 if module in places and module != name:
