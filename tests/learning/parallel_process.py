@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch.distributed as dist
+import transformers.distributed.tensor_parallel  # noqa: F401
 from sample_groups import close_of, make_groups
 from torch import Tensor, device, int16
 from torch.multiprocessing import start_processes
@@ -132,6 +133,7 @@ def run(rank: int, ranks: list[Case]) -> None:
 
 
 if __name__ == "__main__":
+    hash_range("", 0, np.zeros(1, dtype=np.uint16))  # compiled code is read here once, too
     for ranks in msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[list[Case]]):
         # New processes for each case: torch keeps plans by mesh, and takes the mesh of another case for an equal one.
         start_processes(run, (ranks,), nprocs=len(ranks), start_method="fork")

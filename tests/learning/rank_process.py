@@ -15,7 +15,8 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
+import torch._dynamo  # what ranks would import: here once
+import transformers.distributed.tensor_parallel  # noqa: F401
 from peak_bytes import PeakBytes
 from sample_groups import close_of, make_groups, master_values
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,6 +31,7 @@ from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import FullWeights
 from streamrl.learning.trainer import TorchTrainer
 from streamrl.recipe.sections import Gathered
+from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.publish.publisher import WeightPublisher
 from streamrl.weights.publish.torch_tensors import DeviceTensors, TorchOnHost, shard_specs, start_publisher
 
@@ -163,6 +165,7 @@ def run_all(rank: int, ranks: int, directory: Path, phases: list[Phase]) -> None
 
 
 if __name__ == "__main__":
+    hash_range("", 0, np.zeros(1, dtype=np.uint16))  # compiled code is read here once, too
     directory = Path(sys.argv[1])
     each = msgspec.json.decode((directory / "phases.json").read_bytes(), type=list[list[Phase]])
     fork = multiprocessing.get_context("fork")

@@ -144,9 +144,16 @@ def _prime_batch(value: Any, given: Given) -> Effect:
 
 
 def _parallel(value: Any, letter: str) -> int:
-    """Data (``d``) or tensor (``t``) parallelism out of ``sglang:d4p1t2``."""
+    """Data (``d``), tensor (``t``), pipeline (``p``) or context (``c``) parallelism out of ``sglang:d4p1t2``."""
     found = re.search(rf":.*{letter}(\d+)", str(value))
     return int(found[1]) if found else 1
+
+
+def _areal_ranks(text: Any, _: Given) -> Effect:
+    data, tensor, context = (_parallel(text, letter) for letter in "dtc")
+    sizes = {"tensor_parallel_size": tensor, "context_parallel_size": context}
+    split = {f"training.{name}": size for name, size in sizes.items() if size > 1}
+    return {"training.ranks": data * tensor * context} | split
 
 
 CONVERSIONS: Mapping[str, Mapping[str, Conversion]] = {
@@ -196,10 +203,11 @@ CONVERSIONS: Mapping[str, Mapping[str, Conversion]] = {
     "AReaL": {
         "train_dataset.path": lambda name, _: {"prompts.train": of_the_hub(name)},
         "valid_dataset.path": lambda name, _: {"evaluation.prompts": of_the_hub(name, "test")},
-        "actor.backend": lambda text, _: {"training.ranks": _parallel(text, "d")},
+        "actor.backend": _areal_ranks,
         "rollout.backend": lambda text, _: {
             "engines.count": _parallel(text, "d"),
             "engines.tensor_parallel_size": _parallel(text, "t"),
+            **({"engines.args.pipeline_parallel_size": stages} if (stages := _parallel(text, "p")) > 1 else {}),
         },
         "target_modules": _listed,
         "experiment_name": _run_name,
