@@ -356,6 +356,24 @@ async def test_a_rank_of_a_lost_host_has_the_run_resumed_on_what_is_left(run: Pa
         supervisor.request_drain()
 
 
+async def test_a_run_that_is_ended_while_it_waits_for_a_host_starts_nothing_any_more(run: Path) -> None:
+    hosts = LoopbackHosts(run.parent, ["h1", "h0"])  # the rank is away from the controller
+    async with (
+        running(run, hosts, recipe(run, engine_hosts=2)) as (supervisor, launcher),
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(supervisor.watch)
+        hosts.names = ["h0"]
+        hosts.links["h1"].process.kill()
+        with anyio.fail_after(60):
+            await until(lambda: launcher._placing)
+            await supervisor.kill(0)
+            hosts.names = ["h0", "h2"]
+            await until(lambda: not launcher._placing)
+        await anyio.sleep(0.5)
+        assert set(supervisor.starts.values()) == {1}
+
+
 async def test_a_host_that_does_not_see_the_run_or_its_gpus_is_refused_before_anything_starts(run: Path) -> None:
     one = recipe(run)
     hosts = LoopbackHosts(run.parent, ["h0", "h1"], blind=["h0", "h1"])

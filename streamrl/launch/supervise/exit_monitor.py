@@ -54,7 +54,8 @@ class ExitMonitor:
     @property
     def overdue(self) -> list[ChildProcess]:
         """Dead processes whose time to be started again has come."""
-        return [self.children[name] for name, due_s in self.due_s.items() if due_s <= time.monotonic()]
+        now_s = time.monotonic()
+        return [child for name, child in self.children.items() if name in self.due_s and self.due_s[name] <= now_s]
 
     def stop(self, name: str) -> bool:
         """Note that an engine is not to run. False: it never did, or has died, which ends the run."""

@@ -183,8 +183,7 @@ class Supervisor:
         controller = self.controller
         with anyio.CancelScope(shield=True):
             await ended_within(patience_s, child, unless=lambda: controller is None or not controller.running)
-            if child.running:
-                child.process.terminate()
+            child.process.terminate()
             await ended_within(grace_s, child)
             await self._end_rest_of(child)
 
@@ -218,6 +217,8 @@ class Supervisor:
     async def _start_all(self, *, resumes: bool) -> None:
         """Give the processes their hosts and start them. Raises ``StreamRLError`` where there is no room for them."""
         self.topology = await self._launcher.place(self.topology)
+        if self._ending:  # while that waited for a host
+            return
         write_atomic(self.run_directory / TOPOLOGY_FILE, msgspec.json.encode(self.topology))
         self._exits.begin_life(self.topology)
         for plan in self.topology.processes:
@@ -282,8 +283,7 @@ class Supervisor:
     async def _end_all(self, grace_s: float) -> None:
         children = list(self.children.values())
         for child in children if grace_s else ():
-            if child.running:
-                child.process.terminate()
+            child.process.terminate()
         await ended_within(grace_s, *children)
         if left := await self._launcher.end_all():
             log.error("processes %s of the run survived SIGKILL; look at them with ps", left)
