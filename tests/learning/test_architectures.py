@@ -26,6 +26,7 @@ from streamrl.learning.model import loading, probe  # noqa: E402
 from streamrl.learning.model.architecture import decoder_layers  # noqa: E402
 from streamrl.learning.model.loading import load_policy, published_shapes  # noqa: E402
 from streamrl.learning.model.local_shards import LocalShard, local_part, local_shards, published_shards  # noqa: E402
+from streamrl.learning.model.parallel import Split  # noqa: E402
 from streamrl.learning.model.policy import PackedPolicy, shard  # noqa: E402
 from streamrl.learning.objective.logprobs import token_logprobs  # noqa: E402
 from streamrl.learning.state.checkpoint import save_hugging_face  # noqa: E402
@@ -220,6 +221,23 @@ def test_each_rank_reads_its_rows_of_every_tensor(family: str, tmp_path: Path) -
             assert all(torch.equal(buffer, buffers[name]) for name, buffer in policy.named_buffers())
         finally:
             torch.distributed.destroy_process_group()
+
+
+def test_gradients_of_gathered_weights_are_float32_also_beside_tensor_parallel_ones(tmp_path: Path) -> None:
+    """FSDP2 reduces a layer's gradients together, of one type only. Four ranks of which one is real."""
+    path = save_model(SUPPORTED["qwen2"](), tmp_path / "model")
+    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tensor"))
+        policy = loading._placed(path, CPU, Split(mesh["fsdp"], mesh["tensor"]))
+        shard(policy, mesh["fsdp"], Gathered.LAYER, sixteen_bit=True)
+        loading._take(policy, loading._read_parameters(policy, loading._check_names(policy, Path(path)), CPU))
+        with torch.autocast("cpu", torch.bfloat16):
+            policy(pack(one_row(), 0, CPU)).sum().backward()
+        gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
+        assert {gradient.dtype for gradient in gradients} == {torch.float32} and len(gradients) > 20
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("family", REFUSED)

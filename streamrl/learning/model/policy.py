@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from streamrl.base.errors import StreamRLError
 from streamrl.learning.model.architecture import (
@@ -185,8 +184,7 @@ def gather_once(policy: PackedPolicy) -> None:
         if isinstance(module, FSDPModule):
             module.unshard()
             for parameter in module.parameters():
-                if not isinstance(parameter, DTensor):
-                    parameter.grad_dtype = torch.float32
+                parameter.grad_dtype = torch.float32
             module.reshard()
 
 
