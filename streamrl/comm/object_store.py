@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,10 +61,11 @@ def in_store(text: str) -> bool:
 
 class ObjectStore:
     """The objects below ``url``, by key. Methods raise ``StoreError``, which names the object and a remedy, when
-    something was refused for good, or nothing has worked for ``give_up_s`` (0: one attempt). For several threads."""
+    something was refused for good, or nothing has worked for ``give_up_s`` (0: one attempt). For several threads.
+    ``sent``: bytes of files, also of those that are sent again."""
 
     def __init__(self, url: str, *, give_up_s: float = GIVE_UP_S, request_s: float = _REQUEST_S) -> None:
-        self.url = url.rstrip("/")
+        self.url, self.sent = url.rstrip("/"), 0
         self._give_up_s = give_up_s
         if problem := url_problem(url):
             raise StoreError(problem)
@@ -108,6 +110,7 @@ class ObjectStore:
             def parts() -> Iterator[bytes]:
                 while part := file.read(PART_BYTES):
                     seen.update(part)
+                    self.sent += len(part)
                     yield part
 
             self._client.put(self._store, key, parts(), chunk_size=PART_BYTES)
@@ -130,11 +133,8 @@ class ObjectStore:
         except FileNotFoundError:
             raise StoreError(f"{self.url}/{key} is not there: a copy of it was removed, or never finished") from None
         for start in range(0, size, PART_BYTES):
-            length = min(PART_BYTES, size - start)
-            yield bytes(self._retried(key, self._range_of(key, start, length)))
-
-    def _range_of(self, key: str, start: int, length: int) -> Callable[[], Any]:
-        return lambda: self._client.get_range(self._store, key, start=start, length=length)
+            part = partial(self._client.get_range, self._store, key, start=start, length=min(PART_BYTES, size - start))
+            yield bytes(self._retried(key, part))
 
     def list_keys(self, below: str = "") -> list[str]:
         """Keys of the objects in a folder, and in those in it, sorted."""
@@ -148,7 +148,7 @@ class ObjectStore:
         """Remove objects in this order, also those that are not there."""
         for key in keys:
             with suppress(FileNotFoundError):
-                self._retried(key, lambda key=key: self._client.delete(self._store, key), absent=True)  # type: ignore[misc]
+                self._retried(key, partial(self._client.delete, self._store, key), absent=True)
 
     def _put(self, key: str, content: bytes | memoryview, mode: str) -> None:
         self._client.put(self._store, key, content, mode=mode, use_multipart=False)

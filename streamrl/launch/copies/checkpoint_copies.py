@@ -49,6 +49,10 @@ class CheckpointCopies:
             self._wanted, self._settled = tuple(versions), anyio.Event()
             self._changed.set()
 
+    def sent(self) -> int:
+        """Return how many bytes of files were sent."""
+        return self._store.sent
+
     async def settled(self) -> None:
         """Wait until what is wanted was tried."""
         while not (waiting := self._settled).is_set():

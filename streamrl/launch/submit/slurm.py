@@ -42,7 +42,7 @@ def slurm_script(job: SlurmJob) -> str:
         "exclusive": "",
         "mem": "0",
         "chdir": str(job.folder),
-        "output": f"{_pattern(job.folder)}/slurm-%j.log",
+        "output": f"{str(job.folder).replace('%', '%%')}/slurm-%j.log",
         "open-mode": "append",
         "signal": f"B:TERM@{DRAIN_S}",
         "requeue" if job.requeue else "no-requeue": "",
@@ -106,8 +106,3 @@ def _quoted(value: str) -> str:
     """As sbatch reads a value in a script."""
     plain = all(letter.isalnum() or letter in "-_.,:=+@%/[]" for letter in value)
     return value if plain else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _pattern(folder: Path) -> str:
-    """``folder`` where ``%`` names something else."""
-    return str(folder).replace("%", "%%")

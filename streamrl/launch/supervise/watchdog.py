@@ -99,8 +99,8 @@ class Watchdog:
         trainer: Callable[[], int],
         waits: RunWaits,
     ) -> None:
-        """The run has begun. ``scoring``: trajectories without a reward; ``trainer``: answers of the ranks; ``waits``:
-        what the run waits for as a whole."""
+        """The run has begun. ``scoring``: trajectories without a reward; ``trainer``: answers of the ranks
+        and bytes of checkpoints that were copied; ``waits``: what the run waits for as a whole."""
         checkpoints = self._directory / "checkpoints"
 
         def progress() -> dict[str, object]:
