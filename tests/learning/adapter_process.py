@@ -1,4 +1,4 @@
-"""One rank that trains adapters, each way of gathering in turn: ``adapter_process.py MODEL RANK RANKS DIRECTORY``.
+"""Two ranks that train adapters, each way of gathering in turn: ``adapter_process.py MODEL DIRECTORY``.
 
 Every rank adds the gradients of its share of ``SAMPLES`` inputs, as the trainer does: without sync while a batch is
 open, then one synced backward that adds nothing; or, layer by layer, with a sync in each of as many backwards on every
@@ -6,6 +6,7 @@ rank. The result does not depend on the number of ranks."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 from transformers import AutoModelForCausalLM
 
 from streamrl.learning import process_group
@@ -96,9 +98,13 @@ def main(
     process_group.leave()
 
 
-if __name__ == "__main__":
-    model, rank, ranks, directory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+def run(rank: int, model: str, directory: str) -> None:
     for kind in LoraSync:
         for way in WAYS:
             name = f"{directory}/{kind}.{way}"
-            main(model, rank, ranks, f"file://{name}.rendezvous", f"{name}.{rank}.npz", way, kind)
+            main(model, rank, 2, f"file://{name}.rendezvous", f"{name}.{rank}.npz", way, kind)
+
+
+if __name__ == "__main__":
+    importlib.import_module("torch._dynamo")  # which both would import
+    start_processes(run, tuple(sys.argv[1:]), nprocs=2, start_method="fork")

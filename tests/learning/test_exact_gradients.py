@@ -221,16 +221,18 @@ class Reference:
         for name, parameter in self.model.named_parameters():
             parameter.data, parameter.grad = begun.weights[name].double(), None
         critic = {name: tensor.double().requires_grad_() for name, tensor in begun.critic.items()}
+        now: dict[Any, Scores] = {}
         if not update:
-            with torch.no_grad():
-                self.before = {s.id: self.forward(s, critic) for group in self.groups for s in group}
+            now = {s.id: self.forward(s, critic) for group in self.groups for s in group}
+            self.before = {one: Scores(*(values.detach() for values in scores)) for one, scores in now.items()}
             self.advantages = self.all_advantages()
         trained = [[sample for sample in group if self.has_gradient(sample)] for group in self.groups]
         share = self.share(list(filter(None, trained)), update % self.updates)
         self.lengths.append(fmean(sample.trained_tokens for samples in share for sample in samples))
         for samples in share:
             for sample in samples:
-                loss, value_loss = self.losses(sample, self.forward(sample, critic), *self.advantages[sample.id])
+                scores = now.pop(sample.id, None) or self.forward(sample, critic)
+                loss, value_loss = self.losses(sample, scores, *self.advantages[sample.id])
                 share = sample.trained_tokens if self.settings.loss_normalization == "sequence_mean" else 1
                 loss, value_loss = (part.sum() / share / self.denominator for part in (loss, value_loss))
                 self.loss, self.value_loss = self.loss + loss.item(), self.value_loss + value_loss.item()
