@@ -33,6 +33,7 @@ from streamrl.launch.launchers.agent_messages import (
     StartProcess,
 )
 from streamrl.launch.launchers.cluster import ClusterLauncher, cluster_launcher
+from streamrl.launch.launchers.exit_files import read_reason
 from streamrl.launch.launchers.local import LocalLauncher
 from streamrl.launch.launchers.placement import GpuNeed
 from streamrl.launch.launchers.this_host import free_ports
@@ -145,7 +146,8 @@ async def test_the_reason_of_an_end_comes_home_and_so_does_a_failure_to_start(ru
         assert state.exit_code == 1 and "engine-0.log" in state.failure
         (run / "exit" / "engine-0.json").unlink()
         (run / "exit" / "engine-0.json").mkdir()  # as a file system that fails now
-        assert (await agent.answer(asked(2))).processes[1].exit_code == 1
+        assert (await agent.answer(asked(2))).processes[1].reason  # it was read once
+        assert read_reason(run, "engine-0") is None
 
 
 async def test_what_a_process_left_is_ended(run: Path) -> None:
@@ -387,6 +389,19 @@ async def test_a_host_that_does_not_see_the_run_or_its_gpus_is_refused_before_an
         nursery.cancel_scope.cancel()
     with anyio.fail_after(60):
         await until(lambda: not any(lives(link.process.pid) for link in hosts.links.values()))
+
+
+async def test_a_file_system_that_hangs_costs_no_host(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = LoopbackHosts(run.parent, ["h0", "h1"])
+    async with running(run, hosts, recipe(run)) as (supervisor, launcher), anyio.create_task_group() as tasks:
+        monkeypatch.setattr(supervisor._logs, "cut", lambda: time.sleep(LEASE_S + remote.MARGIN_S + 1.0))
+        supervisor._logs._due_s = began_s = time.monotonic()
+        tasks.start_soon(supervisor.watch)
+        with anyio.fail_after(60):
+            await until(lambda: time.monotonic() > began_s + LEASE_S + remote.MARGIN_S + 1.0)
+        await anyio.sleep(1.0)
+        assert not launcher.hosts["h1"].lost
+        supervisor.request_drain()
 
 
 async def test_a_late_answer_is_no_loss(run: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -34,7 +34,7 @@ from streamrl.launch.launchers.agent_messages import (
     SignalProcess,
     StartProcess,
 )
-from streamrl.launch.launchers.exit_files import read_reason
+from streamrl.launch.launchers.exit_files import ExitReason, read_reason
 from streamrl.launch.launchers.launcher import ChildProcess
 from streamrl.launch.launchers.local import ENTRY, SOCKET_PREFIX, LocalLauncher
 from streamrl.launch.launchers.this_host import address_on, free_ports, raise_file_limit
@@ -57,6 +57,7 @@ class Agent:
         self._address = address_on(setup.interface) if setup.interface else setup.address
         self._children: dict[int, ChildProcess] = {}
         self._failures: dict[int, str] = {}
+        self._reasons: dict[int, ExitReason | None] = {}
         self._done = 0
         self._survivors: tuple[int, ...] = ()
         self._held: list[IO[bytes]] = []
@@ -135,8 +136,9 @@ class Agent:
             return ProcessState(pid=0, exit_code=1, failure=self._failures[number])
         child = self._children[number]
         pid, code = child.process.pid, child.exit_code
-        reason = read_reason(self._directory, child.name) if code else None
-        if reason is None:
+        if code and number not in self._reasons:  # once: a file system that hangs must not keep this from its lease
+            self._reasons[number] = read_reason(self._directory, child.name)
+        if (reason := self._reasons.get(number)) is None:
             return ProcessState(pid=pid, exit_code=code)
         age_s = time.monotonic() - reason.monotonic_s
         return ProcessState(pid=pid, exit_code=code, reason=msgspec.json.encode(reason), reason_age_s=age_s)

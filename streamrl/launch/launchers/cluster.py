@@ -253,7 +253,7 @@ class ClusterLauncher:
         async with self._looking:  # the watch and a placement both look: a host joins once
             lost = [host for host in self.hosts.values() if host.lost]
             try:
-                offers = [one for one in await self._cluster.offers() if not self._runs_on(one)]
+                offers = [one for one in await self._cluster.offers() if not (h := self.hosts.get(one.name)) or h.lost]
                 for host in lost:
                     wanted = _gpus_on(host.name, self._given)
                     # The host itself where it is back: others may replace other lost ones. Those that failed come last.
@@ -268,10 +268,6 @@ class ClusterLauncher:
                         self._replace(host, self.hosts[fitting[0].name])
             except (StreamRLError, OSError) as error:
                 log.warning("no host has joined: %s", error)
-
-    def _runs_on(self, offer: HostOffer) -> bool:
-        host = self.hosts.get(offer.name)
-        return host is not None and not host.lost
 
     def _replace(self, lost: RemoteHost, joined: RemoteHost) -> None:
         if lost.name == joined.name:

@@ -7,6 +7,8 @@ import shutil
 import time
 from pathlib import Path
 
+import anyio.to_thread
+
 from streamrl.base.line_file import older
 
 log = logging.getLogger(__name__)
@@ -21,12 +23,12 @@ class LogFiles:
         self._folder, self._most_bytes = folder, most_bytes
         self._due_s = time.monotonic() + INTERVAL_S
 
-    def poll(self) -> None:
-        """Look at them now and then."""
+    async def poll(self) -> None:
+        """Look at them now and then, in a thread: a file system that hangs must not keep the run from its hosts."""
         if time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + INTERVAL_S
             try:
-                self.cut()
+                await anyio.to_thread.run_sync(self.cut, abandon_on_cancel=True)
             except OSError as error:
                 log.warning("logs were not cut: %s", error)
 

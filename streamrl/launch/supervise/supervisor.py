@@ -112,7 +112,7 @@ class Supervisor:
         Raises ``ProcessDied``, which names the first cause."""
         while not self._ending and not self._exits.has_ended_well():
             self._followers.poll()
-            self._logs.poll()
+            await self._logs.poll()
             deaths = self._exits.poll()
             if deaths and not self._exits.finishing:
                 deaths = await self._settled(deaths)
