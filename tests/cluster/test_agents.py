@@ -303,6 +303,25 @@ async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
     assert "h3 joined in place of h1" in caplog.text
 
 
+async def test_two_lost_hosts_that_are_back_have_their_own_engines_also_where_one_fails_at_first(run: Path) -> None:
+    hosts = LoopbackHosts(run.parent, ["h0", "h1", "h2"])
+    async with running(run, hosts, recipe(run, engine_hosts=2)) as (supervisor, _), anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        hosts.names, hosts.blind = ["h0"], {"h1"}
+        for name in ("h1", "h2"):
+            hosts.links[name].process.kill()
+        with anyio.fail_after(60):
+            await until(lambda: len(supervisor.retired) == 2)
+            hosts.names = ["h0", "h1", "h2"]
+            await until((run / "pids" / "engine-1.1").exists)
+            await until(lambda: hosts.started.count("h1") > 2)
+            hosts.blind.clear()
+            await until((run / "pids" / "engine-0.1").exists)
+        placed = {plan.name: plan.host for plan in read_topology(run).processes if plan.role is Role.ENGINE}
+        assert placed == {"engine-0": "h1", "engine-1": "h2"}
+        supervisor.request_drain()
+
+
 async def test_of_engines_of_a_lost_host_the_one_that_is_wanted_is_started_when_a_host_joins(run: Path) -> None:
     hosts = LoopbackHosts(run.parent, ["h0", "h1"])
     async with running(run, hosts, recipe(run)) as (supervisor, launcher), anyio.create_task_group() as tasks:

@@ -11,6 +11,7 @@ import pytest
 
 from streamrl.base.errors import DiskFull, EngineError, EpochLost, ModelRefused, RecipeError, StreamBroken
 from streamrl.launch.launchers.exit_files import ExitKind, ExitReason, read_reason, write_reason
+from streamrl.launch.supervise.exit_monitor import ExitMonitor
 from streamrl.launch.supervise.exit_reason import (
     DISK_FULL_EXIT_CODE,
     Death,
@@ -20,8 +21,9 @@ from streamrl.launch.supervise.exit_reason import (
     notice_of,
     reason_of,
 )
-from streamrl.recipe.topology import Role
+from streamrl.recipe.topology import Role, local_engine, plan_topology
 from streamrl.run.journal.log_errors import JournalFailed
+from tests.builders import small_recipe
 
 
 def death(name: str, code: int | None, seen: float, kind: ExitKind | None = None, at: float = 0.0) -> Death:
@@ -54,6 +56,13 @@ def death(name: str, code: int | None, seen: float, kind: ExitKind | None = None
 def test_which_death_was_first(later: Death, first: Death) -> None:
     assert first_cause([later, first]) is first_cause([first, later]) is first
     assert first.is_consequence == (first.reason is not None and first.reason.kind is ExitKind.CONSEQUENCE)
+
+
+def test_an_engine_that_had_no_host_to_start_on_is_no_cause(tmp_path: Path) -> None:
+    topology = plan_topology(small_recipe(), tmp_path)
+    monitor = ExitMonitor(topology, tmp_path, replacements=0, others_end_s=1.0)
+    monitor.without_host(local_engine(topology, "engine-0"))
+    assert monitor.notice([death("reward-0", 1, 1e9)]).startswith("reward-0") and "engine-0" in monitor.policy.retired
 
 
 @pytest.mark.parametrize(("message", "shown"), [("CannotContinue: too many", False), ("KeyError: 1", True)])

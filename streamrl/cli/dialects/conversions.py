@@ -144,16 +144,17 @@ def _prime_batch(value: Any, given: Given) -> Effect:
 
 
 def _parallel(value: Any, letter: str) -> int:
-    """Data (``d``), tensor (``t``), pipeline (``p``) or context (``c``) parallelism out of ``sglang:d4p1t2``."""
-    found = re.search(rf":.*{letter}(\d+)", str(value))
+    """Data (``d``), tensor (``t``), pipeline (``p``) or context (``c``) parallelism out of ``sglang:d4p1t2``, or of the
+    first part of ``megatron:(attn:d4t2|ffn:d2e2)``."""
+    found = re.search(rf":.*{letter}(\d+)", str(value).partition("|")[0])
     return int(found[1]) if found else 1
 
 
 def _areal_ranks(text: Any, _: Given) -> Effect:
-    data, tensor, context = (_parallel(text, letter) for letter in "dtc")
+    data, tensor, context, stages = (_parallel(text, letter) for letter in "dtcp")
     sizes = {"tensor_parallel_size": tensor, "context_parallel_size": context}
     split = {f"training.{name}": size for name, size in sizes.items() if size > 1}
-    return {"training.ranks": data * tensor * context} | split
+    return {"training.ranks": data * tensor * context * stages} | split
 
 
 CONVERSIONS: Mapping[str, Mapping[str, Conversion]] = {

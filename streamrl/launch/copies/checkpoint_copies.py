@@ -50,8 +50,8 @@ class CheckpointCopies:
             self._changed.set()
 
     def sent(self) -> int:
-        """Return how many bytes of files were sent."""
-        return self._store.sent
+        """Return how many bytes were sent by a first try that lasts; later tries are no progress of the run."""
+        return 0 if self._settled.is_set() else self._store.sent
 
     async def settled(self) -> None:
         """Wait until what is wanted was tried."""

@@ -136,7 +136,7 @@ class Agent:
             return ProcessState(pid=0, exit_code=1, failure=self._failures[number])
         child = self._children[number]
         pid, code = child.process.pid, child.exit_code
-        if code and number not in self._reasons:  # once: a file system that hangs must not keep this from its lease
+        if code and number not in self._reasons:  # read once, not for each answer: a file system may be slow
             self._reasons[number] = read_reason(self._directory, child.name)
         if (reason := self._reasons.get(number)) is None:
             return ProcessState(pid=pid, exit_code=code)

@@ -12,8 +12,8 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -89,7 +89,7 @@ class Hosts(Protocol):
 
 
 SaveRecipe = Callable[[Path, Recipe], None]
-"""Writes the recipe with which the run in a directory goes on: one with fewer ranks."""
+"""Writes the recipe with which the run in a directory goes on: with fewer ranks, or other hosts for them."""
 
 
 class ClusterLauncher:
@@ -220,9 +220,9 @@ class ClusterLauncher:
         rooms = _rooms(offers)
         resumes = (self._run_directory / JOURNAL_DIRECTORY).is_dir()
         given = self._assign(rooms, may_lose_ranks=True) if resumes else assign(self._recipe, rooms, self._need)
-        gpus = {offer: _gpus_on(offer.name, given) for offer in offers}
-        used = {offer: count for offer, count in gpus.items() if offer.here or _is_used(offer.name, given)}
-        await self._begin_on(used)
+        used = {place.host for place in given.values()}
+        chosen = [offer for offer in offers if offer.here or offer.name in used]
+        await self._begin_on({offer: _gpus_on(offer.name, given) for offer in chosen})
         nursery.start_soon(self._watch)
 
     async def _begin_on(self, gpus: Mapping[HostOffer, int]) -> None:
@@ -252,22 +252,26 @@ class ClusterLauncher:
         """Start agents on hosts that can replace lost ones."""
         async with self._looking:  # the watch and a placement both look: a host joins once
             lost = [host for host in self.hosts.values() if host.lost]
-            try:
-                offers = [one for one in await self._cluster.offers() if not (h := self.hosts.get(one.name)) or h.lost]
-                for host in lost:
-                    wanted = _gpus_on(host.name, self._given)
-                    # The host itself where it is back: others may replace other lost ones. Those that failed come last.
-                    fitting = [one for one in offers if one.gpus >= wanted]
-                    fitting.sort(key=lambda one: (self._failed[one.name], one.name != host.name))
-                    if fitting and (_is_used(host.name, self._given) or fitting[0].name == host.name):
-                        offers.remove(fitting[0])
-                        self._failed[fitting[0].name] += 1
-                        await host.link.release()
-                        await self._begin_on({fitting[0]: wanted})
-                        del self._failed[fitting[0].name]
-                        self._replace(host, self.hosts[fitting[0].name])
-            except (StreamRLError, OSError) as error:
-                log.warning("no host has joined: %s", error)
+            offers: list[HostOffer] = []
+            with _tried():
+                offers += [one for one in await self._cluster.offers() if not (h := self.hosts.get(one.name)) or h.lost]
+            for host in lost:
+                if self.hosts.get(host.name) is not host:  # it has replaced another one
+                    continue
+                wanted, used = _gpus_on(host.name, self._given), {place.host for place in self._given.values()}
+                # The host itself where it is back, or one that has to bring back nothing. Those that failed come last.
+                fitting = [one for one in offers if one.name == host.name]
+                fitting += [one for one in offers if host.name in used and one.name not in used]
+                if not (fitting := [one for one in fitting if one.gpus >= wanted]):
+                    continue
+                chosen = min(fitting, key=lambda one: self._failed[one.name])
+                offers.remove(chosen)
+                self._failed[chosen.name] += 1
+                with _tried():
+                    await host.link.release()
+                    await self._begin_on({chosen: wanted})
+                    del self._failed[chosen.name]
+                    self._replace(host, self.hosts[chosen.name])
 
     def _replace(self, lost: RemoteHost, joined: RemoteHost) -> None:
         if lost.name == joined.name:
@@ -395,8 +399,12 @@ def _gpus_on(name: str, given: Mapping[str, ProcessPlace]) -> int:
     return len({gpu for place in given.values() if place.host == name for gpu in place.gpus})
 
 
-def _is_used(name: str, given: Mapping[str, ProcessPlace]) -> bool:
-    return any(place.host == name for place in given.values())
+@contextmanager
+def _tried() -> Iterator[None]:
+    try:
+        yield
+    except (StreamRLError, OSError) as error:
+        log.warning("no host has joined: %s", error)
 
 
 def _next_epoch(run_directory: Path) -> int:

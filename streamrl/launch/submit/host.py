@@ -132,7 +132,8 @@ class Host:
 
     def _served(self, deadline_s: float) -> bool:
         """Wait until the head is gone or this host has to end. Returns False where Ray was too slow to start. Raises
-        ``HostFailed`` where Ray fails here and, with a lease, where the head is gone: else an order comes first."""
+        ``HostFailed`` where Ray fails here and, with a lease, where the head is gone: when a run ends as it should, the
+        launcher's order comes before that."""
         assert self._ray is not None
         answered_s = probed_s = time.monotonic()
         while (now_s := time.monotonic()) - answered_s <= GONE_S:
@@ -164,10 +165,11 @@ class Host:
             if self._ray.poll() is not None and not ray_ended:
                 ray_ended = True
                 say(self._why_ray_ended())
-            if sent < (2 if ray_ended else wanted):  # one at a time: two at once would be taken for one
+            now_s = time.monotonic()
+            if sent < (2 if ray_ended else wanted) and now_s > sent_s + TICK_S:  # two at once would be taken for one
                 self._work.send_signal(signal.SIGINT)  # Ray takes SIGTERM for itself in programs that use it
-                sent, sent_s = sent + 1, time.monotonic()
-            elif sent == 2 and time.monotonic() > sent_s + END_S:
+                sent, sent_s = sent + 1, now_s
+            elif sent == 2 and now_s > sent_s + 2 * END_S:  # the lease of a host that does not answer is over
                 self._work.kill()
         return code if code >= 0 else 128 - code
 

@@ -146,6 +146,6 @@ class ExitMonitor:
     def notice(self, deaths: list[Death]) -> str:
         """Describe deaths for people: the first cause, what followed from it, the end of a log."""
         # The last engine is not the first cause, but the first of them.
-        deaths = [*deaths, *self.policy.retired.values()]
+        deaths = [*deaths, *(one for one in self.policy.retired.values() if one.exit_code is not None)]
         logs = {name: (child.log, child.log_start) for name, child in self.children.items()}
         return notice_of(deaths, logs, self._run_directory / "logs")

@@ -112,7 +112,6 @@ class Supervisor:
         Raises ``ProcessDied``, which names the first cause."""
         while not self._ending and not self._exits.has_ended_well():
             self._followers.poll()
-            await self._logs.poll()
             deaths = self._exits.poll()
             if deaths and not self._exits.finishing:
                 deaths = await self._settled(deaths)
@@ -123,8 +122,8 @@ class Supervisor:
             for child in self._exits.overdue:
                 await self._replace(child)
             await anyio.sleep(POLL_S)
-        children = list(self.children.values())
-        await ended_within(self._others_end_s, *children, unless=lambda: self._ending or self._nobody_ends_them())
+            await self._logs.poll()
+        await ended_within(self._others_end_s, *self.children.values(), unless=self._nobody_ends_them)
         for death in [] if self._ending else self._exits.poll():
             log.warning("after the run had finished, %s", death.describe())
 
@@ -178,7 +177,7 @@ class Supervisor:
         if self._ending or not self._exits.stop(name):  # before anything ends: the watch must not take it for a death
             return
         if sleeps or child is None:
-            self._asleep.update([name] * sleeps)
+            self._asleep.update([name] if child else [])
             return
         controller = self.controller
         with anyio.CancelScope(shield=True):
@@ -253,6 +252,7 @@ class Supervisor:
         if (pause_s := self._exits.policy.run.next_pause(child.uptime_s)) is None:
             return False
         log.warning("%s; %s", first.describe(), _resumed_notice(self, self._exits.policy.run.left))
+        self._exits.policy.retired.clear()  # a host that joins meanwhile must not start them twice
         await self._end_all(0.0)
         await anyio.to_thread.run_sync(_remove_stale_sockets, self.socket_directory)
         for prepare in self.before_resume:
@@ -290,9 +290,9 @@ class Supervisor:
         await ended_within(1.0, *children)
 
     def _nobody_ends_them(self) -> bool:
-        """Return whether the controller died before it ended the streams of the others."""
+        """Return whether the controller died before it ended the streams of the others, or ``kill`` ends all."""
         controller = self.controller
-        return controller is None or controller.exit_code not in (None, 0)
+        return self._ending or controller is None or controller.exit_code not in (None, 0)
 
 
 def _resumed_notice(run: Supervisor, left: int) -> str:
