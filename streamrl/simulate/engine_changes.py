@@ -133,7 +133,7 @@ class SimulatedSets:
 
 
 def scaled_engine(model: ClusterModel, one: PreparedSet) -> EngineModel:
-    """An engine of that set: decode steps and prefill take what they take on the cluster's engine, by workers."""
+    """An engine of that set: decode steps and prefill of the cluster's engine, by their tensor parallel sizes."""
     scaling = model.engines.parallel_scaling
     faster = faster_steps(one.tensor_parallel_size, scaling) / faster_steps(model.engines.tensor_parallel_size, scaling)
     engine = model.engine

@@ -21,8 +21,8 @@ async def open_launcher(
     recipe: Recipe, run_directory: Path, sockets: Path, save: SaveRecipe
 ) -> AsyncIterator[Launcher]:
     """The launcher for a run of ``recipe``; on a cluster with agents on its hosts, and with keys that the run has made.
-    ``save``: writes the recipe of a run on a cluster that goes on with fewer ranks. Raises ``RecipeError`` where the
-    cluster cannot be had."""
+    ``save``: writes the recipe of a run on a cluster that goes on with fewer ranks or on other hosts. Raises
+    ``RecipeError`` where the cluster cannot be had."""
     local = LocalLauncher((sys.executable, *ENTRY), run_directory, sockets)
     if recipe.cluster.kind is ClusterKind.LOCAL:
         yield local

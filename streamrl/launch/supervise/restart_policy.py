@@ -43,7 +43,7 @@ class Restarts:
 
 class RestartPolicy:
     """``alone``: budgets of the processes that are started again alone, by name. ``run``: how often the run is resumed.
-    ``retired``: engines that are not started any more, with the death that was one too many."""
+    ``retired``: engines that are not started any more, or until a host joins, with their last deaths."""
 
     def __init__(self, topology: Topology) -> None:
         plans = [plan for plan in topology.processes if plan.local]

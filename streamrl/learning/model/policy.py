@@ -196,7 +196,7 @@ def set_sharded(policy: PackedPolicy | None, sharded: bool) -> None:
 
 
 def set_gradient_sync(policy: PackedPolicy, synced: bool) -> None:
-    """Return whether a backward reduces gradients over the ranks, or adds them up locally."""
+    """Let each backward reduce gradients over the ranks (``synced``), or add them up locally."""
     if isinstance(policy, FSDPModule):
         policy.set_requires_gradient_sync(synced)
 

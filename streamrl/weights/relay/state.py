@@ -25,8 +25,8 @@ PATIENCE_S, TRAINER_SILENCE_S = 2.0, 15.0
 """How late a piece may be before another source is asked (doubled whenever that was needless); how long nothing may
 come from the trainer before it is asked again."""
 LONGEST_WAIT_S, AVOIDED_S, UNKNOWN_S = 20.0, 60.0, 1.0
-"""How long a relay is believed that it waits itself; one that failed is asked for nothing; a piece waits of a version
-that is being pushed, and was not announced here yet."""
+"""How long a relay is believed that it waits itself, and the longest patience; one that failed is asked for nothing; a
+piece waits of a version that is being pushed, and was not announced here yet."""
 WRONG_PIECES = 3
 """How often the trainer may send a piece that does not verify."""
 
