@@ -159,9 +159,9 @@ async def _train(
         waits=watch.waits,
         saved=copies.settled if copies else None,
     )
-    sent = copies.sent if copies else int  # at its end a run waits for the last copy, which takes its time
-    load, answers = processes.pool.load, lambda: trainer.answers() + sent()
-    watch.follow(controller.state, episodes.statistics, load, reward.in_flight, answers, report.waits)
+    load, scoring = processes.pool.load, reward.in_flight
+    copied = copies.sent if copies else lambda: 0
+    watch.follow(controller.state, episodes.statistics, load, scoring, trainer.answers, copied, report.waits)
     try:
         async with anyio.create_task_group() as beside:
             _start_beside(beside, recipe, run_directory, controller)

@@ -9,12 +9,12 @@ from typing import Any
 
 from streamrl.pretrained.model_facts import experts_of, read_model_config
 from streamrl.pretrained.weight_files import ModelDirectoryError
-from streamrl.recipe.sections import EngineKind, Recipe
+from streamrl.recipe.sections import STAGES, EngineKind, Recipe
 
 MOST_BYTES = 192 << 20
 """Experts of a group, which goes to the trainer in one message of at most 256 MiB."""
 
-_PARALLEL = ("decode_context_parallel_size", "pipeline_parallel_size")
+_PARALLEL = ("decode_context_parallel_size", STAGES)
 
 
 def replays_routing(recipe: Recipe) -> bool:

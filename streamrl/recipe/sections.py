@@ -42,6 +42,7 @@ from streamrl.recipe.scheduling import (
 
 HELD_OUT = "held_out"
 ENGINE_RESTARTS = 3
+STAGES = "pipeline_parallel_size"  # of vLLM: workers are these times the tensor parallel size
 ROUNDING = ("quantization", "quantization_config", "kv_cache_dtype")
 """Arguments of vLLM with which an engine computes in fewer bits than the trainer."""
 RECOVERY_INTERVAL = 100

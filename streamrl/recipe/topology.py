@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
-from streamrl.recipe.sections import Engines, EngineShape, LaunchedBy, Recipe, TransportKind
+from streamrl.recipe.sections import STAGES, Engines, EngineShape, LaunchedBy, Recipe, TransportKind
 
 TOPOLOGY_FILE = "topology.json"
 JOURNAL_DIRECTORY = "journal"
@@ -67,7 +67,7 @@ class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
     def workers(self) -> int:
         """Processes of each engine that compute, with a GPU each where there are GPUs: tensor parallel ranks of each
         pipeline stage."""
-        stages = self.args.get("pipeline_parallel_size")  # of another type: a rule refuses it
+        stages = self.args.get(STAGES)  # of another type: a rule refuses it
         return self.tensor_parallel_size * (stages if isinstance(stages, int) and stages > 0 else 1)
 
     @property

@@ -89,7 +89,7 @@ class Trial:
             return RolloutStatistics(launched=4, finished=1, running=3, busy_seconds=0.0, generated_tokens=self.tokens)
 
         load = EngineLoad(running=3, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
-        self.watch.follow(self.state, rollout, lambda: load, lambda: 0, lambda: self.answers, self.waits)
+        self.watch.follow(self.state, rollout, lambda: load, lambda: 0, lambda: self.answers, lambda: 0, self.waits)
 
 
 def test_waits_are_open_while_they_last_and_the_longest_comes_first() -> None:

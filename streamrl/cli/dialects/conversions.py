@@ -152,8 +152,7 @@ def _parallel(value: Any, letter: str) -> int:
 
 def _areal_ranks(text: Any, _: Given) -> Effect:
     data, tensor, context, stages = (_parallel(text, letter) for letter in "dtcp")
-    sizes = {"tensor_parallel_size": tensor, "context_parallel_size": context}
-    split = {f"training.{name}": size for name, size in sizes.items() if size > 1}
+    split = {f"training.{name}_parallel_size": n for name, n in (("tensor", tensor), ("context", context)) if n > 1}
     return {"training.ranks": data * tensor * context * stages} | split
 
 

@@ -10,13 +10,13 @@ from typing import Any, get_args
 
 from streamrl.base.errors import ModelRefused
 from streamrl.recipe.problems import did_you_mean, shown
+from streamrl.recipe.sections import STAGES
 
 ON_CPU = ("enforce_eager", "enable_chunked_prefill")
 """Arguments that an engine on a CPU needs as they are."""
-CUDA_ONLY = {"pipeline_parallel_size": 1, "enable_expert_parallel": False}
+CUDA_ONLY = {STAGES: 1, "enable_expert_parallel": False}
 """Arguments and their values of no effect. With others vLLM 0.32 on a CPU dies at the first request: its model runner
-has no buffer for what the stage before sends, and its kernel for experts takes the number of any expert for one of its
-own."""
+has no buffer for what the stage before sends, and its kernel for experts takes any expert for its own."""
 _NESTED = "speculative_config"
 
 

@@ -36,6 +36,7 @@ from streamrl.engines.vllm.processes import ProcessWatch, core_is_forked, fork_e
 from streamrl.engines.vllm.routing_capture import allow_capture_on_cpu
 from streamrl.engines.vllm.statistics import EngineCounters, kv_tokens
 from streamrl.pretrained.tokenizer import tokenizer_digest
+from streamrl.recipe.sections import STAGES
 from streamrl.recipe.toml_text import toml_value
 from streamrl.weights import engine_environment, engine_push
 
@@ -198,7 +199,7 @@ def engine_config(options: EngineOptions) -> Any:
     if options.cache_blocks:
         more |= {"block_size": options.block_tokens, "num_gpu_blocks_override": options.cache_blocks}
     given = checked_arguments(options.args, on_cpu=options.on_cpu)
-    more["tensor_parallel_size"] = options.workers // max(1, given.get("pipeline_parallel_size", 1))
+    more["tensor_parallel_size"] = options.workers // max(1, given.get(STAGES, 1))
     try:
         config = vllm_config(options, **more | given)
     except (ValueError, ImportError) as error:  # a method of speculation whose package is missing

@@ -13,13 +13,12 @@ import torch
 from streamrl.base.errors import ModelRefused
 from streamrl.engines.vllm.arguments import checked_arguments
 from streamrl.engines.vllm.options import EngineOptions
+from streamrl.recipe.sections import STAGES
 from streamrl.weights import engine_environment
 from streamrl.weights.pull.replica import TensorSpec
 from streamrl.weights.vllm.adapter import add_adapters, record_adapter_plan
 from streamrl.weights.vllm.load_plan import record_load_plan, run_loader, without_values
 from streamrl.weights.vllm.load_plan_reload import observe_after_loading
-
-STAGES = "pipeline_parallel_size"
 
 
 def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec], adapter: Mapping[str, TensorSpec]) -> None:

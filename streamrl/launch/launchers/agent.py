@@ -68,7 +68,7 @@ class Agent:
 
     def facts(self) -> HostFacts:
         """Facts of this host, for the run to decide by."""
-        problem = f"no address of this host is in cluster.advanced.interface = {self._setup.interface}"
+        no_address = f"no address of this host is in cluster.advanced.interface = {self._setup.interface}"
         seen = self._directory / "recipe.toml"
         sees_run = seen.is_file() and hashlib.sha256(seen.read_bytes()).hexdigest() == self._setup.digest
         ports: list[int] = []
@@ -82,7 +82,7 @@ class Agent:
             gpus=visible_gpus(),
             ports=tuple(ports),
             nice=os.nice(0),
-            problem="" if self._address else problem,
+            problem="" if self._address else no_address,
         )
 
     async def answer(self, request: AgentRequest) -> AgentAnswer:

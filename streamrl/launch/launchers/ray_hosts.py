@@ -169,7 +169,8 @@ class RayHosts:
             with anyio.fail_after(START_S):
                 found = [await link.facts() for link in links]
         except (AgentGone, OSError) as error:
-            await anyio.to_thread.run_sync(list, map(RayLink.give_back, links))
+            for link in links:
+                await anyio.to_thread.run_sync(link.give_back)
             raise RecipeError(f"an agent could not be started: {str(error) or 'it took too long'}") from error
         return list(zip(links, found, strict=True))
 

@@ -174,10 +174,10 @@ class Supervisor:
         ``grace_s`` from SIGTERM to SIGKILL. One that ``sleeps`` is not ended. One that had died before, and is not
         started again, is left to ``watch``. Raises ``StreamRLError`` for no local engine."""
         child = self.engine_host(name)
-        if self._ending or not self._exits.stop(name):  # before anything ends: the watch must not take it for a death
+        if self._ending or not self._exits.stop(name) or child is None:  # before it ends: the watch must see no death
             return
-        if sleeps or child is None:
-            self._asleep.update([name] if child else [])
+        if sleeps:
+            self._asleep.add(name)
             return
         controller = self.controller
         with anyio.CancelScope(shield=True):

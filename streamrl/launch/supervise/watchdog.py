@@ -97,10 +97,11 @@ class Watchdog:
         load: Callable[[], EngineLoad],
         scoring: Callable[[], int],
         trainer: Callable[[], int],
+        copied: Callable[[], int],
         waits: RunWaits,
     ) -> None:
-        """The run has begun. ``scoring``: trajectories without a reward; ``trainer``: answers of the ranks
-        and bytes of checkpoints that were copied; ``waits``: what the run waits for as a whole."""
+        """The run has begun. ``scoring``: trajectories without a reward; ``trainer``: answers of the ranks;
+        ``copied``: bytes of checkpoints, in a store; ``waits``: what the run waits for as a whole."""
         checkpoints = self._directory / "checkpoints"
 
         def progress() -> dict[str, object]:
@@ -113,6 +114,7 @@ class Watchdog:
                 "groups": (counts.issued, counts.trained, sum(counts.dropped.values()), state.batch.samples),
                 "prompts": state.prompts.drawn,
                 "trainer": trainer(),
+                "copied": copied(),
                 "versions": (state.trainer_version, state.live_version, state.pending.push),
                 "paused": self._clock() if state.steering.paused else 0,  # nothing has to move
                 "due": (state.evaluating, saving, bytes_below(checkpoints) if saving is not None else 0),

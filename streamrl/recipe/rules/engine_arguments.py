@@ -9,9 +9,9 @@ from typing import Any
 from streamrl.recipe.dialects.foreign_keys import owned_arguments
 from streamrl.recipe.problems import shown
 from streamrl.recipe.rules.rule import Broken, Problem, rule
-from streamrl.recipe.sections import ROUNDING, Recipe
+from streamrl.recipe.sections import ROUNDING, STAGES, Recipe
 
-SPECULATION, STAGES = "speculative_config", "pipeline_parallel_size"
+SPECULATION = "speculative_config"
 
 LOSSLESS = ("ngram", "ngram_gpu", "suffix", "draft_model")
 """Methods of speculation that read nothing of the policy's hidden states, which a head of old weights would."""
@@ -34,9 +34,8 @@ def refused_arguments(recipe: Recipe) -> Broken:
                 refused = f"cannot be set, because {key[1:]}: remove it"
                 yield Problem(f"{path}.{name}", refused if key[0] == "-" else f"is set by {key}: write it there")
         if not isinstance(stages := arguments.get(STAGES, 1), int):  # vLLM takes "2" and 2.0
-            yield Problem(
-                f"{path}.{STAGES}", f"{shown(stages)} is no whole number, by which workers are counted: set 2"
-            )
+            text = f"{shown(stages)} is no whole number, by which workers are counted: set 2"
+            yield Problem(f"{path}.{STAGES}", text)
 
 
 @rule("engines", "off_policy")
