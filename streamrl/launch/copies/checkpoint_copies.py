@@ -50,7 +50,7 @@ class CheckpointCopies:
             self._changed.set()
 
     def sent(self) -> int:
-        """Return how many bytes were sent by a first try that lasts; later tries are no progress of the run."""
+        """Return the bytes sent so far during the first attempt to copy, 0 afterwards: retries are no progress."""
         return 0 if self._settled.is_set() else self._store.sent
 
     async def settled(self) -> None:

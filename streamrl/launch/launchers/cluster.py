@@ -256,10 +256,10 @@ class ClusterLauncher:
             with _tried():
                 offers += [one for one in await self._cluster.offers() if not (h := self.hosts.get(one.name)) or h.lost]
             for host in lost:
-                if self.hosts.get(host.name) is not host:  # it has replaced another one
+                if self.hosts.get(host.name) is not host:  # a new agent there replaces another lost host
                     continue
                 wanted, used = _gpus_on(host.name, self._given), {place.host for place in self._given.values()}
-                # The host itself where it is back, or one that has to bring back nothing. Those that failed come last.
+                # The host itself if it is back, or one on which nothing was placed. Those that failed come last.
                 fitting = [one for one in offers if one.name == host.name]
                 fitting += [one for one in offers if host.name in used and one.name not in used]
                 if not (fitting := [one for one in fitting if one.gpus >= wanted]):
