@@ -267,8 +267,8 @@ class TrainingSample(Record, frozen=True):
     policy versions of its trained tokens; where they differ, ``version_spans`` says which of ``token_ids`` is of which.
     ``separate_rewards``: weight and value of each reward that is compared alone; empty: ``reward`` is compared.
     ``temperature``: that sampled it, where it is not the recipe's. ``sequence_starts``: where each of several sequences
-    begins in ``token_ids``, with the prompt again; empty: there is one. ``turn_rewards``: of the trajectory, by number
-    of the turn; ``turns``: number and tokens of each turn, in the order of ``token_ids``; empty where there is none.
+    begins in ``token_ids``, with the prompt again; empty: there is one. ``turns``: number and sampled tokens of each
+    turn, in the order of ``token_ids``. ``turn_rewards``: by number of the turn; a turn past its end earned 0.
     ``routed``: by position in ``token_ids``; of a token that is in two, the first holds."""
 
     id: TrajectoryId
@@ -344,7 +344,7 @@ def to_training_sample(scored: ScoredTrajectory, temperature: float | None = Non
         temperature=temperature,
         sequence_starts=tuple(starts) if len(starts) > 1 else (),
         turn_rewards=scored.turn_rewards,
-        turns=tuple(turns) if scored.turn_rewards else (),
+        turns=tuple(turns),
         routed=tuple(routed),
     )
 

@@ -87,7 +87,7 @@ class Game:
         return [{"role": "user", "content": f"level {level}"}], {}
     def step(self, text):
         self.seen.append(text)
-        return f"you said {text}", 0.5, len(self.seen) == 3, False, {}
+        return f"you said {text}", 0.0 if text == "lose" else 0.5, len(self.seen) == 3, False, {}
     async def close(self): LEFT.append(self.seed)
 
 async def talks(model, question, *, answer=""):
@@ -538,6 +538,12 @@ async def test_many_games_that_sleep_do_so_at_once(qwen: Tokenizer, code: Callab
     assert [type(outcome.outcome) for outcome in run.outcomes] == [ScoredTrajectory] * 300
     slept = [outcome.outcome.trajectory.environment.turns[-1] for outcome in run.outcomes]
     assert all(after_s > 2.4 for _, after_s, _, _ in slept), "it sleeps after its only turn"
+
+
+async def test_turns_that_all_earned_0_have_rewards(qwen: Tokenizer, code: Callable[[str], str]) -> None:
+    trajectory = await Run(Environment(env=code("Game")), qwen, lambda text: "lose").one({"level": 3})
+    assert isinstance(trajectory, Trajectory)
+    assert trajectory.turn_rewards == (0.0,) * 3
 
 
 async def test_a_coroutine_talks_and_rewards(qwen: Tokenizer, code: Callable[[str], str]) -> None:

@@ -56,8 +56,12 @@ def _overlong(sample: TrainingSample, options: TrainerOptions) -> float:
 def has_signal(group: TrainingGroup, options: TrainerOptions) -> bool:
     """Return whether a group can have a gradient at all. Rewards that are compared alone, or by turns, may differ where
     totals are equal."""
-    turns = options.credit is not Credit.TRAJECTORY
-    compared = [(shaped_reward(s, options), s.separate_rewards, turns and s.turn_rewards) for s in group.samples]
+    by_turns = options.credit is not Credit.TRAJECTORY
+    # Turns that all earned 0 are compared as turns without a reward are, whatever their number.
+    compared = [
+        (shaped_reward(s, options), s.separate_rewards, by_turns and any(s.turn_rewards) and s.turn_rewards)
+        for s in group.samples
+    ]
     return options.objective.trains_without_signal or any(rewards != compared[0] for rewards in compared)
 
 
@@ -94,15 +98,23 @@ def _compared(group: TrainingGroup, penalties: Sequence[FloatVector], options: T
     sums = [float(p.sum()) if estimator.compares_siblings else 0.0 for p in penalties]
     totals = [shaped_reward(sample, options) - penalty for sample, penalty in zip(samples, sums, strict=True)]
     if options.credit is not Credit.TRAJECTORY:
-        turns_ST = turn_advantages(totals, [s.turn_rewards or (0.0,) for s in samples], options.credit, estimator)
-        turns = [np.array(sample.turns or [(0, sample.trained_tokens)]).T for sample in samples]
-        return [np.repeat(of_T[own[0]], own[1]) for of_T, own in zip(turns_ST.numpy(), turns, strict=True)]
+        turns_ST = turn_advantages(totals, [_turn_rewards(s) for s in samples], options.credit, estimator)
+        turns = [np.array(sample.turns, dtype=np.int64).reshape(-1, 2).T for sample in samples]
+        return [
+            np.repeat(of_T[numbers], tokens) for of_T, (numbers, tokens) in zip(turns_ST.numpy(), turns, strict=True)
+        ]
     if not estimator.compares_siblings:
         return totals
     if not any(sample.separate_rewards for sample in samples):
         return list(group_advantages(torch.tensor(totals, dtype=torch.float64), estimator).tolist())
     rewards = [s.separate_rewards | _shaping(s, penalty, options) for s, penalty in zip(samples, sums, strict=True)]
     return list(separate_advantages(rewards, estimator).tolist())
+
+
+def _turn_rewards(sample: TrainingSample) -> tuple[float, ...]:
+    """Reward of each turn of a sample, one at least; 0 where its environment gave none."""
+    turns = 1 + max((number for number, _ in sample.turns), default=0)
+    return sample.turn_rewards + (0.0,) * (turns - len(sample.turn_rewards))
 
 
 def _shaping(sample: TrainingSample, penalty: float, options: TrainerOptions) -> dict[str, tuple[float, float]]:

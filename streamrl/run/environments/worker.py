@@ -231,8 +231,9 @@ class _Serving:
         if not opened.turns_given and end.kind is None and turns.limit:
             end = _End(kind=RewardFailureKind.RAISED, message=turns.limit)
         seconds, calls, notes = round(opened.spent_s, 6), dict(model.counts), dict(model.notes)
-        rewards = tuple([model.turn_rewards.get(turn, 0.0) for turn in range(opened.turns_given)])
-        turns_earned = rewards if any(rewards) else ()
+        # Turns that earned 0 have a reward: only an episode that rewards no turn has none.
+        rewarded_turns = range(opened.turns_given) if model.turn_rewards else ()
+        turns_earned = tuple([model.turn_rewards.get(turn, 0.0) for turn in rewarded_turns])
         self._send_event.send_nowait(
             EpisodeEnded(
                 episode=order.episode,
