@@ -7,7 +7,7 @@ for type checkers count: an arrow is a dependency, whenever it is followed."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -131,15 +131,21 @@ def place_of(path: Path, root: Path) -> Place:
 def imports_of(paths: Iterable[Path], root: Path) -> list[Import]:
     """All imports of one module of ``streamrl`` by another, each once a line."""
     places = {place_of(path, root).module: path for path in paths}
-    found: dict[Import, None] = {}
+    imports: dict[Import, None] = {}
     for name, path in places.items():
-        source = place_of(path, root)
-        for node in nodes_of(path):
-            for target in _targets(node):
-                module = target if target in places else target.rpartition(".")[0]
-                if module in places and module != name:
-                    found[Import(source, place_of(places[module], root), node.lineno)] = None  # type: ignore[attr-defined]
-    return list(found)
+        for module, line in _imported_modules(path, places):
+            if module != name:
+                imports[Import(place_of(path, root), place_of(places[module], root), line)] = None
+    return list(imports)
+
+
+def _imported_modules(path: Path, modules: Container[str]) -> Iterator[tuple[str, int]]:
+    """Those of ``modules`` that a file imports, with the line."""
+    for node in nodes_of(path):
+        for target in _targets(node):
+            module = target if target in modules else target.rpartition(".")[0]
+            if module in modules:
+                yield module, node.lineno  # type: ignore[attr-defined]
 
 
 def _targets(node: ast.AST) -> Iterator[str]:
@@ -232,4 +238,14 @@ def circles_of_folders(imports: Iterable[Import]) -> list[list[str]]:
     for one in imports:
         if one.source.folder and one.target.folder and one.source.folder != one.target.folder:
             graph.setdefault(one.source.folder, set()).add(one.target.folder)
+    return circles(graph)
+
+
+def circles_of_scripts(paths: Iterable[Path], root: Path) -> list[list[str]]:
+    """Modules outside of ``streamrl`` that import each other; ``root``: directory below which they are imported."""
+    modules = {}
+    for path in paths:
+        name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        modules[name] = path
+    graph = {name: {module for module, _ in _imported_modules(path, modules)} for name, path in modules.items()}
     return circles(graph)

@@ -30,7 +30,16 @@ PLANTS = {
     "an opening": ("base/a.py", '"""How it is."""\n', "streamrl/base/a.py:1: How it is.", 1),
     "a word": ("base/a.py", "# The s" + "helf of a run.\n", "prompt store", 1),
     "a word in a name": ("base/a.py", "def begin_anew(): ...\n", "begin_anew: 'anew': restart", 1),
-    "a long class": ("base/a.py", "class A:\n" + "    x = 1\n" * 250, "A has 251 lines", 1),
+    "a long class": ("base/a.py", "class A:\n" + "    x = 1\n" * 201, "A has 201 statements", 1),
+    "a long function": ("base/a.py", "def f():\n" + "    x = 1\n" * 46, "f has 46 statements", 1),
+    "a tuple": ("base/a.py", "a, b = 1, 2\n", "streamrl/base/a.py:1: a, b = (1, 2)", 0),
+    "an unpacked call": ("base/a.py", "a, b = f()\n", "assignments of tuples to tuples: 0", 0),
+    "a value or empty": ("base/a.py", "a = b if c else ()\n", "streamrl/base/a.py:1: b if c else ()", 0),
+    "a participle": ("base/a.py", "def f(_found): ...\n", "streamrl/base/a.py:1: _found", 0),
+    "a preposition": ("base/a.py", '"""A. ``b``: of a."""\n', "streamrl/base/a.py:1: ``b``: of", 0),
+    "a long name of a test": ("../tests/a.py", f"def test_{'a' * 60}(): ...\n", "tests/a.py:1: test_aaa", 0),
+    "a circle of campaigns": ("../campaigns/a.py", "from campaigns import b\n", "circles of files in campaigns: 1", 0),
+    "comments and blank lines": ("base/a.py", "\n# A comment.\n" * 99, "nodes of streamrl: 24", 0),
     "nothing": ("base/a.py", "class A:\n    pass\n", "imports against the order: 0", 0),
 }
 
@@ -46,6 +55,7 @@ def house(tmp_path: Path) -> Path:
         "streamrl/base/b.py": "",
         "streamrl/recipe/fields.py": "def paths_in_view(recipe):\n    return []\n",
         "streamrl/recipe/sections.py": "class Recipe:\n    pass\n",
+        "campaigns/b.py": "from campaigns import a\n",
         "README.md": "A house.\n",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +71,7 @@ def test_the_lint_finds_what_is_planted(house: Path, plant: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     done = subprocess.run(
-        [sys.executable, ROOT / "lint" / "house.py", house],
+        [sys.executable, ROOT / "lint" / "house.py", "-v", house],
         env={"PYTHONPATH": str(house), "PATH": "/usr/bin:/bin:/usr/local/bin"},
         capture_output=True,
         text=True,
