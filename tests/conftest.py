@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forks.server import ENGINES, RUNS, WORKERS
+from forks.starts import install, own_children, starts
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
@@ -54,6 +56,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """For several workers: what starts vLLM takes longest, and what comes last leaves the others idle."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not starts_vllm(item.path))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Have processes be forks (``forks``), the workers of pytest among them: tests are imported once for all."""
+    install()
+    if session.config.getoption("numprocesses", None):
+        starts.tests = session.config.args
+        starts.kind = WORKERS
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Choose how the processes of a test are started: of a server that has vLLM where an engine is real."""
+    starts.kind = ENGINES if starts_vllm(item.path) else RUNS
+    if item.get_closest_marker("started"):
+        starts.kind = ""
+
+
+def pytest_sessionfinish() -> None:
+    starts.close()
 
 
 @pytest.fixture(autouse=True)
@@ -144,8 +167,8 @@ def _children() -> list[psutil.Process]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # reaps nobody
     except ChildProcessError:
         return []  # as after most tests: psutil would look at every process of the machine
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if _lives(process) and not any(w in _command(process) for w in _SHARED)]
+    children = own_children(recursive=True)
+    return [process for process in children if _lives(process) and not any(w in _command(process) for w in _SHARED)]
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -162,6 +162,8 @@ def _how_it_ended(code: int) -> tuple[str, str]:
 
 # ---- in the forked process -----------------------------------------------------------------------------
 
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+
 
 def _child(
     target: Target, numbers: range, input_at: Callable[[int], list[bytes]], current: memoryview, sink: int
@@ -172,6 +174,8 @@ def _child(
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         faulthandler.disable()
+        for number in _CRASHES:  # a library's own handler may take half a second to print a native backtrace
+            signal.signal(number, signal.SIG_DFL)
         os.environ["RUST_BACKTRACE"] = "0"  # a panic's backtrace takes 50 MiB of symbols
         with open("/proc/self/status") as file:
             size = next(int(line.split()[1]) for line in file if line.startswith("VmSize:"))

@@ -17,6 +17,7 @@ import anyio
 import msgspec
 import psutil
 import pytest
+from forks.starts import own_children
 from loopback_hosts import STAND_IN, LoopbackHosts
 
 from streamrl.base.errors import RecipeError
@@ -111,7 +112,7 @@ async def test_a_repeated_request_repeats_nothing(run: Path) -> None:
 
 async def test_a_lease_that_is_killed_is_replaced(run: Path) -> None:
     def leases() -> list[psutil.Process]:
-        found = [one for one in psutil.Process().children() if lives(one.pid)]
+        found = [one for one in own_children() if lives(one.pid)]
         return [one for one in found if "streamrl.launch.launchers.lease" in one.cmdline()]
 
     async with agent_of(setup_of(run)) as agent:

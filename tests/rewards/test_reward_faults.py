@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import pytest_asyncio
 import torch
+from forks.starts import own_children
 
 from streamrl.base.concurrent_calls import first_error
 from streamrl.base.errors import StreamRLError
@@ -43,7 +43,7 @@ def everything_left() -> tuple[set[int], set[str]]:
             descriptors.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
         except FileNotFoundError:
             continue
-    return {process.pid for process in psutil.Process().children(recursive=True)}, descriptors
+    return {process.pid for process in own_children(recursive=True)}, descriptors
 
 
 class Pool:
@@ -197,7 +197,7 @@ async def test_process_without_cpu_time_begins_its_oldest_call_although_those_be
 ) -> None:
     rewards = await pool.open(noted, processes=1)
     assert len(await rewards.score([make_trajectory("warm")])) == 1
-    processes = [process for process in psutil.Process().children(recursive=True) if not process.children()]
+    processes = [process for process in own_children(recursive=True) if not process.children()]
     for process in processes:
         process.suspend()
     scored = asyncio.create_task(rewards.score([make_trajectory(text, sample=i) for i, text in enumerate(["a", "bb"])]))

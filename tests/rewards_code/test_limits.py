@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from forks.starts import own_children
 
 from streamrl.rewards.sandbox.sandbox import ProgramEnd, Sandbox, SandboxError
 
@@ -26,7 +27,7 @@ async def run(sandbox: Sandbox, source: str, limits: Any, stdin: bytes = b"") ->
 def running() -> list[psutil.Process]:
     """What the zygotes of this process started and has not ended."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in own_children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended since the list was made
             if process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)

@@ -26,16 +26,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import torch
 from real_engines import (
     ARCHITECTURES,
     Architecture,
     Push,
     changed_at_random,
+    engine_variables,
     publisher_of,
     running_engine,
     sample,
     save_bits,
-    set_engine_variables,
     write_model,
 )
 
@@ -129,17 +130,14 @@ def main() -> int:
         help="JSON: arguments of vLLM that its CPU engine takes weights with, and dies of at a request",
     )
     options = arguments.parse_args()
+    torch.set_num_threads(1)  # an engine's core is a fork of this process, and would wait for OpenMP's threads
     failed, stages = False, (options.engine or {}).get("pipeline_parallel_size", 1)
     for name in options.architectures or ARCHITECTURES:
         for workers in (options.workers,) if options.workers else (1, 2):
             started = time.monotonic()
             with tempfile.TemporaryDirectory() as directory:
-                set_engine_variables(
-                    os.environ.__setitem__,
-                    Path(directory),
-                    workers=workers * stages,
-                    STREAMRL_CPU_LINEAR=options.linear,
-                )
+                variables = engine_variables(Path(directory), workers=workers * stages, linear=options.linear)
+                os.environ.update(variables)
                 compared = asyncio.run(
                     push_many(
                         Path(directory),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -155,13 +155,17 @@ def changed_at_random(bits: Bits, seed: int) -> Bits:
 
 @asynccontextmanager
 async def running_engine(directory: Path, dtype: str, **more: Any) -> AsyncIterator[Any]:
-    """An ``AsyncLLM`` with streamrl's weight backend. ``more``: further engine arguments."""
+    """An ``AsyncLLM`` with streamrl's weight backend, whose core is a fork of this process as in a run: call it where
+    no operation of torch has started threads. ``more``: further engine arguments."""
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+    from streamrl.engines.vllm.processes import fork_engine_core
     from streamrl.weights import WEIGHT_BACKEND
 
+    one_worker = more.get("tensor_parallel_size", 1) * more.get("pipeline_parallel_size", 1) == 1
     arguments = AsyncEngineArgs(
         model=str(directory),
         skip_tokenizer_init=True,
@@ -172,11 +176,14 @@ async def running_engine(directory: Path, dtype: str, **more: Any) -> AsyncItera
         max_num_batched_tokens=2048,
         enable_chunked_prefill=False,
         num_gpu_blocks_override=100,
+        distributed_executor_backend=UniProcExecutor if one_worker else "mp",
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=WEIGHT_BACKEND),
         **more,
     )
-    llm = AsyncLLM.from_engine_args(arguments)
+    config = arguments.create_engine_config()
+    fork_engine_core(spawn_workers=True)
+    llm = AsyncLLM.from_vllm_config(config)
     context = llm.engine_core.ctx
     try:
         yield llm
@@ -265,21 +272,18 @@ async def sample(llm: Any, tokens: int, seed: int | None = None) -> Any:
     return final.outputs[0]
 
 
-def set_engine_variables(
-    set_variable: Callable[[str, str], None], rpc_directory: Path, *, workers: int = 1, **more: str
-) -> None:
-    """What an engine's process needs in its environment; one core for each worker."""
+def engine_variables(rpc_directory: Path, *, workers: int = 1, linear: str = "plain") -> dict[str, str]:
+    """Variables of a process with an engine; one core for each worker."""
     from streamrl.weights import engine_environment
 
     cores = sorted(os.sched_getaffinity(0))
-    variables = {
+    return {
         **engine_environment(),
+        "STREAMRL_CPU_LINEAR": linear,
+        "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[i % len(cores)]) for i in range(workers)),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": str(rpc_directory),
         "HF_HUB_OFFLINE": "1",
-        **more,
     }
-    for name, value in variables.items():
-        set_variable(name, value)

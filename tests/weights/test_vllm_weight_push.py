@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from all_architectures import EMPTY, faults_of, push_many  # noqa: E402
+from forks.call import call_in_process  # noqa: E402
 from real_engines import (  # noqa: E402
     ARCHITECTURES,
     LAYERS,
@@ -29,12 +29,12 @@ from real_engines import (  # noqa: E402
     Push,
     Shapes,
     changed,
+    engine_variables,
     publisher_of,
     running_engine,
     runtime_checksums,
     sample,
     save_bits,
-    set_engine_variables,
     tensors_of,
     write_model,
 )
@@ -51,16 +51,14 @@ async def checksums_of(push: Push) -> dict[str, str]:
     return {name.rpartition(":")[2]: digest for name, digest in (await push.checksums()).items()}
 
 
-@pytest.fixture
-def engine_variables(monkeypatch: pytest.MonkeyPatch, socket_directory: Path) -> Callable[..., None]:
-    return lambda **options: set_engine_variables(monkeypatch.setenv, socket_directory, **options)
-
-
-async def test_pushes_into_a_running_engine(tmp_path: Path, engine_variables: Callable[..., None]) -> None:
+def test_pushes_into_a_running_engine(tmp_path: Path, socket_directory: Path) -> None:
     """Tied Qwen2 in float32: deltas with requests in flight, then everything that must be refused, and an anchor; a
     second engine, which loads the old checkpoint, takes all deltas since as one."""
-    engine_variables()
-    directory = tmp_path / "model"
+    call_in_process(push_into_two_engines, tmp_path, variables=engine_variables(socket_directory))
+
+
+async def push_into_two_engines(folder: str) -> None:
+    tmp_path, directory = Path(folder), Path(folder) / "model"
     bits, shapes = write_model(directory, ARCHITECTURES["qwen2-tied-biases"])
     with publisher_of(shapes, tmp_path, checkpoint=directory, chain_bytes=1 << 30) as publisher:
         async with running_engine(directory, "float32") as llm, asyncio.TaskGroup() as tasks:
@@ -147,13 +145,16 @@ def corrupt_last_chunk(publisher: WeightPublisher) -> None:
     publisher._server.serve([*others, ServedPart(part.policy_version, part.manifest_digest, part.manifest, chunks)])
 
 
-async def test_packed_and_quantised_layers(tmp_path: Path, engine_variables: Callable[..., None]) -> None:
+def test_packed_and_quantised_layers(tmp_path: Path, socket_directory: Path) -> None:
     """Query and key norms, untied heads, a bfloat16 engine, packed kernels beside the parameters: what is computed with
     is only seen in the output. One kind of layer is quantised while it is loaded, and rebuilt: it equals that of an
     engine that loads the result. ``all_architectures.py`` has the other kinds of model."""
-    engine_variables(STREAMRL_CPU_LINEAR="packed")
+    call_in_process(push_into_packed_layers, tmp_path, variables=engine_variables(socket_directory, linear="packed"))
+
+
+async def push_into_packed_layers(folder: str) -> None:
+    tmp_path, directory = Path(folder), Path(folder) / "model"
     quantised = {"quantization": "online", "quantization_config": {"targets": {"*down_proj": "fp8_per_channel"}}}
-    directory = tmp_path / "model"
     bits, shapes = write_model(directory, ARCHITECTURES["qwen3"])
     outputs = []
     with publisher_of(shapes, tmp_path, checkpoint=directory) as publisher:
@@ -179,11 +180,13 @@ async def test_packed_and_quantised_layers(tmp_path: Path, engine_variables: Cal
         assert list((await sample(fresh, 40)).token_ids) == outputs[-1]
 
 
-async def test_experts_on_two_workers_after_many_deltas(tmp_path: Path, engine_variables: Callable[..., None]) -> None:
+def test_experts_on_two_workers_after_many_deltas(tmp_path: Path, socket_directory: Path) -> None:
     """Experts that vLLM packs after loading, cut between two tensor-parallel workers, against an engine that loads the
     result afresh. ``all_architectures.py`` does this for every kind of model."""
-    engine_variables(workers=2)
-    architecture = ARCHITECTURES["qwen2-moe"]
-    compared = await push_many(tmp_path, architecture, dtype="bfloat16", workers=2, deltas=30)
+    call_in_process(push_into_experts, tmp_path, variables=engine_variables(socket_directory, workers=2))
+
+
+async def push_into_experts(folder: str) -> None:
+    compared = await push_many(Path(folder), ARCHITECTURES["qwen2-moe"], dtype="bfloat16", workers=2, deltas=30)
     assert not faults_of(*compared)
     assert len({name.partition(":tp")[2][:1] for name in compared[0]}) == 2, "the checksums are of one worker"
