@@ -39,20 +39,28 @@ Node = tuple[Path, ast.AST]
 def nodes_in(paths: Iterable[Path], *kinds: type[ast.AST]) -> Iterator[Node]:
     """Nodes of ``kinds`` in the syntax trees of ``paths``, each with its file."""
     for path in paths:
-        for node in nodes_of(path):
-            if isinstance(node, kinds):
+        for kind in kinds:
+            for node in nodes_of(path).get(kind, ()):
                 yield path, node
 
 
 def number_of_nodes(paths: Iterable[Path]) -> int:
     """Number of all nodes of the syntax trees of ``paths``."""
-    return sum(len(nodes_of(path)) for path in paths)
+    return sum(len(nodes) for path in paths for nodes in nodes_of(path).values())
 
 
 def _statements(definition: ast.AST) -> int:
     """Number of statements in a class or function, docstrings apart."""
-    statements = [node for node in ast.walk(definition) if isinstance(node, ast.stmt) and node is not definition]
-    return sum(not _is_docstring(statement) for statement in statements)
+    count = 0
+    left = list(ast.iter_child_nodes(definition))
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.stmt):
+            count += not _is_docstring(node)
+            left.extend(ast.iter_child_nodes(node))
+        elif isinstance(node, ast.ExceptHandler | ast.match_case):
+            left.extend(ast.iter_child_nodes(node))
+    return count
 
 
 def _is_docstring(statement: ast.stmt) -> bool:

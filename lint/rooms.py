@@ -113,9 +113,20 @@ def tree_of(path: Path) -> ast.Module:
 
 
 @cache
-def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    """All nodes of the syntax tree of a file."""
-    return tuple(ast.walk(tree_of(path)))
+def nodes_of(path: Path) -> Mapping[type[ast.AST], list[ast.AST]]:
+    """All nodes of the syntax tree of a file, by their kind."""
+    nodes: dict[type[ast.AST], list[ast.AST]] = {}
+    left: list[ast.AST] = [tree_of(path)]
+    while left:
+        node = left.pop()
+        nodes.setdefault(type(node), []).append(node)
+        for field in node._fields:
+            value = getattr(node, field, None)
+            if isinstance(value, ast.AST):
+                left.append(value)
+            elif isinstance(value, list):
+                left.extend([item for item in value if isinstance(item, ast.AST)])
+    return nodes
 
 
 def place_of(path: Path, root: Path) -> Place:
@@ -141,11 +152,12 @@ def imports_of(paths: Iterable[Path], root: Path) -> list[Import]:
 
 def _imported_modules(path: Path, modules: Container[str]) -> Iterator[tuple[str, int]]:
     """Those of ``modules`` that a file imports, with the line."""
-    for node in nodes_of(path):
+    nodes = nodes_of(path)
+    for node in [*nodes.get(ast.Import, ()), *nodes.get(ast.ImportFrom, ())]:
         for target in _targets(node):
             module = target if target in modules else target.rpartition(".")[0]
             if module in modules:
-                yield module, node.lineno  # type: ignore[attr-defined]
+                yield module, node.lineno
 
 
 def _targets(node: ast.AST) -> Iterator[str]:

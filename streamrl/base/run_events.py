@@ -9,11 +9,13 @@ from streamrl.base.messages import Message
 
 
 class StartProgress(Message, frozen=True):
-    """State of ``process`` (or several, with commas) while the run starts: ``starting`` or ``ready``."""
+    """State of ``process`` (or several, with commas) while the run starts: ``starting`` or ``ready``. ``phases``: work
+    that each does now, by its name, where it has noted any."""
 
     process: str
     state: str
     seconds: float
+    phases: dict[str, str] = {}
 
 
 class RunStarted(Message, frozen=True):

@@ -1,12 +1,22 @@
-"""Named waits: who waits for what, since when. One registry a run; a long wait registers itself where it waits."""
+"""Named waits: who waits for what, since when. One registry a run; a long wait registers itself where it waits.
+
+While a run starts, the command waits for its processes: each notes in its log what it begins to do until it is ready
+(``note_phase``), and the command reads the last note of each (``start_phases``)."""
 
 from __future__ import annotations
 
+import logging
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
+
+_phase_log = logging.getLogger("streamrl.start")
+_PHASE = re.compile(r"streamrl\.start: (.*)")
+_LAST_CHARACTERS = 1 << 14
 
 
 class NamedWait(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,3 +54,22 @@ class Waits:
     def lines(self) -> list[str]:
         """The same for people."""
         return [f"{wait.who} waits for {wait.what}, for {seconds:.1f} s" for wait, seconds in self.open()]
+
+
+def note_phase(phase: str) -> None:
+    """Note in the log of this process what it does now, such as ``imports vLLM``."""
+    _phase_log.info("%s", phase)
+
+
+def start_phases(logs: Path, names: Iterable[str], started: Path) -> dict[str, str]:
+    """Phases of the processes ``names`` by their logs in ``logs``, without those that noted none yet. ``started``: file
+    that was written when they were started; what was logged before is of an earlier start."""
+    phases = {}
+    for name in names:
+        log = logs / f"{name}.log"
+        try:
+            if log.stat().st_mtime >= started.stat().st_mtime:
+                phases[name] = _PHASE.findall(log.read_text(errors="replace")[-_LAST_CHARACTERS:])[-1]
+        except (OSError, IndexError):
+            continue
+    return phases

@@ -17,6 +17,7 @@ import msgspec
 
 from streamrl.base.printable import also_log_to, log_to
 from streamrl.base.run_events import RunFinished, RunStarted, StartProgress
+from streamrl.base.waits import start_phases
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, RunPath, recipe_file
 from streamrl.cli.dry_run import dry_run
 from streamrl.cli.models.runs import listed_run
@@ -30,7 +31,7 @@ from streamrl.recipe.learning_rate import learning_rate_notice
 from streamrl.recipe.rules.load import read_recipe
 from streamrl.recipe.rules.transport_rules import insecure_notice
 from streamrl.recipe.sections import ClusterKind, EngineKind, Recipe
-from streamrl.recipe.topology import Role, plan_topology, read_topology
+from streamrl.recipe.topology import TOPOLOGY_FILE, Role, plan_topology, read_topology
 
 DRAIN_S = 600.0
 """How long a drain may take: the open step and a checkpoint. A second signal ends the run at once."""
@@ -187,9 +188,13 @@ class _Run:
         by_hand = [process.name for process in processes if not process.local]
         if by_hand:
             self._report.line(f"waiting for {', '.join(by_hand)}: start them with `streamrl serve`")
-        shown = (p for p in processes if not p.starts_inactive and p.role is not Role.CONTROLLER)
-        names = ", ".join(process.name for process in shown)
+        names = [p.name for p in processes if not p.starts_inactive and p.role is not Role.CONTROLLER]
         while not self._started.is_set():
-            self._report(StartProgress(process=names, state="starting", seconds=time.monotonic() - began))
+            phases: dict[str, str] = {}
+            if self._pipeline is not None:
+                run = self._pipeline.run_directory
+                phases = start_phases(run / "logs", names, run / TOPOLOGY_FILE)
+            seconds = time.monotonic() - began
+            self._report(StartProgress(process=", ".join(names), state="starting", seconds=seconds, phases=phases))
             with anyio.move_on_after(1):
                 await self._started.wait()

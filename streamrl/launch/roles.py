@@ -19,6 +19,7 @@ from streamrl.base.messages import (
     TrainingOrder,
 )
 from streamrl.base.run_process import RUN_MARKER
+from streamrl.base.waits import note_phase
 from streamrl.comm.guarded_sockets import KeyGuard
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import ZmqReceiveStream, ZmqSendStream, zmq_receiver, zmq_sender
@@ -136,6 +137,7 @@ def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
 
 async def run_trainer(context: ChildContext) -> None:
     """Train as one rank until the batches end. A run that resumes goes on from its newest checkpoint."""
+    note_phase("imports torch and transformers")
     from streamrl.learning.options import trainer_options
     from streamrl.learning.state.durable_files import newest_checkpoint
     from streamrl.learning.trainer import TorchTrainer
@@ -157,12 +159,14 @@ async def run_trainer(context: ChildContext) -> None:
         options = msgspec.structs.replace(options, device="cuda")  # the only one that it sees
     trainer = TorchTrainer(options, start_publisher, tokenizer_digest)
     streams = controller_streams(context.topology, name, ("batches", TrainingOrder), ("reports", TrainingEvent))
+    note_phase("loads the model")
     async with streams as (batches, reports):
         await run_training(trainer, batches, reports)
 
 
 async def run_reward(context: ChildContext) -> None:
     """Score with the user's functions, in a process that can be killed, until the orders end."""
+    note_phase("imports the reward functions")
     from streamrl.pretrained.tokenizer import load_tokenizer
     from streamrl.rewards.calls.worker import run_reward_worker
 
@@ -177,6 +181,7 @@ async def run_reward(context: ChildContext) -> None:
 
 async def run_environment(context: ChildContext) -> None:
     """Run episodes of the user's code, in a process that can be killed, until the orders end."""
+    note_phase("imports the environment")
     from streamrl.pretrained.tokenizer import load_tokenizer
     from streamrl.run.environments.worker import run_environment_worker
 

@@ -246,7 +246,7 @@ def run_of(clock: Clock, directory: Path, steps: int = 4) -> Iterator[object]:
     yield StartProgress(process=both, state="starting", seconds=3.0)
     yield StartProgress(process="trainer-0", state="ready", seconds=3.0)
     clock.now += 31
-    yield StartProgress(process=both, state="starting", seconds=34.0)
+    yield StartProgress(process=both, state="starting", seconds=34.0, phases={"engine-0": "imports vLLM"})
     yield StartProgress(process="engine-0", state="ready", seconds=34.0)
     yield StartProgress(process="engine-0", state="ready", seconds=34.5)
     yield StartProgress(process=both, state="starting", seconds=99.0)
@@ -275,7 +275,7 @@ def test_a_whole_run_on_a_pipe(tmp_path: Path) -> None:
     rest += "free-slots 71%  engine-idle 4%  trainer-idle 62%  mismatch 5e-06  {}"
     assert lines[:17] == [
         "trainer-0 ready after 3.0 s",
-        "waiting for engine-0 (34 s)",
+        "waiting for engine-0: imports vLLM (34 s)",
         "engine-0 ready after 34 s",
         "run sort-1: 4 steps, 299,136 parameters",
         f"  files    {tmp_path}",

@@ -14,6 +14,7 @@ from builders import small_recipe
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import PARENT_PID
+from streamrl.base.waits import start_phases
 from streamrl.launch.external import serve_external
 from streamrl.launch.launchers.exit_files import ExitKind, read_reason
 from streamrl.launch.roles import role_main
@@ -107,3 +108,17 @@ def test_what_cannot_be_served_by_hand(role: Role, index: int, kind: TransportKi
     recipe = msgspec.structs.replace(RECIPE, transport=Transport(kind=kind))
     with pytest.raises(RecipeError, match=names):
         serve_external(role, recipe, index)
+
+
+def test_the_phase_of_a_start_is_the_last_note_of_its_log(tmp_path: Path) -> None:
+    """Notes of an earlier start, and of processes that noted none, are no phases."""
+    line = "2026-11-28 12:00:00,000 INFO {}: {}\n"
+    notes = [line.format("streamrl.start", "imports vLLM"), line.format("streamrl.start", "loads the model")]
+    (tmp_path / "before.log").write_text("".join(notes))
+    os.utime(tmp_path / "before.log", (1, 1))
+    (tmp_path / "topology.json").touch()
+    (tmp_path / "now.log").write_text(notes[0] + line.format("streamrl.engines", "imports nothing"))
+    (tmp_path / "later.log").write_text("".join(notes))
+    (tmp_path / "silent.log").touch()
+    phases = start_phases(tmp_path, ["before", "now", "later", "silent", "absent"], tmp_path / "topology.json")
+    assert phases == {"now": "imports vLLM", "later": "loads the model"}

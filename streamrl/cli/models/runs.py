@@ -14,8 +14,8 @@ from rich.table import Table
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.command import Argument, Command, print_json
-from streamrl.launch.models.model_card import SCORE, hub_name
-from streamrl.observe.follow.run_files import RunFiles, RunStatus, runs_in
+from streamrl.observe.follow.run_files import SCORE, RunFiles, RunStatus, runs_in
+from streamrl.recipe.rules.hub_names import hub_name
 from streamrl.recipe.toml_text import toml_value
 
 RUNS = Path("runs")

@@ -69,6 +69,15 @@ def cpu_environment(linear: str = "plain") -> dict[str, str]:
     }
 
 
+def inspect_models_here() -> None:
+    """Let vLLM look at a model's class in this process. By itself it starts another one for an architecture of which it
+    has no note yet, which imports all of vLLM: more than half of the processor time of a host's first start. That is to
+    keep CUDA uninitialised where the class is imported, so it stays so for GPUs."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+
 def vllm_config(options: PlainOptions, **more: Any) -> Any:
     """vLLM's configuration of the engine; ``more``: further arguments of vLLM. Raises ``ValueError`` where vLLM rejects
     them."""
@@ -78,6 +87,7 @@ def vllm_config(options: PlainOptions, **more: Any) -> Any:
     if options.on_cpu:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+        inspect_models_here()
         arguments |= {
             # One process computes and schedules. With vLLM's default two of them spin for each other on every token,
             # which on two cores costs a quarter of the step and 430 MB. A class is taken as it is; "uni" is not.

@@ -17,6 +17,7 @@ import psutil
 from streamrl.base.errors import ModelRefused
 from streamrl.base.messages import EngineLoad, EngineReady, Generate
 from streamrl.base.types import Completion, FinishReason, TokenArray, routed_within
+from streamrl.base.waits import note_phase
 from streamrl.engines.plain_vllm.engine import PlainVllmEngine, completion_of, routed_of
 from streamrl.engines.plain_vllm.options import vllm_config
 from streamrl.engines.resumption import (
@@ -109,10 +110,12 @@ class VllmEngine(PlainVllmEngine):
                 await anyio.to_thread.run_sync(self._processes.end_all)
 
     def _build(self) -> Any:
+        note_phase("imports vLLM")
         from vllm.v1.engine.async_llm import AsyncLLM
 
         others = {child.pid for child in psutil.Process().children()}
         config = engine_config(self._options)
+        note_phase("vLLM loads the model and warms up")
         fork_engine_core(spawn_workers=self._options.on_cpu)
         holds = hold_outputs(self._counters)
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)

@@ -11,12 +11,10 @@ import msgspec
 
 from streamrl.launch.models.saved_model import SavedModel
 from streamrl.launch.run_directory import INPUTS_FILE, RunInputs
-from streamrl.observe.follow.run_files import RunFiles
-from streamrl.recipe.rules.hub_names import cached_name
+from streamrl.observe.follow.run_files import SCORE, RunFiles
+from streamrl.recipe.rules.hub_names import hub_name
 from streamrl.recipe.sections import Recipe
 
-SCORE = re.compile(r"eval/(?P<set>.+)/(?P<metric>(avg|pass)@\d+)")
-"""Metrics that are scores of an evaluation."""
 _OF_THE_BASE = ("license", "license_name", "license_link", "language")
 """Fields of the base's card that hold for what was made of it."""
 
@@ -52,12 +50,6 @@ def model_card(saved: SavedModel, recipe: Recipe) -> str:
     lines += [f"| {found['set']} | {found['metric']} | {value:.4g} |" for found, value in scores]
     lines += ["", "| training | |", "|---|---|", *(f"| {fact} | {text} |" for fact, text in _facts(saved, recipe)), ""]
     return "\n".join(["---", metadata.to_yaml(), "---", "", *lines])
-
-
-def hub_name(path: str) -> str | None:
-    """The name on the Hub of what lies in the folder ``path``, where that is one of the Hub's cache."""
-    found = cached_name(path)
-    return found.repository if found else None
 
 
 def _facts(saved: SavedModel, recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -20,6 +20,8 @@ from streamrl.recipe.check_fields import leaves
 from streamrl.run.journal.log import writer_of
 
 METRICS = "metrics.jsonl"
+SCORE = re.compile(r"eval/(?P<set>.+)/(?P<metric>(avg|pass)@\d+)")
+"""Names of the metrics that are scores of an evaluation."""
 _HEAD = frozenset({"kind", "time", "step", "policy_version"})
 _STARTED = re.compile(r"-(\d{8}-\d{6})(-\d+)?$")
 

@@ -187,9 +187,14 @@ class StdoutReporter:
             if new:
                 self._screen.line(f"{', '.join(new)} ready after {duration(event.seconds)}")
             return
-        if missing := [name for name in names if name not in self._ready]:
+        by_phase: dict[str, list[str]] = {}
+        for name in names:
+            if name not in self._ready:
+                by_phase.setdefault(event.phases.get(name, "starts"), []).append(name)
+        if by_phase:
+            waits = "; ".join(f"{', '.join(waiting)}: {phase}" for phase, waiting in by_phase.items())
             time_so_far = "" if self._screen.is_table else f" ({duration(event.seconds)})"
-            self._screen.progress(f"waiting for {', '.join(missing)}{time_so_far}", 0, 0)
+            self._screen.progress(f"waiting for {waits}{time_so_far}", 0, 0)
 
     def _started(self, event: run_events.RunStarted) -> None:
         if self._history.run_id == event.run_id:

@@ -6,17 +6,19 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from streamrl.recipe.fields import Section
 
+# Every command reads recipes, and numpy takes 0.1 s: it is imported where it computes.
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor as Tensor
-else:
-    Tensor = Any
 
-Vector = NDArray[np.float32]
+    Vector = NDArray[np.float32]
+else:
+    Tensor = Vector = Any
+
 Value = float | Vector
 """An advantage or a reward of a sample, or that of each trained token."""
 
@@ -91,13 +93,16 @@ class Advantages(Section, frozen=True):
         not compared, or those of each token; ``penalties_N``: KL to the reference; ``values_N``: of the critic, if any.
         Sequences of a trajectory come one after the other, the one with the last sampled token at the end."""
         # Siblings were compared by rewards minus penalties of the whole sample: these are in ``value`` then.
+        import numpy as np
+
         return token_returns(value, np.zeros_like(penalties_N) if self.compares_siblings else penalties_N), None
 
 
 def token_returns(reward: Value, penalties_N: Vector) -> Vector:
     """Return of each token: the reward minus the penalties (KL to the reference) of it and later tokens."""
-    later_N = np.cumsum(penalties_N[::-1], dtype=np.float64)[::-1]
-    return (reward - later_N).astype(np.float32)
+    later_N = penalties_N[::-1].cumsum(dtype="float64")[::-1]
+    returns_N: Vector = (reward - later_N).astype("float32")
+    return returns_N
 
 
 class Method(msgspec.Struct, frozen=True):

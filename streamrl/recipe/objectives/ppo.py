@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-import numpy as np
-
 from streamrl.recipe.fields import NaturalFloat, Section, Share, advanced
 from streamrl.recipe.objectives.grpo import TokenClip
 from streamrl.recipe.objectives.method import Advantages, KlPlace, Method, Value, Vector
@@ -45,6 +43,8 @@ class Gae(Advantages, frozen=True):
     def of_tokens(
         self, value: Value, penalties_N: Vector, values_N: Vector | None, *, discount: float, gae_lambda: float
     ) -> tuple[Vector, Vector | None]:
+        import numpy as np
+
         assert values_N is not None
         # What the return falls by behind a token is its reward.
         returns_N = np.broadcast_to(np.float32(value), penalties_N.shape)
@@ -57,6 +57,8 @@ def generalized_advantages(
 ) -> tuple[Vector, Vector]:
     """GAE (arXiv 1506.02438) over one sample that ends with its last token: advantages and returns (advantage + value).
     Float32 [N] each. The value after the last token is 0."""
+    import numpy as np
+
     values = values_N.astype(np.float64)
     errors = rewards_N + discount * np.append(values[1:], 0.0)[: values.size] - values
     advantages = np.zeros_like(values)

@@ -57,3 +57,9 @@ def cached_name(path: str | Path) -> HubName | None:
     """The repository and commit of a folder in the cache of huggingface_hub; None for another path."""
     found = _SNAPSHOT.fullmatch(str(path))
     return HubName(found[2].replace("--", "/"), found[3], found[1] == "dataset") if found else None
+
+
+def hub_name(path: str) -> str | None:
+    """The name on the Hub of what lies in the folder ``path``, where that is one of the Hub's cache."""
+    found = cached_name(path)
+    return found.repository if found else None
