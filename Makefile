@@ -16,19 +16,22 @@ MODEL ?= sort
 RECIPE ?= examples/$(MODEL)/recipe.toml
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
-# One has all files that start vLLM (tests/conftest.py), two the rest, since tests of processes mostly wait: on two cores 10:03, with
-# one for the rest 11:19. 0 is one test after the other, in half as long again.
-TEST_WORKERS ?= $(shell [ "$$(nproc)" -gt 1 ] && echo 3 || echo 0)
+# Which tests make pytest runs: an expression of marks; empty: all.
+TIER ?=
+comma := ,
+# Twice as many as there are cores, since tests of processes mostly wait. 0 is one test after the other.
+TEST_WORKERS ?= 4
 PIP_FLAGS := --disable-pip-version-check --no-input -qq
 PYTHONS := $(if $(filter cuda,$(DEVICE)),3.11 3.12,3.11)
 STAMP := $(VENV)/.installed-$(DEVICE)
 
-.PHONY: help demo compare docs test check lint types pytest claims venv lock audit clean
+.PHONY: help demo compare docs test test-long check tests-beside-types lint types pytest claims venv lock audit clean
 
 help:
 	@echo "make demo    install, then train the sorting policy ($(RECIPE)); MODEL=smollm2: a pretrained model"
 	@echo "make compare  the systems of three papers and ours beside synchronous rounds, on a task with a heavy tail: 25 minutes"
-	@echo "make test    install, then lint, format check, types and tests"
+	@echo "make test    install, then lint, format check, types and the quick tests: 8 minutes on two cores"
+	@echo "make test-long  the tests that take longer: with make test it is all that CI runs"
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make lint | types | pytest | check (= test) | claims | venv | lock | audit | clean"
 
@@ -50,7 +53,21 @@ examples/smollm2/model: | venv
 
 # One after the other also under make -j: the tests need the machine for themselves.
 .NOTPARALLEL:
-test check: lint types pytest
+test check: lint tests-beside-types
+
+# mypy has one core, and tests of processes mostly wait.
+tests-beside-types: venv
+	@echo "types: mypy, beside the tests"
+	mkdir -p build
+	$(BIN)/mypy > build/mypy.log 2>&1 & types=$$!
+	failed=0
+	$(MAKE) --no-print-directory pytest TIER="not long" || failed=1
+	wait $$types || failed=1
+	echo "types: $$(cat build/mypy.log)"
+	exit $$failed
+
+test-long:
+	@$(MAKE) --no-print-directory pytest TIER="long"
 
 lint: venv
 	@echo "lint: ruff"
@@ -64,8 +81,9 @@ types: venv
 	$(BIN)/mypy
 
 pytest: venv
-	@echo "tests: pytest"
-	$(BIN)/pytest -p no:cacheprovider --import-mode=importlib -n $(TEST_WORKERS) $(PYTEST_FLAGS)
+	@echo "tests: pytest$(if $(TIER),$(comma) $(TIER))"
+	# Tests that pytest has rewritten are kept for the next time, also where Python is told to keep nothing.
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -p no:cacheprovider --import-mode=importlib -n $(TEST_WORKERS) -m "$(TIER)" $(PYTEST_FLAGS)
 
 # The page of measured figures; CLAIMS="NAME ..." measures these rows again first.
 claims: venv

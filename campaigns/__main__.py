@@ -10,6 +10,7 @@
     python -m campaigns hosts shots [--shots N] [--kinds ...] [--python PATH]   # three hosts in namespaces, with Ray
     python -m campaigns hosts equality [--kinds hsdp2x2]   # over hosts, and on one: the same model bit for bit
     python -m campaigns front_door [KIND ...]        # files as people have them: models, tokenizers, tables, ...
+    python -m campaigns suite_faults [NAME ...]      # faults of the product that the tests must see
 
 The exit code is 1 where something failed. ``--help`` behind a name lists its options."""
 
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from campaigns import control_walks, endpoint_requests, followers, model_families
+from campaigns import control_walks, endpoint_requests, followers, model_families, suite_faults
 from campaigns.faults import campaign as faults
 from campaigns.front_door import campaign as front_door
 from campaigns.fuzz import campaign as fuzz
@@ -37,6 +38,7 @@ def main() -> int:
     campaigns = parser.add_subparsers(required=True, metavar="CAMPAIGN")
     plain = {"faults": faults, "fuzz": fuzz, "families": model_families, "front_door": front_door}
     plain |= {"followers": followers, "endpoint": endpoint_requests, "walks": control_walks, "hosts": hosts}
+    plain["suite_faults"] = suite_faults
     for name, module in {**plain, **HOSTILE}.items():
         command = campaigns.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
         if name in HOSTILE:

@@ -9,16 +9,18 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 
 import psutil
 import pytest
 from forks.server import ENGINES, RUNS, WORKERS
-from forks.starts import install, own_children, starts
+from forks.starts import install, own_child_pids, own_children, starts
 from hypothesis import settings
+from tiers import refuse_shared_fixtures, tier_time
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -33,13 +35,17 @@ _PATIENCE_S = 60.0
 _SHARED = ("resource_tracker", "forkserver")
 
 
-class OneEngineAtATime(LoadFileScheduling):
-    """A worker has whole files, and one has all that start vLLM: engines beside each other are slow to start and to
-    stop. ``--dist loadgroup`` cannot say it: with pytest 9.2, pytest-xdist 3.8 loses the groups."""
+class FewEnginesAtATime(LoadFileScheduling):
+    """A worker has whole files. Those that start vLLM are in half as many chains as there are workers: engines beside
+    each other are slow to start and to stop. ``--dist loadgroup`` cannot say it: with pytest 9.2, pytest-xdist 3.8
+    loses the groups."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "engines" if starts_vllm(self.config.rootpath / file) else file
+        if not starts_vllm(self.config.rootpath / file):
+            return file
+        chains = max(1, (self.config.getoption("numprocesses") or 1) // 2)
+        return f"engines {zlib.crc32(file.encode()) % chains}"
 
 
 @cache
@@ -47,15 +53,23 @@ def starts_vllm(file: Path) -> bool:
     return "mark.vllm" in file.read_text()
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneEngineAtATime:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FewEnginesAtATime:
     config.option.loadscopereorder = False  # else the files of most tests come first
-    return OneEngineAtATime(config, log)
+    return FewEnginesAtATime(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For several workers: what starts vLLM takes longest, and what comes last leaves the others idle."""
+    refuse_shared_fixtures([item for item in items if starts_vllm(item.path)])
     if hasattr(config, "workerinput"):
+        # What starts vLLM takes longest, and what comes last leaves the other workers idle.
         items.sort(key=lambda item: not starts_vllm(item.path))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    # Processes that are started for real take the time of their imports.
+    with tier_time(item) if starts.kind else nullcontext():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -163,9 +177,7 @@ def _left(processes: set[psutil.Process], threads: set[threading.Thread]) -> lis
 
 
 def _children() -> list[psutil.Process]:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # reaps nobody
-    except ChildProcessError:
+    if not own_child_pids():
         return []  # as after most tests: psutil would look at every process of the machine
     children = own_children(recursive=True)
     return [process for process in children if _lives(process) and not any(w in _command(process) for w in _SHARED)]

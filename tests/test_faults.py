@@ -43,6 +43,7 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.long
 def test_runs_with_faults_keep_every_invariant_and_go_on_to_their_end() -> None:
     ends, fired, lives = time.monotonic() + SECONDS, set[str](), 0
     for count, seed in enumerate(range(FIRST_SEED, FIRST_SEED + 10_000)):
@@ -76,6 +77,7 @@ def all_of_rollpacker(seed: int) -> Shape:
     return changed(shape, recipe=changed(recipe, engines=engines, rollout=rollout, group_sizing=sizing, run=run))
 
 
+@pytest.mark.long
 def test_all_of_rollpacker_in_one_run_loses_nothing_and_trains_nothing_twice() -> None:
     random, lives, fired = Random(7), 0, Counter[str]()
     for seed in range(6):
@@ -103,6 +105,7 @@ def test_all_of_rollpacker_in_one_run_loses_nothing_and_trains_nothing_twice() -
     assert fired["engine"] > 12 and fired["controller"] > 6
 
 
+@pytest.mark.long
 def test_a_seed_is_the_same_run_every_time() -> None:
     for seed in (3, 4):
         first, second = (run_seed(seed, keep_history=True) for _ in range(2))
@@ -123,6 +126,7 @@ def test_a_planted_bug_is_caught(name: str) -> None:
     assert catch(bug, 30)[0], f"{name}: 30 worlds did not notice"
 
 
+@pytest.mark.long
 def test_a_failing_seed_shrinks_to_what_matters() -> None:
     [bug] = [bug for bug in PLANTED if bug.name == "a decoder raises what nobody expects"]
     seed = catch(bug, 30)[0] - 1

@@ -393,6 +393,7 @@ async def test_ids_that_text_cannot_carry_reach_the_trainer(tmp_path: Path) -> N
     assert tokenizer.encode(tokenizer.decode(token_array([a, b])))[1:] != token_array([a, b])
 
 
+@pytest.mark.long
 def test_text_is_tokenised_in_one_place() -> None:
     """Only rows become ids, what stands between turns, texts of a file that ``streamrl reward test`` reads, what a
     reward model of its own vocabulary reads, and the words of a simulated engine: nothing that was sampled and is

@@ -295,6 +295,7 @@ def test_dry_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert load_recipe(project / "resolved.toml") == load_recipe(recipe, overrides)
 
 
+@pytest.mark.started
 def test_dry_run_counts_held_out_prompts_and_says_why_nothing_streams(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -337,6 +338,7 @@ def test_dry_run_with_a_problem_still_shows_the_recipe(project: Path, capsys: py
     assert captured.err.startswith("error: 1 problem; nothing was started\n  model.path: ")
 
 
+@pytest.mark.long
 def test_check_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["check", "--json"])
     findings = json.loads(capsys.readouterr().out)

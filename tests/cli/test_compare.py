@@ -74,6 +74,7 @@ def test_every_repeat_has_its_seed_and_steps_enough_for_the_smallest_groups(tmp_
     assert not run.evaluation.at_start and not run.evaluation.every
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_two_systems_train_as_many_samples(tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("torch")

@@ -99,6 +99,7 @@ def test_several_sets_are_limited_alike_whatever_the_recipe_has_for_its_steps(
         assert len(names) == 5 * sum(prompts) and len(set(names)) == sum(prompts)
 
 
+@pytest.mark.long
 def test_a_model_of_the_hub_by_its_name(work: Path) -> None:
     with LocalHub() as hub:
         hub.commit("org/tiny", MODEL)

@@ -17,6 +17,7 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
 
 
+@pytest.mark.long
 def test_every_finding_that_is_not_ok_has_a_remedy(tmp_path: Path) -> None:
     findings = check_machine(tmp_path / "not" / "yet" / "there")
     assert len(findings) >= 10

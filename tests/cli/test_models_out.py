@@ -88,6 +88,7 @@ def masters(checkpoint: Path) -> dict[str, Any]:
     return {n.removeprefix("master."): t for n, t in tensors(checkpoint / "trainer").items() if n.startswith("master.")}
 
 
+@pytest.mark.long
 def test_an_export_is_what_was_published_and_loads_with_transformers(run: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -120,6 +121,7 @@ def test_an_export_is_what_was_published_and_loads_with_transformers(run: Path, 
     }
 
 
+@pytest.mark.long
 def test_adapters_are_merged_and_weights_are_split(adapted: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -142,6 +144,7 @@ def test_adapters_are_merged_and_weights_are_split(adapted: Path, tmp_path: Path
     assert "LoRA of rank 4, merged into" in (out / "README.md").read_text()
 
 
+@pytest.mark.long
 def test_the_card_says_what_trained_it_and_nothing_of_the_machine(run: Path, tmp_path: Path) -> None:
     from huggingface_hub import ModelCard
 
@@ -169,6 +172,7 @@ def test_the_card_says_what_trained_it_and_nothing_of_the_machine(run: Path, tmp
     assert {result.dataset_type for result in card.data.eval_results} == {"held.jsonl"}
 
 
+@pytest.mark.long
 def test_eval_of_a_run_is_the_evaluation_that_the_run_had(run: Path, tmp_path: Path, capfd: Any) -> None:
     """The same completions of the same prompts, scored by the same reward."""
     assert main(["eval", f"{run}@2", "--out", str(tmp_path / "out.jsonl"), "--json"]) == 0
@@ -184,6 +188,7 @@ def test_eval_of_a_run_is_the_evaluation_that_the_run_had(run: Path, tmp_path: P
     assert {name: last[name] for name in scores} == pytest.approx(scores) and report["version"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 def test_an_export_is_served_by_vllm_and_its_greedy_completions_are_those_of_transformers(
     run: Path, tmp_path: Path
@@ -219,6 +224,7 @@ def fill(run: Path) -> None:
     (run.parent / "m" / "mine").write_text("")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("prepare", "options", "problem"),
     [
@@ -248,6 +254,7 @@ def test_nothing_is_left_of_an_export_that_fails(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.long
 def test_a_full_disk_is_refused_before_anything_is_written(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -275,6 +282,7 @@ def push(run: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[int, str, st
         yield command
 
 
+@pytest.mark.long
 def test_a_push_is_the_export_in_a_private_repository(push: Any, run: Path, tmp_path: Path) -> None:
     assert main(["export", str(run), str(tmp_path / "m")]) == 0
     exported = {
@@ -294,6 +302,7 @@ def test_a_push_is_the_export_in_a_private_repository(push: Any, run: Path, tmp_
     assert code == 1 and "org/open is public: push to another name, or say that it may be: --public" in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "token", "fault", "variables", "problem"),
     [

@@ -45,6 +45,7 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=900, check=False, env=env)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("redirection", [">/dev/full", ">/dev/full 2>&1"])
 def test_a_dry_run_ends_as_it_would_on_a_screen(tmp_path: Path, redirection: str) -> None:
     done = shell(
@@ -60,6 +61,7 @@ def test_a_report_that_cannot_be_written_is_a_failure() -> None:
     assert shell(f"{STREAMRL} explain >/dev/full").returncode != 0
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_a_screen_that_takes_nothing_ends_no_run(tmp_path: Path) -> None:
     command = f"{STREAMRL} train {shlex.join(arguments(tmp_path))} >/dev/full 2>&1 <&-"
@@ -71,6 +73,7 @@ def test_a_screen_that_takes_nothing_ends_no_run(tmp_path: Path) -> None:
     assert log.count("stdout cannot be written (No space left on device)") == 1
 
 
+@pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.skipif(os.getuid() != 0, reason="changes the user id")
 def test_a_user_without_home_and_name_trains_where_nothing_else_can_be_written() -> None:
@@ -106,6 +109,7 @@ def refused(command: str, **environment: str) -> str:
     return done.stderr
 
 
+@pytest.mark.long
 def test_places_without_a_name_or_without_text_are_refused_in_words(tmp_path: Path) -> None:
     dry_run = f"{STREAMRL} train {shlex.join(arguments(tmp_path, run__directory='runs'))} --dry-run"
     assert "run.directory: " in (said := refused(f"cd {tmp_path}; mkdir $'caf\\xe9'; cd $'caf\\xe9'; {dry_run}"))
@@ -123,6 +127,7 @@ def test_a_system_without_proc_is_refused_in_words(tmp_path: Path) -> None:
     assert "/proc is not there: mount it" in refused(f"unshare -m sh -c {shlex.quote(f'umount -l /proc; {dry_run}')}")
 
 
+@pytest.mark.long
 def test_a_module_in_the_current_directory_replaces_none_of_pythons(tmp_path: Path) -> None:
     for name in ("queue", "types", "msgspec"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')\n")
@@ -132,6 +137,7 @@ def test_a_module_in_the_current_directory_replaces_none_of_pythons(tmp_path: Pa
     assert done.returncode == 0 and "all checks passed" in done.stdout, done.stderr
 
 
+@pytest.mark.long
 def test_prompts_that_are_no_regular_file_are_refused(tmp_path: Path) -> None:
     for name in ("rows.jsonl", "rows.parquet"):
         os.mkfifo(tmp_path / name)
@@ -180,6 +186,7 @@ print(chosen.threads, chosen.idle_threads, chosen.freed_threads, torch.get_num_t
 """
 
 
+@pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="one core is all that there is")
 @pytest.mark.parametrize("quota", ["", "100000 100000"])

@@ -62,6 +62,7 @@ def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, s
 FILES = ("--prompts", "p.jsonl", "--completions", "c.jsonl")
 
 
+@pytest.mark.started
 def test_the_report_of_a_reward(work: Path, capfd) -> None:
     code, out, _ = run(capfd, "mine.py:right", *FILES, "--json")
     assert code == 0

@@ -70,6 +70,7 @@ def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, s
     return code, *capfd.readouterr()
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_everything_is_said_and_a_step_is_measured(work: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
@@ -94,6 +95,7 @@ def test_everything_is_said_and_a_step_is_measured(work: Path, capfd: pytest.Cap
     assert not (work / "runs").exists(), "nothing is kept but the page"
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.torch
 @pytest.mark.filterwarnings("default")

@@ -41,6 +41,7 @@ def test_the_outline_fits_a_screen_and_examples_are_of_commands(capsys: pytest.C
     assert set(EXAMPLES) == set(COMMANDS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [

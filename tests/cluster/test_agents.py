@@ -110,6 +110,7 @@ async def test_a_repeated_request_repeats_nothing(run: Path) -> None:
         assert [path.name for path in (run / "pids").glob("engine-0.*")] == ["engine-0.0"]
 
 
+@pytest.mark.started
 async def test_a_lease_that_is_killed_is_replaced(run: Path) -> None:
     def leases() -> list[psutil.Process]:
         found = [one for one in own_children() if lives(one.pid)]
@@ -269,6 +270,7 @@ async def test_processes_run_on_their_hosts_and_end_with_the_run(run: Path) -> N
         await until(lambda: not any(map(lives, [*pids, *agents])))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["agent", "stop", "cut"])
 async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
     run: Path, end: str, caplog: pytest.LogCaptureFixture
@@ -305,6 +307,7 @@ async def test_an_engine_of_a_lost_host_is_started_on_one_that_joins(
     assert "h3 joined in place of h1" in caplog.text
 
 
+@pytest.mark.long
 async def test_two_lost_hosts_that_are_back_have_their_own_engines_also_where_one_fails_at_first(run: Path) -> None:
     hosts = LoopbackHosts(run.parent, ["h0", "h1", "h2"])
     async with running(run, hosts, recipe(run, engine_hosts=2)) as (supervisor, _), anyio.create_task_group() as tasks:
@@ -324,6 +327,7 @@ async def test_two_lost_hosts_that_are_back_have_their_own_engines_also_where_on
         supervisor.request_drain()
 
 
+@pytest.mark.long
 async def test_of_engines_of_a_lost_host_the_one_that_is_wanted_is_started_when_a_host_joins(run: Path) -> None:
     hosts = LoopbackHosts(run.parent, ["h0", "h1"])
     async with running(run, hosts, recipe(run)) as (supervisor, launcher), anyio.create_task_group() as tasks:
@@ -343,6 +347,7 @@ async def test_of_engines_of_a_lost_host_the_one_that_is_wanted_is_started_when_
         supervisor.request_drain()
 
 
+@pytest.mark.long
 async def test_a_host_that_is_back_before_the_cluster_missed_it_has_each_engine_once(run: Path) -> None:
     hosts = LoopbackHosts(run.parent, ["h0", "h1"])
     async with running(run, hosts, recipe(run)) as (supervisor, _), anyio.create_task_group() as tasks:
@@ -361,6 +366,7 @@ async def test_a_host_that_is_back_before_the_cluster_missed_it_has_each_engine_
         supervisor.request_drain()
 
 
+@pytest.mark.long
 async def test_a_rank_of_a_lost_host_has_the_run_resumed_on_what_is_left(run: Path) -> None:
     hosts = LoopbackHosts(run.parent, ["h0", "h1"])
     one = recipe(run, trainer_hosts=1, engine_hosts=1)
@@ -379,6 +385,7 @@ async def test_a_rank_of_a_lost_host_has_the_run_resumed_on_what_is_left(run: Pa
         supervisor.request_drain()
 
 
+@pytest.mark.long
 async def test_a_run_that_is_ended_while_it_waits_for_a_host_starts_nothing_any_more(run: Path) -> None:
     hosts = LoopbackHosts(run.parent, ["h1", "h0"])  # the rank is away from the controller
     async with (
@@ -412,6 +419,7 @@ async def test_a_host_that_does_not_see_the_run_or_its_gpus_is_refused_before_an
         await until(lambda: not any(lives(link.process.pid) for link in hosts.links.values()))
 
 
+@pytest.mark.long
 async def test_a_file_system_that_hangs_costs_no_host(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = LoopbackHosts(run.parent, ["h0", "h1"])
     async with running(run, hosts, recipe(run)) as (supervisor, launcher), anyio.create_task_group() as tasks:
@@ -425,6 +433,7 @@ async def test_a_file_system_that_hangs_costs_no_host(run: Path, monkeypatch: py
         supervisor.request_drain()
 
 
+@pytest.mark.long
 async def test_a_late_answer_is_no_loss(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     hosts = LoopbackHosts(run.parent, ["h0", "h1"])

@@ -70,6 +70,7 @@ def keys(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
+@pytest.mark.long
 def test_a_cut_of_one_direction_breaks_both_ends_and_a_bad_line_neither(lab: Lab, keys: Path, tmp_path: Path) -> None:
     head, *others = lab.hosts
     ends: dict[str, list[subprocess.Popen[bytes]]] = {}
@@ -101,6 +102,7 @@ def test_a_cut_of_one_direction_breaks_both_ends_and_a_bad_line_neither(lab: Lab
     assert [process.wait(LATE_S) for process in ends[bad.name]] == [-signal.SIGKILL] * 2
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_a_rank_started_by_hand_that_is_lost_with_its_host_is_named_and_started_again_elsewhere_goes_on(
     lab: Lab, keys: Path, tmp_path: Path

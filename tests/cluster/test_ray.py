@@ -77,6 +77,7 @@ def ports_of(process: psutil.Process) -> set[int]:
     return {int(port, 16) for address, port in found if not address.endswith("7F")}
 
 
+@pytest.mark.long
 def test_a_run_over_two_hosts_whose_command_is_killed_is_resumed_and_leaves_nothing(
     ray: RayNodes, tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_run_over_two_hosts_whose_command_is_killed_is_resumed_and_leaves_noth
     assert wait_until(lambda: not left_on(head) and not left_on(other), 3), [*map(command_of, left_on(other))]
 
 
+@pytest.mark.long
 def test_a_directory_that_the_hosts_do_not_share_is_refused(ray: RayNodes, tmp_path: Path) -> None:
     command = begin(ray, tmp_path, *train(ray, tmp_path, f"run.directory={ray.lab.tmp}/runs"))
     assert command.wait(60) == 2
@@ -111,6 +113,7 @@ def test_a_directory_that_the_hosts_do_not_share_is_refused(ray: RayNodes, tmp_p
     assert not left_on(ray.lab.hosts[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variable", "value", "sentence"),
     [("RAY_AUTH_MODE", "disabled", "RAY_AUTH_MODE=token"), ("address", "10.81.0.1:1", "nobody answers there")],

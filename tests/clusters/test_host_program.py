@@ -114,7 +114,9 @@ def test_a_host_of_a_launch_by_ssh_that_loses_the_head_has_failed(bin: Path) -> 
     assert not left(bin)
 
 
-@pytest.mark.parametrize(("end", "code"), [("lambda *_: sys.exit(9)", 9), ("signal.SIG_IGN", 137)])
+@pytest.mark.parametrize(
+    ("end", "code"), [("lambda *_: sys.exit(9)", 9), pytest.param("signal.SIG_IGN", 137, marks=pytest.mark.long)]
+)
 def test_a_run_ends_where_the_connection_of_its_launcher_is_gone(
     bin: Path, free_ports: Callable[[int], int], end: str, code: int
 ) -> None:

@@ -63,6 +63,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_run_on_this_host_ends_well_and_leaves_nothing(folder: Path) -> None:
     launched = Launched(folder)
     assert launched.process.wait(300) == 0, launched.output.read_text()
@@ -72,6 +73,7 @@ def test_a_run_on_this_host_ends_well_and_leaves_nothing(folder: Path) -> None:
     assert not launched.left()
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_a_launcher_that_is_killed(folder: Path) -> None:
     launched = Launched(folder, "run.steps=10000")
     launched.wait_for("reward-0 ready")

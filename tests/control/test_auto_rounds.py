@@ -99,6 +99,7 @@ def test_a_race_is_left_only_after_the_long_round_of_what_it_deferred() -> None:
     assert "promises no more than synchronous" in rounds.reasons[-1] or "more trained tokens" in rounds.reasons[-1]
 
 
+@pytest.mark.long
 def test_a_race_of_several_sizes_is_left_as_well_and_what_waits_goes_first_at_its_size() -> None:
     """Some prompts always wait where sizes vary; they were waited for, for ever. Advice changes every 30 steps."""
     race, steps, waiting = "tail_batching 1.25 x4", 180, list[int]()
@@ -163,6 +164,7 @@ def write_run(directory: Path, model: ClusterModel, prompts: int) -> Any:
     return recipe
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "prompts", "races"), [(HEAVY, 16, True), (DEMO, 32, False)])
 def test_the_adviser_knows_where_a_race_pays(model: ClusterModel, prompts: int, races: bool, tmp_path: Path) -> None:
     """Bound by the tail: 1.7 times as fast; bound by tokens: slower (docs/scheduling.md)."""
@@ -178,6 +180,8 @@ def test_the_adviser_knows_where_a_race_pays(model: ClusterModel, prompts: int, 
     assert (policy.current != SYNCHRONOUS) is races
 
 
+@pytest.mark.started
+@pytest.mark.long
 def test_the_adviser_runs_beside_a_run_and_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adviser, "POLL_S", 0.01)
     recipe, told = write_run(tmp_path, HEAVY, 8), list[RoundsAdvised]()

@@ -115,7 +115,7 @@ class ControlMachine(RuleBasedStateMachine):
 ControlMachine.TestCase.settings = settings(
     max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-TestControlMachine = pytest.mark.timeout(300)(ControlMachine.TestCase)
+TestControlMachine = pytest.mark.seconds(8)(pytest.mark.timeout(300)(ControlMachine.TestCase))
 
 
 def test_a_snapshot_of_another_schema_order_or_number_of_slots_is_refused() -> None:

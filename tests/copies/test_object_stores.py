@@ -213,6 +213,7 @@ def test_an_earlier_life_of_a_rank_writes_and_removes_nothing(url: str) -> None:
         fetch_version(newest)
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_a_run_with_weights_and_checkpoints_in_a_store_and_one_that_goes_on_from_there(
     tmp_path: Path, url: str

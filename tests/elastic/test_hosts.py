@@ -201,6 +201,7 @@ async def test_an_engine_that_dies_while_its_set_is_started_serves_when_it_is_ba
         await one.assert_serves("engine-1", 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lives", ["loads", "dies"])
 async def test_a_start_has_its_whole_time_after_one_that_failed(lives: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.engines.elastic.hosts.LONGEST_PAUSE_S", 0.0)

@@ -89,6 +89,7 @@ def test_what_stays_as_it_is_is_said_in_one_line(
     assert torch.equal(norm(x), norm.forward_native(x))
 
 
+@pytest.mark.long
 def test_numbers_drawn_ahead_are_those_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests run, wait, and come back in other rows; one began in the middle, one has no seed."""
     torch, _ = pytest.importorskip("torch"), pytest.importorskip("vllm")
@@ -122,6 +123,7 @@ def test_numbers_drawn_ahead_are_those_drawn_one_by_one(monkeypatch: pytest.Monk
         assert torch.equal(logprobs, logits.log_softmax(-1))
 
 
+@pytest.mark.long
 async def test_a_real_engine_samples_the_same_with_each_and_without(
     tiny_options: Any, hosted: Any, make_request: Callable[..., Generate], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ async def kill_is_reported(engine: Engine, host: int, title: str, cause: str) ->
 CORE_DIED = r"engine-0: its process VLLM::EngineCore \(pid \d+\) died"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("title", "cause"),
     [("VLLM::EngineCore", CORE_DIED), ("owner", r"engine-0: its host is gone")],

@@ -68,7 +68,7 @@ def test_a_forked_process_counts_for_its_parent() -> None:
 
 # ---- a real engine -------------------------------------------------------------------------------
 
-REAL = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.asyncio(loop_scope="module")]
+REAL = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 MAX_RUNNING = 8
 LONG = 480
 CACHE_BLOCKS = 24  # 23 of 128 tokens for requests: six long ones fit, eight do not

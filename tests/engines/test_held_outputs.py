@@ -212,6 +212,7 @@ assert not hold_outputs(EngineCounters()) and EngineCoreProc._process_engine_ste
 """
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.torch
 def test_a_vllm_without_a_symbol_streams() -> None:

@@ -39,6 +39,8 @@ def model(config: Any, directory: Path) -> EngineOptions:
     )
 
 
+@pytest.mark.started
+@pytest.mark.long
 def test_the_model_is_tried_with_the_trainer_and_vllm_before_a_start(tmp_path: Path) -> None:
     ids = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2}
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -30,7 +30,7 @@ from tests.engines.conftest import owned
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.torch, pytest.mark.asyncio(loop_scope="module")]
 
 LONGEST = 400
 

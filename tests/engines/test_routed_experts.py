@@ -123,6 +123,7 @@ def difference(directory: Path, samples: list[TrainingSample]) -> tuple[Any, int
     return torch.cat(parts), missing
 
 
+@pytest.mark.long
 async def test_the_trainer_takes_the_experts_of_the_engine(
     hosted: Callable[..., Any], tiny_model: Path, tmp_path: Path, socket_directory: Path
 ) -> None:

@@ -117,6 +117,7 @@ class RanksOnce(Router[int]):
         return
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", [ByPromptOnly, NeverForgets, RanksOnce])
 def test_the_walk_finds_a_router_that_is_wrong(wrong: Callable[[range], Router[int]]) -> None:
     def fails(script: Script) -> bool:

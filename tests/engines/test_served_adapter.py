@@ -95,6 +95,7 @@ async def computes_what_the_trainer_does(engine: RemoteEngine, trainer: Trainer)
     assert np.abs(np.array(scored.behavior_logprobs) - trainer.merged()).max() < 5e-2
 
 
+@pytest.mark.long
 async def test_an_adapter_is_served_beside_the_base(
     tiny_model: Path, tiny_options: Callable, hosted: Callable, socket_directory: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_text_of_the_demo_decodes_and_is_an_answer_now_and_then(make_request: Ma
     assert all(len(answer) + draft.ends == len(draft.token_ids) for answer, draft in zip(answers, drafts, strict=True))
 
 
+@pytest.mark.long
 def test_what_is_known_before_a_start_knows_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ['engines.kind="simulated"', 'evaluation.prompts=""']
     recipe = load_recipe(MODEL.parent / "recipe.toml", overrides)

@@ -4,6 +4,7 @@ a step."""
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import anyio
 import msgspec
 import pytest
+from forks.call import call_in_process
 
 from streamrl.base.messages import Generate
 from streamrl.base.types import Completion, FinishReason, token_array
@@ -74,6 +76,7 @@ for given in json.loads(sys.argv[3]):
 """
 
 
+@pytest.mark.long
 def test_ten_arguments_reach_vllm_and_wrong_ones_are_named(tiny_options: Callable[[Path], EngineOptions]) -> None:
     given = {name: value for name, (value, _, _) in TEN.items()}
     with tempfile.TemporaryDirectory(prefix="srl") as directory:
@@ -88,10 +91,39 @@ def test_ten_arguments_reach_vllm_and_wrong_ones_are_named(tiny_options: Callabl
         assert words in said, wrong
 
 
+def commands_of_a_first_start(options: str) -> list[list[str]]:
+    """Commands that vLLM runs while it makes its configuration for ``options``."""
+    engine_options = msgspec.json.decode(options, type=EngineOptions)
+    os.environ.update(engine_options.environment)
+    from streamrl.engines.vllm.engine import engine_config
+
+    commands: list[list[str]] = []
+    run = subprocess.run
+
+    def recorded(command: list[str], **options: object) -> object:
+        commands.append(list(command))
+        return run(command, **options)
+
+    subprocess.run = recorded  # type: ignore[assignment]
+    engine_config(engine_options)
+    return commands
+
+
+def test_a_first_start_of_an_architecture_needs_no_other_process(
+    tiny_options: Callable[[Path], EngineOptions], tmp_path: Path, socket_directory: Path
+) -> None:
+    options = msgspec.structs.replace(tiny_options(socket_directory), pushed=False)
+    notes = {"VLLM_CACHE_ROOT": str(tmp_path)}
+    commands = call_in_process(commands_of_a_first_start, msgspec.json.encode(options).decode(), variables=notes)
+    assert not [command for command in commands if "vllm.model_executor.models.registry" in command]
+    assert list((tmp_path / "modelinfos").iterdir()), "vLLM looked at no model"
+
+
 COMPLETIONS, BINS, FARTHEST = 60, 20, 55.0  # chi-square of 19 degrees: above 55 once in 40,000
 STOP = "w7w9"
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_speculation_samples_from_the_same_distribution(
     tiny_model: Path,

@@ -247,6 +247,7 @@ def installed() -> None:
         pytest.skip("vllm and torch are not installed")
 
 
+@pytest.mark.long
 def test_everything_that_is_used_is_installed() -> None:
     uses = product_uses()
     assert uses["vllm.outputs.CompletionOutput|vllm.outputs.RequestOutput.weight_versions"] == set()

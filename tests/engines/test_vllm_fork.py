@@ -67,6 +67,7 @@ for more in ([], ["--numa-bind"]):  # with which vLLM spawns in any case
 """
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 def test_a_core_that_vllm_spawns_is_not_taken_for_a_fork() -> None:
     done = subprocess.run([sys.executable, "-c", SPAWNED], capture_output=True, text=True, timeout=900)

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 
+@pytest.mark.long
 def test_its_cells_train(tmp_path: Path) -> None:
     changes = {
         '"sort/model"': repr(str(ROOT / "examples" / "sort" / "model")),
@@ -38,6 +39,7 @@ def test_its_cells_train(tmp_path: Path) -> None:
     assert "def in_order" in written.read_text() and written.name in Path(directory, "recipe.toml").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not importlib.util.find_spec("nbclient"), reason="needs nbclient and ipykernel")
 def test_a_kernel_shows_its_curve(tmp_path: Path) -> None:
     nbformat, nbclient = importlib.import_module("nbformat"), importlib.import_module("nbclient")

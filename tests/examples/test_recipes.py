@@ -138,6 +138,7 @@ def test_it_fits_its_gpus_and_its_rate_is_usual(
     assert learning_rate_notice(recipe.training.learning_rate, facts.parameters, adapters=recipe.lora.rank > 0) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 async def test_its_prompts_and_rewards_work(path: Path, models: dict[str, Path], tmp_path: Path) -> None:
     recipe = here(path, tmp_path, model_of(path, models))
@@ -160,6 +161,7 @@ async def test_its_prompts_and_rewards_work(path: Path, models: dict[str, Path],
     assert (good.reward, bad.reward < 0.1) == (1.0, True), (good, bad)  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stem", ["qwen3-0.6b-gsm8k-1x24gb", "llama-3.2-1b-gsm8k-1x24gb", "qwen3-4b-math-1x80gb"])
 def test_a_small_model_of_its_architecture_trains_three_steps(stem: str, tmp_path: Path) -> None:
     (path,) = (one for one in RECIPES if one.stem == stem)

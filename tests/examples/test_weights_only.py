@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.filterwarnings("d
 EXAMPLE = Path(__file__).parents[2] / "examples" / "weights_only"
 
 
+@pytest.mark.long
 def test_the_server_samples_what_the_loop_has_trained(socket_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
     loop = importlib.import_module("train_loop")

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
-from forks.process_image import show_process
+from forks.process_image import show_process, use_large_pages
 from streamrl.base.run_process import PR_SET_PDEATHSIG, set_process_option
 
 MODULES_OF_RUNS = (
@@ -316,6 +316,7 @@ def main(arguments: Sequence[str], plain_path: Sequence[str]) -> None:
     logging.disable(logging.NOTSET)
     gc.collect()
     gc.freeze()  # a collection in a fork copies no page of what was imported
+    use_large_pages()
     serve(socket.socket(fileno=int(descriptor)), os.getppid(), Threads())
 
 

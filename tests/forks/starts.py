@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ _READ_AT_IMPORT += ("GOMP_", "KMP_", "LD_", "HOME", "XDG_", "CUDA_", "RAY_")
 """Beginnings of the names of variables that an interpreter or a library reads when it starts or is imported: a process
 that has others than the fork server is started."""
 _SET_IN_FORKS = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE"}
+_SET_IN_FORKS |= {"TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR"}  # which an import of vLLM sets
 _OF_SERVERS = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 _DRIVER = Path("/dev/nvidiactl")
 
@@ -123,7 +124,8 @@ def adopting() -> Iterator[None]:
 
 
 class Starts:
-    """How processes are started here: as forks of the server of ``kind``, or for real where that is empty.
+    """How processes are started here: as forks of the server of ``kind``, or for real where that is empty, or ``forks``
+    is False.
 
     A server is started when it is first needed, with the variables that this process had when it began. On a machine
     with CUDA all is started for real: an import that asks the driver spoils it for forks."""
@@ -135,7 +137,7 @@ class Starts:
         self._variables = dict(os.environ)
         self._servers: dict[str, ForkServer] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._allowed = sys.platform == "linux" and not _DRIVER.exists() and not os.environ.get(SPAWN)
+        self.forks = sys.platform == "linux" and not _DRIVER.exists() and not os.environ.get(SPAWN)
 
     @property
     def kind(self) -> str:
@@ -144,7 +146,7 @@ class Starts:
 
     @kind.setter
     def kind(self, kind: str) -> None:
-        self._kind = kind if self._allowed else ""
+        self._kind = kind if self.forks else ""
 
     def server(self) -> ForkServer | None:
         """The fork server of ``kind``; None where processes are started for real."""
@@ -250,6 +252,17 @@ def _descriptors_of(asked: Mapping[str, Any]) -> dict[int, int]:
 
 starts = Starts()
 """The starts of this process."""
+
+
+def own_child_pids() -> set[int]:
+    """Pids of the direct children of this process, zombies too, without fork servers."""
+    children: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(
+            FileNotFoundError, ProcessLookupError
+        ):  # a thread that has ended meanwhile has no children any more
+            children.update(map(int, (thread / "children").read_text().split()))
+    return children - starts.pids
 
 
 def own_children(*, recursive: bool = False) -> list[psutil.Process]:

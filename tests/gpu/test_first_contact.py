@@ -28,6 +28,7 @@ def test_every_file_of_checks_is_run_once_in_twenty_minutes() -> None:
     assert [line.tier for line in TIERS] == sorted(line.tier for line in TIERS)
 
 
+@pytest.mark.long
 def test_without_a_device_it_says_so_in_one_sentence() -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
@@ -37,6 +38,7 @@ def test_without_a_device_it_says_so_in_one_sentence() -> None:
     assert done.stderr.startswith("no CUDA device: torch sees none") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_each_check_has_an_outcome_and_figures(tmp_path: Path) -> None:
     (tmp_path / "test_planted.py").write_text(PLANTED)
     checks = first_contact.run(Line(0, str(tmp_path / "test_planted.py"), 1), rehearse=True)

@@ -61,6 +61,7 @@ def eager(path: str, samples: list[Any], device: str, dtype: Any) -> tuple[Any, 
     return together.detach().cpu(), {name: p.grad.double().cpu() for name, p in model.named_parameters()}
 
 
+@pytest.mark.long
 @ON_BOTH
 def test_a_packed_row_is_its_single_sequences(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any

@@ -117,6 +117,8 @@ def test_what_cannot_be_had(
     assert all(words in problem for words in said), problem
 
 
+@pytest.mark.started
+@pytest.mark.long
 def test_only_what_is_needed_comes_once_and_a_moved_branch_moves_nothing_that_is_pinned(
     hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +153,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(hub: LocalHub) -> None:
     assert len(hub.requests) == 1
 
 
+@pytest.mark.long
 def test_every_place_of_a_name(hub: LocalHub) -> None:
     drafts = {
         "args": {"speculative_config": {"method": "draft_model", "model": "org/tiny", "num_speculative_tokens": 2}}
@@ -193,6 +196,7 @@ def test_the_dry_run_takes_headers_for_weights(hub: LocalHub) -> None:
     assert not [request for request in whole if request.method == "GET"]
 
 
+@pytest.mark.long
 def test_a_download_that_breaks_off_is_no_model(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.faults["/org/tiny/resolve"] = "cut"
     assert "try again" in refused()
@@ -218,6 +222,7 @@ def test_processes_of_a_run_do_not_ask(given: str, seen: str, tmp_path: Path, mo
     assert child.exit_code == 0 and child.log.read_text() == f"{seen}\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("says_sizes", [True, False])
 def test_a_full_disk(says_sizes: bool, hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the download where sizes are known, and in the middle of it."""

@@ -84,6 +84,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.long
 def test_a_full_disk(small_disk: Path) -> None:
     writer = started(small_disk / "journal", 3)
     last = fails(writer, small_disk / "journal", rb"No space left on device \(errno 28\); free space on that")

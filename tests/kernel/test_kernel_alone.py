@@ -19,6 +19,7 @@ one_process.main(*sys.argv[1:])
 RunAlone = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.mark.long
 def test_every_module_of_the_kernel_is_imported_without_a_package(alone: Path, run_alone: RunAlone) -> None:
     paths = (path.relative_to(alone).with_suffix("") for path in (alone / "streamrl").rglob("*.py"))
     names = sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
@@ -29,6 +30,7 @@ def test_every_module_of_the_kernel_is_imported_without_a_package(alone: Path, r
     run_alone("-c", code)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rounds", "last", "script"),
     [("synchronous", 30, ["examples/sort/one_process.py"]), ("continuous", 8, ["-c", SHORTER])],

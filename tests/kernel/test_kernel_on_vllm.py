@@ -35,6 +35,7 @@ def digest_of(file: Path) -> str:
     return sha256(json.dumps({WORKER + name: c for name, c in checksums.items()}, sort_keys=True).encode()).hexdigest()
 
 
+@pytest.mark.long
 def test_the_kernel_trains_the_example_on_vllm_alone(
     alone: Path, run_alone: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

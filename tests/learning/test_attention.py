@@ -134,6 +134,7 @@ SMALL: dict[str, Any] = {
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Granite", "SmolLM3", "Olmo2")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sixteen_bit_attention_is_one_flash_call_a_layer(
@@ -178,6 +179,7 @@ def test_the_flash_kernel_is_given_the_same_attention(monkeypatch: pytest.Monkey
     assert kernel.calls == 1
 
 
+@pytest.mark.long
 def test_checkpointed_layers_keep_less_and_give_the_same_bits(tiny_model: str) -> None:
     row = groups_of(SHAPES)
 
@@ -203,6 +205,7 @@ def test_checkpointed_layers_keep_less_and_give_the_same_bits(tiny_model: str) -
     assert all(torch.equal(same[name], gradient) for name, gradient in plain.items())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 def test_compiled_layers_give_the_gradients_and_are_compiled_once(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch

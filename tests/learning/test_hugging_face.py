@@ -43,6 +43,7 @@ assert rows.tolist() == [3, 5]
 SCRIPTS = {"trains and compiles": TRAINS_AND_COMPILES, "asks": ASKS, "masks": MASKS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_what_is_imported_when(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900, check=False)

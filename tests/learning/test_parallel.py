@@ -27,7 +27,7 @@ from streamrl.learning.state import durable_files  # noqa: E402
 from streamrl.recipe.objective import Objective, objective_settings  # noqa: E402
 from streamrl.recipe.sections import Gathered  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 SCRIPT = Path(__file__).parent / "parallel_process.py"
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,

@@ -43,7 +43,7 @@ from streamrl.recipe.sections import ComputeDtype, Gathered, LaunchedBy, Trainin
 from streamrl.recipe.topology import Topology, plan_topology  # noqa: E402
 from streamrl.run.trainer_ranks import TrainerRanks  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 SCRIPT = Path(__file__).parent / "rank_process.py"
 STEPS, HALF = 8, 4
 HANG_S = 20.0  # more than a step of two ranks takes on a busy machine

@@ -17,6 +17,7 @@ from streamrl.learning.small_model import warm_up  # noqa: E402
 from streamrl.pretrained.tokenizer import load_tokenizer  # noqa: E402
 
 
+@pytest.mark.long
 def test_a_small_model_learns_until_enough_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

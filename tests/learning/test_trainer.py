@@ -38,6 +38,7 @@ def test_arrival_order_and_streaming_change_no_gradient(start_trainer: StartTrai
         assert relative_error(stepped_gradient(trainer, shuffled), whole) < 5e-6
 
 
+@pytest.mark.long
 def test_training_takes_the_threads_of_freed_engines_and_gives_them_back(start_trainer: StartTrainer) -> None:
     groups = make_groups(0, SIZES)
     trainer = start_trainer(threads=1, freed_threads=(2, 3))

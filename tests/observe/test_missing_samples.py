@@ -20,6 +20,7 @@ async def reward(completion, prompt_id):
 """
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_every_step_that_lacks_samples_says_which_and_why(tmp_path: Path) -> None:
     """Of each group of four one fails; three prompts are half a batch short of two steps; half of all is cut."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from builders import unregistered
@@ -17,6 +18,7 @@ NAME = re.compile(rf"^({'|'.join(SECTIONS)})/[a-z0-9_@/]*[a-z0-9]$")
 NOT_EMITTED = {"perf/trained_tokens", "perf/trained_samples", "time/x_s", "eval/x/x"}
 
 
+@cache
 def written_names() -> dict[str, str]:
     """Metric names in string literals and f-strings (a filled-in part stands as ``x``), and where."""
     found = {}

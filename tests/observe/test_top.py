@@ -125,6 +125,7 @@ def test_groups_race_with_bars_counts_and_their_lengths() -> None:
     assert f"of {racing.fields['budget']} tok" in text
 
 
+@pytest.mark.long
 async def test_every_key(shown: Shown) -> None:
     async with shown.run(80, 24) as pilot:
         for key, box in BOXES.items():

@@ -107,6 +107,7 @@ def is_whole(found: dict[str, list[int]], last: int = 30) -> None:
     assert found["event/checkpoint"] == [12, 22] and "nan" not in found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tracker", READERS)
 def test_a_finished_run_is_sent_once(tracker: str, written: Callable[..., WrittenRun]) -> None:
     """Then a kill between what the tracker wrote and the move of the cursor, which wandb's files do not show."""
@@ -132,6 +133,7 @@ def test_a_finished_run_is_sent_once(tracker: str, written: Callable[..., Writte
         is_whole(READERS[tracker](run.directory))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("tracker", "kills"), [("tensorboard", 20), ("trackio", 4)])
 def test_a_follower_that_is_killed_misses_and_repeats_no_step(
     tracker: str, kills: int, written: Callable[..., WrittenRun]
@@ -156,6 +158,7 @@ def test_a_follower_that_is_killed_misses_and_repeats_no_step(
     assert found["reward/mean"] == [*range(1, 31)] and found["eval/held_out/avg@1"] == [10, 20]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tracker", "most_bytes", "said"),
     [
@@ -276,6 +279,7 @@ def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{site}:{os.environ.get('PYTHONPATH', '')}")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("plug_ins")
 async def test_followers_that_hang_or_die_are_given_up(
     written: Callable[..., WrittenRun], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -95,6 +95,7 @@ async def test_lives_of_a_controller_make_one_run(settings: ControlSettings, dam
         assert ended.accounting.trained == STEPS * settings.batch_trajectories
 
 
+@pytest.mark.long
 async def test_of_a_step_that_began_in_another_life_no_time_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +143,7 @@ async def test_what_was_whole_and_not_scored_is_not_sampled_again(tmp_path: Path
     assert sampled == trained - sum(sample.trained_tokens for sample in first[:4])
 
 
+@pytest.mark.long
 async def test_an_evaluation_that_died_with_its_controller_is_done_again_or_given_up_aloud(tmp_path: Path) -> None:
     settings, given_up = control_settings(evaluate_every=1, evaluate_at_end=True), 0
     for life, events in enumerate([*range(6, 40, 2), *range(7, 40, 2), *range(6, 40)]):

@@ -56,6 +56,7 @@ RACING = run_settings(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("settings", "kept"), [(CONTINUOUS, True), (RACING, False)], ids=["continuous", "racing"])
 async def test_a_longer_run_holds_no_more(
     settings: ControlSettings, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -144,6 +144,7 @@ def judged(*overrides: str) -> Recipe:
     )
 
 
+@pytest.mark.long
 async def test_each_process_sees_the_gpus_that_it_was_given(
     cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +192,7 @@ async def test_a_run_gives_them_to_its_processes(cuda: Any, tmp_path: Path, monk
     assert given == {"engine-0": ("0",), "engine-1": ("1",), "trainer-0": ("2",)}
 
 
+@pytest.mark.long
 def test_the_dry_run_shows_who_has_which_gpu_and_refuses_what_does_not_fit(
     cuda: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +219,7 @@ def test_a_cuda_build_without_a_gpu_is_refused_before_the_start(cuda: Any) -> No
     assert engines.startswith("engines: vllm is a CUDA build and sees no GPU")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of_several", ["engines.tensor_parallel_size=2", "training.ranks=2"])
 def test_shared_memory_that_is_too_small_for_several_gpus_is_refused(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, of_several: str

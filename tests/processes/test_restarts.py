@@ -193,6 +193,7 @@ async def test_a_run_is_resumed_until_its_budget_is_spent(trial: Callable[..., T
     one.assert_nothing_left()
 
 
+@pytest.mark.long
 async def test_the_budget_is_whole_again_after_long_service(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def test_paths_of_a_command_are_relative_to_where_it_is_given(
     assert made.function == (f"{here}/mine.py:f" if ":" in function else function)
 
 
+@pytest.mark.long
 async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, tmp_path: Path
 ) -> None:

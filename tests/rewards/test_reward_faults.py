@@ -217,6 +217,7 @@ async def test_process_that_is_replaced_loses_no_call_and_begins_none_twice(
     assert (tmp_path / "begun").read_text().split() == ["ab"] * 100
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fault_segfaults", "fault_os_exit", "fault_kills_server"])
 async def test_calls_that_crash_one_after_the_other_end_nothing(
     pool: Pool, make_trajectory: MakeTrajectory, name: str
@@ -235,6 +236,7 @@ LEAKS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LEAKS)
 async def test_calls_of_a_function_that_leaks_all_score(pool: Pool, make_trajectory: MakeTrajectory, name: str) -> None:
     few = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -155,6 +155,7 @@ def test_file_named_like_an_imported_module_does_not_replace_it(tmp_path: Path) 
     assert textwrap.__file__ != str(path)
 
 
+@pytest.mark.long
 def test_subprocess_survives_what_a_module_does(tmp_path: Path) -> None:
     bodies = {
         "prints": "print('noise')\ndef f(completion, answer): ...",

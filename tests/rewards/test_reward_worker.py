@@ -198,6 +198,7 @@ def order(number: int, *trajectories: Trajectory) -> ScoreGroups:
     return score_message(trajectories, order_id=number)
 
 
+@pytest.mark.long
 async def test_trusted_function_that_holds_the_interpreter_ends_the_process_with_75(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
@@ -210,6 +211,7 @@ async def test_trusted_function_that_holds_the_interpreter_ends_the_process_with
         assert "holds_interpreter" in (await worker.process.stderr.read()).decode()  # the log names what hung
 
 
+@pytest.mark.long
 async def test_the_time_that_user_code_may_hold_the_loop_follows_what_is_attached(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, tmp_path: Path
 ) -> None:

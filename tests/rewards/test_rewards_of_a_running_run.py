@@ -136,6 +136,7 @@ def live_run(make_recipe: MakeRecipe, tmp_path: Path) -> Callable[..., LiveRun]:
     return make
 
 
+@pytest.mark.long
 async def test_rewards_are_changed_from_the_command_line(
     live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +204,7 @@ ADAPTIVE = Reward(
 )
 
 
+@pytest.mark.long
 async def test_what_is_attached_and_learnt_outlives_the_worker_and_the_run(
     live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory, tmp_path: Path
 ) -> None:
@@ -242,6 +244,7 @@ async def test_what_is_attached_and_learnt_outlives_the_worker_and_the_run(
     assert again.log[0] == (1, ("takes", "shade"), "resume")
 
 
+@pytest.mark.long
 async def test_the_next_controller_of_a_run_scores_with_what_was_attached(
     live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory, tmp_path: Path
 ) -> None:
@@ -256,6 +259,7 @@ async def test_the_next_controller_of_a_run_scores_with_what_was_attached(
     assert [call.function for call in after.calls] == [call.function for call in before.calls]
 
 
+@pytest.mark.long
 async def test_a_new_worker_has_the_functions_that_began_with_a_group(
     live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory
 ) -> None:
@@ -317,6 +321,7 @@ def test_limits_that_were_learnt_belong_to_one_attachment() -> None:
     assert {key for piece in pieces for key in piece} == {str(key) for key in range(45_000)}
 
 
+@pytest.mark.long
 async def test_built_in_rewards_give_back_what_they_hold_when_they_are_detached(
     live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory
 ) -> None:

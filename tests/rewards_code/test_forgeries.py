@@ -8,6 +8,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from tiers import quick_only
 
 from streamrl.rewards.sandbox.asserts import parse_test, passes, take_apart
 from streamrl.rewards.sandbox.reward import CaseEnd, CodeOptions, CodeReward
@@ -162,9 +163,12 @@ TRICKED: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("name", TRICKS)
+ENDLESS = ("an iterator that never ends", "an answer without an end", "numbers with one hash")
+
+
+@pytest.mark.parametrize("name", quick_only(TRICKS, TRICKS.keys() - set(ENDLESS)))
 async def test_no_trick_passes(name: str, sandbox: Sandbox) -> None:
-    reward = CodeReward(CodeOptions(whole=True, timeout_s=10.0), sandbox)  # some never end
+    reward = CodeReward(CodeOptions(whole=True, timeout_s=3.0 if name in ENDLESS else 10.0), sandbox)
     outcomes = await asyncio.gather(*(reward.judge(TRICKS[name], tests) for tests in TRICKED))
     assert [(one.value, one.cases[0].inside) for one in outcomes] == [(0.0, False)] * len(TRICKED), outcomes
 

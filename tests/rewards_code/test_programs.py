@@ -200,6 +200,7 @@ async def test_tests_that_are_none_are_named(tests: Any) -> None:
         read_cases(tests)
 
 
+@pytest.mark.long
 async def test_each_case_of_a_prompt_has_the_limit_that_runs_which_passed_it_have_taught(sandbox: Sandbox) -> None:
     adaptive = AdaptiveTimeout(factor=10.0, min_s=1.0)
     reward = make(sandbox, timeout_s=100.0, value="share", whole=True)
@@ -233,6 +234,7 @@ async def test_each_case_of_a_prompt_has_the_limit_that_runs_which_passed_it_hav
         await reward(program(1.2), tests=tests, prompt_id="p")
 
 
+@pytest.mark.long
 async def test_the_recipe_asks_for_limits_of_test_cases() -> None:
     asked = Reward(function="code", timeout_s=60.0, adaptive_timeout=AdaptiveTimeout())
     limits = TimeLimits(asked)

@@ -66,6 +66,7 @@ def fail() -> None:
     raise ValueError("of the user")
 
 
+@pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.usefixtures("nothing_left")
 async def test_the_page_is_a_run_and_what_misbehaves_neither_ends_nor_delays_it(
@@ -156,6 +157,7 @@ async def test_calls_that_a_busy_object_cannot_take_are_counted() -> None:
     assert busy.seen == [*range(MOST_WAITING + 1), "closed"] and calls.errors == 0
 
 
+@pytest.mark.long
 async def test_sinks_of_a_run_that_does_not_start_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (sockets := tmp_path / ("s" * 107)).mkdir()
     monkeypatch.chdir(tmp_path)

@@ -50,6 +50,7 @@ def parquet(file: str, rows: int) -> bytes:
     return written.getvalue()
 
 
+@pytest.mark.long
 def test_a_run_from_names_asks_once_and_a_resume_never(tmp_path: Path) -> None:
     recipe, runs = tmp_path / "recipe.toml", tmp_path / "runs"
     recipe.write_text(RECIPE)

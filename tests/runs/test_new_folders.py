@@ -58,6 +58,7 @@ def endpoint() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", TASKS)
 def test_each_task_trains_on_simulated_engines(task: str, tmp_path: Path, endpoint: str) -> None:
     """The judge is elsewhere: the run's own would be a vLLM engine."""
@@ -70,6 +71,7 @@ def test_each_task_trains_on_simulated_engines(task: str, tmp_path: Path, endpoi
     assert all(step["reward/mean"] is not None for step in steps)
 
 
+@pytest.mark.long
 def test_a_task_of_ones_own_trains_on_the_small_model_that_was_made(tmp_path: Path) -> None:
     """The warm-up shows its progress, and leaves something to learn; vLLM and the trainer agree about its weights."""
     report = streamrl(tmp_path, "init", "new", "--task", "own", "--model", "tiny", "--warm-up-steps", "50")

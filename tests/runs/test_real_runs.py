@@ -120,6 +120,7 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_two_engines_and_two_ranks_train_on_policy_and_the_example_goes_on_apart_over_tcp(
     tmp_path: Path, free_ports: Callable[[int], int]
@@ -152,6 +153,7 @@ def test_two_engines_and_two_ranks_train_on_policy_and_the_example_goes_on_apart
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2]
 
 
+@pytest.mark.seconds(10)
 @pytest.mark.usefixtures("nothing_left")
 def test_continuous_rounds_update_weights_in_flight_within_the_staleness_bound(tmp_path: Path) -> None:
     run = Run(
@@ -171,6 +173,7 @@ def test_continuous_rounds_update_weights_in_flight_within_the_staleness_bound(t
     assert max(s["weights/reanchored"] for s in steps) == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_a_signal_drains_and_saves_and_the_run_goes_on_with_more_ranks(tmp_path: Path) -> None:
     method = {
@@ -233,6 +236,8 @@ FREED = {
 }
 
 
+@pytest.mark.started
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_an_engine_is_freed_late_in_a_round_and_is_back_with_the_weights_of_the_next(tmp_path: Path) -> None:
     run = Run(tmp_path, run__steps=5, weights__advanced__audit_interval=1, **FREED, **ANY_TWO_DIFFER)
@@ -255,6 +260,7 @@ SETS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_another_set_of_engines_serves_the_long_round_and_the_first_one_comes_back(tmp_path: Path) -> None:
     """Processes end and others begin."""
@@ -285,6 +291,7 @@ def assert_right_weights(run: Run, steps: list[dict[str, float]], serving: list[
     assert len(held) == len(audits), "every version has weights of its own"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_rollpacker_goes_on_after_a_killed_engine_and_a_killed_rank(tmp_path: Path) -> None:
     """``benchmarks/chaos.py`` kills the others; ``test_systems.py`` kills runs of every system, simulated."""

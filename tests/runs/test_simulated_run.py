@@ -60,6 +60,7 @@ def _flags(root: Path, **settings: object) -> list[str]:
     return [part for key, value in chosen.items() for part in ("--set", f"{key}={toml_value(value)}")]
 
 
+@pytest.mark.long
 def test_training_is_real_and_no_vllm_is_needed(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(WITHOUT_VLLM)
@@ -128,6 +129,7 @@ def _trajectories_on_the_page(runs: Path, training: subprocess.Popen[str]) -> in
             dashboard.send_signal(signal.SIGINT)
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_before_it_began_is_begun_by_resume(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "streamrl"]
     runs = tmp_path / "runs"
@@ -145,6 +147,7 @@ def test_a_run_that_was_killed_before_it_began_is_begun_by_resume(tmp_path: Path
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"step"' in line]
 
 
+@pytest.mark.long
 def test_a_run_is_made_longer_after_its_end(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "streamrl"]
     run = tmp_path / "runs" / "latest"
@@ -177,6 +180,7 @@ def test_a_run_is_made_longer_after_its_end(tmp_path: Path) -> None:
     assert again.returncode == 0 and "finished: 3 of 3" in again.stdout, "it is the recipe of the run from now on"
 
 
+@pytest.mark.long
 def test_a_run_that_lost_its_journal_names_what_begins_another_from_its_checkpoint(tmp_path: Path) -> None:
     def streamrl(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "streamrl", *arguments]
@@ -208,6 +212,7 @@ def reward(completion, *, prompt_id):
 """
 
 
+@pytest.mark.long
 def test_prompts_whose_reward_crashes_its_process_do_not_end_the_run(tmp_path: Path) -> None:
     flags = _flags(tmp_path, run__steps=12, rollout__group_size=8, sampling__max_tokens=8)
     (tmp_path / "reward.py").write_text(CRASHES_ON_A_TENTH)
@@ -221,6 +226,7 @@ def test_prompts_whose_reward_crashes_its_process_do_not_end_the_run(tmp_path: P
     assert steps[-1]["reward/func/reward/raised_total"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_a_reward_that_always_raises_ends_the_run_with_its_message(tmp_path: Path) -> None:
     flags = _flags(tmp_path, run__steps=500, reward_limits__advanced__window=32)
@@ -244,6 +250,7 @@ async def reward(completion, **columns):
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_a_reward_that_blocks_now_and_then_is_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
     limits = {"rewards__0__timeout_s": 1.0, "reward_limits__max_failed_share": 0.9}
@@ -259,6 +266,7 @@ def test_a_reward_that_blocks_now_and_then_is_recorded_and_the_run_goes_on(tmp_p
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_the_example_follows_a_run_from_python_and_drains_it(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "pipeline_from_python.py"), str(EXAMPLE), "--until", "0"]
@@ -329,6 +337,7 @@ async def talk(model, *, prompt):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("talks", [False, True])
 def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_one_that_was_left_alone(
     tmp_path: Path, talks: bool
@@ -429,8 +438,8 @@ def ask(run: Path, operation: ControlOperation) -> ControlAnswer:
 
 def steps_of(run: Path) -> dict[int, dict[str, Any]]:
     path = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {line["step"]: line for line in lines}
+    whole_lines = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return {line["step"]: line for line in map(json.loads, whole_lines.splitlines())}
 
 
 def begun_steered(root: Path) -> tuple[subprocess.Popen[bytes], Path]:
@@ -458,6 +467,7 @@ def begun_steered(root: Path) -> tuple[subprocess.Popen[bytes], Path]:
     return process, run
 
 
+@pytest.mark.long
 def test_settings_that_change_in_a_run_that_is_killed_train_the_batches_of_one_that_is_not(tmp_path: Path) -> None:
     process, whole = begun_steered(tmp_path / "whole")
     assert process.wait(900) == 0
@@ -492,6 +502,7 @@ class Sleeper(Tracker):
 """
 
 
+@pytest.mark.long
 def test_trackers_change_nothing_in_a_run_not_even_one_that_sleeps_for_ever(tmp_path: Path) -> None:
     """The sleeper is ended when its time at the end of the run is over."""
     site = tmp_path / "site"

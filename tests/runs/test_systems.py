@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tiers import quick_only
 
 from streamrl.cli.show import read_run
 from streamrl.recipe.rules.load import load_recipe
@@ -22,7 +23,8 @@ SYSTEMS = Path(__file__).parents[2] / "examples" / "systems"
 STEPS = 10
 
 
-@pytest.mark.parametrize("system", System)
+@pytest.mark.seconds(8)
+@pytest.mark.parametrize("system", quick_only(System, [System.ROLLPACKER]))
 def test_ten_steps_with_a_kill_in_the_middle(system: System, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("async def reward(completion):\n    return len(completion) % 7 / 6\n")
     settings = {

@@ -21,7 +21,7 @@ from streamrl.comm.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole, make
 from streamrl.recipe.toml_text import toml_value
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))

@@ -99,6 +99,7 @@ def unsafe(node: ast.AST) -> Iterator[str]:
                 yield f"weights_only: {UNPICKLE}"
 
 
+@pytest.mark.long
 def test_no_text_and_no_bytes_become_code() -> None:
     problems = []
     for path in FILES:
@@ -109,6 +110,7 @@ def test_no_text_and_no_bytes_become_code() -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.long
 def test_the_places_that_run_code_still_do() -> None:
     """An exception that is needed no more must go."""
     assert {

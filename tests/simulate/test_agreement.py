@@ -52,6 +52,7 @@ def agreed(run: RecordedRun, recipe: Recipe, fitted: RecordedRun | None = None) 
     return agreement(run, recipe, calibrate(fitted or run, recipe).model)
 
 
+@pytest.mark.long
 def test_a_run_that_is_simulated_well_leaves_forecasts_as_they_are(synchronous: RecordedRun) -> None:
     told = agreed(synchronous, recipe_of())
     assert abs(told.mismatch) < 0.03
@@ -76,6 +77,7 @@ def test_what_is_missed_scales_forecasts_and_other_forms_cannot_be_known(synchro
     assert "had no engines freed" in told.unknown(report, freed)
 
 
+@pytest.mark.long
 def test_each_kind_of_round_is_scaled_by_its_own_seconds() -> None:
     run = Recorder(TRUTH, 20, **RACE).recorded()
     recipe = recipe_of(RoundKind.TAIL_BATCHING, presubmit=True)

@@ -144,6 +144,7 @@ def test_the_trainer_begins_when_enough_tokens_wait() -> None:
     assert trainer.close(3.7, engines_idle=True) == pytest.approx(4.0)
 
 
+@pytest.mark.long
 def test_the_fitted_cluster_predicts_what_a_race_gains_on_another_seed() -> None:
     """The line of the acceptance, against a world whose truth is known."""
     heavy = msgspec.structs.replace(TRUTH, lengths=HEAVY.lengths)

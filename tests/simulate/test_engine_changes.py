@@ -71,6 +71,7 @@ def test_the_trainer_has_the_share_of_the_freed_engines() -> None:
     assert own.worked_s == 3.0
 
 
+@pytest.mark.long
 def test_the_reference_gain_of_freeing_half_of_the_engines_is_met() -> None:
     """On RollPacker's math task, by a model in closed form, a synchronous round with streaming is 1.17 times as
     fast."""

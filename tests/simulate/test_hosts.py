@@ -71,6 +71,7 @@ def test_many_hosts_and_few_pieces_take_a_tree_and_each_level_its_latency() -> N
     assert model.push_s(range(126)) == pytest.approx(2 * piece_s * (2 + 5) + 6 * 0.2)
 
 
+@pytest.mark.long
 def test_a_push_takes_what_the_transfer_takes_and_the_report_has_its_share(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

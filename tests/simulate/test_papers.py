@@ -46,6 +46,7 @@ def test_four_short_rounds_to_a_long_one_and_their_longest_completions() -> None
     assert all(row.longest == 16_384 for row in report.recent if row.round_kind == "long")
 
 
+@pytest.mark.long
 def test_two_entries_of_the_eta_table_predict_the_others() -> None:
     """RollPacker's table of eta, with its averaging: the longest short and long round of the run in a fixed cycle; the
     mean round where there is no cycle. One cycle, and four entries of the eight."""
@@ -67,6 +68,7 @@ def test_two_entries_of_the_eta_table_predict_the_others() -> None:
     assert median(errors) <= 0.15 and errors[-1] <= 0.35
 
 
+@pytest.mark.long
 def test_sorted_rounds_fill_the_bubble_of_the_tail() -> None:
     """SortedRL (arXiv 2603.23414): 74 %, 5.81 %, 3.37 %; here a batch of 64 and a cohort of 16: the direction."""
     model = with_part(PRESETS["rollpacker-14b-16k"], "lengths", cap=8192, cap_share=0.0229)
@@ -93,6 +95,7 @@ def test_sorted_rounds_fill_the_bubble_of_the_tail() -> None:
     assert partial.length_ratio == pytest.approx(1.0, abs=1e-9)
 
 
+@pytest.mark.long
 def test_straggler_rate_stays_at_its_budget_while_lengths_drift() -> None:
     """Fewer steps than in the benchmark: lengths grow by 2.7 times into a cap, fixed sizes miss on both sides."""
     steps, budget = 300, 0.4

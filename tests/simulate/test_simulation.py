@@ -245,6 +245,7 @@ def test_a_step_counts_the_groups_of_its_own_batch() -> None:
     assert report.straggler_rate == pytest.approx(statistics.mean(rate))
 
 
+@pytest.mark.long
 def test_bubbles_are_measured_against_a_batch_whatever_the_rounds_have_in_flight() -> None:
     """As ``launch.sampling.capacity`` does; a capacity that the cluster names is taken as it is."""
     named = msgspec.structs.replace(TINY, engines=ClusterEngines(count=2, prompt_tokens=10, capacity=20))
@@ -254,6 +255,7 @@ def test_bubbles_are_measured_against_a_batch_whatever_the_rounds_have_in_flight
     assert simulate(control_settings(batch_groups=64), TINY, 2).capacity == 2 * 64, "no more than the engines run"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["short and long", "continuous"])
 def test_memory_does_not_grow_with_steps(name: str) -> None:
     alive: dict[int, int] = {}

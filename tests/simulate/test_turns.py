@@ -93,6 +93,7 @@ def test_rounds_pause_and_cancel_trajectories_in_their_environments(rounds: str)
     assert (max(away) > 0) is settings.reads_environment, "of what waits for its environment"
 
 
+@pytest.mark.long
 def test_a_run_with_turns_gives_its_constants_and_times_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

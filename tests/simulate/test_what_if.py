@@ -67,6 +67,7 @@ def on_policy_advice(heavy_recipe: Recipe) -> Advice:
     return advice(heavy_recipe, HEAVY, steps=24)
 
 
+@pytest.mark.long
 def test_a_race_is_recommended_where_the_tail_binds(heavy_recipe: Recipe, on_policy_advice: Advice) -> None:
     told, best = on_policy_advice, on_policy_advice.recommended
     assert best.recipe.rollout.rounds in (RoundKind.TAIL_BATCHING, RoundKind.AUTO)
@@ -82,6 +83,7 @@ def test_a_race_is_recommended_where_the_tail_binds(heavy_recipe: Recipe, on_pol
     assert any("presubmitted" in name for name in names)
 
 
+@pytest.mark.long
 def test_nothing_is_recommended_where_nothing_helps(tmp_path: Path) -> None:
     """Token-bound, and requests cost nothing to submit: every race only adds tokens."""
     slow = with_part(DEMO, "engine", per_running_s=2e-3, arrival_s=0.0, admission_s=0.0, admission_per_running_s=0.0)
@@ -96,6 +98,7 @@ def test_nothing_is_recommended_where_nothing_helps(tmp_path: Path) -> None:
     assert told.current.name == CURRENT
 
 
+@pytest.mark.long
 def test_the_budget_is_kept(heavy_recipe: Recipe, on_policy_advice: Advice) -> None:
     strict, loose = on_policy_advice, advice(heavy_recipe, HEAVY, steps=10, max_staleness=2)
     assert not any(name.startswith("continuous") for name in (tried.name for tried in strict.tried))
@@ -112,6 +115,7 @@ def test_the_budget_is_kept(heavy_recipe: Recipe, on_policy_advice: Advice) -> N
     assert "0.9 asked" in biased.problem
 
 
+@pytest.mark.long
 def test_a_recipe_that_breaks_the_budget_is_not_recommended(tmp_path: Path) -> None:
     recipe = load_recipe(write_recipe(tmp_path, 4))
     stale = msgspec.structs.replace(
@@ -255,6 +259,7 @@ def record_step(
     return now + clock + 0.1
 
 
+@pytest.mark.long
 def test_command_on_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = record_run(tmp_path, evaluated_s=5.0)
     assert main(["what-if", str(run), "--steps", "24", "--warm-up", "4", "--json"]) == 0
@@ -275,6 +280,7 @@ def test_command_on_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert told["tried"][0]["name"] == best["name"]
 
 
+@pytest.mark.long
 def test_a_forecast_of_what_was_never_seen_is_none_where_the_record_is_missed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,6 +299,7 @@ def test_a_forecast_of_what_was_never_seen_is_none_where_the_record_is_missed(
     assert "as recorded / as simulated" in shown.err and "tail_batching: cannot know" in shown.out
 
 
+@pytest.mark.long
 def test_command_on_a_recipe_prints_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_recipe(tmp_path, 8)
     arguments = ["what-if", str(path), "--cluster", "heavy", "--steps", "16", "--set", "run.seed=4"]

@@ -261,6 +261,7 @@ def test_check_finds_every_problem_of_a_file(tokenizer: Tokenizer, write_rows) -
         decode_row(b"\x1f\x8b\x08")
 
 
+@pytest.mark.long
 def test_a_row_that_no_stream_takes_is_refused_where_it_is_read(tokenizer: Tokenizer, write_rows) -> None:
     """One that a reward worker cannot receive would end the run, or be sent again for ever."""
     long, small = "x" * (33 << 20), [[[]] * 1000] * 2000

@@ -237,6 +237,7 @@ COLUMNS_TOGETHER_TOO_LARGE: dict[str, object] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tests", COLUMNS_TOGETHER_TOO_LARGE.values(), ids=COLUMNS_TOGETHER_TOO_LARGE)
 async def test_what_gathers_goes_in_messages_that_a_stream_takes(tests: object) -> None:
     """Orders gather while a worker is being replaced; together they may be more than one message holds."""

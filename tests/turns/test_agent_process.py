@@ -68,6 +68,8 @@ print(float("HF_TOKEN" in seen))
 """
 
 
+@pytest.mark.started
+@pytest.mark.long
 @pytest.mark.parametrize(("code", "reward", "turns"), [(ASKS, 1.0, 2), ("print('no')", None, 0), (SEES, 0.0, 0)])
 async def test_an_agent_knows_the_endpoint_and_its_last_line_is_the_reward(
     code: str, reward: float | None, turns: int, session: EndpointSession, monkeypatch: pytest.MonkeyPatch
@@ -140,6 +142,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.long
 async def test_a_process_takes_many_trajectories(
     of_family: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -408,6 +408,7 @@ async def test_models_counts_of_tokens_and_logprobs(stream: bool, of_family: Cal
     assert talk.sampler.asked == [(-1, 0), (0, 0)]
 
 
+@pytest.mark.long
 async def test_requests_with_something_wrong_in_them_crash_nothing() -> None:
     counts = await try_requests(2_000, seed=1)
     assert all(counts[status] > 5 for status in (200, 400, 401, 404, 405, 413))

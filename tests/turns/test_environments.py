@@ -413,6 +413,7 @@ async def test_tools_are_called_until_a_turn_has_no_call(qwen: Tokenizer, code: 
     assert text == f"{whole}It is 5.<|im_end|>"  # as the template writes the whole
 
 
+@pytest.mark.long
 async def test_a_tool_of_an_mcp_server_is_called(qwen: Tokenizer, mcp_server: tuple[str, ...]) -> None:
     run = Run(Environment(tools=(f"mcp:{shlex.join(mcp_server)}",)), qwen, calls_once)
     trajectory = await run.one({"prompt": "What is 2 + 3?"})
@@ -496,6 +497,7 @@ def module_of(code: Callable[[str], str]) -> Any:
     return sys.modules[Path(code("x").rpartition(":")[0]).stem]
 
 
+@pytest.mark.started
 async def test_a_game_of_gymnasium_is_played_to_its_end(qwen: Tokenizer, code: Callable[[str], str]) -> None:
     run = Run(Environment(env=code("Game")), qwen, lambda text: f"move {text.count('you said')}")
     with anyio.fail_after(60):

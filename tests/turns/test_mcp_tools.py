@@ -51,6 +51,7 @@ def alive(pids: Sequence[int]) -> bool:
     return any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
+@pytest.mark.long
 async def test_a_call_has_a_result_whatever_the_server_does(mcp_server: tuple[str, ...]) -> None:
     async with mcp_tools.opened_servers([mcp_server], sys.stderr) as served:
         schema = served[0].schema["function"]
@@ -63,6 +64,7 @@ async def test_a_call_has_a_result_whatever_the_server_does(mcp_server: tuple[st
             assert not tools.keeps_state("add")  # calls are not made again
 
 
+@pytest.mark.long
 async def test_a_server_that_ended_is_started_again_a_few_times(
     mcp_server: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +79,7 @@ async def test_a_server_that_ended_is_started_again_a_few_times(
     assert last.end is ToolEnd.RAISED and "not started again" in last.text
 
 
+@pytest.mark.long
 async def test_a_server_that_answers_nothing_any_more_is_ended(
     mcp_server: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def assert_equal(replica: CheckpointReplica, version: int, bits: Bits) -> None:
         assert np.array_equal(replica.bits(name), expected), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_whatever_was_missed_is_committed_as_one(make_ranks: Callable[..., Ranks], ranks: int) -> None:
     """From every earlier version: elements that change several times, go back, and change in one version only; a whole

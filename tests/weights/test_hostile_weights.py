@@ -227,6 +227,7 @@ def test_a_manifest_that_lists_more_than_was_announced_is_refused() -> None:
         hostile(sample, msgspec.structs.replace(sample.manifest, units=(*others, entry)), None)
 
 
+@pytest.mark.long
 def test_a_slice_of_the_fuzzed_frames() -> None:
     """The whole: ``python -m campaigns fuzz --target weights.transfers``."""
     outcomes = Counter(map(run_case, range(3000)))

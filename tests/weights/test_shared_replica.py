@@ -333,6 +333,7 @@ def test_memory_whose_holders_are_gone_is_begun_anew(machine: Machine) -> None:
     assert_live(push.bits, begins)
 
 
+@pytest.mark.long
 def test_the_last_one_removes_the_directory_and_no_descriptor_is_left(machine: Machine) -> None:
     def held() -> int:
         opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]

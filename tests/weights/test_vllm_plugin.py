@@ -48,6 +48,7 @@ def test_a_child_dies_with_a_killed_parent() -> None:
             child.kill()
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 def test_a_worker_can_start_where_numba_was_imported() -> None:
     """What vLLM's CPU worker does to every module when it starts, in a process of its own."""

@@ -51,6 +51,7 @@ async def checksums_of(push: Push) -> dict[str, str]:
     return {name.rpartition(":")[2]: digest for name, digest in (await push.checksums()).items()}
 
 
+@pytest.mark.long
 def test_pushes_into_a_running_engine(tmp_path: Path, socket_directory: Path) -> None:
     """Tied Qwen2 in float32: deltas with requests in flight, then everything that must be refused, and an anchor; a
     second engine, which loads the old checkpoint, takes all deltas since as one."""
@@ -145,6 +146,7 @@ def corrupt_last_chunk(publisher: WeightPublisher) -> None:
     publisher._server.serve([*others, ServedPart(part.policy_version, part.manifest_digest, part.manifest, chunks)])
 
 
+@pytest.mark.long
 def test_packed_and_quantised_layers(tmp_path: Path, socket_directory: Path) -> None:
     """Query and key norms, untied heads, a bfloat16 engine, packed kernels beside the parameters: what is computed with
     is only seen in the output. One kind of layer is quantised while it is loaded, and rebuilt: it equals that of an
@@ -180,6 +182,7 @@ async def push_into_packed_layers(folder: str) -> None:
         assert list((await sample(fresh, 40)).token_ids) == outputs[-1]
 
 
+@pytest.mark.long
 def test_experts_on_two_workers_after_many_deltas(tmp_path: Path, socket_directory: Path) -> None:
     """Experts that vLLM packs after loading, cut between two tensor-parallel workers, against an engine that loads the
     result afresh. ``all_architectures.py`` does this for every kind of model."""

@@ -236,6 +236,7 @@ def publisher_of(endpoint: str, threads: int) -> Iterator[WeightPublisher]:
         publisher.close()
 
 
+@pytest.mark.long
 def test_what_is_served_is_bounded(make_ranks: Callable[..., Ranks]) -> None:
     """Newest links stay while no engine has them, however many bytes they take; others go, the oldest first, beyond
     their bytes and their number; complete versions when a newer one is acknowledged."""
