@@ -20,8 +20,14 @@ _REFERENCE_S = 0.035
 
 
 def quick_only(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """``cases`` as parameters of a test, of which those that are not in ``quick`` are marked long."""
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.long) for case in cases]
+    """``cases`` as parameters of a test (a tuple: several parameters), of which those that are not in ``quick`` are
+    marked long."""
+    marked: list[Any] = []
+    for case in cases:
+        parameters = case if isinstance(case, tuple) else (case,)
+        marks = [] if case in quick else [pytest.mark.long]
+        marked.append(pytest.param(*parameters, marks=marks))
+    return marked
 
 
 def tier_of(item: pytest.Item) -> str:

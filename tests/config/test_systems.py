@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tiers import quick_only
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.main import main
@@ -18,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 CODE = {"model": {"path": "m"}, "prompts": {"train": "t.jsonl"}, "rewards": [{"function": "a:b"}, {"function": "code"}]}
 
 
-@pytest.mark.parametrize("system", System)
+@pytest.mark.parametrize("system", quick_only(System, [System.ROLLPACKER, System.FASTEST]))
 def test_an_example_is_the_line_alone_and_passes_the_dry_run(
     system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

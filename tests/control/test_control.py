@@ -11,9 +11,19 @@ from builders import trajectory as finished
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from oracle.control_walks import COMBINATIONS, ON_POLICY, CrashWorld, TurnsWorld, TwinWorld, random_run, random_settings
+from oracle.control_walks import (
+    COMBINATIONS,
+    ON_POLICY,
+    QUICK_COMBINATIONS,
+    CrashWorld,
+    TurnsWorld,
+    TwinWorld,
+    random_run,
+    random_settings,
+)
 from oracle.control_world import World, begun, control_settings
 from oracle.steered_world import SteeredWorld
+from tiers import quick_only
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.stage_messages import Scored
@@ -30,7 +40,7 @@ from streamrl.run.journal.records import JOURNAL_SCHEMA, JournalBase, JournalCod
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 
 
-@pytest.mark.parametrize(("composition", "sizing"), COMBINATIONS)
+@pytest.mark.parametrize(("composition", "sizing"), quick_only(COMBINATIONS, QUICK_COMBINATIONS))
 def test_random_runs_end_with_everything_accounted_for(composition: str, sizing: str) -> None:
     """Also where control is encoded and restored, and where the controller is killed at any event."""
     TwinWorld.random, crashes = Random(1), CrashWorld.crashes

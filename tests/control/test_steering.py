@@ -10,9 +10,10 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from oracle.control_walks import COMBINATIONS, ON_POLICY, random_run
+from oracle.control_walks import COMBINATIONS, ON_POLICY, QUICK_COMBINATIONS, random_run
 from oracle.control_world import begun
 from oracle.steered_world import SteeredWorld
+from tiers import quick_only
 
 from streamrl.base.errors import RecipeError
 from streamrl.buffers.trajectory_store import TrajectoryStore
@@ -28,7 +29,7 @@ from streamrl.run.journal.run_journal import RunJournal
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 
 
-@pytest.mark.parametrize(("composition", "sizing"), COMBINATIONS)
+@pytest.mark.parametrize(("composition", "sizing"), quick_only(COMBINATIONS, QUICK_COMBINATIONS))
 def test_steered_runs_end_with_everything_accounted_for(composition: str, sizing: str) -> None:
     before = SteeredWorld.changes
     for seed in range(4):

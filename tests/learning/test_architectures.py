@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import quick_only
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -83,6 +84,8 @@ SUPPORTED: dict[str, Callable[[], Any]] = {
     "cohere 2": lambda: transformers.Cohere2Config(**SHAPE, logit_scale=0.25, sliding_window=4),
     "olmo 2": lambda: transformers.Olmo2Config(**SHAPE),
 }
+QUICK = ("qwen2 tied", "qwen3", "mistral, short window", "gemma 3", "gpt 2", "qwen3 moe", "cohere 2")
+"""Families of quick tests: each has something that no other one of them has."""
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "capped attention": (
         lambda: transformers.Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=50.0),
@@ -169,7 +172,7 @@ def own_model(path: str | Path, **options: Any) -> Any:
     ).eval()
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", quick_only(SUPPORTED, QUICK))
 def test_packed_rows_give_the_models_own_logprobs_gradients_and_export(family: str, tmp_path: Path) -> None:
     path = save_model(SUPPORTED[family](), tmp_path / "model")
     policy, model, row = load_policy(path, CPU), own_model(path), one_row()
@@ -199,7 +202,7 @@ def test_packed_rows_give_the_models_own_logprobs_gradients_and_export(family: s
     assert difference.abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", quick_only(SUPPORTED, QUICK))
 def test_each_rank_reads_its_rows_of_every_tensor(family: str, tmp_path: Path) -> None:
     """Also of experts, which are many tensors of the file in one parameter. A group of three ranks that never talk."""
     path = save_model(SUPPORTED[family](), tmp_path / "model")

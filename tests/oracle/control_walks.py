@@ -90,6 +90,8 @@ for name in ("sagc", "random"):
 
 COMBINATIONS = [(n, sizing) for n in COMPOSITIONS for sizing in SIZINGS if sizing == "fixed" or "single" not in n]
 """Single trajectories have no group size."""
+QUICK_COMBINATIONS = [(name, sizing) for name, sizing in COMBINATIONS if sizing in ("fixed", "sagc")]
+"""Those that quick tests walk; ``ControlMachine`` draws from all."""
 OFF_POLICY = ("continuous", "deferred prompts resumed", "partial")
 ON_POLICY = [pair for pair in COMBINATIONS if not pair[0].startswith(OFF_POLICY) and pair[0] != "auto"]
 

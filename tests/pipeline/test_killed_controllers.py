@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tiers import quick_only
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scripted_parts
@@ -60,7 +61,9 @@ def batches_of(rank: CountingRank) -> list[Counter[str]]:
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["newest checkpoint", "the one before"])
 @pytest.mark.parametrize(
-    "settings", [SYNCHRONOUS, SUBMITTED, RACING, STALE], ids=["synchronous", "submitted", "racing", "continuous"]
+    "settings",
+    quick_only([SYNCHRONOUS, SUBMITTED, RACING, STALE], [RACING]),
+    ids=["synchronous", "submitted", "racing", "continuous"],
 )
 async def test_lives_of_a_controller_make_one_run(settings: ControlSettings, damaged: bool, tmp_path: Path) -> None:
     for events in range(1, 38, 4):

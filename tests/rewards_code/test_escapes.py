@@ -244,6 +244,7 @@ async def test_it_does_not_get_out(attempt: Attempt, sandbox: Sandbox, host: Any
     assert host.victim_lives
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attempt", [a for a in ATTEMPTS if a.control], ids=lambda attempt: attempt.name)
 async def test_without_the_sandbox_it_does(attempt: Attempt, no_sandbox: Sandbox, host: Any, limits: Any) -> None:
     """Else the test above could not fail."""

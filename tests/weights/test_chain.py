@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tiers import quick_only
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
@@ -89,7 +90,7 @@ def test_whatever_was_missed_is_committed_as_one(make_ranks: Callable[..., Ranks
         assert_equal(replica, 4, versions[4])
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", quick_only([1, 3], [1]))
 def test_the_first_version_is_a_delta_on_the_checkpoint_and_a_restarted_engine_takes_all_since(
     make_ranks: Callable[..., Ranks], tmp_path: Path, ranks: int
 ) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from tiers import quick_only
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
@@ -266,7 +267,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("point", ["fetching", "writing", "afterwards"])
+@pytest.mark.parametrize("point", quick_only(["fetching", "writing", "afterwards"], ["writing"]))
 def test_a_worker_that_is_killed_holds_up_nobody_and_leaves_no_memory(
     machine: Machine, tmp_path: Path, point: str, late: bool
 ) -> None:
