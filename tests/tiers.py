@@ -15,7 +15,7 @@ SECONDS = {"quick": 2.0, "long": 60.0}
 """Processor seconds of a test, with its processes and without its fixtures, by its tier. ``pytest.mark.seconds(n)``
 names those of a test that takes longer and is in its tier on purpose."""
 TOLERANCE = 3
-_REFERENCE_S = 0.035
+_REFERENCE_LOOP_S = 0.035
 """Processor time of ``_loop_seconds`` on the machine on which the tiers were made."""
 
 
@@ -50,14 +50,14 @@ def refuse_shared_fixtures(items: Sequence[pytest.Item]) -> None:
 
 @contextmanager
 def tier_time(item: pytest.Item) -> Iterator[None]:
-    """Fail a test whose body takes ``TOLERANCE`` times the processor time of its tier, so that the tiers stay true. A
-    machine that is slower than the reference has as much more."""
+    """Fail a test whose body takes ``TOLERANCE`` times the processor time of its tier, so that the tiers stay true. The
+    limit is higher by as much as the machine is slower than the reference."""
     began = time.monotonic()
     used = sum(os.times()[:4])
     yield
     taken = min(
         sum(os.times()[:4]) - used,
-        # A process that an earlier test left to be waited for counts here, with more than this test can have taken.
+        # A process of an earlier test that is waited for only now would count with all its time.
         (time.monotonic() - began) * (os.cpu_count() or 1),
     )
     marked = item.get_closest_marker("seconds")
@@ -65,14 +65,14 @@ def tier_time(item: pytest.Item) -> Iterator[None]:
     limit = TOLERANCE * seconds
     if taken > limit and taken > limit * _slowness():
         pytest.fail(
-            f"it took {taken:.1f} s of processor time, and a test of its tier takes {seconds:g} s: make it quicker, "
+            f"it took {taken:.1f} s of processor time, where its tier or its mark says {seconds:g} s: make it quicker, "
             f"mark it long, or name its time by pytest.mark.seconds({taken:.0f})"
         )
 
 
 def _slowness() -> float:
     """How many times slower than the reference this machine is now, 1 at least."""
-    return max(1.0, min(_loop_seconds() for _ in range(3)) / _REFERENCE_S)
+    return max(1.0, min(_loop_seconds() for _ in range(3)) / _REFERENCE_LOOP_S)
 
 
 def _loop_seconds() -> float:

@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 _phase_log = logging.getLogger("streamrl.start")
-_PHASE = re.compile(r"streamrl\.start: (.*)")
+_PHASE = re.compile(r"(\S+ \S+) INFO streamrl\.start: (.*)")
+_LOG_TIME = "%Y-%m-%d %H:%M:%S"
 _LAST_CHARACTERS = 1 << 14
 
 
@@ -63,13 +64,15 @@ def note_phase(phase: str) -> None:
 
 def start_phases(logs: Path, names: Iterable[str], started: Path) -> dict[str, str]:
     """Phases of the processes ``names`` by their logs in ``logs``, without those that noted none yet. ``started``: file
-    that was written when they were started; what was logged before is of an earlier start."""
+    that was written when they were started; what was logged before is of an earlier start of the run."""
     phases = {}
     for name in names:
-        log = logs / f"{name}.log"
         try:
-            if log.stat().st_mtime >= started.stat().st_mtime:
-                phases[name] = _PHASE.findall(log.read_text(errors="replace")[-_LAST_CHARACTERS:])[-1]
-        except (OSError, IndexError):
+            begin = time.strftime(_LOG_TIME, time.localtime(started.stat().st_mtime))
+            log = (logs / f"{name}.log").read_text(errors="replace")
+        except OSError:
             continue
+        for moment, phase in _PHASE.findall(log[-_LAST_CHARACTERS:]):
+            if moment >= begin:
+                phases[name] = phase
     return phases

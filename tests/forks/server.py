@@ -132,19 +132,19 @@ def _fork_twice(order: dict[str, Any], descriptors: Sequence[int], control: sock
             if time.monotonic() > deadline:
                 os._exit(_FAILED)
             os.sched_yield()
-        _look_like(order)
+        _take_identity(order)
         control.send(json.dumps({"pid": os.getpid()}).encode())
         is_known = True
         control.close()
-        _become(order, descriptors, threads)
-    except BaseException as error:  # noqa: BLE001 - half a process must not become a second server
+        _run_order(order, descriptors, threads)
+    except BaseException as error:  # noqa: BLE001 - a fork that failed must end, and not go on as a second server
         if not is_known:
             control.send(json.dumps({"refusal": f"a fork failed: {error!r}"}).encode())
         traceback.print_exc()
         os._exit(_FAILED)
 
 
-def _look_like(order: dict[str, Any]) -> None:
+def _take_identity(order: dict[str, Any]) -> None:
     """Have the session, directory, variables and arguments of ``order``: those that a start has when it returns."""
     if order["session"]:
         os.setsid()
@@ -154,7 +154,7 @@ def _look_like(order: dict[str, Any]) -> None:
     show_process(order["argv"], order["environment"])
 
 
-def _become(order: dict[str, Any], descriptors: Sequence[int], threads: Threads) -> NoReturn:
+def _run_order(order: dict[str, Any], descriptors: Sequence[int], threads: Threads) -> NoReturn:
     """Run the program of ``order`` from its first line to its exit."""
     _take_descriptors(descriptors, order["numbers"])
     _reset_signals()
@@ -306,7 +306,7 @@ def main(arguments: Sequence[str], plain_path: Sequence[str]) -> None:
     import setproctitle
 
     setproctitle.getproctitle()
-    logging.disable(logging.WARNING)  # what libraries log of a machine, a worker of pytest would not show either
+    logging.disable(logging.WARNING)  # warnings of libraries about the machine
     if kind == WORKERS:
         _import_tests(tests)
     if kind != WORKERS or "torch" in sys.modules:

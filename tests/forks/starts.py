@@ -27,7 +27,7 @@ _PR_GET_CHILD_SUBREAPER = 37
 _ROOM_FOR_ARGUMENTS = 1 << 16
 _plain_start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _SIGNATURE = inspect.signature(_plain_start)
-_PLAIN = {  # arguments of that function with which a fork does what a start would do
+_REQUIRED_DEFAULTS = {  # arguments of that function with which a fork does what a start would do
     "executable": None,
     "preexec_fn": None,
     "shell": False,
@@ -40,10 +40,16 @@ _PLAIN = {  # arguments of that function with which a fork does what a start wou
 
 _READ_AT_IMPORT = ("PYTHON", "LC_", "LANG", "HF_", "TRANSFORMERS_", "TORCH", "OPENBLAS_", "MKL_", "NUMBA_", "OMP_")
 _READ_AT_IMPORT += ("GOMP_", "KMP_", "LD_", "HOME", "XDG_", "CUDA_", "RAY_")
-"""Beginnings of the names of variables that an interpreter or a library reads when it starts or is imported: a process
-that has others than the fork server is started."""
-_SET_IN_FORKS = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TORCHDYNAMO_DISABLE"}
-_SET_IN_FORKS |= {"TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR"}  # which an import of vLLM sets
+"""Beginnings of the names of variables that an interpreter or a library reads when it starts or is imported: where
+they differ from those of the fork server, a process is started for real."""
+_APPLIED_IN_FORKS = {
+    "PYTHONUNBUFFERED",
+    "PYTHONFAULTHANDLER",
+    "OMP_NUM_THREADS",
+    "HF_HUB_OFFLINE",
+    "TORCHDYNAMO_DISABLE",
+}
+_APPLIED_IN_FORKS |= {"TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR"}  # which an import of vLLM sets
 _OF_SERVERS = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 _DRIVER = Path("/dev/nvidiactl")
 
@@ -93,7 +99,7 @@ class ForkServer:
         if len(json.dumps(order)) > server.LARGEST_ORDER // 2:
             return False
         names = {name for name in variables if name.startswith(_READ_AT_IMPORT)} | set(self._variables)
-        return all(variables.get(name) == self._variables.get(name) for name in names - _SET_IN_FORKS)
+        return all(variables.get(name) == self._variables.get(name) for name in names - _APPLIED_IN_FORKS)
 
     def fork(self, order: dict[str, Any], descriptors: Sequence[int]) -> int:
         """Have a child made. Returns its pid. Raises ``OSError`` where the server is gone, or would hang it."""
@@ -214,7 +220,7 @@ def _start(self: Any, *arguments: Any) -> None:
 
 def _order_of(asked: Mapping[str, Any]) -> dict[str, Any] | None:
     """The order to the fork server; None where a fork cannot do what is asked."""
-    if any(asked[name] != usual for name, usual in _PLAIN.items()) or not asked["close_fds"]:
+    if any(asked[name] != usual for name, usual in _REQUIRED_DEFAULTS.items()) or not asked["close_fds"]:
         return None
     words = [asked["args"]] if isinstance(asked["args"], str | bytes | os.PathLike) else asked["args"]
     command = [os.fsdecode(word) for word in words]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -112,13 +113,14 @@ def test_what_cannot_be_served_by_hand(role: Role, index: int, kind: TransportKi
 
 def test_the_phase_of_a_start_is_the_last_note_of_its_log(tmp_path: Path) -> None:
     """Notes of an earlier start, and of processes that noted none, are no phases."""
-    line = "2026-11-28 12:00:00,000 INFO {}: {}\n"
+    started = tmp_path / "topology.json"
+    started.touch()
+    line = time.strftime("%Y-%m-%d %H:%M:%S,000 INFO {}: {}\n", time.localtime(started.stat().st_mtime))
     notes = [line.format("streamrl.start", "imports vLLM"), line.format("streamrl.start", "loads the model")]
-    (tmp_path / "before.log").write_text("".join(notes))
-    os.utime(tmp_path / "before.log", (1, 1))
-    (tmp_path / "topology.json").touch()
-    (tmp_path / "now.log").write_text(notes[0] + line.format("streamrl.engines", "imports nothing"))
+    earlier = "2026-11-27 23:59:59,999 INFO streamrl.start: loads the model\n"
+    (tmp_path / "before.log").write_text(earlier + line.format("streamrl.engines", "imports nothing"))
+    (tmp_path / "now.log").write_text(earlier + notes[0] + line.format("streamrl.engines", "imports nothing"))
     (tmp_path / "later.log").write_text("".join(notes))
     (tmp_path / "silent.log").touch()
-    phases = start_phases(tmp_path, ["before", "now", "later", "silent", "absent"], tmp_path / "topology.json")
+    phases = start_phases(tmp_path, ["before", "now", "later", "silent", "absent"], started)
     assert phases == {"now": "imports vLLM", "later": "loads the model"}

@@ -42,6 +42,7 @@ RECIPE = Recipe(
 )
 
 
+@pytest.mark.started
 @pytest.mark.long
 async def test_a_real_engine_judges_in_batches_when_the_actor_leaves_it_room(
     make, tmp_path: Path, socket_directory: Path, monkeypatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -335,6 +336,20 @@ async def talk(model, *, prompt):
         reply = await chat.run_tools(replace(reply, calls=(ToolCall("note", {"turn": turn}),)))
     return len(reply.text) % 7 / 6
 """
+
+
+@pytest.mark.started
+@pytest.mark.long
+def test_a_run_says_what_each_process_does_while_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "episode.py").write_text(EPISODE)
+    episode = {"environment__episode": f"{tmp_path / 'episode.py'}:talk", "rewards__0__function": "environment"}
+    flags = _flags(tmp_path, run__steps=1, **episode)
+    command = [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"^waiting for .*environment-0", run.stdout, re.MULTILINE), run.stdout
+    assert re.search(r"^waiting for .*trainer-0.*: imports", run.stdout, re.MULTILINE), run.stdout
+    assert "trainer-0" in run.stdout.partition(" ready after")[0]
 
 
 @pytest.mark.long

@@ -68,7 +68,6 @@ print(float("HF_TOKEN" in seen))
 """
 
 
-@pytest.mark.started
 @pytest.mark.long
 @pytest.mark.parametrize(("code", "reward", "turns"), [(ASKS, 1.0, 2), ("print('no')", None, 0), (SEES, 0.0, 0)])
 async def test_an_agent_knows_the_endpoint_and_its_last_line_is_the_reward(

@@ -497,7 +497,6 @@ def module_of(code: Callable[[str], str]) -> Any:
     return sys.modules[Path(code("x").rpartition(":")[0]).stem]
 
 
-@pytest.mark.started
 async def test_a_game_of_gymnasium_is_played_to_its_end(qwen: Tokenizer, code: Callable[[str], str]) -> None:
     run = Run(Environment(env=code("Game")), qwen, lambda text: f"move {text.count('you said')}")
     with anyio.fail_after(60):

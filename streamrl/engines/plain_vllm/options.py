@@ -70,9 +70,9 @@ def cpu_environment(linear: str = "plain") -> dict[str, str]:
 
 
 def inspect_models_here() -> None:
-    """Let vLLM look at a model's class in this process. By itself it starts another one for an architecture of which it
-    has no note yet, which imports all of vLLM: more than half of the processor time of a host's first start. That is to
-    keep CUDA uninitialised where the class is imported, so it stays so for GPUs."""
+    """Let vLLM inspect a model's class in this process. By default vLLM inspects an architecture that it has not cached
+    in a subprocess, which imports all of vLLM again: more than half of the processor time of a host's first start. The
+    subprocess keeps CUDA uninitialised, so on GPUs it is left as it is."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
