@@ -9,7 +9,6 @@ import sys
 import tempfile
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from functools import cache
@@ -45,12 +44,17 @@ class FewEnginesAtATime(LoadFileScheduling):
         if not starts_vllm(self.config.rootpath / file):
             return file
         chains = max(1, (self.config.getoption("numprocesses") or 1) // 2)
-        return f"engines {zlib.crc32(file.encode()) % chains}"
+        return f"engines {engine_files().index(self.config.rootpath / file) % chains}"
 
 
 @cache
 def starts_vllm(file: Path) -> bool:
     return "mark.vllm" in file.read_text()
+
+
+@cache
+def engine_files() -> list[Path]:
+    return sorted(filter(starts_vllm, Path(__file__).parent.rglob("test_*.py")))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FewEnginesAtATime:

@@ -46,6 +46,7 @@ def client(hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """A cache of its own, and a Hub with everything."""
     for name, value in hub.environment(tmp_path / "home").items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "60")  # a machine may be busy
     hub.repositories.clear(), hub.faults.clear(), hub.requests.clear()
     hub.says_sizes = True
     files = {path.name: path.read_bytes() for path in MODEL.iterdir()} | {"pytorch_model.bin": b"pickle"}
@@ -110,6 +111,8 @@ def test_what_cannot_be_had(
     hub: LocalHub,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if fault == "hang":
+        monkeypatch.delenv("HF_HUB_ETAG_TIMEOUT")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     hub.faults |= {"/api/models/org/tiny": fault} if fault else {}
@@ -145,7 +148,8 @@ def test_only_what_is_needed_comes_once_and_a_moved_branch_moves_nothing_that_is
     assert all(folder.name in request.path for request in hub.requests)
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(hub: LocalHub) -> None:
+def test_a_hub_that_does_not_answer_is_asked_once(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_ETAG_TIMEOUT")
     hub.faults |= {"/api/models": "hang", "/api/datasets": "hang"}
     with pytest.raises(RecipeError) as error:
         with_hub_folders(recipe(prompts="hf:org/rows"))

@@ -28,6 +28,7 @@ from streamrl.recipe.sections import Model, Prompts, Recipe
 
 _OWN_OPTIONS = ("config", "split", "files")
 _LONGEST_S = 30 * 24 * 3600.0
+_SLOW_MACHINE_S = 5.0
 Place = tuple[str | int, ...]
 
 
@@ -183,7 +184,7 @@ def _answers(wanted: Sequence[WantedFiles], stand_ins: str, errors: IO[bytes]) -
     nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
     child = subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=errors, start_new_session=True)
     assert child.stdout is not None, "it has a pipe"
-    guard_s = answer_s() + 0.6
+    guard_s = answer_s() + _SLOW_MACHINE_S
     output, waiting, patience_s = child.stdout.fileno(), b"", _LONGEST_S
     try:
         while select.select([output], (), (), patience_s)[0] and (read := os.read(output, 1 << 16)):
