@@ -340,7 +340,7 @@ async def talk(model, *, prompt):
 
 @pytest.mark.started
 @pytest.mark.long
-def test_each_process_of_a_run_notes_what_it_does_while_it_starts(tmp_path: Path) -> None:
+def test_processes_note_what_they_do_while_they_start(tmp_path: Path) -> None:
     (tmp_path / "episode.py").write_text(EPISODE)
     episode = {"environment__episode": f"{tmp_path / 'episode.py'}:talk", "rewards__0__function": "environment"}
     episode |= {"environment__max_tokens": 500, "sampling__max_tokens": 24}
