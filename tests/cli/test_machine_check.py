@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.check import finding_lines
+from streamrl.cli.main import main
 from streamrl.launch.plan import machine_check
 from streamrl.launch.plan.machine_check import Finding, State, check_machine, port_problem
 
@@ -33,6 +34,7 @@ def test_without_torch_and_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["vllm"].detail == "not installed: no engines"
     assert found["vllm"].remedy == "on a CUDA host: pip install 'streamrl[vllm]'; on a CPU host: make venv"
     assert "cuda" not in found
+    assert main(["check"]) == 1, "a script can ask for the exit code"
 
 
 def versions(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> dict[str, Finding]:
