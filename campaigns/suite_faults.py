@@ -18,6 +18,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 TIERS = {"quick": "not long", "long": "long"}
 """Marks that select the tests of a tier."""
+LONGEST_TEST_S = 100
+"""Seconds after which a test has failed: many a fault has a test wait for ever."""
 
 
 class Fault(NamedTuple):
@@ -231,6 +233,7 @@ def _test_that_sees(copy: Path, fault: Fault, marks: str, workers: int) -> str:
 def _failures(copy: Path, tests: Sequence[str | Path], marks: str, workers: int) -> list[str]:
     """Run ``tests`` of ``copy`` up to the first failure. Returns the names of those that failed."""
     options = ["-p", "no:cacheprovider", "--import-mode=importlib", "-x", "-q", "--tb=no", "-rfE", "-n", str(workers)]
+    options.append(f"--timeout={LONGEST_TEST_S}")
     command = [sys.executable, "-m", "pytest", *options, "-m", marks, *map(str, tests)]
     variables = os.environ | {"PYTHONPATH": str(copy)}  # before the checkout that is installed
     process = subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, check=False)
