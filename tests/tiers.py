@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ names those of a test that takes longer and is in its tier on purpose."""
 TOLERANCE = 3
 _REFERENCE_LOOP_S = 0.035
 """Processor time of ``_loop_seconds`` on the machine on which the tiers were made."""
+_MODULES_OF_A_LIBRARY = 300
+"""A test that imports as many has no limit: it imports torch, transformers or vLLM."""
 
 
 def quick_only(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
@@ -54,7 +57,10 @@ def tier_time(item: pytest.Item) -> Iterator[None]:
     limit is higher by as much as the machine is slower than the reference."""
     began = time.monotonic()
     used = sum(os.times()[:4])
+    modules = len(sys.modules)
     yield
+    if len(sys.modules) > modules + _MODULES_OF_A_LIBRARY:
+        return  # the first test that needs torch imports it for all others of this worker
     taken = min(
         sum(os.times()[:4]) - used,
         # A process of an earlier test that is waited for only now would count with all its time.
