@@ -586,3 +586,18 @@ async def test_what_is_cancelled_after_its_last_token_is_lost_with_all_of_them()
         ends.set()
     [lost] = bench.seen
     assert isinstance(lost, TrajectoryLost) and lost.cancelled and lost.tokens == bench.engine.load().generated_tokens
+
+
+async def test_tokens_that_no_turn_follows_are_not_handed_on() -> None:
+    async def gives_up_a_turn(model: EpisodeModel) -> None:
+        await model.sample()
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await model.sample(ANSWER)
+
+    bench = Bench(RecordingEngine(), episode=gives_up_a_turn)
+    await bench.engine.start()
+    async with bench.stage.running():
+        bench.launch(0)
+    [outcome] = bench.of(Scored)
+    assert [segment.trained for segment in outcome.outcome.trajectory.segments] == [True]
