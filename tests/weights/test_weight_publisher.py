@@ -349,4 +349,5 @@ assert len(os.listdir("/proc/self/fd")) == files, "a file more since a large par
 def test_a_process_does_not_grow_with_the_first_large_part_that_it_serves(tmp_path: Path) -> None:
     """In a process of its own: pyzmq's thread for frames that are not copied is made once."""
     script = [sys.executable, "-c", SERVES, f"ipc://{tmp_path}/weights"]
-    subprocess.run(script, check=True, cwd=Path(__file__).parent, timeout=900)
+    variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run(script, check=True, cwd=Path(__file__).parent, env=variables, timeout=900)
