@@ -2,8 +2,8 @@
 
     python benchmarks/start.py [KIND ...] [--against CHECKOUT] [--pairs N]
 
-Kinds: ``cold`` (the demo where vLLM has no note of its architecture), ``demo`` (where it has), ``smollm2`` (that of
-``examples/smollm2``, made before by ``make demo MODEL=smollm2``) and ``simulated`` (the demo with simulated engines).
+Kinds: ``cold`` (the demo with an empty cache of vLLM's), ``demo`` (with a filled one), ``smollm2`` (the example of that
+name, after ``make demo MODEL=smollm2`` has made its model) and ``simulated`` (the demo with simulated engines).
 Runs have one step and no evaluation. The checkouts, each with a ``.venv`` of its own, take turns. CPU seconds are those
 of all processes of the run, until the first step is done."""
 
@@ -36,9 +36,11 @@ class Start(NamedTuple):
     cpu_seconds: float
 
 
-def start(checkout: Path, kind: str, notes: Path) -> Start:
-    """Start a run of ``checkout`` and end it after its first step. ``notes``: vLLM's directory of what it knows of
-    architectures. Raises ``SystemExit`` with what the run printed where it makes no step."""
+def start(checkout: Path, kind: str, cache: Path) -> Start:
+    """Start a run of ``checkout`` and end it after its first step. ``cache``: vLLM's, which keeps
+    what it has inspected; not used for ``cold``.
+
+    Raises ``SystemExit`` with what the run printed where it makes no step."""
     with tempfile.TemporaryDirectory() as folder:
         settings = ["run.steps=1", f'run.directory="{folder}/runs"', 'evaluation.prompts=""']
         if kind == "simulated":
@@ -46,10 +48,10 @@ def start(checkout: Path, kind: str, notes: Path) -> Start:
         recipe = checkout / "examples" / KINDS[kind] / "recipe.toml"
         command = [str(checkout / ".venv/bin/streamrl"), "train", str(recipe)]
         command += [word for setting in settings for word in ("--set", setting)]
-        cache = Path(folder) / "no notes" if kind == "cold" else notes
+        own_cache = Path(folder) / "cache" if kind == "cold" else cache
         with (Path(folder) / "printed").open("w+") as printed:
             began = time.monotonic()
-            variables = os.environ | {"VLLM_CACHE_ROOT": str(cache)}
+            variables = os.environ | {"VLLM_CACHE_ROOT": str(own_cache)}
             process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, env=variables, cwd=checkout)
             tree = CpuTree(process.pid).start()
             while not any(path.stat().st_size for path in Path(folder).glob("runs/*/metrics.jsonl")):
@@ -66,17 +68,17 @@ def start(checkout: Path, kind: str, notes: Path) -> Start:
     return Start(seconds, sum(tree.between(last=moment).values()))
 
 
-def _compare(kind: str, checkouts: dict[str, Path], pairs: int, notes: Path) -> None:
+def _compare(kind: str, checkouts: dict[str, Path], pairs: int, cache: Path) -> None:
     """Start runs of ``kind`` in turns."""
     if kind != "cold":
-        # vLLM has its notes afterwards, and the files were read.
+        # Fills vLLM's caches, and those of the disk.
         for name, checkout in checkouts.items():
-            start(checkout, kind, notes / name)
+            start(checkout, kind, cache / name)
     starts: dict[str, list[Start]] = {name: [] for name in checkouts}
     for number in range(pairs):
         # Who comes first finds another machine than who comes second.
         for name in sorted(checkouts, reverse=bool(number % 2)):
-            made = start(checkouts[name], kind, notes / name)
+            made = start(checkouts[name], kind, cache / name)
             print(f"{kind}, {name}: {made.seconds:.1f} s, {made.cpu_seconds:.1f} CPU s", flush=True)
             starts[name].append(made)
     for name, of_checkout in starts.items():
@@ -101,9 +103,9 @@ def main() -> int:
     checkouts = {"now": ROOT}
     if options.against is not None:
         checkouts = {"before": options.against.resolve(), "now": ROOT}
-    with tempfile.TemporaryDirectory() as notes:
+    with tempfile.TemporaryDirectory() as cache:
         for kind in options.kinds or KINDS:
-            _compare(kind, checkouts, options.pairs, Path(notes))
+            _compare(kind, checkouts, options.pairs, Path(cache))
     return 0
 
 

@@ -176,9 +176,11 @@ FAULTS = {
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("names", nargs="*", metavar="NAME", help=f"all without one: {', '.join(FAULTS)}")
+    command.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"faults to plant; all where none is named: {', '.join(FAULTS)}"
+    )
     command.add_argument("--tier", choices=TIERS, help="tests of this tier only")
-    command.add_argument("--workers", type=int, default=4, help="of pytest")
+    command.add_argument("--workers", type=int, default=4, help="number of pytest's workers")
     command.set_defaults(work=run)
 
 
@@ -232,7 +234,7 @@ def _test_that_sees(copy: Path, fault: Fault, marks: str, workers: int) -> str:
 
 def _failures(copy: Path, tests: Sequence[str | Path], marks: str, workers: int) -> list[str]:
     """Run ``tests`` of ``copy`` up to the first failure. Returns the names of those that failed."""
-    options = ["-p", "no:cacheprovider", "--import-mode=importlib", "-x", "-q", "--tb=no", "-rfE", "-n", str(workers)]
+    options = ["-p", "no:cacheprovider", "-x", "-q", "--tb=no", "-rfE", "-n", str(workers)]
     options.append(f"--timeout={LONGEST_TEST_S}")
     command = [sys.executable, "-m", "pytest", *options, "-m", marks, *map(str, tests)]
     variables = os.environ | {"PYTHONPATH": str(copy)}  # before the checkout that is installed

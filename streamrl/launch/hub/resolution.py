@@ -29,6 +29,7 @@ from streamrl.recipe.sections import Model, Prompts, Recipe
 _OWN_OPTIONS = ("config", "split", "files")
 _LONGEST_S = 30 * 24 * 3600.0
 _SLOW_MACHINE_S = 5.0
+"""Seconds beyond the time for an answer, in which a busy machine lets the process say that there was none."""
 Place = tuple[str | int, ...]
 
 
