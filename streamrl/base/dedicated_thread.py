@@ -39,9 +39,11 @@ class DedicatedThread:
         while (work := self._work.get()) is not None:
             loop, future, function = work
             try:
-                result, error = function(), None
+                result = function()
+                error = None
             except BaseException as raised:  # noqa: BLE001 - every kind is handed to the caller
-                result, error = None, raised
+                result = None
+                error = raised
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_settle, future, result, error)
             del work, future, function, result, error  # keep no engine alive while waiting

@@ -25,7 +25,9 @@ class LineFile:
     ``older-NAME``, in place of the one before, and another one is begun."""
 
     def __init__(self, path: Path, *, goes_on: bool = True, head: object = None, most_bytes: int = 0) -> None:
-        self._path, self._head, self._most_bytes = path, head, most_bytes
+        self._path = path
+        self._head = head
+        self._most_bytes = most_bytes
         if goes_on and path.exists():
             _cut_torn_line(path)
         self._open("ab" if goes_on else "wb")

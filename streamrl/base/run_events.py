@@ -88,7 +88,8 @@ class CompletionSampled(Message, frozen=True):
     def shortened(self, most: int) -> CompletionSampled:
         """The same with at most ``most`` characters of each text, from its start and its end, where answers stand."""
         turns = tuple(structs.replace(turn, text=_shortened(turn.text, most // 4)) for turn in self.turns)
-        prompt, text = _shortened(self.prompt, most), _shortened(self.text, most)
+        prompt = _shortened(self.prompt, most)
+        text = _shortened(self.text, most)
         return structs.replace(self, prompt=prompt, text=text, turns=turns)
 
 

@@ -20,8 +20,10 @@ RUN_MARKER = "STREAMRL_RUN_MARKER"
 RUN_EPOCH = "STREAMRL_EPOCH"
 """Number of the start of the run that a process belongs to, on a cluster; 0 or not set: it is not compared."""
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-CUDA_DEVICES, CUDA_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
+CUDA_ORDER = "CUDA_DEVICE_ORDER"
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 REWARD_RESTART_EXIT_CODE = 75
 """The exit code by which a reward worker asks the supervisor for another one: user code holds the process (or too many

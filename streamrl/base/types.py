@@ -110,7 +110,9 @@ def routed_within(routed: Iterable[RoutedTokens], first: int, stop: int, *, move
     """The parts of ``routed`` in ``[first, stop)``, ``moved`` by so many positions."""
     found = []
     for one in routed:
-        begin, end, width = max(one.start, first), min(one.stop, stop), one.shape[0] * one.shape[1]
+        begin = max(one.start, first)
+        end = min(one.stop, stop)
+        width = one.shape[0] * one.shape[1]
         if begin < end:
             experts = one.experts[(begin - one.start) * width : (end - one.start) * width]
             found.append(RoutedTokens(start=begin + moved, shape=one.shape, experts=experts))
@@ -304,8 +306,11 @@ class TrainingGroup(Record, frozen=True):
 def to_training_sample(scored: ScoredTrajectory, temperature: float | None = None) -> TrainingSample:
     """Join prompt and segments of a scored trajectory, sequence after sequence, with a loss mask. Raises
     ``ValueError`` where a segment follows one that does not come before it."""
-    trajectory, prompt = scored.trajectory, scored.trajectory.prompt.token_ids
-    token_ids, logprobs, loss_mask = token_array(), float_array(), bytearray()
+    trajectory = scored.trajectory
+    prompt = scored.trajectory.prompt.token_ids
+    token_ids = token_array()
+    logprobs = float_array()
+    loss_mask = bytearray()
     spans: list[VersionSpan] = []
     starts: list[int] = []
     turns: list[tuple[int, int]] = []
@@ -317,7 +322,8 @@ def to_training_sample(scored: ScoredTrajectory, temperature: float | None = Non
         loss_mask.extend(bytes(len(prompt)))
         logprobs.extend(float_array([0.0]) * len(prompt))
         for index in path:
-            segment, before = trajectory.segments[index], len(token_ids)
+            segment = trajectory.segments[index]
+            before = len(token_ids)
             count = len(segment.token_ids)
             token_ids.extend(segment.token_ids)
             loss_mask.extend((b"\x01" if index in trained else b"\x00") * count)

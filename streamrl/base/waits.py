@@ -39,7 +39,8 @@ class Waits:
     @contextmanager
     def waiting_for(self, what: str, who: str = "control") -> Iterator[None]:
         """``with waits.waiting_for("engine-0 to stage version 7", who="publisher"): await ...``"""
-        key, self._next = self._next, self._next + 1
+        key = self._next
+        self._next = self._next + 1
         self._open[key] = NamedWait(who=who, what=what, since_s=self._clock())
         try:
             yield

@@ -183,8 +183,11 @@ class RolloutBuffer(msgspec.Struct, kw_only=True):
         if member is None or member.scored:
             return None
         group = self.untrained[trajectory.group_id]
-        member.reward, member.tokens, member.finish_reason = reward, tokens, reason
-        member.separate_rewards, member.seconds = separate or {}, seconds
+        member.reward = reward
+        member.tokens = tokens
+        member.finish_reason = reason
+        member.separate_rewards = separate or {}
+        member.seconds = seconds
         if oldest != member.oldest_version:
             member.oldest_version = oldest
             self._update_oldest_version(group)

@@ -21,7 +21,9 @@ from streamrl.observe.terminal.screen import open_screen
 Failure = TypeVar("Failure", bound=BaseException)
 _LACKING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EIO)
 """What a machine lacks, also where no file is named."""
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
 
 COMMANDS = {
     "init": ("start.init:Init", "write a folder that trains: recipe, reward, prompts, a model"),

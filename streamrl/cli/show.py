@@ -23,7 +23,8 @@ from streamrl.run.journal.log_errors import JournalFailed
 from streamrl.run.journal.summary import RunSummary, StepSummary, summarize
 
 WIDTH = 80
-SHOWN_STEPS = SHOWN_GROUPS = 10
+SHOWN_STEPS = 10
+SHOWN_GROUPS = 10
 
 
 class ShownRun(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,13 +60,17 @@ class InVirtualTime(Command, frozen=True, kw_only=True):
             name = self.cluster or DEFAULT_CLUSTER
             model = load_cluster(name)
             return name, simulated(model=_timed(model, factor), lengths=cache(model.drawn_lengths)), []
-        run, recipe = load_recording(trace), _recipe_of(trace)
-        notes, agreed = [], None
+        run = load_recording(trace)
+        recipe = _recipe_of(trace)
+        notes = []
+        agreed = None
         if self.cluster:
-            name, model = self.cluster, load_cluster(self.cluster)
+            name = self.cluster
+            model = load_cluster(self.cluster)
         else:
             fit = calibrate(run, recipe)
-            name, model = f"of run {run.header.run_id}", fit.model
+            name = f"of run {run.header.run_id}"
+            model = fit.model
             try:
                 agreed = agreement(run, recipe, model, self.seed) if recipe else None
             except StreamRLError as error:
@@ -187,7 +191,9 @@ def _simulate_one(name: str, recipe: Recipe, cluster: str, world: World, trace: 
             if time.monotonic() - begun > PROGRESS_AFTER_S:
                 screen.progress(name, version, world.steps + world.warm_up)
 
-        lengths, seed, warm_up = world.lengths(world.seed), world.seed, world.warm_up
+        lengths = world.lengths(world.seed)
+        seed = world.seed
+        warm_up = world.warm_up
         report = simulate_recipe(
             recipe, world.model, world.steps, lengths, seed=seed, warm_up=warm_up, progress=progress, trace=trace
         )
@@ -202,7 +208,8 @@ def _simulate_one(name: str, recipe: Recipe, cluster: str, world: World, trace: 
 
 
 def _cluster_sentence(model: ClusterModel) -> str:
-    engine, lengths = model.engine, model.lengths
+    engine = model.engine
+    lengths = model.lengths
     return (
         f"{model.engines.count} engines of {engine.max_num_seqs} requests, a decode step of 1 takes "
         f"{engine.step_s(1) * 1e3:.3g} ms, of {engine.max_num_seqs} {engine.step_s(engine.max_num_seqs) * 1e3:.3g} ms; "
@@ -225,10 +232,12 @@ def hosts_sentence(model: ClusterModel) -> str:
 
 def speed_table(outcomes: list[Outcome]) -> Table:
     """One row a candidate: times and rates. Speed-ups are against the first one."""
-    first, base = outcomes[0].report, outcomes[0].slower
+    first = outcomes[0].report
+    base = outcomes[0].slower
 
     def row(outcome: Outcome) -> Row:
-        r, by = outcome.report, outcome.slower
+        r = outcome.report
+        by = outcome.slower
         yield "rounds", outcome.name
         yield "step s", f"{r.step_s_mean * by:.3g}"
         yield "P50", f"{r.step_s_p50 * by:.3g}"

@@ -77,7 +77,8 @@ class ResumeRun(Command, frozen=True):
 
     def run(self) -> int:
         """0: done or drained; 130: cut short."""
-        directory, overrides = self.run_directory, [*self.overrides, *_of_cluster(self.cluster)]
+        directory = self.run_directory
+        overrides = [*self.overrides, *_of_cluster(self.cluster)]
         return _follow(
             recipe_of_run(directory, overrides),
             lambda: Pipeline.of_run(directory, overrides=overrides, despite_changes=self.force),
@@ -100,7 +101,8 @@ def _follow(recipe: Recipe, make: Callable[[], Pipeline], *, as_json: bool) -> i
         return made[0]
 
     try:
-        uvloop, screen = {"use_uvloop": sys.platform != "win32"}, sys.stderr if as_json else sys.stdout
+        uvloop = {"use_uvloop": sys.platform != "win32"}
+        screen = sys.stderr if as_json else sys.stdout
         done = anyio.run(_follow_it, recipe, noted, screen, backend_options=uvloop)
     finally:
         if as_json and made and made[0].run_directory.name:
@@ -155,7 +157,8 @@ class _Run:
                             self._started.set()
                             if self._recipe.engines.kind is EngineKind.SIMULATED:
                                 self._report.line(f"  engines  {SIMULATED_SENTENCE}")
-                            rate, adapters = self._recipe.training.learning_rate, bool(event.trained_parameters)
+                            rate = self._recipe.training.learning_rate
+                            adapters = bool(event.trained_parameters)
                             if notice := learning_rate_notice(rate, event.parameters, adapters=adapters):
                                 self._report.line(f"  warning  {notice}")
                             if notice := streaming_notice(self._recipe):

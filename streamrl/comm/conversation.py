@@ -28,7 +28,8 @@ class Conversation(Generic[Request, Reply]):
     """``requests``: their type, each with a ``request_id``, which its reply repeats; ``name``: of the stream."""
 
     def __init__(self, requests: Any, name: str) -> None:
-        self._requests, self._name = requests, name
+        self._requests = requests
+        self._name = name
         self._sender, self._receiver = anyio.create_memory_object_stream[tuple[int, Request]](math.inf)
         self._waiting: dict[int, tuple[anyio.Event, list[Reply]]] = {}
         self._asked = 0
@@ -42,7 +43,9 @@ class Conversation(Generic[Request, Reply]):
             raise StreamRLError("the run has ended: it answers nothing any more, and nothing can be changed")
         self._asked += 1
         number = self._asked
-        done, replies = self._waiting[number] = (anyio.Event(), [])
+        done = anyio.Event()
+        replies = list[Reply]()
+        self._waiting[number] = (done, replies)
         self._sender.send_nowait((number, structs.replace(request, request_id=number)))
         try:
             await done.wait()

@@ -17,7 +17,13 @@ SPARE_BYTES = 48 << 20
 UNSUSPECTED_BYTES = 1 << 19
 """Documents of fewer bytes take less than that in any case, and are not looked at."""
 
-_PLACE, _LIST, _MAP, _ENTRY, _NUMBER, _TEXT = 18, 64, 240, 64, 32, 49  # a place: in a list that grows
+# a place: in a list that grows
+_PLACE = 18
+_LIST = 64
+_MAP = 240
+_ENTRY = 64
+_NUMBER = 32
+_TEXT = 49
 # Values of a fixed length, in runs: what they match, bytes of each, memory of each. Lists without their items.
 _RUNS: list[tuple[bytes, int, int]] = [
     (rb"[\x00-\x7f\xc0\xc2\xc3\xe0-\xff]", 1, _PLACE),
@@ -46,7 +52,9 @@ def takes_more(document: Buffer, limit: int) -> bool:
     be longer than the document."""
     if len(document) < UNSUSPECTED_BYTES:
         return False
-    at, size, end = 0, 0, len(document)
+    at = 0
+    size = 0
+    end = len(document)
     while at < end and size <= limit:
         run = _RUN.match(document, at)
         if run is not None and run.lastindex is not None:
@@ -55,7 +63,8 @@ def takes_more(document: Buffer, limit: int) -> bool:
             at = run.end()
             continue
         step, memory = _one_value(document, at, end)
-        at, size = at + step, size + memory
+        at = at + step
+        size = size + memory
     return size > limit
 
 

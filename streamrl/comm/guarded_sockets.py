@@ -185,7 +185,8 @@ def _try_handshake(kind: int, endpoint: str, keys: tuple[bytes, bytes, bytes] | 
 
 def _reachable(endpoint: str) -> str:
     """Endpoint by which this process reaches a socket that it bound at ``endpoint``."""
-    host, port = host_of(endpoint), endpoint.rpartition(":")[2]
+    host = host_of(endpoint)
+    port = endpoint.rpartition(":")[2]
     if not is_wildcard(host):
         return endpoint
     return f"tcp://{'[::1]' if '[' in endpoint else '127.0.0.1'}:{port}"

@@ -21,8 +21,10 @@ from streamrl.recipe.store_urls import SCHEMES, is_url, url_problem
 
 PART_BYTES = 8 << 20
 GIVE_UP_S = 120.0
-_REQUEST_S, _CONNECT_S = 30.0, 5.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_REQUEST_S = 30.0
+_CONNECT_S = 5.0
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
 _NO_CREDENTIALS = ("169.254.169.254", "metadata.google", "Account must be specified", "credential")
 _REMEDIES = (
     (("No space left", "InsufficientStorage", "StorageFull", "QuotaExceeded", " 507 "), "make room there"),
@@ -65,7 +67,8 @@ class ObjectStore:
     ``sent``: bytes of files, also of those that are sent again."""
 
     def __init__(self, url: str, *, give_up_s: float = GIVE_UP_S, request_s: float = _REQUEST_S) -> None:
-        self.url, self.sent = url.rstrip("/"), 0
+        self.url = url.rstrip("/")
+        self.sent = 0
         self._give_up_s = give_up_s
         if problem := url_problem(url):
             raise StoreError(problem)
@@ -75,7 +78,8 @@ class ObjectStore:
         from obstore import exceptions
         from obstore.store import from_url
 
-        self._client, self._errors = obstore, exceptions
+        self._client = obstore
+        self._errors = exceptions
         remote: dict[str, Any] = {
             "client_options": {
                 "timeout": timedelta(seconds=request_s),
@@ -155,7 +159,8 @@ class ObjectStore:
 
     def _retried(self, key: str, call: Callable[[], _Result], *, absent: bool = False) -> _Result:
         """Raises ``StoreError``, ``AlreadyExistsError``, and where it may be ``absent`` ``FileNotFoundError``."""
-        deadline, pause_s = time.monotonic() + self._give_up_s, _FIRST_PAUSE_S
+        deadline = time.monotonic() + self._give_up_s
+        pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 return call()

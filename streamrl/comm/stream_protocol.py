@@ -199,7 +199,8 @@ class StreamEnd(ABC):
         """Return why this peer cannot have the other end of the stream; empty where it can."""
         if header.version != WIRE_VERSION:
             return f"wire version {header.version} at one end, {WIRE_VERSION} at the other: install the same streamrl"
-        mine, other = self.hello, _hello(frames)
+        mine = self.hello
+        other = _hello(frames)
         if other.item_type != mine.item_type:
             return f"the {other.role} carries {other.item_type}, the {mine.role} {mine.item_type}"
         if other.role == mine.role:
@@ -221,7 +222,9 @@ class StreamEnd(ABC):
         self._send(Kind.REFUSED, _reason_bytes(reason), to=origin.peer)
 
     def _adopt(self, origin: MessageOrigin, hello: Hello) -> None:
-        self.peer, self.peer_hello, self.disconnected = origin, hello, False
+        self.peer = origin
+        self.peer_hello = hello
+        self.disconnected = False
         self.phase = Phase.OPEN
         self._on_open()
 

@@ -111,7 +111,8 @@ def public_keys(directory: Path, role: KeyRole) -> tuple[bytes, ...]:
 
 def process_keys(environment: Mapping[str, str] = os.environ) -> RoleKeys | None:
     """The keys of this process by its environment, None where it was given none. Raises ``StreamRLError``."""
-    directory, role = environment.get(KEYS_DIRECTORY, ""), environment.get(KEY_ROLE, "")
+    directory = environment.get(KEYS_DIRECTORY, "")
+    role = environment.get(KEY_ROLE, "")
     if not directory:
         return None
     if role not in list(KeyRole):

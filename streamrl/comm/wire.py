@@ -168,7 +168,8 @@ class WireCodec(Generic[T]):
                 f"a body of {len(frames[0])} bytes would take more than {growth} times that in memory: it is made of "
                 "very many small values; keep them in fewer and longer texts or arrays"
             )
-        self._incoming, self._incoming_used = frames[1:], 0
+        self._incoming = frames[1:]
+        self._incoming_used = 0
         try:
             item = self._decoder.decode(frames[0])
             unused = len(self._incoming) - self._incoming_used

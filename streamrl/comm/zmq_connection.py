@@ -188,7 +188,8 @@ class StreamConnection:
         return self._monitor
 
     def _connection_is_lost(self) -> bool:
-        peer, monitor = self.end.peer, self._monitor
+        peer = self.end.peer
+        monitor = self._monitor
         if peer is None or monitor is None:
             return False
         return self._unreachable or peer.connection is None or not monitor.is_open(peer.connection)

@@ -190,7 +190,8 @@ class ConnectionMonitor:
 
     def take_handshakes(self) -> int:
         """Return how many connections became usable since the last call."""
-        count, self._handshakes = self._handshakes, 0
+        count = self._handshakes
+        self._handshakes = 0
         return count
 
     def connection_on(self, fd: int | None) -> int | None:

@@ -187,7 +187,8 @@ class ZmqSendStream(_ZmqStream[T]):
             if self._closing is not None:
                 await self._closing.wait()
             return
-        self._closed, self._closing = True, anyio.Event()
+        self._closed = True
+        self._closing = anyio.Event()
         try:
             await self._end_stream()
         finally:

@@ -78,7 +78,9 @@ def _continue(state: RunState, event: on.RunContinued) -> None:
     """Continue after a drain, or after an error that ended the run: not after its last step, nor its last prompt."""
     state.steps = event.steps or state.steps
     if state.trainer_version < state.steps and (state.draining or not state.starved):
-        state.stop_reason, state.starved, state.pending.end = None, False, None
+        state.stop_reason = None
+        state.starved = False
+        state.pending.end = None
         state.dropped_in_a_row = 0
         state.recent_failures.clear()
 
@@ -164,7 +166,8 @@ def _note_failure(state: RunState, settings: ControlSettings, *, failed: bool) -
 def _too_many_failures(state: RunState, event: on.TrajectoryFailed, settings: ControlSettings) -> str:
     if event.policy == FailurePolicy.STOP:
         return f"a reward failed, and the recipe says stop: {event.message}"
-    failed, seen = sum(state.recent_failures), len(state.recent_failures)
+    failed = sum(state.recent_failures)
+    seen = len(state.recent_failures)
     if failed <= settings.max_failed_share * settings.failure_window:
         return ""  # of the whole window, also while it fills: more of them cannot be mended by what comes
     return (
@@ -246,15 +249,18 @@ def _observed(group: Group, *, cut: bool = False, cut_at: int = 0) -> GroupObser
 
 
 def _trained(state: RunState, event: on.BatchTrained, rules: Rules, out: Actions) -> None:
-    step, state.pending.step = state.pending.step, None
+    step = state.pending.step
+    state.pending.step = None
     assert step is not None
     state.slots.consume(event.policy_version, state.buffer.train())
     state.trainer_version = event.policy_version
-    state.batch, state.next_batch = state.next_batch or batch_after(state, rules.settings), None
+    state.batch = state.next_batch or batch_after(state, rules.settings)
+    state.next_batch = None
     state.dropped_in_a_row = 0
     before = rules.sizer.size
     decision = rules.sizer.observe(state.lengths, step.batches)
-    state.lengths, state.sizing_figures = [], decision.figures
+    state.lengths = []
+    state.sizing_figures = decision.figures
     if decision.size != before or decision.notify:
         out.append(do.Decision(subject="group_size", reason=decision.reason, figures=decision.figures))
 
@@ -266,7 +272,8 @@ def batch_after(state: RunState, settings: ControlSettings) -> Batch:
 
 def _live(state: RunState, event: on.WeightsLive, settings: ControlSettings, out: Actions) -> None:
     version = event.policy_version
-    state.pending.push = state.pending.paused_for = None
+    state.pending.push = None
+    state.pending.paused_for = None
     state.live_version = version
     state.slots.version_live(version)
     last = version == state.steps  # then what falls due at the end is ordered there

@@ -46,7 +46,8 @@ def _groups(state: RunState, rules: Rules) -> Claims:
 
 
 def _group(group: Group, state: RunState, rules: Rules) -> Claims:
-    members, version = group.members, group.launch_version
+    members = group.members
+    version = group.launch_version
     scored = sum(member.scored for member in members.values())
     yield bool(members), "has ended and is kept"
     yield group.open == len(members) - scored, f"counts {group.open} members without a reward, {scored} have one"
@@ -61,7 +62,8 @@ def _group(group: Group, state: RunState, rules: Rules) -> Claims:
 
 
 def _indexes(state: RunState, rules: Rules) -> Claims:
-    buffer, weights = state.buffer, Counter[int]()
+    buffer = state.buffer
+    weights = Counter[int]()
     for group in (*buffer.untrained.values(), *buffer.batched.values()):
         oldest = min((member.oldest_version for member in group.members.values()), default=group.oldest_version)
         yield group.oldest_version == oldest, f"group {group.group_id} says {group.oldest_version}, members {oldest}"
@@ -75,7 +77,9 @@ def _indexes(state: RunState, rules: Rules) -> Claims:
 
 
 def _batch(state: RunState, rules: Rules) -> Claims:
-    batch, following, groups = state.batch, state.next_batch, list(state.buffer.batched.values())
+    batch = state.batch
+    following = state.next_batch
+    groups = list(state.buffer.batched.values())
     inside = list(state.buffer.batched)
     yield batch.groups == inside, f"batch {batch.batch_id} has the groups {batch.groups}, and the buffer {inside}"
     said = batch.filled, batch.samples, batch.tokens
@@ -93,7 +97,9 @@ def _batch(state: RunState, rules: Rules) -> Claims:
 
 
 def _staleness(state: RunState, rules: Rules) -> Claims:
-    most, buffer, trainer = rules.settings.max_staleness, state.buffer, state.trainer_version
+    most = rules.settings.max_staleness
+    buffer = state.buffer
+    trainer = state.trainer_version
     for groups, trained_at in ((buffer.batched, trainer), (buffer.untrained, trainer + int(state.batch_closed))):
         for group in groups.values():
             old = (
@@ -106,7 +112,9 @@ def _staleness(state: RunState, rules: Rules) -> Claims:
 
 
 def _slots(state: RunState, rules: Rules) -> Claims:
-    slots, live, trainer = state.slots, state.live_version, state.trainer_version
+    slots = state.slots
+    live = state.live_version
+    trainer = state.trainer_version
     used = sum(group.size for group in state.buffer.groups()) + sum(slots.consumed.values())
     yield slots.in_use == used, f"{slots.in_use} are in use, and groups and versions that are not live have {used}"
     yield slots.in_use <= rules.slots, f"{slots.in_use} are in use, and there are {rules.slots}"
@@ -115,7 +123,10 @@ def _slots(state: RunState, rules: Rules) -> Claims:
 
 
 def _versions(state: RunState, rules: Rules) -> Claims:
-    trainer, live, batch, following = state.trainer_version, state.live_version, state.batch, state.next_batch
+    trainer = state.trainer_version
+    live = state.live_version
+    batch = state.batch
+    following = state.next_batch
     yield live in (trainer - 1, trainer), f"engines serve {live}, the trainer holds {trainer}"
     numbered = batch.batch_id == trainer and (following is None or following.batch_id == trainer + 1)
     yield numbered, f"version {trainer} trains batch {batch.batch_id}"
@@ -123,8 +134,12 @@ def _versions(state: RunState, rules: Rules) -> Claims:
 
 
 def _orders(state: RunState, rules: Rules) -> Claims:
-    pending, batch, trainer, live = state.pending, state.batch, state.trainer_version, state.live_version
-    step, made = pending.step, trainer + int(state.batch_closed)
+    pending = state.pending
+    batch = state.batch
+    trainer = state.trainer_version
+    live = state.live_version
+    step = pending.step
+    made = trainer + int(state.batch_closed)
     if step is not None:
         ordered = step.batch_id, step.policy_version, step.groups, step.samples, step.trained_tokens
         fits = ordered == (batch.batch_id, trainer + 1, len(batch.groups), batch.samples, batch.tokens)
@@ -141,7 +156,8 @@ def _orders(state: RunState, rules: Rules) -> Claims:
 
 
 def _drain(state: RunState, rules: Rules) -> Claims:
-    buffer, end = state.buffer, state.pending.end
+    buffer = state.buffer
+    end = state.pending.end
     if end is not None and end.error:
         return  # it was not wound down
     left = bool(buffer.untrained or (buffer.batched and not state.batch_closed))

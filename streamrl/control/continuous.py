@@ -23,7 +23,8 @@ class ContinuousRounds(StatelessRounds):
 
     def launch(self, view: RoundView) -> Launch | None:
         # What is launched beyond the last batch would be thrown away.
-        batch, unfilled = view.batch_trajectories, view.missing - view.untrained_trajectories
+        batch = view.batch_trajectories
+        unfilled = view.missing - view.untrained_trajectories
         needed = unfilled + (view.steps_left - 1) * batch
         # What is launched now must be trained by ``live_version + max_staleness``, after all that is under way.
         room = unfilled + (view.live_version + self._max_staleness - view.trainer_version) * batch

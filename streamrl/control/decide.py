@@ -59,7 +59,8 @@ def fill(state: RunState, rules: Rules, out: Actions) -> None:
 
 def _fill_once(state: RunState, rules: Rules, out: Actions) -> bool:
     """Return whether a group joined."""
-    batch, buffer = state.batch, state.buffer
+    batch = state.batch
+    buffer = state.buffer
     if state.batch_closed or batch.missing <= 0 or not buffer.ready:
         return False
     joined = False
@@ -77,7 +78,8 @@ def _fill_once(state: RunState, rules: Rules, out: Actions) -> bool:
             continue
         buffer.batch(group)
         batch.take(group)
-        joined, seen = True, view(state, rules)
+        joined = True
+        seen = view(state, rules)
         out.append(train_order(batch, group))
         if rules.policy.cut_tokens and batch.tokens >= rules.policy.cut_tokens:
             batch.target = batch.filled
@@ -195,7 +197,8 @@ def _dropped_too_many(state: RunState, rules: Rules) -> str:
 
 def _deadlock(state: RunState, rules: Rules) -> str:
     """Return why no event can come; empty when one may. Paused groups count as under way: some may be scored now."""
-    buffer, pending = state.buffer, state.pending
+    buffer = state.buffer
+    pending = state.pending
     under_way = buffer.paused or len(buffer.untrained) > len(buffer.ready)
     if (
         under_way

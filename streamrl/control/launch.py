@@ -19,7 +19,8 @@ from streamrl.control.round_policy import Launch, RoundView, Rules, Source
 
 def view(state: RunState, rules: Rules) -> RoundView:
     """Make the policy's view. In advance of a version: as if it were live already."""
-    settings, buffer = rules.settings, state.buffer
+    settings = rules.settings
+    buffer = state.buffer
     ahead = _launches_ahead(state, rules)
     batch = _launch_batch(state, rules)
     paused = len(buffer.paused)
@@ -75,7 +76,8 @@ def _load_cohort(state: RunState, plan: Launch, size: int, out: Actions) -> bool
     if len(pool.waiting) < plan.groups and not pool.exhausted:
         _draw(state, plan.groups - len(pool.waiting), out)
         return False
-    chosen, pool.waiting = pool.waiting[: plan.groups], pool.waiting[plan.groups :]
+    chosen = pool.waiting[: plan.groups]
+    pool.waiting = pool.waiting[plan.groups :]
     for ref in chosen:
         pool.queue += [msgspec.structs.replace(ref, group_size=size)] * plan.copies
     pool.unsorted = True
@@ -119,7 +121,8 @@ def _take(state: RunState, plan: Launch, rules: Rules) -> PromptRef | None:
     if plan.source is Source.FRESH:
         return pool.waiting.pop(0) if pool.waiting else None
     if pool.unsorted:
-        pool.queue, pool.unsorted = list(rules.policy.sorted_queue(pool.queue)), False
+        pool.queue = list(rules.policy.sorted_queue(pool.queue))
+        pool.unsorted = False
     for place, ref in enumerate(pool.queue):
         if plan.queued_at in (0, ref.group_size):
             return pool.queue.pop(place)

@@ -38,7 +38,8 @@ class Control:
     ) -> None:
         """Raises ``StreamRLError`` for a snapshot of another schema, ``ValueError`` where more slots were in use than
         there are by ``settings``."""
-        self.rules, self._steer = Rules(settings, policy, sizer), steer
+        self.rules = Rules(settings, policy, sizer)
+        self._steer = steer
         self.state = RunState(steps=settings.steps, batch=Batch(batch_id=0, target=settings.batch_weight))
         if snapshot is not None:
             snapshot.check()
@@ -63,7 +64,8 @@ class Control:
         return out
 
     def _take(self, event: ControlEvent, out: list[ControlAction]) -> None:
-        state, rules = self.state, self.rules
+        state = self.state
+        rules = self.rules
         if state.finished and not isinstance(event, RunContinued):
             return
         if apply(state, event, rules, out) and not state.finished:

@@ -63,7 +63,8 @@ class Pending(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def awaited(self) -> dict[type[on.Answer], tuple[int, ...]]:
         """Kinds of answers that are awaited, in the order of ``Answer``, with the fields that tell the right one."""
-        step, evaluation = self.step, self.evaluation
+        step = self.step
+        evaluation = self.evaluation
         asked: dict[type[on.Answer], tuple[int, ...] | None] = {
             on.PromptsDrawn: () if self.draw else None,
             on.CheckpointDone: None if self.checkpoint is None else (self.checkpoint,),

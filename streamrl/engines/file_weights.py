@@ -78,7 +78,8 @@ class FilePush:
     async def commit(self, llm: Any, policy_version: int) -> OrderDone:
         """Load the staged version. Raises ``WeightError`` where another one, or none, is staged; after any other error
         nobody knows what the engine holds."""
-        started, staged = time.perf_counter(), self._staged
+        started = time.perf_counter()
+        staged = self._staged
         if staged is None or staged.policy_version != policy_version:
             raise WeightError(f"version {policy_version} is not staged")
         await llm.collective_rpc("streamrl_load_file", args=(msgspec.msgpack.encode(staged),))

@@ -42,13 +42,15 @@ class PrefixHits:
         that is kept or compared depends on that. ``paused``: engines that were, for new weights, when it was sent."""
         if (cached := completion.cached) is None:
             return completion
-        whole, asked = whole_of(request.request_id), without_kept(request).token_ids
+        whole = whole_of(request.request_id)
+        asked = without_kept(request).token_ids
         contexts = self._contexts.pop(whole, [])
         before = None if request.prefix_length else _goes_on_from(contexts, asked)
         if before is not None:
             self._count(len(asked), before, cached, _cause(before, engine, completion, paused))
         if completion.token_ids:
-            context, version = asked + completion.token_ids, completion.version_spans[-1].policy_version
+            context = asked + completion.token_ids
+            version = completion.version_spans[-1].policy_version
             contexts.append(_Context(len(context), _digest(context, len(context)), engine, cached.pauses, version))
         self._contexts[whole] = contexts
         forget_oldest(self._contexts, REMEMBERED_TRAJECTORIES)
@@ -65,7 +67,8 @@ class PrefixHits:
 
     def take(self) -> dict[str, float]:
         """Metrics of the turns that were answered since the last call; nothing where there was no later turn."""
-        tokens, self._tokens = self._tokens, Counter()
+        tokens = self._tokens
+        self._tokens = Counter()
         if not (prompt := tokens["prompt"]):
             return {}
         metrics = {

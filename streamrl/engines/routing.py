@@ -80,7 +80,8 @@ class Router(Generic[E]):
         if not isinstance(serving, tuple):
             return min(serving, key=self._load)
         if serving is not self._ranked:
-            self._ranked, self._places = serving, {engine: place for place, engine in enumerate(serving)}
+            self._ranked = serving
+            self._places = {engine: place for place, engine in enumerate(serving)}
             self._ranking = [(*self._load(engine), place) for place, engine in enumerate(serving)]
             heapify(self._ranking)
         ranking = self._ranking
@@ -99,7 +100,9 @@ class Router(Generic[E]):
         if place is not None:
             heappush(self._ranking, (*self._load(engine), place))
             if len(self._ranking) > MOST_STALE * len(self._places):
-                self._ranked, self._places, self._ranking = (), {}, []
+                self._ranked = ()
+                self._places = {}
+                self._ranking = []
 
     def _serves_near(self, engine: E, idlest: E, serving: Sequence[E]) -> bool:
         serves = engine in (self._places if serving is self._ranked else serving)

@@ -81,7 +81,8 @@ class ControlServer:
         self._carry_out = carry_out
         self._limit_s = request_limit_s
         self._open = 0
-        self._budget, self._budget_at_s = float(BURST), time.monotonic()
+        self._budget = float(BURST)
+        self._budget_at_s = time.monotonic()
         self._listener: anyio.abc.SocketListener | None = None
 
     async def open(self) -> None:

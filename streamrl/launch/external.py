@@ -30,7 +30,8 @@ def torchrun_rank(environment: Mapping[str, str], ranks: int) -> int | None:
     torchrun starts another number of ranks than the recipe has."""
     if not all(environment.get(name) for name in TORCHRUN_VARIABLES):
         return None
-    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    rank = int(environment["RANK"])
+    world_size = int(environment["WORLD_SIZE"])
     if world_size != ranks:
         text = (
             f"training.ranks: {ranks}, but torchrun starts {world_size} (nodes times --nproc-per-node): make them equal"

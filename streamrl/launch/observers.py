@@ -52,10 +52,12 @@ def run_observers(
     recovered = record.recovered
     resumption = Resumption(recovered, processes.trainer, watch.waits) if recovered is not None else None
     elastic = _elastic_engines(recipe, processes, record, emit)
-    audits, interval = run_directory / "audits.jsonl", recipe.weights.audit_interval
+    audits = run_directory / "audits.jsonl"
+    interval = recipe.weights.audit_interval
     mismatch = recipe.off_policy.alarm if recipe.compares_logprobs else 0.0  # simulated engines need not agree
     canary = canary_bounds(recipe.training, recipe.engines, installed_device()).alarm
-    pool, header = processes.pool, _trace_header(recipe, run_directory.name, processes)
+    pool = processes.pool
+    header = _trace_header(recipe, run_directory.name, processes)
     drafts = DraftFigures(pool.load)
     size = partial(most_bytes, recipe.metrics.most_mib)
     trace = TrajectoryTrace(
@@ -119,7 +121,8 @@ def _elastic_engines(recipe: Recipe, processes: Processes, record: JournalledRun
     async def decided(decision: Decision, step: int, shown: bool) -> None:
         record.journal.decided(decision)
         if shown:
-            subject, figures = decision.subject, decision.figures
+            subject = decision.subject
+            figures = decision.figures
             await emit(RunDecided(step=step, subject=subject, reason=decision.reason, figures=figures))
 
     rooms = expected_room(recipe, processes.ready.kv_tokens // recipe.engines.count)

@@ -109,16 +109,19 @@ class Pipeline:
         self.run_directory = Path()
         self._sinks = tuple(sinks)
         self._sink_calls: list[UserCalls] = []
-        self._resumes = self._despite_changes = False
+        self._resumes = False
+        self._despite_changes = False
         self._changed_now: Set[str] = frozenset()
         self._lock: IO[bytes] | None = None
         self._drain_s = drain_s
         self._failure: ProcessDied | None = None
-        self._ended, self._heard = anyio.Event(), anyio.Event()
+        self._ended = anyio.Event()
+        self._heard = anyio.Event()
         self._rewards = RewardAttachments(partial(name_of_code, directory=cells))
         self._steering = SteeringRequests()
         self._open = AsyncExitStack()
-        self._conversation, self._bound = anyio.CancelScope(), anyio.Event()
+        self._conversation = anyio.CancelScope()
+        self._bound = anyio.Event()
 
     @classmethod
     def of_run(
@@ -136,7 +139,8 @@ class Pipeline:
         ``despite_changes``; ``run.steps`` may be overridden)."""
         pipeline = cls(recipe_of_run(run_directory, overrides), sinks=sinks, drain_s=drain_s)
         pipeline.run_directory = run_directory.resolve()
-        pipeline._resumes, pipeline._despite_changes = True, despite_changes
+        pipeline._resumes = True
+        pipeline._despite_changes = despite_changes
         pipeline._changed_now = {override.partition("=")[0].strip() for override in overrides}
         return pipeline
 

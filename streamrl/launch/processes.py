@@ -119,7 +119,8 @@ async def connect_processes(
     with waits.waiting_for("the trainer ranks to load"):
         hellos = await training.result()
     await judge.ready(pool.load, min(ready.max_num_seqs, recipe.batch_trajectories))
-    tokenizer, (reward, attached) = await loading.result(), await scoring.result()
+    tokenizer = await loading.result()
+    reward, attached = await scoring.result()
     if tokenizer.end_notice:
         log.warning("%s", tokenizer.end_notice)
     await say_ready([f"reward-{index}" for index in range(recipe.reward_limits.workers)])
@@ -154,7 +155,9 @@ async def _start_engines(
     """Wait for the engines of the first set. On a CPU, where vLLM's sleep does nothing, engines of sets that are not in
     use end."""
     sleeps = bool(recipe.engines.sets and recipe.engines.sleep_level) and installed_device() != "cpu"
-    sets, at, guard = prepared_sets(recipe), topology.endpoint, KeyGuard(KeyRole.ENGINE)
+    sets = prepared_sets(recipe)
+    at = topology.endpoint
+    guard = KeyGuard(KeyRole.ENGINE)
     endpoints = {name: (at(name, "orders"), at(name, "completions")) for one in sets for name in one.engines}
     hosts = EngineHosts(endpoints, recipe.engines, order=order, emit=emit, guard=guard, sleeps=sleeps)
     await nursery.start(hosts.run)
@@ -166,7 +169,8 @@ async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams:
     # All that may be in flight fits twice, each trajectory a group of its own: control never waits for a busy rank.
     window = 2 * recipe.max_in_flight + 64
     guard = KeyGuard(KeyRole.TRAINER)
-    batches_at, reports_at = topology.endpoint(name, "batches"), topology.endpoint(name, "reports")
+    batches_at = topology.endpoint(name, "batches")
+    reports_at = topology.endpoint(name, "reports")
     batches = await streams.enter_async_context(
         zmq_sender(TrainingOrder, batches_at, bind=True, window=window, name=f"{name}.batches", guard=guard)
     )
@@ -179,7 +183,8 @@ async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams:
 @asynccontextmanager
 async def _open_environment(topology: Topology, say_ready: SayReady, name: str) -> AsyncIterator[EnvironmentStreams]:
     """Streams to an environment worker or to its successor, once it said that it is ready."""
-    orders_at, events_at = topology.endpoint(name, "orders"), topology.endpoint(name, "events")
+    orders_at = topology.endpoint(name, "orders")
+    events_at = topology.endpoint(name, "events")
     async with (
         zmq_sender(EnvironmentOrder, orders_at, bind=True, window=64, name=f"{name}.orders") as orders,
         zmq_receiver(EnvironmentEvent, events_at, bind=True, name=f"{name}.events") as events,

@@ -50,7 +50,8 @@ async def open_reward_stage(
     """The stage, and the functions that score: as the recipe says, or as the run that is resumed had them."""
     snapshot = await anyio.to_thread.run_sync(read_rewards_file, run_directory) or fresh_rewards(recipe)
     inspections = await anyio.to_thread.run_sync(inspect_in_subprocess, snapshot.rewards)
-    version, rewards = snapshot.reward_version, snapshot.rewards
+    version = snapshot.reward_version
+    rewards = snapshot.rewards
     settings = RewardSettings(
         functions="+".join(r.label for r in snapshot.rewards),
         per_group=any(i.signature is not None and i.signature.per_group for i in inspections),

@@ -59,9 +59,11 @@ async def controller_streams(
 ) -> AsyncIterator[Streams]:
     """Open the two streams of the process ``name`` to the controller: its orders, and what it says. Each is given as
     (stream, type of its items)."""
-    (orders_stream, order_type), (events_stream, event_type) = orders, events
+    orders_stream, order_type = orders
+    events_stream, event_type = events
     guard = KeyGuard(KeyRole.CONTROLLER)
-    orders_at, events_at = topology.endpoint(name, orders_stream), topology.endpoint(name, events_stream)
+    orders_at = topology.endpoint(name, orders_stream)
+    events_at = topology.endpoint(name, events_stream)
     async with (
         zmq_sender(event_type, events_at, bind=False, name=f"{name}.{events_stream}", guard=guard) as sender,
         zmq_receiver(order_type, orders_at, bind=False, name=f"{name}.{orders_stream}", guard=guard) as receiver,
@@ -145,8 +147,11 @@ async def run_trainer(context: ChildContext) -> None:
     from streamrl.stages.training import run_training
     from streamrl.weights.publish.torch_tensors import start_publisher
 
-    name, endpoint, recipe = context.plan.name, context.topology.endpoint, context.recipe
-    newest, store = newest_checkpoint(context.run_directory) if context.resumes else None, recipe.weights.transport
+    name = context.plan.name
+    endpoint = context.topology.endpoint
+    recipe = context.recipe
+    newest = newest_checkpoint(context.run_directory) if context.resumes else None
+    store = recipe.weights.transport
     options = trainer_options(
         recipe,
         context.plan.index,
@@ -185,7 +190,8 @@ async def run_environment(context: ChildContext) -> None:
     from streamrl.pretrained.tokenizer import load_tokenizer
     from streamrl.run.environments.worker import run_environment_worker
 
-    name, recipe = context.plan.name, context.recipe
+    name = context.plan.name
+    recipe = context.recipe
     streams = controller_streams(context.topology, name, ("orders", EnvironmentOrder), ("events", EnvironmentEvent))
     async with streams as (orders, events):
         tokenizer = load_tokenizer(recipe.model.path)

@@ -41,7 +41,7 @@ from streamrl.comm.zmq_stream import zmq_sender
 from streamrl.control.actions import Decision
 from streamrl.control.settings import control_settings
 from streamrl.launch.control_protocol import ParentMessage
-from streamrl.launch.copies.checkpoint_copies import open_copies
+from streamrl.launch.copies.checkpoint_copies import CheckpointCopies, open_copies
 from streamrl.launch.observers import run_observers
 from streamrl.launch.processes import Emit, Processes, connect_processes, connect_ranks
 from streamrl.launch.reward_workers import change_rewards
@@ -72,7 +72,9 @@ from streamrl.run.evaluate.sample_files import write_evaluation
 
 async def run_controller(context: ChildContext) -> None:
     """Connect to every process, train until the run is done, or drained after SIGTERM, and end every stream."""
-    recipe, topology, run_directory = context.recipe, context.topology, context.run_directory
+    recipe = context.recipe
+    topology = context.topology
+    run_directory = context.run_directory
     async with AsyncExitStack() as streams:
         steps = await streams.enter_async_context(
             zmq_sender(ParentMessage, topology.endpoint("controller", "steps"), bind=False, name="controller.steps")
@@ -80,7 +82,8 @@ async def run_controller(context: ChildContext) -> None:
         trainer = await connect_ranks(recipe, topology, streams)
         socket = TelemetryPublisher(metrics_endpoint(recipe, topology), run_id=run_directory.name)
         size = most_bytes(recipe.metrics.most_mib, "metrics")
-        metrics, events = JsonlSink(run_directory / "metrics.jsonl", most_bytes=size), TraceEvents()
+        metrics = JsonlSink(run_directory / "metrics.jsonl", most_bytes=size)
+        events = TraceEvents()
         reporter = Reporter([metrics, socket, events], constant_metrics=transport_metrics(recipe))
         streams.callback(reporter.close)
         judge = JudgeLink(recipe.judge, topology)
@@ -124,22 +127,21 @@ async def _train(
     context: ChildContext, processes: Processes, watch: Watchdog, events: TraceEvents, emit: Emit, publish: Publish
 ) -> None:
     """Control and the episodes that it launches, from the version that the trainer holds to the end of the run."""
-    recipe, topology, run_directory = context.recipe, context.topology, context.run_directory
+    recipe = context.recipe
+    topology = context.topology
+    run_directory = context.run_directory
     # The record: what control knows, here or from an earlier life of the run, and the journal that it is written into.
-    version, trainer = processes.rank.policy_version, processes.trainer
+    version = processes.rank.policy_version
+    trainer = processes.trainer
     held_out = await read_held_out(recipe, processes.tokenizer, in_flight=processes.ready.max_num_seqs)
     record = await anyio.to_thread.run_sync(open_record, recipe, control_settings(recipe), run_directory, version)
-    episodes, reward = await open_episodes(recipe, processes, record.journal, held_out, emit), processes.reward
+    episodes = await open_episodes(recipe, processes, record.journal, held_out, emit)
+    reward = processes.reward
     # What the controller asks: for prompts, for a push of weights, for a checkpoint, for an evaluation.
     prompts = training_prompts(recipe, processes.tokenizer, start=record.control.state.prompts.drawn)
     sync = await open_weight_sync(recipe, run_directory, processes, episodes, watch.waits)
-    saved, score = run_directory / "checkpoints", next(iter(held_out.sets), "")
-    limit = recipe.evaluation.regular[1]
     copies = await open_copies(recipe, run_directory, emit)
-    changed = copies.want if copies else lambda _: None
-    keeper = CheckpointKeeper(
-        trainer, saved, recipe.checkpoint, held=version, limit=limit, score=score, changed=changed
-    )
+    keeper = _checkpoint_keeper(recipe, run_directory, processes, held_out, copies)
     await keeper.begin()
     evaluations = _evaluations(recipe, run_directory, processes, held_out, keeper, emit)
     # Who is called with what happens.
@@ -159,7 +161,8 @@ async def _train(
         waits=watch.waits,
         saved=copies.settled if copies else None,
     )
-    load, scoring = processes.pool.load, reward.in_flight
+    load = processes.pool.load
+    scoring = reward.in_flight
     copied = copies.sent if copies else lambda: 0
     watch.follow(controller.state, episodes.statistics, load, scoring, trainer.answers, copied, report.waits)
     try:
@@ -182,6 +185,21 @@ async def _train(
         await record.aclose()
         await prompts.aclose()
         await close_all([user.calls for user in users], "end")  # last: they may take their time
+
+
+def _checkpoint_keeper(
+    recipe: Recipe, run_directory: Path, processes: Processes, held_out: HeldOut, copies: CheckpointCopies | None
+) -> CheckpointKeeper:
+    """The keeper of the trainer's checkpoints. It ranks them by the score of the first held-out set."""
+    return CheckpointKeeper(
+        processes.trainer,
+        run_directory / "checkpoints",
+        recipe.checkpoint,
+        held=processes.rank.policy_version,
+        limit=recipe.evaluation.regular[1],
+        score=next(iter(held_out.sets), ""),
+        changed=copies.want if copies else lambda _: None,
+    )
 
 
 def _evaluations(

@@ -89,7 +89,8 @@ def refuse_changes(run_directory: Path, recipe: Recipe, *, force: bool, chosen: 
 
 def changed_inputs(run_directory: Path, recipe: Recipe, chosen: Set[str] = frozenset()) -> list[str]:
     """The differences, as ``refuse_changes`` names them."""
-    then, now = _noted(run_directory), run_inputs(recipe)
+    then = _noted(run_directory)
+    now = run_inputs(recipe)
     allowed = chosen & MAY_CHANGE
     before, after = (
         {path: toml_value(value) for path, value in leaves("", tomllib.loads(one.recipe)) if path not in allowed}

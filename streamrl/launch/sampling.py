@@ -29,7 +29,8 @@ from streamrl.stages.episodes import Episodes, one_completion
 
 def training_prompts(recipe: Recipe, tokenizer: Tokenizer, *, start: int) -> OpenPrompts:
     """Open the prompts that are trained on. ``start``: number of prompts that earlier lives of the run drew."""
-    source, mix = recipe.prompts, recipe.tail_batching
+    source = recipe.prompts
+    mix = recipe.tail_batching
     train = prompt_sources(recipe)["prompts.train"]
     reader = None if recipe.environment.given else tokenizer  # an environment writes the prompts
     opened = partial(open_prompts, train, reader, seed=recipe.run.seed, shuffle=source.shuffle)
@@ -84,6 +85,7 @@ async def open_weight_sync(
         routed=RelayTree(lambda: relay_places(read_topology(run_directory))).routed,
     )
     processes.hosts.set_weight_sync(sync)
-    attached, paused = processes.pool.attached, sync.paused_engines
+    attached = processes.pool.attached
+    paused = sync.paused_engines
     processes.pool.paused = lambda: [name for name, engine in attached.items() if engine in paused] if paused else ()
     return sync

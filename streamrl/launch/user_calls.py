@@ -34,10 +34,12 @@ class UserCalls:
     loop of that thread. ``name`` is for messages."""
 
     def __init__(self, target: object, name: str) -> None:
-        self._target, self._name = target, name
+        self._target = target
+        self._name = name
         self._waiting: queue.Queue[Callable[[], Any] | None] = queue.Queue(MOST_WAITING)
         self._ended = threading.Event()
-        self.errors = self.dropped = 0
+        self.errors = 0
+        self.dropped = 0
         threading.Thread(target=self._run, name=f"calls of {name}", daemon=True).start()
 
     def call(self, method: str, *arguments: Any, **named: Any) -> None:

@@ -10,7 +10,8 @@ from streamrl.recipe.sections import ROUNDING, ComputeDtype, Engines, Training
 PROBE_TOKENS = 33
 """One is given, 32 are scored: one short prefill of the engine, one short row of the trainer."""
 
-_STEP, _START = 7919, 20_250_701
+_STEP = 7919
+_START = 20_250_701
 
 
 class CanaryBounds(msgspec.Struct, frozen=True):
@@ -35,7 +36,8 @@ def probe_tokens(vocabulary: int) -> tuple[int, ...]:
 def canary_bounds(training: Training, engines: Engines, device: str) -> CanaryBounds:
     """Return the bounds where engines run on ``device`` (``cpu`` or ``cuda``)."""
     on_cpu = {"auto": device == "cpu", "cpu": True}.get(training.device, False)
-    compute, sampled = training.compute_dtype, engines.dtype
+    compute = training.compute_dtype
+    sampled = engines.dtype
     exact = compute is ComputeDtype.FLOAT32 or (compute is ComputeDtype.AUTO and on_cpu)
     exact = exact and all(engines.args.get(name) in (None, "auto") for name in ROUNDING)
     return EXACT if exact and (sampled == "float32" or (sampled == "auto" and device == "cpu")) else ROUNDED

@@ -66,7 +66,9 @@ def trainer_options(
     recipe: Recipe, rank: int, run_id: str, weights_endpoint: str, *, rendezvous: str = "", resume_from: str = ""
 ) -> TrainerOptions:
     """Options of one rank. Without ``rendezvous`` several ranks meet at a file beside their ipc endpoints."""
-    training, objective, sampling = recipe.training, recipe.objective_settings, structs.asdict(recipe.sampling)
+    training = recipe.training
+    objective = recipe.objective_settings
+    sampling = structs.asdict(recipe.sampling)
     del sampling["stop"]
     sampling["max_tokens"] = recipe.most_tokens
     if training.ranks > 1 and not rendezvous and weights_endpoint.startswith("ipc://"):

@@ -33,7 +33,9 @@ MAPPED_BYTES = 256 << 10
 """Blocks from this size on are mapped on their own. Smaller ones, of small models, stay in the heap: mapping costs."""
 KEPT_BYTES = 8 << 20
 """So much free memory stays at the end of the heap."""
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+# malloc.h
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 
 
 def choose_device(options: TrainerOptions) -> torch.device:
@@ -92,7 +94,8 @@ def needs_peers(doing: str) -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(text in str(error) for text in PEER_IS_GONE):
             raise
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
         others = f"rank {1 - rank}" if ranks == 2 else f"one of the other {ranks - 1} ranks"
         raise StreamBroken(
             f"trainer rank {rank} of {ranks} was {doing} when {others} ended or stopped to answer; the log of that "

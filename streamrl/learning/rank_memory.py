@@ -15,7 +15,9 @@ from streamrl.recipe.sections import ComputeDtype, Gathered, Lora, OptimizerKind
 
 FORWARD_BYTES = 4  # a float32 value of the published bfloat16 bits
 REMAINDER_BYTES = 2  # the rest of the float32 master
-MASTER_BYTES, BASE_BYTES = 4, 2  # of adapters, and of the weights below them as they are published
+# of adapters, and of the weights below them as they are published
+MASTER_BYTES = 4
+BASE_BYTES = 2
 GRADIENT_BYTES = 4
 SHADOW_BYTES = 2  # published bits beside the weights, on a device
 MOMENT_BYTES = {"adamw": 8, "adamw_offloaded": 8, "adamw_8bit": 2}
@@ -71,7 +73,8 @@ def training_sizes(
 ) -> TrainingSizes:
     """Sizes that the memory of a trainer rank depends on, as far as the files of the model say."""
     # Most plans split layers and a head of its own over tensor parallel ranks, and not the embedding.
-    table, tensor = facts.vocabulary * facts.hidden, training.tensor_parallel_size
+    table = facts.vocabulary * facts.hidden
+    tensor = training.tensor_parallel_size
     in_layers = (facts.parameters - facts.outside) // tensor
     outside = facts.outside - (table - table // tensor if facts.outside >= 2 * table else 0)
     whole = "all-linear" in lora.targets
@@ -118,7 +121,8 @@ class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
 def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered, beside: int = 0) -> RankBytes:
     """The peak of one rank. ``beside``: bytes of activations and logits. ``gathered`` (not ``auto``) matters with
     several ranks only."""
-    ranks, compute = sizes.ranks, 2 if sizes.sixteen_bit else 4
+    ranks = sizes.ranks
+    compute = 2 if sizes.sixteen_bit else 4
     shard = -(-sizes.parameters // ranks)
     masters = -(-sizes.trained // ranks) if sizes.trained else shard
     adapted = -(-sizes.adapted // ranks)
@@ -127,7 +131,8 @@ def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered, beside: int = 0) ->
         stored += masters * MASTER_BYTES + adapted * BASE_BYTES
     elif not sizes.masters_on_host:
         stored += shard * REMAINDER_BYTES
-    alone, by_batch = sizes.alone, not sizes.alone and gathered is Gathered.BATCH
+    alone = sizes.alone
+    by_batch = not sizes.alone and gathered is Gathered.BATCH
     # FSDP2 keeps what replicas have added up of each layer until the backward ends.
     summed = masters * GRADIENT_BYTES if sizes.replicas > 1 and not by_batch else 0
     return RankBytes(
@@ -177,11 +182,14 @@ def choose_gathered(wanted: Gathered, sizes: TrainingSizes, room: int, beside: i
     if sizes.alone:
         return Gathered.BATCH, f"parameters are not gathered: {whole / GIB:.2f} GiB"
     if wanted is not Gathered.AUTO:
-        chosen, why = wanted, "as training.advanced.gathered says"
+        chosen = wanted
+        why = "as training.advanced.gathered says"
     elif whole <= room:
-        chosen, why = Gathered.BATCH, f"which fits {room / GIB:.2f} GiB"
+        chosen = Gathered.BATCH
+        why = f"which fits {room / GIB:.2f} GiB"
     else:
-        chosen, why = Gathered.LAYER, f"as {whole / GIB:.2f} GiB for whole batches do not fit {room / GIB:.2f} GiB"
+        chosen = Gathered.LAYER
+        why = f"as {whole / GIB:.2f} GiB for whole batches do not fit {room / GIB:.2f} GiB"
     times = {Gathered.BATCH: "once a batch", Gathered.LAYER: "layer by layer"}[chosen]
     needed = whole if chosen is Gathered.BATCH else by_layer
     return chosen, f"parameters are gathered {times}: {needed / GIB:.2f} GiB a rank, {why}"

@@ -30,7 +30,8 @@ def replays_routing(recipe: Recipe) -> bool:
 
 def why_not_replayed(recipe: Recipe, config: Mapping[str, Any]) -> str:
     """Return why a run of ``recipe`` cannot replay the routing of its engines, and the remedy; empty: it can."""
-    sizes, away = experts_of(config), 'set routing_replay = "auto" or false'
+    sizes = experts_of(config)
+    away = 'set routing_replay = "auto" or false'
     arguments = [recipe.engines.args, *(shape.args for shape in recipe.engines.sets)]
     if recipe.engines.kind is EngineKind.SIMULATED:
         return f'engines.kind = "simulated" has no model that chooses experts: {away}'
@@ -44,7 +45,8 @@ def why_not_replayed(recipe: Recipe, config: Mapping[str, Any]) -> str:
         return f"training.advanced.context_parallel_size cuts rows, and the experts of their tokens are not cut: {away}"
     if name := next((one for one in _PARALLEL for given in arguments if given.get(one, 1) != 1), ""):
         return f"engines.args.{name}: vLLM returns no experts then: remove it, or {away}"
-    sizing, rollout = recipe.group_sizing, recipe.rollout
+    sizing = recipe.group_sizing
+    rollout = recipe.rollout
     group = max(size for _, size in sizing.batches(rollout.prompts_per_batch, rollout.group_size))
     needed = group * recipe.most_tokens * sizes.bytes_per_token
     if needed > MOST_BYTES:

@@ -59,7 +59,8 @@ class TorchTrainer:
         tokenizer_digest: Callable[[str], str] | None = None,
     ) -> None:
         self._options = options
-        self._start_publisher, self._tokenizer_digest = start_publisher, tokenizer_digest
+        self._start_publisher = start_publisher
+        self._tokenizer_digest = tokenizer_digest
         self._device = process_group.choose_device(options)
         self._published: Published | None = None
         self._anchors_asked = False
@@ -130,7 +131,8 @@ class TorchTrainer:
 
     def train_group(self, group: TrainingGroup) -> None:
         """Take a group into the open batch; when streaming, train what is waiting once it fills a row."""
-        options, batch = self._options, self._batch
+        options = self._options
+        batch = self._batch
         batch.take(group)
         if self._updates.by_layer:
             return  # ranks wait for TrainTogether
@@ -155,7 +157,8 @@ class TorchTrainer:
     def close_batch(self, close: CloseBatch) -> StepReport:
         """Finish the batch: reduce, divide, clip, step, publish ``close.policy_version``. Collective. Raises
         ``StreamRLError`` when groups are missing or the gradient is not finite."""
-        batch, device = self._batch, self._device
+        batch = self._batch
+        device = self._device
         if close.policy_version != self.policy_version + 1 or batch.batch_id not in (None, close.batch_id):
             raise StreamRLError(
                 f"close of batch {close.batch_id} as version {close.policy_version}, "
@@ -197,7 +200,8 @@ class TorchTrainer:
             raise StreamRLError(
                 f"anchor of version {policy_version} was asked for; the trainer holds {self.policy_version}"
             )
-        again, self._anchors_asked = self._anchors_asked, True
+        again = self._anchors_asked
+        self._anchors_asked = True
         whole = self._publisher.publish_anchor(policy_version) if again else None
         published = whole or self._published or self._publish(policy_version)
         return AnchorPublished(rank=self._options.rank, policy_version=policy_version, **structs.asdict(published))

@@ -53,10 +53,12 @@ class Updates:
         self.policy, self.reference, self.critic, self.by_layer = load_models(options, device)
         self.weights = make_weights(options, self.policy)
         options = structs.replace(options, parameters=self.weights.total_elements)
-        self._options, self._device = options, device
+        self._options = options
+        self._device = device
         self.row_tokens = options.row_tokens(device.type, options.parameters)
         self.optimizer = MasterOptimizer(options, self.weights.masters, self.weights.decayed)
-        self.policy_version = self.skipped_steps = 0
+        self.policy_version = 0
+        self.skipped_steps = 0
         # The batch before this one and so on: with the open one they are the cohort.
         self.cohort: deque[Moments] = deque(maxlen=max(1, options.objective.cohort_batches) - 1)
         if options.resume_from:
@@ -95,15 +97,19 @@ class Updates:
         prepared = self._prepare(batch.take_waiting(), proximal=in_all > 1)
         sums.seconds += time.perf_counter() - started
         # Every token of the batch weighs the same, in whichever update it is.
-        loss_tokens, samples = sums.loss_tokens / updates, sums.samples / updates
+        loss_tokens = sums.loss_tokens / updates
+        samples = sums.samples / updates
         shares = split_for_updates(prepared, self._options) if updates > 1 else [prepared]
         lengths = update_lengths(shares[0], shares[-1], self._sum) if updates > 1 else {}
-        steps, optimizing, computed = [], 0.0, 0.0
+        steps = []
+        optimizing = 0.0
+        computed = 0.0
         for update in range(in_all):
             started = time.perf_counter()
             self._accumulate(shares[update % updates], batch)
             trained = time.perf_counter()
-            before, computed = computed, sums.tokens.computed_tokens
+            before = computed
+            computed = sums.tokens.computed_tokens
             steps.append(self._step(batch, close, loss_tokens, samples, computed - before))
             if update < in_all - 1:
                 self.open_gradients()
@@ -198,7 +204,8 @@ class Updates:
 
         extra = self.critic.tensors() if self.critic else None
         state = checkpoint.load(directory, self.weights, self.optimizer, extra=extra)
-        self.policy_version, self.skipped_steps = state.policy_version, state.skipped_steps
+        self.policy_version = state.policy_version
+        self.skipped_steps = state.skipped_steps
         self.cohort.extend(Moments(*moments) for moments in state.cohort)
         self.weights.refresh_forward()
 

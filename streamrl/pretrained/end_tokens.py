@@ -31,7 +31,8 @@ def read_end_tokens(directory: Path, content: Mapping[str, Any], eos_token: str)
 
     An id that only ``config.json`` names ends nothing where it is an ordinary piece of text: it is a default of the
     model's class then, of another vocabulary. Raises ``RecipeError`` where no token is left."""
-    config, generation = read_json(directory / "config.json"), read_json(directory / "generation_config.json")
+    config = read_json(directory / "config.json")
+    generation = read_json(directory / "generation_config.json")
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, dict) else [config]
     size = next((part["vocab_size"] for part in reversed(parts) if isinstance(part.get("vocab_size"), int)), 0)

@@ -34,7 +34,8 @@ class SpecialTokens(msgspec.Struct, frozen=True):
         known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         new = []
         for described in self.listed:
-            token, present = tokenizers.AddedToken(**described), known.get(described["content"])
+            token = tokenizers.AddedToken(**described)
+            present = known.get(described["content"])
             if present is None or any(getattr(token, flag) != getattr(present, flag) for flag in _FLAGS):
                 new.append(token)
             known[token.content] = token
@@ -48,7 +49,9 @@ class SpecialTokens(msgspec.Struct, frozen=True):
 def read_special_tokens(directory: Path, config: Mapping[str, Any]) -> SpecialTokens:
     """The special tokens of a model folder, whose ``tokenizer_config.json`` holds ``config``. Raises ``RecipeError``
     for another file that is not JSON, and what a broken ``config`` makes Python raise."""
-    settings, listed, old = dict(config), config.get("added_tokens_decoder"), {}
+    settings = dict(config)
+    listed = config.get("added_tokens_decoder")
+    old = {}
     if listed is None:
         settings |= read_json(directory / "special_tokens_map.json")
         old = read_json(directory / "added_tokens.json")

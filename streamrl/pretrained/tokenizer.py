@@ -48,8 +48,11 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.digest = digest
-        self.eos_token_ids, self.end_notice, self.embeddings = ends.ids, ends.notice, ends.embeddings
-        self._chat, self.directory = chat, chat.directory
+        self.eos_token_ids = ends.ids
+        self.end_notice = ends.notice
+        self.embeddings = ends.embeddings
+        self._chat = chat
+        self.directory = chat.directory
         self._warned = False
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special) | {*ends.ids}
@@ -64,7 +67,8 @@ class Tokenizer:
         """Token ids of ``text``, int32, with what the tokenizer's own post-processor adds (a BOS, for example). What it
         adds in front and the text begins with already is written once. Raises ``ChatError``."""
         encoding = self._encoding(text, add_special_tokens=True)
-        ids, added = encoding.ids, encoding.special_tokens_mask
+        ids = encoding.ids
+        added = encoding.special_tokens_mask
         front = added.index(0) if 0 in added else 0
         return token_array(ids[front:] if self._begins_twice(ids, front) else ids)
 
@@ -136,7 +140,8 @@ class Tokenizer:
     def messages(self, token_ids: TokenArray, role: str = "") -> list[tuple[str, str, int]]:
         """Role, text and number of tokens of each message in ``token_ids``, which no model sampled: special tokens
         divide them, and no other text can. ``role``: of what is before the first. Those without text are left out."""
-        found, opened = [(role, "", 0)], False
+        found = [(role, "", 0)]
+        opened = False
         for special, group in groupby(token_ids, self.special_token_ids.__contains__):
             for ids in ([one] for one in group) if special else [list(group)]:
                 text = self.token_text(ids[0]) if special else self.decode(token_array(ids))

@@ -20,7 +20,8 @@ from streamrl.pretrained.model_folder import read_bounded
 LARGEST_SAFETENSORS_HEADER = 100_000_000
 MOST_TENSORS = 100_000
 LARGEST_SIZE = 1 << 40
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _BITS = {"F4": 4, "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16} | {
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64}  # fmt: skip
@@ -89,7 +90,8 @@ def _refuse_several_saves(names: list[str]) -> None:
         )
     if parts[0] is None:
         return
-    prefix, count = parts[0][1], parts[0][3]
+    prefix = parts[0][1]
+    count = parts[0][3]
     wanted = [f"{prefix}-{number:05}-of-{count}.safetensors" for number in range(1, int(count) + 1)]
     if missing := [name for name in wanted if name not in names]:
         raise ModelDirectoryError(f"has no {_listed(missing)}, a part of the same save: copy or save the model again")

@@ -46,7 +46,8 @@ def choices(kind: inspect.Type) -> list[str]:
 def _range(kind: Any) -> str:
     low = kind.gt if kind.gt is not None else kind.ge
     high = kind.lt if kind.lt is not None else kind.le
-    low_sign, high_sign = (">" if kind.gt is not None else ">="), ("<" if kind.lt is not None else "<=")
+    low_sign = ">" if kind.gt is not None else ">="
+    high_sign = "<" if kind.lt is not None else "<="
     bounds = [f"{low_sign} {low}"] if low is not None else []
     bounds += [f"{high_sign} {high}"] if high is not None else []
     return " " + " and ".join(bounds) if bounds else ""
@@ -89,7 +90,8 @@ class CheckedTable:
         self.bad_paths.add(path or written)
 
     def _check_section(self, section: Key, value: Any) -> None:
-        name, struct = section.name, section.section
+        name = section.name
+        struct = section.section
         if section.item is None:
             if isinstance(value, Mapping):
                 self.values[name] = self._check_keys(name, value, struct)
@@ -106,7 +108,8 @@ class CheckedTable:
         keys = keys_of(struct)
         good: dict[str, Any] = {}
         for name, value, below in self._written_keys(path, table):
-            where, written = f"{path}.{name}", f"{path}.{ADVANCED}.{name}" if below else f"{path}.{name}"
+            where = f"{path}.{name}"
+            written = f"{path}.{ADVANCED}.{name}" if below else f"{path}.{name}"
             key = keys.get(name)
             if key is None:
                 self._refuse(written, self._unknown_key(path, name, keys, value), where)

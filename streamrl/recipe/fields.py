@@ -111,7 +111,8 @@ def as_table(value: Any) -> Any:
 
 def _key(field: inspect.Field, annotation: Any) -> Key:
     extra: dict[str, Any] = {}
-    text, kind = "", field.type
+    text = ""
+    kind = field.type
     while isinstance(kind, inspect.Metadata):
         extra |= kind.extra or {}
         text = text or (kind.extra_json_schema or {}).get("description", "")

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 
-SMALL_MODEL, SMALL_RATE = 1e6, 5e-5
+SMALL_MODEL = 1e6
+SMALL_RATE = 5e-5
 """A policy of a million parameters learns at about this rate; larger ones at less, with the root of their size,"""
 LEAST_RATE = 1e-6
 """down to the rate that the field uses from some billions on."""
@@ -23,7 +24,8 @@ def usual_learning_rate(parameters: int, *, adapters: bool = False) -> float:
 def learning_rate_notice(rate: float, parameters: int, *, adapters: bool = False) -> str | None:
     """One sentence where ``rate`` of AdamW is unusual for RL on a model of that size, else None: a rule of thumb."""
     usual = usual_learning_rate(parameters, adapters=adapters)
-    low, high = usual / SPREAD, usual * SPREAD
+    low = usual / SPREAD
+    high = usual * SPREAD
     if not parameters or low <= rate <= high:
         return None
     what = "adapters of a model" if adapters else "a model"

@@ -417,7 +417,8 @@ class Evaluation(Section, frozen=True):
     def regular(self) -> tuple[int, int]:
         """Steps between evaluations of any set (0: none), and the ``limit`` that control has for them: above 0 where
         they are not on all prompts of all sets."""
-        every, limits = {one.every or 0 for one in self.sets.values()}, [one.limit or 0 for one in self.sets.values()]
+        every = {one.every or 0 for one in self.sets.values()}
+        limits = [one.limit or 0 for one in self.sets.values()]
         return math.gcd(*every), max(limits, default=0) or int(len(every) > 1)
 
 

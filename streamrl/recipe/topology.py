@@ -136,7 +136,8 @@ RENDEZVOUS_FILE = "rendezvous"
 
 def prepared_sets(recipe: Recipe) -> tuple[PreparedSet, ...]:
     """The sets of engines of ``recipe``, the one that begins first; usually it is the only one."""
-    engines, first = recipe.engines, 0
+    engines = recipe.engines
+    first = 0
     shapes: tuple[Engines | EngineShape, ...] = (engines, *engines.sets)
     sets = []
     for shape in shapes:

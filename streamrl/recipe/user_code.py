@@ -67,7 +67,8 @@ def load_user_object(spec: str) -> object:
 def spec_of(named: Any) -> str:
     """Return the name by which another process imports a function or class. Raises ``RecipeError`` for one that has
     none, such as a lambda."""
-    name, module = getattr(named, "__qualname__", ""), getattr(named, "__module__", "")
+    name = getattr(named, "__qualname__", "")
+    module = getattr(named, "__module__", "")
     file = getattr(sys.modules.get(module), "__file__", None)
     if not name.isidentifier() or not module or (module == "__main__" and file is None):
         raise RecipeError(

@@ -54,11 +54,14 @@ class OrderMessage:
         own_bytes = self._bytes + sum(map(_completion_bytes, trajectories))
         if self._groups and (own_bytes > _MOST_BYTES or (new and prompt_bytes > _MOST_PROMPT_BYTES)):
             return False
-        self._prompt_bytes, self._bytes = prompt_bytes, own_bytes
+        self._prompt_bytes = prompt_bytes
+        self._bytes = own_bytes
         return True
 
     def _completion(self, trajectory: Trajectory) -> CompletionToScore:
-        prompt, identity, environment = trajectory.prompt, trajectory.id, trajectory.environment or EnvironmentResult()
+        prompt = trajectory.prompt
+        identity = trajectory.id
+        environment = trajectory.environment or EnvironmentResult()
         # Siblings share one object, unless they were read from a journal: then each has its own.
         place = self._places.get(id(prompt))
         if place is None:

@@ -77,9 +77,11 @@ def resumed_rewards(recipe: Recipe, snapshot: RewardsSnapshot, checkpoint: Path)
     written, where the run had changed them, or those of the recipe. Raises ``RecipeError`` where both have changed.
     Versions go on, so each names one set in all lives of the run."""
     if recipe.checkpoint.rewards is ResumedRewards.RECIPE or snapshot.rewards == snapshot.of_recipe:
-        rewards, of_recipe = recipe.rewards, recipe.rewards
+        rewards = recipe.rewards
+        of_recipe = recipe.rewards
     elif recipe.rewards in (snapshot.of_recipe, snapshot.rewards):
-        rewards, of_recipe = snapshot.rewards, snapshot.of_recipe
+        rewards = snapshot.rewards
+        of_recipe = snapshot.of_recipe
     else:
         names = ", ".join(reward.label for reward in snapshot.rewards)
         raise RecipeError(

@@ -39,7 +39,8 @@ class TimeLimits:
         """Slowest correct calls that were observed since the last time, by key."""
         if not self._news:
             return {}
-        news, self._news = self._news, {}
+        news = self._news
+        self._news = {}
         return news
 
     def remember(self, slowest_s: Mapping[str, float]) -> None:

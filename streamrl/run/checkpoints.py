@@ -89,7 +89,8 @@ class CheckpointKeeper:
         self._trainer = trainer
         self._directory = directory
         self._rules = rules
-        self._limit, self._prefix = limit, f"eval/{score or HELD_OUT}/avg@"
+        self._limit = limit
+        self._prefix = f"eval/{score or HELD_OUT}/avg@"
         self._held = held
         there = _versions_in(directory)
         # Where the ranks hold one that was never saved, the newest of its past is what ``latest`` names.

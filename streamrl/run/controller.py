@@ -66,13 +66,16 @@ class Controller:
         observers: Sequence[Observer],
         waits: Waits,
     ) -> None:
-        self._control, self._store, self._journal = record.control, record.store, record.journal
+        self._control = record.control
+        self._store = record.store
+        self._journal = record.journal
         self._resumed = record.resumed
         self._prompts = prompts
         self._trainer = trainer
         self._sync = sync
         self._evaluations = evaluations
-        self._save, self._saved = save, saved
+        self._save = save
+        self._saved = saved
         self._observers = observers
         self._waits = waits
         self._live: PushReport | None = None
@@ -134,7 +137,9 @@ class Controller:
 
     async def _continue(self, version: int) -> list[do.ControlAction]:
         """Return what the last controller ordered and was not answered; answers that are known become events first."""
-        state, steps = self.state, self._control.settings.steps  # of the recipe, which may have changed since
+        # of the recipe, which may have changed since
+        state = self.state
+        steps = self._control.settings.steps
         if steps == state.steering.recipe_steps:
             steps = state.steps
         if state.draining or state.finished or state.steps != steps:
@@ -236,7 +241,8 @@ class Controller:
         )
 
     def _launch(self, action: do.LaunchGroup, episodes: EpisodeRunner) -> None:
-        prompt, size = self._store.prompts[action.ids[0].prompt_id], len(action.ids)
+        prompt = self._store.prompts[action.ids[0].prompt_id]
+        size = len(action.ids)
         for trajectory in action.ids:
             # Not derived from the group: a prompt that is launched again with its seed draws the same completions.
             seed = derive_seed(self._control.settings.seed, prompt.prompt_id, action.seed_base, trajectory.sample)

@@ -194,7 +194,9 @@ def unbiased_mean(whole: Mapping[int, int], stopped: Mapping[int, int], limit: i
     at_risk = sum(whole.values()) + sum(stopped.values())
     if not any(whole.values()):
         return 0.0
-    surviving, before, area = 1.0, 0, 0.0
+    surviving = 1.0
+    before = 0
+    area = 0.0
     for length in sorted(whole.keys() | stopped.keys()):
         area += surviving * (length - before)
         ended = whole.get(length, 0)

@@ -27,12 +27,14 @@ class TrainerRanks:
     def __init__(self, ranks: Sequence[RankStreams]) -> None:
         self._ranks = ranks
         self._open_tokens = [0] * len(ranks)
-        self._waiting_tokens = self._together_tokens = 0
+        self._waiting_tokens = 0
+        self._together_tokens = 0
         self._ranks_per_group = 1
         self.policy_version = 0
         """The version that ranks hold, or were ordered to make."""
         self._answered = 0
-        self._ended = self._gone = False
+        self._ended = False
+        self._gone = False
         self._answers: dict[tuple[type[msgspec.Struct], int], Future[messages.TrainingEvent]] = {}
         self._one_question = Lock()  # yields to nobody where nobody has it
 
@@ -48,7 +50,8 @@ class TrainerRanks:
                 raise StreamRLError(f"trainer-{index} said hello with {hello}; {len(self._ranks)} ranks were expected")
             hellos.append(hello)
         self.policy_version = hellos[0].policy_version
-        self._together_tokens, self._ranks_per_group = hellos[0].together_tokens, hellos[0].ranks_per_group
+        self._together_tokens = hellos[0].together_tokens
+        self._ranks_per_group = hellos[0].ranks_per_group
         if len({(g.policy_version, g.parameters) for g in hellos}) != 1:
             raise StreamRLError(f"trainer ranks hold different models: {hellos}")
         return hellos
@@ -98,7 +101,8 @@ class TrainerRanks:
 
     async def close_batch(self, close: messages.CloseBatch) -> Callable[[], Awaitable[list[messages.StepReport]]]:
         """Order every rank to step. Returns when that is sent; call the result for the reports, in rank order."""
-        self._open_tokens, self._waiting_tokens = [0] * len(self._ranks), 0
+        self._open_tokens = [0] * len(self._ranks)
+        self._waiting_tokens = 0
         self.policy_version = close.policy_version
         return await self._ask(close, messages.StepReport)
 

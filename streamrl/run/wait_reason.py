@@ -127,7 +127,8 @@ class RunWaits:
             return
         reason = wait_reason(self._state, self.shell())
         if reason is not self._reason:
-            self._reason, self._since_s = reason, now
+            self._reason = reason
+            self._since_s = now
 
     def waits_for(self) -> tuple[WaitReason, float]:
         """Return the reason and the seconds that it has lasted."""
@@ -137,7 +138,8 @@ class RunWaits:
         """Shares of the time since the last call, as metrics; their sum is 1, or there are none where no time passed.
         ``now_s``: by the clock, the moment at which the time ends."""
         self._count(now_s)
-        taken, self._seconds = self._seconds, {}
+        taken = self._seconds
+        self._seconds = {}
         total = sum(taken.values())
         return {f"util/wait_reason/{reason}": seconds / total for reason, seconds in taken.items()} if total else {}
 

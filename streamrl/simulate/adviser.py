@@ -25,7 +25,8 @@ from streamrl.simulate.engine_changes import engine_plan
 from streamrl.simulate.lengths import RecipeLengths, RecordedLengths
 from streamrl.simulate.simulation import simulate_candidates
 
-FIRST_GROUPS, FIRST_ROUNDS = 20, 4
+FIRST_GROUPS = 20
+FIRST_ROUNDS = 4
 """So much of a run is measured before the first advice."""
 
 ROUNDS_BETWEEN = 8
@@ -33,7 +34,8 @@ BUSY_SHARE = 0.05
 """Of one core, at most."""
 
 POLL_S = 0.5
-RECENT_TRAJECTORIES, RECENT_STEPS = 2048, 12
+RECENT_TRAJECTORIES = 2048
+RECENT_STEPS = 12
 """What is looked back on: the longer of the two. Lengths drift while a policy learns."""
 
 TAIL_BYTES = 8 << 20

@@ -215,7 +215,8 @@ def fit_lengths(run: RecordedRun) -> LengthModel:
     logs = np.log(lengths[below]) if below.any() else np.log(lengths)
     mixtures = (_mixture(logs, parts) for parts in range(1, MOST_PARTS + 1))
     _, (weights, mus, sigmas) = min(mixtures)
-    correlation, share = _correlation(rows), float(np.mean(~below))
+    correlation = _correlation(rows)
+    share = float(np.mean(~below))
     return LengthModel(cap=cap, weights=weights, mus=mus, sigmas=sigmas, cap_share=share, correlation=correlation)
 
 
@@ -223,7 +224,8 @@ def _mixture(logs: Floats, parts: int) -> tuple[float, list[tuple[float, ...]]]:
     """(Bayesian information criterion, [weights, means, deviations]) of so many normals, by ascending mean. Fitted by
     expectation maximisation, from parts of equal numbers of lengths."""
     quantiles = np.quantile(logs, (np.arange(parts) + 0.5) / parts)
-    mus, sigmas = quantiles, np.full(parts, max(float(logs.std()) / parts, NARROWEST))
+    mus = quantiles
+    sigmas = np.full(parts, max(float(logs.std()) / parts, NARROWEST))
     weights = np.full(parts, 1 / parts)
     before = -math.inf
     for _ in range(_ROUNDS):

@@ -94,7 +94,8 @@ _FILES = {path.stem: path for path in Path(__file__).with_name("clusters").glob(
 PRESETS = {name: _read(_FILES[name]) for name in sorted(_FILES)}
 """Models by the names of their files in ``clusters``, each with a line of where its numbers are from."""
 
-DEMO, HEAVY = PRESETS["demo"], PRESETS["heavy"]
+DEMO = PRESETS["demo"]
+HEAVY = PRESETS["heavy"]
 
 
 def differences(recipe: Recipe, model: ClusterModel, cap: int) -> list[str]:
@@ -105,7 +106,8 @@ def differences(recipe: Recipe, model: ClusterModel, cap: int) -> list[str]:
             f"the cluster has {model.engines.count} engines, whatever the recipe says (engines.count = "
             f"{recipe.engines.count}): a cluster file sets engines.count"
         )
-    key, wanted = "environment.max_tokens" if recipe.environment.given else "sampling.max_tokens", recipe.most_tokens
+    key = "environment.max_tokens" if recipe.environment.given else "sampling.max_tokens"
+    wanted = recipe.most_tokens
     if wanted < cap:
         found.append(f"lengths of the cluster go up to {cap} tokens and are cut at {key} = {wanted}")
     elif wanted > cap:

@@ -39,8 +39,10 @@ def engine_plan(recipe: Recipe, model: ClusterModel) -> EnginePlan:
     """Plan of ``recipe`` on that cluster, whose engines are the first set."""
     if not recipe.engines.sets:
         return EnginePlan(release=recipe.engines.release)
-    engines, (first, *others) = model.engines, prepared_sets(recipe)
-    workers, kv_tokens = engines.tensor_parallel_size, model.engine.kv_tokens
+    engines = model.engines
+    first, *others = prepared_sets(recipe)
+    workers = engines.tensor_parallel_size
+    kv_tokens = model.engine.kv_tokens
     requests = model.engine.max_num_seqs
     own = replace(first, count=engines.count, tensor_parallel_size=workers, kv_tokens=kv_tokens, max_num_seqs=requests)
 
@@ -106,7 +108,8 @@ class SimulatedSets:
 
     def launched(self, round_kind: str, ids: Sequence[TrajectoryId], policy_version: int) -> Decision | None:
         """A group is about to be submitted. Why another set serves it, where one does."""
-        rollout, engines = self._rollout, self._model.engines
+        rollout = self._rollout
+        engines = self._model.engines
         if self._chooser.is_between_rounds:
             rollout.fullest = 0.0
         plan = self._chooser.launched(round_kind, ids, engines.prompt_tokens, policy_version, rollout.now, self._load)

@@ -78,7 +78,8 @@ def step_samples(run: RecordedRun, training: list[tuple[float, float]]) -> StepS
 
 def fit_step(samples: StepSamples) -> StepFit:
     """Constants of a decode step, and what training beside it adds where that is beyond doubt."""
-    running, ones = samples.running, np.ones(len(samples.running))
+    running = samples.running
+    ones = np.ones(len(samples.running))
     columns = np.stack([ones, running, np.sqrt(running)], axis=1)
     slowdown = 0.0
     for _ in range(_ROUNDS):
@@ -121,7 +122,8 @@ def fit_arrivals(lives: LifeTimes, step: StepFit, warm_s: float) -> tuple[float,
     decoding = lives.decoding_s(step.cost)
     waited = (lives.seconds - decoding) / lives.arrivals
     short = (lives.tokens <= np.quantile(lives.tokens, 0.25)) & (lives.begins >= warm_s)
-    plain, paused = short & ~lives.presubmitted, short & lives.presubmitted
+    plain = short & ~lives.presubmitted
+    paused = short & lives.presubmitted
     arrival = max(float(np.median(waited[plain])), 0.0) if plain.sum() >= FEWEST_SAMPLES else None
     presubmitted = max(float(np.median(waited[paused])), 0.0) if paused.sum() >= FEWEST_SAMPLES else None
     known = {"engine.arrival_s": arrival, "engine.presubmitted_s": presubmitted}
@@ -153,7 +155,8 @@ def non_negative_least_squares(columns: Floats, target: Floats) -> Floats:
     """The non-negative ``x`` [n] of least ``|columns x - target|``: exact for few columns, by trying each support.
     ``columns``: [m, n]; ``target``: [m]."""
     count = columns.shape[1]
-    best, least = np.zeros(count), float(target @ target)
+    best = np.zeros(count)
+    least = float(target @ target)
     for size in range(1, count + 1):
         for support in combinations(range(count), size):
             chosen = columns[:, support]
@@ -163,7 +166,8 @@ def non_negative_least_squares(columns: Floats, target: Floats) -> Floats:
             left = target - chosen @ solution
             error = float(left @ left)
             if error < least * (1 - 1e-9):
-                best, least = np.zeros(count), error
+                best = np.zeros(count)
+                least = error
                 best[list(support)] = solution
     return best
 

@@ -75,7 +75,8 @@ class Request(msgspec.Struct, eq=False):
 
     def next_turn(self, factor: float) -> float:
         """Begin the next turn. Returns the seconds that its environment takes before it, ``factor`` times as long."""
-        (appended, seconds, tokens, _), self.turns = self.turns[0], self.turns[1:]
+        appended, seconds, tokens, _ = self.turns[0]
+        self.turns = self.turns[1:]
         self.appended += appended
         self.length = int(self.sampled) + tokens
         self.environment_s += seconds * factor
@@ -140,7 +141,8 @@ class EngineClock:
 
     def advance(self, now: float) -> None:
         """Decode until ``now``."""
-        begun, self.time = self.time, max(now, self.time)
+        begun = self.time
+        self.time = max(now, self.time)
         running = len(self.running)
         if not running or now <= begun:
             return
@@ -201,7 +203,8 @@ class EngineClock:
 
     def admit(self) -> None:
         """Let waiting requests run, first come first served, while there is room."""
-        waiting, model = self.waiting, self.model
+        waiting = self.waiting
+        model = self.model
         while waiting and not self.paused and len(self.running) < model.max_num_seqs:
             request = waiting[0]
             if request.stopped:
@@ -218,7 +221,10 @@ class EngineClock:
     def _enter(self, request: Request) -> None:
         model = self.model
         if not self.running:
-            self.clock = self.context = self.held_kv = 0.0  # so that rounding never adds up
+            # so that rounding never adds up
+            self.clock = 0.0
+            self.context = 0.0
+            self.held_kv = 0.0
             self._finishing.clear()
             self._prefixes.clear()
         group = request.id.group_id

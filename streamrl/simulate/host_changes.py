@@ -20,10 +20,15 @@ class SimulatedHosts:
     ``transfer_s``: of all ``pushes``."""
 
     def __init__(self, model: HostsModel, rollout: SimulatedRollout, queue: EventQueue, seed: int) -> None:
-        self.model, self.present = model, set(range(model.count))
-        self.losses = self.joins = self.moved = self.pushes = 0
+        self.model = model
+        self.present = set(range(model.count))
+        self.losses = 0
+        self.joins = 0
+        self.moved = 0
+        self.pushes = 0
         self.transfer_s = 0.0
-        self._rollout, self._queue = rollout, queue
+        self._rollout = rollout
+        self._queue = queue
         self._serving = set(self.present)
         self._random = random.Random(f"hosts {seed}")
         self._push_ends = 0.0
@@ -48,7 +53,8 @@ class SimulatedHosts:
         if not self.model.count:
             return 0.0
         seconds = self.model.push_s(self.present)
-        self.pushes, self.transfer_s = self.pushes + 1, self.transfer_s + seconds
+        self.pushes = self.pushes + 1
+        self.transfer_s = self.transfer_s + seconds
         self._push_ends = self._queue.now + seconds + others_s
         return seconds
 
@@ -58,7 +64,8 @@ class SimulatedHosts:
     def _lose(self, host: int) -> None:
         self.losses += 1
         self.present.discard(host)
-        model, rollout = self.model, self._rollout
+        model = self.model
+        rollout = self._rollout
         if host in self._serving:
             rollout.halt(model.engines_of(host, rollout.in_use))
         self._queue.call_after(model.notice_s, partial(self._noticed, host))

@@ -130,7 +130,8 @@ def last_byte_s(size: float, trainer: Link, links: tuple[Link, ...], *, relays: 
         shared = max(trainer.seconds(size) * len(links), max(link.seconds(size) for link in links))
         return shared + trainer.latency_s + max(link.latency_s for link in links)
     pieces = min(pieces_of(size), MOST_PIECES)
-    width, piece = children(len(links), pieces), size / pieces
+    width = children(len(links), pieces)
+    piece = size / pieces
     below: dict[int, list[int]] = {place: [] for place in range(-1, len(links))}
     for place in range(len(links)):
         below[ancestors(place, width)[0] if place >= width else -1].append(place)
@@ -140,7 +141,9 @@ def last_byte_s(size: float, trainer: Link, links: tuple[Link, ...], *, relays: 
         sends = source.seconds(piece)
         takes = {child: links[child].seconds(piece) for child in below[place]}
         latency = {child: source.latency_s + links[child].latency_s for child in below[place]}
-        free, got, times = 0.0, dict.fromkeys(below[place], 0.0), {child: list[float]() for child in below[place]}
+        free = 0.0
+        got = dict.fromkeys(below[place], 0.0)
+        times = {child: list[float]() for child in below[place]}
         for at in has.pop(place) if below[place] else ():
             for child in below[place]:
                 free = max(free, at) + sends

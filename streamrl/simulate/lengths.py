@@ -68,7 +68,8 @@ class LengthModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def survival(self, tokens: Floats) -> Floats:
         """Share of completions longer than ``tokens``, below the cap."""
-        share, loops = self._body(tokens), self._loops()
+        share = self._body(tokens)
+        loops = self._loops()
         if self.tail_from:
             at = float(self._body(np.array([self.tail_from]))[0])
             reaching = max((self.cap_share - loops) / (1 - loops), 1e-12)
@@ -137,11 +138,13 @@ class ModelledLengths:
         self._lengths: list[int] = np.maximum(np.rint(lengths), 1).astype(int).tolist()
 
     def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
-        mask, table = (1 << POOL_BITS) - 1, self._lengths
+        mask = (1 << POOL_BITS) - 1
+        table = self._lengths
         latent = self._prompts[hash((self._seed, prompt)) & mask]
         start = hash((self._seed, prompt, noise)) & mask
         lengths = [table[int(latent + member)] for member in self._members[start : start + samples]]
-        drift, cap = self.model.drift_per_step, self.cap
+        drift = self.model.drift_per_step
+        cap = self.cap
         if not drift:
             return lengths
         steps = min(version, self.model.drift_steps) if self.model.drift_steps else version
@@ -221,7 +224,9 @@ class RecipeLengths:
     environment they are in turns: the recorded ones, or such as ``environment`` has."""
 
     def __init__(self, recipe: Recipe, environment: EnvironmentModel, source: LengthSource, seed: int = 0) -> None:
-        self._source, self._model, self._seed = source, environment, seed
+        self._source = source
+        self._model = environment
+        self._seed = seed
         self.cap = min(recipe.most_tokens, source.cap)
         self._most_turns = recipe.environment.max_turns if recipe.environment.given else 0
 

@@ -100,7 +100,8 @@ def life_times(run: RecordedRun) -> LifeTimes:
 
 def _completions(line: TrajectoryLine) -> list[TrajectoryLine]:
     """Return the turns of ``line`` as lines of their own; where it has none, itself."""
-    found, now = [], line.launched_s
+    found = []
+    now = line.launched_s
     for _, environment_s, tokens, sampling_s in line.turns:
         now += environment_s
         found.append(msgspec.structs.replace(line, launched_s=now, rollout_s=sampling_s, tokens=tokens))
@@ -214,7 +215,8 @@ def agreement(run: RecordedRun, recipe: Recipe, model: ClusterModel, seed: int =
     both = [line for line in alone if line.policy_version in rows]
     goodput, recorded = _figures(both)
     of_simulation, simulated = _figures([rows[line.policy_version] for line in both])
-    evaluated, figures = len(steps) - len(alone), (goodput, of_simulation)
+    evaluated = len(steps) - len(alone)
+    figures = (goodput, of_simulation)
     return Agreement(recipe=recipe, goodput=figures, recorded=recorded, simulated=simulated, evaluated=evaluated)
 
 

@@ -196,8 +196,13 @@ class StepLedger:
         self._cap = cap
         self._sums = Sums()
         self._first_launch: dict[int, int] = {}
-        self._began = self._full = self.trained_s = self.publishing_s = 0.0
-        self._busy_began = self._busy_full = self._generated_began = 0.0
+        self._began = 0.0
+        self._full = 0.0
+        self.trained_s = 0.0
+        self.publishing_s = 0.0
+        self._busy_began = 0.0
+        self._busy_full = 0.0
+        self._generated_began = 0.0
         self._open = JoinedBatch()
         self._closed = JoinedBatch()
         self._step: StepOptimizer | None = None
@@ -218,7 +223,8 @@ class StepLedger:
 
     def joined(self, requests: list[Request], trainer_version: int, kind: str) -> int:
         """Count a group that joined the batch which ``trainer_version`` trains. Returns its trained tokens."""
-        sums, batch = self._sums, self._open
+        sums = self._sums
+        batch = self._open
         lengths = [request.length for request in requests]
         sums.trained[kind].update(lengths)
         sums.group_sizes[len(lengths)] += 1
@@ -237,7 +243,8 @@ class StepLedger:
     def batch_full(self, now: float, step: StepOptimizer) -> None:
         """The trainer steps. What joins from here on is of the next, also while this is pushed."""
         self._full = now
-        self._closed, self._open = self._open, JoinedBatch()
+        self._closed = self._open
+        self._open = JoinedBatch()
         self._step = step
         self._advance(now)
         self._busy_full = self._together.busy_s
@@ -249,8 +256,10 @@ class StepLedger:
         self._advance(now)
         busy = self._together.busy_s
         generated = sum(engine.generated for engine in self._engines)
-        rollout_s, step_s = self._full - self._began, now - self._began
-        batch, sums = self._closed, self._sums
+        rollout_s = self._full - self._began
+        step_s = now - self._began
+        batch = self._closed
+        sums = self._sums
         row = StepRow(
             policy_version=step.policy_version,
             round_kind=batch.kind,
@@ -271,7 +280,9 @@ class StepLedger:
         sums.batches += step.batches
         sums.stragglers += step.batches * (straggled or 0.0)
         sums.rows.append(row)
-        self._began, self._busy_began, self._generated_began = now, busy, generated
+        self._began = now
+        self._busy_began = busy
+        self._generated_began = generated
         return row
 
     def begin(self, now: float) -> None:
@@ -288,7 +299,9 @@ class StepLedger:
 
     def report(self, finished: str, accounting: Accounting) -> SimulationReport:
         """Report over the steps that count."""
-        sums, cap, rows = self._sums, self._cap, self._sums.rows
+        sums = self._sums
+        cap = self._cap
+        rows = self._sums.rows
         seconds = max(self._began - sums.began_s, 1e-12)
         recent = rows[-STEPS_REPORTED:]
         step_s = sorted(row.step_s for row in recent) or [0.0]

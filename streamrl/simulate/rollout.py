@@ -35,7 +35,8 @@ class DeferredTokens:
             return
         share = random.Random(hash((request.noise, request.id.sample, request.id.attempt))).random()
         until = math.log(1 - share) / math.log1p(-self._rejected) if self._rejected else math.inf
-        request.sampled, request.verified = float(int(min(tokens, until))), True
+        request.sampled = float(int(min(tokens, until)))
+        request.verified = True
 
     def add(self, request: Request) -> None:
         """Remember the tokens of a request that was stopped."""
@@ -64,7 +65,8 @@ class RequestsOnEngines:
         self.model = model
         self.together = RunningTogether()
         self.engines = [EngineClock(model.engine, self.together) for _ in range(max(most, model.engines.count))]
-        self.fullest, self.aborted = 0.0, False
+        self.fullest = 0.0
+        self.aborted = False
         self.trace: ChromeTrace | None = None
         self.sampled: Callable[[Request], None]
         self.requests: dict[TrajectoryId, Request] = {}
@@ -99,7 +101,8 @@ class RequestsOnEngines:
         if not self.serving:
             self._stranded.append(request)
             return
-        lone, choose = len(self.serving) == 1, self._router.choose
+        lone = len(self.serving) == 1
+        choose = self._router.choose
         index = self.serving[0] if lone else choose(request.request_id, request.prompt, self.serving)
         self._opened(request, index)
         gap = self.model.engine.arrival_s
@@ -202,11 +205,13 @@ class RequestsOnEngines:
 
     def measure(self) -> on.EnginesMeasured:
         """Measure the engines since the last call, all together."""
-        now, engines = self._queue.now, self.engines
+        now = self._queue.now
+        engines = self.engines
         for engine in engines:
             engine.advance(now)
         sums = [(one.generated, one.steps, one.decoding_s, one.preemptions) for one in engines]
-        before, self._reported = self._reported, tuple(map(sum, zip(*sums, strict=True)))
+        before = self._reported
+        self._reported = tuple(map(sum, zip(*sums, strict=True)))
         generated, steps, decoding, preemptions = (a - b for a, b in zip(self._reported, before, strict=True))
         capacity = self.engines[0].model.kv_tokens
         return on.EnginesMeasured(
@@ -264,7 +269,8 @@ class SimulatedRollout(RequestsOnEngines):
     def leave(self, engines: Sequence[int], *, keeps_tokens: bool) -> int:
         """The loss of these engines, which do not serve any more, is known: their requests go on elsewhere. Returns how
         many; without ``keeps_tokens`` each has those with which it came."""
-        moved, aborted = [], self.aborted
+        moved = []
+        aborted = self.aborted
         for engine in (self.engines[index] for index in engines):
             for request in [*engine.running, *(request for request in engine.waiting if not request.stopped)]:
                 came_with = request.sampled
@@ -283,14 +289,17 @@ class SimulatedRollout(RequestsOnEngines):
         for index in engines:
             self.engines[index].pause(self._queue.now) if self._paused else self.engines[index].resume(self._queue.now)
             self._dirty.add(index)
-        stranded, self._stranded = self._stranded, []
+        stranded = self._stranded
+        self._stranded = []
         for request in stranded:
             if not request.stopped:
                 self._submit(request)
 
     def launch(self, action: do.LaunchGroup, prompt: int, lengths: list[int], turns: Sequence[Turns] = ()) -> None:
         """Submit a group; ``lengths`` by sample number, and ``turns`` if it has environments, which begin."""
-        tokens, now, version = self.model.engines.prompt_tokens, self._queue.now, action.policy_version
+        tokens = self.model.engines.prompt_tokens
+        now = self._queue.now
+        version = action.policy_version
         for identity in action.ids:
             request = Request(identity, prompt, tokens, lengths[identity.sample], now)
             request.first_version = version

@@ -83,8 +83,10 @@ def simulate_recipe(
     recipe: Recipe, model: ClusterModel, steps: int, lengths: LengthSource, *, seed: int = 0, **more: Any
 ) -> SimulationReport:
     """``simulate`` what ``recipe`` asks for, no completion longer than it allows; ``more``: arguments of that."""
-    lengths, plan = RecipeLengths(recipe, model.environment, lengths, seed), engine_plan(recipe, model)
-    settings, in_flight = control_settings(recipe), recipe.rollout.in_flight
+    lengths = RecipeLengths(recipe, model.environment, lengths, seed)
+    plan = engine_plan(recipe, model)
+    settings = control_settings(recipe)
+    in_flight = recipe.rollout.in_flight
     return simulate(settings, model, steps, lengths=lengths, in_flight=in_flight, seed=seed, engines=plan, **more)
 
 
@@ -157,11 +159,15 @@ class Simulation:
         # Whatever the rounds have in flight: as the real pipeline measures its engines.
         capacity = model.engines.capacity or min(most, settings.batch_trajectories)
         self.ledger = StepLedger(settings, self.rollout.engines, self.rollout.together, capacity, lengths.cap)
-        self.finished, self._lengths, self._advice = "", lengths, advice
+        self.finished = ""
+        self._lengths = lengths
+        self._advice = advice
         self._recompute = in_flight is not InFlight.KEEP
         self._rewards = [RewardServers(one.reward, seed) for one in model.domains or [model]]
         self._trainer = TrainerClock(model.trainer)
-        self._trainer_stamp, self._training_slows, self._round_kind = 0, 1.0, ""
+        self._trainer_stamp = 0
+        self._training_slows = 1.0
+        self._round_kind = ""
         self._release: SimulatedFreeing | None = None
         if engines.release is not ReleaseKind.NEVER:
             self._release = SimulatedFreeing(self.rollout, self._trainer, lengths.cap)
@@ -169,7 +175,9 @@ class Simulation:
         if len(engines.sets) > 1:
             self._switch = SimulatedSets(self.rollout, model, engines.sets, settings.steps)
         self._answers: deque[on.ControlEvent] = deque()
-        self._telling, self._next_prompt, self._measured_s = False, 0, 0.0
+        self._telling = False
+        self._next_prompt = 0
+        self._measured_s = 0.0
         self._carry_out: dict[type[do.ControlAction], Callable[[Any], None]] = {
             do.DrawPrompts: self._draw,
             do.LaunchGroup: self._launch,
@@ -191,7 +199,10 @@ class Simulation:
 
     def run(self, warm_up: int = 0, progress: Callable[[int], None] | None = None) -> SimulationReport:
         """Run to the end. To be called once."""
-        self._warm_up, self._progress, queue, rollout = warm_up, progress, self.queue, self.rollout
+        self._warm_up = warm_up
+        self._progress = progress
+        queue = self.queue
+        rollout = self.rollout
         measures = self.core.settings.rounds is RoundKind.CUSTOM or self.core.settings.reads_environment
         self._send_event(on.RunBegan())
         rollout.settle()
@@ -281,7 +292,8 @@ class Simulation:
     # ---- what control orders -----------------------------------------------------------------------
 
     def _draw(self, action: do.DrawPrompts) -> None:
-        first, self._next_prompt = self._next_prompt, self._next_prompt + action.count
+        first = self._next_prompt
+        self._next_prompt = self._next_prompt + action.count
         ids = tuple(f"p{number}" for number in range(first, self._next_prompt))
         tokens = (self.model.engines.prompt_tokens,) * action.count
         self._answers.append(on.PromptsDrawn(prompt_ids=ids, prompt_tokens=tokens))
@@ -289,7 +301,8 @@ class Simulation:
     def _launch(self, action: do.LaunchGroup) -> None:
         ids = action.ids
         prompt = int(ids[0].prompt_id[1:])
-        count, version = ids[-1].sample + 1, action.policy_version
+        count = ids[-1].sample + 1
+        version = action.policy_version
         lengths, turns = drawn_turns(self._lengths, prompt, action.seed_base, count, version)
         self.ledger.launched(prompt, ids[0].attempt, lengths, self.core.state.live_version)
         kind = action.round_kind
@@ -342,7 +355,8 @@ class Simulation:
         self.queue.call_after(ends - now, trained)
 
     def _publish(self, action: do.PublishWeights) -> None:
-        push, now = self.model.push, self.queue.now
+        push = self.model.push
+        now = self.queue.now
         barrier = push.abort_barrier_s if self.rollout.aborted else 0.0
         self.rollout.aborted = False
         seconds = push.seconds + push.kind_s.get(self._round_kind, 0.0) + barrier

@@ -101,7 +101,8 @@ class RewardServers:
         if model.timeout_s:
             limit_s = self._limits.limit_s(str(prompt))
             if seconds > limit_s:
-                seconds, reward = limit_s, 0.0
+                seconds = limit_s
+                reward = 0.0
             self._limits.observe(str(prompt), seconds, reward)
         if not self._free_at:
             return now + seconds, reward
@@ -167,7 +168,9 @@ class TrainerClock:
 
     def _begin(self) -> None:
         if self.speed and not self._work_s and self._waiting_tokens >= self.model.streaming_tokens:
-            self._work_s, self._waiting_s, self._waiting_tokens = self._waiting_s, 0.0, 0
+            self._work_s = self._waiting_s
+            self._waiting_s = 0.0
+            self._waiting_tokens = 0
 
     def close(self, now: float, *, engines_idle: bool) -> float:
         """The batch is complete: when the trainer has stepped. Where engines keep their cores, at streaming speed."""
@@ -175,8 +178,10 @@ class TrainerClock:
         left = self._work_s + self._waiting_s
         full = engines_idle or not self.model.streaming_speed
         self.worked_s += left
-        self._work_s = self._waiting_s = 0.0
-        self._waiting_tokens, self.speed = 0, self.model.streaming_speed
+        self._work_s = 0.0
+        self._waiting_s = 0.0
+        self._waiting_tokens = 0
+        self.speed = self.model.streaming_speed
         return now + left / (1.0 if full else self.model.streaming_speed) + self.model.optimizer_s
 
 

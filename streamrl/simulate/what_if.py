@@ -177,8 +177,10 @@ class Search:
         races = [tried for tried in self._best(len(self._tried)) if _races_prompts(tried.recipe)]
         if not races:
             return
-        best, prompts = races[0], recipe.rollout.prompts_per_batch
-        step, left = max(prompts // 8, 1), _MOST_REFINEMENTS
+        best = races[0]
+        prompts = recipe.rollout.prompts_per_batch
+        step = max(prompts // 8, 1)
+        left = _MOST_REFINEMENTS
         while step >= max(prompts * _FINEST_STEP, 1) and left > 0:
             launched = math.ceil(best.recipe.tail_batching.prompt_oversampling * prompts)
             found = best
@@ -273,7 +275,8 @@ def grid(recipe: Recipe, budget: Budget) -> dict[str, Recipe]:
 def variants(recipe: Recipe) -> dict[str, Recipe]:
     """The same rounds, by name: submitted in advance; of other groups, as many samples a batch; several engines freed
     late in a round, or with another set of half as many, twice as large."""
-    rollout, engines = recipe.rollout, recipe.engines
+    rollout = recipe.rollout
+    engines = recipe.engines
     found = {}
     if recipe.on_policy and not rollout.presubmit:
         found[PRESUBMITTED] = replace(recipe, rollout=replace(rollout, presubmit=True))
@@ -354,7 +357,8 @@ def recipe_fragment(recommended: Recipe, current: Recipe) -> str:
     """TOML: the keys of the recommendation that differ from ``current``; empty where none does."""
     blocks = []
     for section in _CHANGED:
-        before, after = getattr(current, section), getattr(recommended, section)
+        before = getattr(current, section)
+        after = getattr(recommended, section)
         known: type[msgspec.Struct] = type(after)
         changed = [key for key in keys_of(known).values() if getattr(after, key.name) != getattr(before, key.name)]
         for table, advanced in ((section, False), (f"{section}.{ADVANCED}", True)):

@@ -76,7 +76,8 @@ class EnvironmentStage:
         self._workers: list[_Worker] = []
         self._opening: set[_Worker] = set()
         self._numbers = 0
-        self._changed, self._choosing = Notifier(), anyio.Lock(fast_acquire=True)
+        self._changed = Notifier()
+        self._choosing = anyio.Lock(fast_acquire=True)
 
     def in_flight(self) -> int:
         """Episodes that have begun and not ended."""
@@ -120,7 +121,8 @@ class EnvironmentStage:
     ) -> EpisodeEnd | None:
         """Return the end of the episode; None: the worker has ended before."""
         self._numbers += 1
-        number, order = self._numbers, model.order
+        number = self._numbers
+        order = model.order
         sender, events = anyio.create_memory_object_stream[EnvironmentEvent](math.inf)
         worker.episodes[number] = sender, model, at_once  # before the next episode looks for a worker
         begin = BeginEpisode(
@@ -167,7 +169,9 @@ class EnvironmentStage:
                     except ValueError as error:
                         worker.order(StopEpisode(episode=number))
                         return EpisodeEnd(EnvironmentResult(), RewardFailureKind.RAISED, str(error))
-                    ids, finish, logprobs = done.token_ids, done.finish_reason, done.behavior_logprobs
+                    ids = done.token_ids
+                    finish = done.finish_reason
+                    logprobs = done.behavior_logprobs
                     worker.order(
                         TurnSampled(episode=number, turn=turns, token_ids=ids, finish_reason=finish, logprobs=logprobs)
                     )

@@ -78,14 +78,17 @@ class _Turn:
         first_part: int = 0,
         asked: tuple[TokenArray, int | None] = (_NOTHING, None),
     ) -> None:
-        self._identity, self._seed, self._first_part = identity, request.seed, first_part
+        self._identity = identity
+        self._seed = request.seed
+        self._first_part = first_part
         self.asked = asked
         self.request = request if not kept else with_kept(request, kept)
         self.kept = kept
         self.own_seed_tokens = 0
         self.done: Completion | None = None
         self.parts = 0
-        self.seconds = self.outside_s = 0.0
+        self.seconds = 0.0
+        self.outside_s = 0.0
         if done is not None:
             self.restore(done.completion, done.parts, done.seconds)
 
@@ -128,16 +131,20 @@ class _OpenTrajectory:
     was asked for and is not whole yet; ``waits``: that turn is paused and has left the engine."""
 
     def __init__(self, order: LaunchTrajectory, request: Generate, kept: TokenArray, take: TakeOutcome) -> None:
-        self.order, self.kept, self.take = order, kept, take
+        self.order = order
+        self.kept = kept
+        self.take = take
         self.first_request = request
         self.turns: list[_Turn] = []
         self.segments: list[Segment] = []
         self.ends: list[int] = []
-        self.asked_for = self._parts = 0
+        self.asked_for = 0
+        self._parts = 0
         self.finish: FinishReason | None = None
         self.cancelled = ""
         self.paused = False
-        self.samples = self.waits = False
+        self.samples = False
+        self.waits = False
         self.outside_since = anyio.current_time()
         self.resumed = anyio.Event()
         self.scope = anyio.CancelScope()
@@ -157,7 +164,8 @@ class _OpenTrajectory:
 
     def pause(self) -> None:
         if not self.paused:
-            self.paused, self.resumed = True, anyio.Event()
+            self.paused = True
+            self.resumed = anyio.Event()
 
     def resume(self) -> None:
         self.paused = False
@@ -171,7 +179,8 @@ class _OpenTrajectory:
 
     def next_turn(self, appended: TokenArray, after: int | None, most_tokens: int) -> _Turn:
         """Begin a turn after ``appended``. Raises ``ValueError`` for one that cannot be sampled."""
-        order, number = self.order, self.asked_for
+        order = self.order
+        number = self.asked_for
         if self.samples:
             raise ValueError("an episode samples a turn while another one is sampled: await one after the other")
         if after is not None and not -1 <= after < number:
@@ -217,7 +226,8 @@ class _OpenTrajectory:
 
     def _context(self, after: int | None) -> TokenArray:
         """Tokens between the prompt and the end of turn ``after``."""
-        tokens, place = token_array(), -1 if after in (None, -1) else self.ends[after or 0]
+        tokens = token_array()
+        place = -1 if after in (None, -1) else self.ends[after or 0]
         while place >= 0:
             segment = self.segments[place]
             tokens = segment.token_ids + tokens
@@ -297,7 +307,10 @@ class EpisodeModel:
         trajectory: _OpenTrajectory,
         note: Callable[[TrajectoryId, ReturnedCall], None],
     ) -> None:
-        self.order, self.sample, self.begin_again, self.note = order, sample, trajectory.begin_again, note
+        self.order = order
+        self.sample = sample
+        self.begin_again = trajectory.begin_again
+        self.note = note
         self.paused: Callable[[], bool] = lambda: trajectory.paused
 
 
@@ -328,14 +341,28 @@ class Episodes:
         capacity: float = math.inf,
         ended: Callable[[str], object] = lambda trajectory: None,
     ) -> None:
-        self._engine, self._scorer, self._journal, self._episode = engine, scorer, journal, episode
-        self._capacity, self._ended, self._has_environment = capacity, ended, episode is not one_completion
+        self._engine = engine
+        self._scorer = scorer
+        self._journal = journal
+        self._episode = episode
+        self._capacity = capacity
+        self._ended = ended
+        self._has_environment = episode is not one_completion
         self._alone = anyio.Semaphore(1) if one_at_a_time else nullcontext()
         self._kept = CancelledCompletions() if verifies_deferred else None
-        self._sampling, self._open = structs.asdict(sampling), dict[TrajectoryId, _OpenTrajectory]()
-        self._sampling_now, self._in_turns, self._engines_paused = 0, 0, False
-        self._launched = self._generated_tokens = self._verified_tokens = self._accepted_tokens = 0
-        self._busy_seconds = self._working_seconds = self._environment_seconds = self._counted_at = 0.0
+        self._sampling = structs.asdict(sampling)
+        self._open = dict[TrajectoryId, _OpenTrajectory]()
+        self._sampling_now = 0
+        self._in_turns = 0
+        self._engines_paused = False
+        self._launched = 0
+        self._generated_tokens = 0
+        self._verified_tokens = 0
+        self._accepted_tokens = 0
+        self._busy_seconds = 0.0
+        self._working_seconds = 0.0
+        self._environment_seconds = 0.0
+        self._counted_at = 0.0
         self._tasks: TaskGroup
 
     @asynccontextmanager
@@ -406,7 +433,9 @@ class Episodes:
 
     async def _live(self, trajectory: _OpenTrajectory) -> None:
         """The life of one trajectory: sampled, recorded, scored."""
-        order, refused, end = trajectory.order, "", None
+        order = trajectory.order
+        refused = ""
+        end = None
         if order.sampled is None:
             try:
                 with trajectory.scope:
@@ -423,7 +452,8 @@ class Episodes:
         self._keep(trajectory)
         sampled = order.sampled or self._whole(trajectory, end := end or EpisodeEnd())
         if trajectory.cancelled or refused or (not sampled.segments and end is not None and end.kind is None):
-            reason, tokens = refused or trajectory.cancelled or "its episode sampled nothing", trajectory.tokens
+            reason = refused or trajectory.cancelled or "its episode sampled nothing"
+            tokens = trajectory.tokens
             lost = TrajectoryLost(id=order.id, cancelled=bool(trajectory.cancelled), reason=reason, tokens=tokens)
             await trajectory.take(lost)
             await self._scorer.lost(order.id, order.group_size)
@@ -437,7 +467,8 @@ class Episodes:
     def _whole(self, trajectory: _OpenTrajectory, end: EpisodeEnd) -> Trajectory:
         if end.turns is not None and end.turns < len(trajectory.ends):
             trajectory.drop_turns(end.turns)
-        order, segments = trajectory.order, trajectory.segments
+        order = trajectory.order
+        segments = trajectory.segments
         if segments and not segments[-1].trained:
             segments.pop()  # nothing was sampled after it
         return Trajectory(
@@ -490,7 +521,8 @@ class Episodes:
         return turn.done
 
     async def _until_resumed(self, trajectory: _OpenTrajectory, turn: _Turn) -> None:
-        identity, resumed = trajectory.order.id, trajectory.resumed
+        identity = trajectory.order.id
+        resumed = trajectory.resumed
         # With an environment the journal has each turn that is whole; a later life samples the paused one anew.
         if turn.done is not None and not self._has_environment:
             done = SampledSoFar(completion=turn.done, parts=turn.parts, seconds=turn.seconds)

@@ -238,7 +238,8 @@ class RewardStage:
     def _next_message(self, most: int, unanswered: Unanswered) -> OrderMessage:
         """Take at most ``most`` of the orders that wait, and no more than a message may be large. They are registered
         before anything can wait: a break must find them."""
-        message, now = OrderMessage(), anyio.current_time()
+        message = OrderMessage()
+        now = anyio.current_time()
         while self._waiting and len(message) < most:
             order = self._waiting.first()
             rank = self._given_out + 1  # they are numbered in the order in which they close rounds
@@ -299,7 +300,8 @@ class RewardStage:
 
     async def _after_break(self, unanswered: Unanswered) -> None:
         now = anyio.current_time()
-        left, limit = list(unanswered.values()), self._settings.timeout_s
+        left = list(unanswered.values())
+        limit = self._settings.timeout_s
         unanswered.clear()
         late: list[tuple[WaitingOrder, Sequence[SampleReward]]] = []
         for work, started in left:
@@ -335,7 +337,8 @@ class _Worker:
 
     async def load(self, order: LoadRewardSet) -> RewardSetLoaded | None:
         """Send ``order`` and return the worker's reply; None: it is gone. Raises ``StreamBroken``."""
-        self.loaded, self.reply = anyio.Event(), None
+        self.loaded = anyio.Event()
+        self.reply = None
         await self.orders.send(order)
         await self.loaded.wait()
         return self.reply

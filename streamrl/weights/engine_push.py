@@ -16,7 +16,9 @@ import msgspec
 from streamrl.base.errors import EngineError, WeightError
 from streamrl.base.messages import HASH_MODULUS, OrderDone, WeightAnnouncement
 
-_SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.05  # seconds between two questions; each costs the engine one short call
+# seconds between two questions; each costs the engine one short call
+_SHORTEST_WAIT = 0.002
+_LONGEST_WAIT = 0.05
 _WAIT_SHARE = 0.1  # of the time that has passed: so much later than it was done it is noticed, at most
 
 

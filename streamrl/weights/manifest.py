@@ -25,7 +25,8 @@ from streamrl.weights.requests import MANIFEST_LIMIT
 FORMAT_VERSION = 8
 CHECKPOINT_VERSION = -1
 """Base version of a delta that is made on the checkpoint files both sides began with: no published version."""
-_UNFOLDED_AT_LEAST, _UNFOLDED_TIMES = 1 << 20, 256
+_UNFOLDED_AT_LEAST = 1 << 20
+_UNFOLDED_TIMES = 256
 """Names of tensors are like each other: a manifest shrinks to a tenth, but not to nothing."""
 
 MOST_SIDES = 16
@@ -92,7 +93,8 @@ class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
         if not self.run:
             return bits[self.offset : self.offset + self.count]
         row, column = divmod(self.offset, self.stride)
-        first, last = self.skipped // self.run, -(-(self.skipped + self.count) // self.run)
+        first = self.skipped // self.run
+        last = -(-(self.skipped + self.count) // self.run)
         lines = bits.reshape(-1, self.stride)[row + first : row + last, column : column + self.run]
         return lines.reshape(-1)[self.skipped % self.run :][: self.count]
 
@@ -256,18 +258,22 @@ def decode_manifest(encoded: bytes | memoryview, expected_digest: str, endpoint:
 
 def work_units(shards: Iterable[ShardSpec]) -> list[WorkUnit]:
     """All that a rank publishes, dtype by dtype, cut where a unit is full. Empty shards are part of one too."""
-    shards, units = list(shards), []
+    shards = list(shards)
+    units = []
     for dtype in dict.fromkeys(shard.dtype for shard in shards):
         together: list[ShardSpec] = []
         room = UNIT_ELEMENTS
         for shard in (shard for shard in shards if shard.dtype == dtype):
-            start, count = 0, min(room, shard.count)
+            start = 0
+            count = min(room, shard.count)
             while True:
                 together.append(shard.piece(start, count))
-                start, room = start + count, room - count
+                start = start + count
+                room = room - count
                 if not room:
                     units.append(WorkUnit(tuple(together)))
-                    together, room = [], UNIT_ELEMENTS
+                    together = []
+                    room = UNIT_ELEMENTS
                 count = min(room, shard.count - start)
                 if not count:
                     break

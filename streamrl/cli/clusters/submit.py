@@ -25,7 +25,9 @@ from streamrl.recipe.rules.load import read_recipe
 from streamrl.recipe.rules.run_rules import LONGEST_RUN_NAME
 from streamrl.recipe.sections import Recipe
 
-_VARIABLE, _LABEL, _LONGEST_LABEL = r"[A-Za-z_]\w*", r"[a-z]([a-z0-9-]*[a-z0-9])?", 40
+_VARIABLE = r"[A-Za-z_]\w*"
+_LABEL = r"[a-z]([a-z0-9-]*[a-z0-9])?"
+_LONGEST_LABEL = 40
 
 PrintOnly = Annotated[bool, Argument("print it and start nothing", flag="--print")]
 Resume = Annotated[bool, Argument("RECIPE is the directory of a run: go on with it")]

@@ -40,7 +40,8 @@ def normalized_arguments(words: Iterable[str], flag: str, refuse: Callable[[str]
                 value = f"={rest.pop(0)}"
             written += [flag, _snake(dashed[2]) + (value or ("=false" if dashed[1] else "=true"))]
         elif (bare := _BARE.fullmatch(word)) and (bare[3] or bare[1]):
-            mark, path = bare[1], _snake(bare[2])
+            mark = bare[1]
+            path = _snake(bare[2])
             if "~" in mark or not bare[3]:
                 deleted = "a key is not deleted: leave it out of the recipe, or " * ("~" in mark)
                 refuse(f"{mark}{path}: {deleted}write {path}=VALUE")

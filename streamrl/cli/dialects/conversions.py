@@ -82,7 +82,8 @@ def _warmup(steps: str, share: Any, given: Given) -> Effect:
 
 
 def _trl_batch(_: Any, given: Given) -> Effect:
-    group, accumulated = given.of("num_generations"), given.of("gradient_accumulation_steps")
+    group = given.of("num_generations")
+    accumulated = given.of("gradient_accumulation_steps")
     micro = given.of("per_device_train_batch_size") * given.of("num_processes")
     whole = given.of("generation_batch_size")
     passes = whole // micro if whole else given.of("steps_per_generation") or accumulated

@@ -131,8 +131,12 @@ def _dialect_of(settings: Mapping[str, Any], path: Path) -> str:
 
 def _read_command(text: str, directory: Path, name: str) -> Foreign:
     """Settings of the last command that names a trainer: ``a.b=c``, ``+a.b=c``, ``--a-b c``, ``--a``, ``@ FILE``."""
-    variables, settings, files = {"HOME": "~"}, dict[str, Any](), list[str]()
-    dialect, flag, inside = "", "", False
+    variables = {"HOME": "~"}
+    settings = dict[str, Any]()
+    files = list[str]()
+    dialect = ""
+    flag = ""
+    inside = False
     try:
         lines = re.sub(r"(?m)(^|\s)#.*", "", text).replace("\\\n", " ").replace("\n", " ; ")
         words = shlex.split(_COMPUTED.sub(lambda found: found[0].replace(" ", ""), lines))
@@ -142,11 +146,13 @@ def _read_command(text: str, directory: Path, name: str) -> Foreign:
         word = _expanded(one, variables)
         pair = _PAIR.fullmatch(word.rstrip(","))
         if word == ";":
-            inside, flag = False, ""
+            inside = False
+            flag = ""
         elif _COMMANDS.fullmatch(word) and (not flag or word.endswith(".py")):
             settings, files = (settings, files) if inside else ({}, [])
             dialect = "verl" if word.endswith("main_ppo") else "TRL" if word in ("trl", "accelerate") else dialect
-            inside, flag = True, ""
+            inside = True
+            flag = ""
         elif flag in ("@", "config"):
             files.append(word)
             flag = ""
@@ -160,7 +166,8 @@ def _read_command(text: str, directory: Path, name: str) -> Foreign:
         elif pair and not flag:
             (settings if inside else variables)[pair[1]] = _scalar(pair[2]) if inside else pair[2]
         elif flag and word[:1] not in "$|&>":
-            before, value = settings[flag], _scalar(word.rstrip(","))
+            before = settings[flag]
+            value = _scalar(word.rstrip(","))
             settings[flag] = value if before is True else [*(before if isinstance(before, list) else [before]), value]
     for file in files:
         path = directory / file

@@ -20,8 +20,11 @@ from streamrl.recipe.rules.load import read_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import parse_toml, toml_value
 
-TRANSLATED, BY_HAND, WITHOUT = "translated", "by hand", "no counterpart"
-NEEDLESS, UNKNOWN = "need not be set", "not known"
+TRANSLATED = "translated"
+BY_HAND = "by hand"
+WITHOUT = "no counterpart"
+NEEDLESS = "need not be set"
+UNKNOWN = "not known"
 MOST = 6
 """Settings that are named beside one answer."""
 MISSING = {
@@ -77,7 +80,8 @@ def translated(foreign: Foreign) -> Translation:
     given = Given(written | defaults)
     every = [_setting(foreign.dialect, key, value, given, default=key in defaults) for key, value in given.items()]
     every += [_unread(foreign.dialect, key, *expression) for key, expression in foreign.unread.items()]
-    values, origins = dict[str, Any](), dict[str, list[str]]()
+    values = dict[str, Any]()
+    origins = dict[str, list[str]]()
     # A default gives way to what was written, and a key for two things to a key for one of them.
     for one in sorted(every, key=lambda one: (not one.default, -len(one.sets))):
         for path, chosen in one.sets.items():
@@ -85,14 +89,16 @@ def translated(foreign: Foreign) -> Translation:
             origins[path] = [*before, f"{foreign.dialect}'s {one.key}{' (its default)' if one.default else ''}"]
             values[path] = _placed(path, chosen, foreign)
     if str(values.get("prompts.train")).startswith("hf:openai/gsm8k") and "rewards.0.function" not in values:
-        values["rewards.0.function"], origins["rewards.0.function"] = "math", ["what GSM8K's answers are compared by"]
+        values["rewards.0.function"] = "math"
+        origins["rewards.0.function"] = ["what GSM8K's answers are compared by"]
     for path in ("evaluation.every", "evaluation.limit") if not values.get("evaluation.prompts") else ():
         if path in values:
             what = f"{path} = {values.pop(path)} needs evaluation.prompts, which the settings do not say"
             every.append(ForeignSetting("", None, BY_HAND, what))
     for path, (value, what) in MISSING.items():
         if path not in values:
-            values[path], origins[path] = value, [f"not in the settings: {what}"]
+            values[path] = value
+            origins[path] = [f"not in the settings: {what}"]
             every.append(ForeignSetting("", value, BY_HAND, f"{path} is not in the settings: {what}"))
     settings = [one for one in every if one.outcome == TRANSLATED or not one.default]
     try:
@@ -161,7 +167,8 @@ def _problems(path: str, value: Any) -> list[str]:
 def _recipe_text(
     foreign: Foreign, values: Mapping[str, Any], origins: Mapping[str, list[str]], settings: Iterable[ForeignSetting]
 ) -> str:
-    sections, tables = list(keys_of(Recipe)), dict[str, list[str]]()
+    sections = list(keys_of(Recipe))
+    tables = dict[str, list[str]]()
     places = (
         (sections.index(path.partition(".")[0]), *written_path(Recipe, path).rpartition("."), path) for path in values
     )

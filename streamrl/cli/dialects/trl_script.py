@@ -38,7 +38,9 @@ def read_trl_script(text: str, path: Path) -> tuple[dict[str, Any], Unread, dict
     constants = {name: node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) for name in _names(node)}
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
     modules = {alias.asname or alias.name: alias.name for node in imports for alias in node.names}
-    settings, unread, copied = dict[str, Any](), Unread(), list[str]()
+    settings = dict[str, Any]()
+    unread = Unread()
+    copied = list[str]()
 
     def take(key: str, node: ast.expr) -> None:
         try:
@@ -81,7 +83,8 @@ def read_trl_script(text: str, path: Path) -> tuple[dict[str, Any], Unread, dict
 
 def _cut_out(text: str, tree: ast.Module, made: Mapping[str, ast.stmt], names: list[str], path: Path) -> str:
     """The functions, with the imports, constants and functions of the script that they name."""
-    wanted, waiting = set[str](), list(names)
+    wanted = set[str]()
+    waiting = list(names)
     while waiting:
         name = waiting.pop()
         if name in made and name not in wanted:

@@ -42,7 +42,8 @@ class Push(Command, frozen=True):
 
     def run(self) -> int:
         """Upload it. Raises ``StreamRLError`` that names the remedy."""
-        saved, name = saved_model(self.run_directory, self.version), authenticated(self.name)
+        saved = saved_model(self.run_directory, self.version)
+        name = authenticated(self.name)
         with tempfile.TemporaryDirectory(prefix="streamrl-push-") as directory:
             files = export_model(saved, model := Path(directory) / "model")
             message = f"Version {saved.version} of the run {saved.run.resolve().name}"

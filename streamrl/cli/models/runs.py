@@ -72,12 +72,16 @@ class Runs(Command, frozen=True):
 def listed_run(directory: Path) -> ListedRun:
     """The run in ``directory``. Raises ``StreamRLError`` where it is none, or where its recipe cannot be read."""
     run = RunFiles(directory)
-    last, recipe = {line.kind: line for line in run.metric_lines()}, run.recipe()
+    last = {line.kind: line for line in run.metric_lines()}
+    recipe = run.recipe()
     if not {"run.steps", "model.path"} <= recipe.keys():
         raise StreamRLError(
             f"{directory} is not the directory of a run (its recipe.toml cannot be read): name one, such as runs/latest"
         )
-    step, scored, model, started = last.get("step"), last.get("evaluation"), recipe["model.path"], run.started()
+    step = last.get("step")
+    scored = last.get("evaluation")
+    model = recipe["model.path"]
+    started = run.started()
     return ListedRun(
         run=run.run_id,
         directory=str(directory.resolve()),
@@ -108,7 +112,8 @@ def _differences(runs: Sequence[ListedRun]) -> dict[str, list[str]]:
 
 
 def _cells(one: ListedRun) -> Sequence[str]:
-    reward, held_out = one.metrics.get("reward/mean"), next(iter(one.scores.values()), None)
+    reward = one.metrics.get("reward/mean")
+    held_out = next(iter(one.scores.values()), None)
     step = f"{one.step}/{one.steps}"
     return (one.run, one.started, one.state, step, _number(reward), _number(held_out), one.model, ", ".join(one.tags))
 

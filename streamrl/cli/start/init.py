@@ -96,7 +96,9 @@ class Init(Command, frozen=True, kw_only=True):
 
     def _answers(self) -> tuple[str, str, Path | None]:
         """Task, model and corpus; what no flag says is asked where there is a terminal. Raises ``RecipeError``."""
-        task, model, corpus = self.task, self.model, self.corpus
+        task = self.task
+        model = self.model
+        corpus = self.corpus
         asks = sys.stdin.isatty() and sys.stdout.isatty() and not self.json
         if not task and not asks:
             raise RecipeError(f"--task is not given: name one of {', '.join(TASKS)}, {GYM}:NAME")
@@ -142,10 +144,12 @@ def _make_rows(folder: Path, kind: str, values: Mapping[str, object]) -> None:
 
 def _values(name: str, kind: str, of_gym: str, settings: ModelSettings) -> dict[str, object]:
     """The names in the templates that do not depend on the rows."""
-    train, held_out = TRAIN, HELD_OUT
+    train = TRAIN
+    held_out = HELD_OUT
     if of_gym:
         task = f"reasoning_gym:{of_gym}{'&' if '?' in of_gym else '?'}size"
-        train, held_out = f"{task}=1024", f"{task}=64&seed=1000000"
+        train = f"{task}=1024"
+        held_out = f"{task}=64&seed=1000000"
     if settings.chat:
         train, held_out = (f"{spec}{'&' if of_gym else '?'}chat=true" for spec in (train, held_out))
     title = TASKS[kind].title

@@ -15,7 +15,8 @@ from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.pretrained.tokenizer import chat_format
 from streamrl.recipe.rules.hub_names import is_bare_name
 
-TINY, SMOLLM2 = "tiny", "smollm2"
+TINY = "tiny"
+SMOLLM2 = "smollm2"
 MODELS = {
     TINY: "0.3 M parameters over your own characters, made and warmed up here in one to three minutes",
     SMOLLM2: "SmolLM2-135M-Instruct, out of a Python package; no Hub is needed",

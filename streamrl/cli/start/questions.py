@@ -10,7 +10,8 @@ from streamrl.base.errors import RecipeError
 def choose(question: str, choices: Mapping[str, str], free: str) -> str:
     """The name of the choice whose number or name is typed; Enter takes the first one. ``free``: what else may be
     typed, which is returned as it is. Raises ``RecipeError`` at the end of the input."""
-    names, width = list(choices), max(map(len, choices))
+    names = list(choices)
+    width = max(map(len, choices))
     print(f"\n{question}")
     for number, (name, text) in enumerate(choices.items(), 1):
         print(f"  {number}  {name:<{width}}  {text}")

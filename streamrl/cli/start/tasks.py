@@ -13,10 +13,13 @@ from streamrl.base.errors import RecipeError
 from streamrl.cli.start.folders import write_rows
 
 GYM = "reasoning-gym"
-TRAIN, HELD_OUT, WARM_UP = "train.jsonl", "held_out.jsonl", "warm_up.jsonl"
+TRAIN = "train.jsonl"
+HELD_OUT = "held_out.jsonl"
+WARM_UP = "warm_up.jsonl"
 QUESTION = "A request: {completion}\\nIs it polite? Reply yes or no."
 """For the judge, as a string of TOML and Python has it."""
-_LEAST_ROWS, _MOST_HELD_OUT = 8, 64
+_LEAST_ROWS = 8
+_MOST_HELD_OUT = 64
 """Rows that are needed, of which one in eight is held out."""
 _SHOWN = ("completion", "solution", "answer")
 """Columns that may say what a small model imitates; the first that is text."""

@@ -16,7 +16,9 @@ from streamrl.observe.terminal.step_line import duration
 from streamrl.recipe import learning_rate
 from streamrl.recipe.sections import Recipe
 
-_MANY_TRUNCATED, _FEW_SIGNAL, _HOT = 0.3, 0.5, 1.0
+_MANY_TRUNCATED = 0.3
+_FEW_SIGNAL = 0.5
+_HOT = 1.0
 _GOOD = ("rewards differ inside groups, so there is something to learn: train it",)
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>streamrl try</title>
@@ -61,7 +63,8 @@ def proposed_rate(recipe: Recipe, parameters: int) -> tuple[float, str]:
     reason."""
     adapters = recipe.lora.rank > 0
     rate = float(f"{learning_rate.usual_learning_rate(parameters, adapters=adapters):.0e}")
-    small, least = learning_rate.SMALL_RATE, learning_rate.LEAST_RATE
+    small = learning_rate.SMALL_RATE
+    least = learning_rate.LEAST_RATE
     rule = f"{small:.0e} x sqrt({learning_rate.SMALL_MODEL:.0e} / {parameters:,} parameters), at least {least:.0e}"
     what = f"LoRA: {learning_rate.ADAPTER_FACTOR:g} times that" if adapters else "all weights are trained"
     has = recipe.training.learning_rate
@@ -74,7 +77,8 @@ def advice_of(trial: RecipeTrial, recipe: Recipe, *, unused_template: bool) -> I
     """Yield what to change before a run is spent on the recipe. ``unused_template``: the model has a chat template, and
     the prompts are plain text."""
     yield from problems_of(trial.reward)
-    signal, sampling = trial.reward.signal, recipe.sampling
+    signal = trial.reward.signal
+    sampling = recipe.sampling
     if signal.groups and signal.flat >= _FEW_SIGNAL * signal.groups:
         if signal.flat_high > signal.flat / 2:
             yield "most groups get all of the reward: take harder prompts, or a reward that asks for more"
@@ -94,14 +98,16 @@ def advice_of(trial: RecipeTrial, recipe: Recipe, *, unused_template: bool) -> I
         yield "the model has a chat template and the prompts are plain text: put ?chat=true behind prompts.train"
     if trial.training is not None and trial.training.problem:
         yield f"no step could be measured ({trial.training.problem}): the memory is an estimate alone"
-    rate, adapters = recipe.training.learning_rate, recipe.lora.rank > 0
+    rate = recipe.training.learning_rate
+    adapters = recipe.lora.rank > 0
     if notice := learning_rate.learning_rate_notice(rate, trial.parameters, adapters=adapters):
         yield notice
 
 
 def rich_trial(trial: RecipeTrial) -> Group:
     """Tables and pictures, for a terminal."""
-    values, total = trial.lengths, trial.reward.completions
+    values = trial.lengths
+    total = trial.reward.completions
     length = f"mean {values.mean:.0f}, P50 {values.p50:.0f}, P95 {values.p95:.0f}, max {values.most:.0f} tokens"
     cut = f"{trial.truncated} of {total} ({trial.truncated / total:.0%}) at the cap of {trial.max_tokens}"
     return Group(
@@ -123,7 +129,9 @@ def report_page(trial: RecipeTrial) -> str:
 
 def _step_lines(trial: RecipeTrial) -> list[str]:
     """Seconds and memory of a step, with what of it was measured, and the learning rate."""
-    count, training, seconds = trial.reward.completions, trial.training, trial.sampling_s
+    count = trial.reward.completions
+    training = trial.training
+    seconds = trial.sampling_s
     tokens = round(trial.lengths.mean * count)
     speed = f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} a second"
     lines = [f"sampling    {count} completions in {duration(seconds)} on one engine: {speed} (measured)"]

@@ -89,7 +89,8 @@ async def try_recipe(
     recipe = await asyncio.to_thread(with_hub_folders, recipe)
     seen: list[Prompt] = []
     preflight(recipe, see=lambda _, prompt: seen.append(prompt))
-    model, tokenizer = check_model(recipe), load_tokenizer(recipe.model.path)
+    model = check_model(recipe)
+    tokenizer = load_tokenizer(recipe.model.path)
     prompts = await _draw(recipe, tokenizer, completions // size)
     total = len(prompts) * size
     say(f"starting an engine of {recipe.model.path}: {len(prompts)} prompts x {size} completions")
@@ -106,8 +107,11 @@ async def try_recipe(
         trajectories = [group.trajectories for group in groups]
         training = await asyncio.to_thread(measure_step, recipe, trajectories, STEP_TIMEOUT_S)
     every = [one for group in groups for one in group.trajectories]
-    lengths, first = [one.generated_tokens for one in every], (seen or prompts)[0]
-    values, batch, measured = spread(lengths), recipe.batch_trajectories, training and not training.problem
+    lengths = [one.generated_tokens for one in every]
+    first = (seen or prompts)[0]
+    values = spread(lengths)
+    batch = recipe.batch_trajectories
+    measured = training and not training.problem
     assert values is not None, "a trial has completions"
     label = ", ".join(reward.label for reward in rewards)
     rate, reason = proposed_rate(recipe, model.facts.parameters)

@@ -24,11 +24,13 @@ from streamrl.run.evaluate.sample_files import sample_of
 from streamrl.run.step_metrics import part_values, percentile
 
 _BINS = 10
-_EXAMPLES, _EXAMPLE_TEXT = 5, 400
+_EXAMPLES = 5
+_EXAMPLE_TEXT = 400
 _BAR = 40
 _MOST_MESSAGES = 5
 _LATE_SHARE = 0.5
-_FEW_SIGNAL, _MANY_FAILED = 0.5, 0.05
+_FEW_SIGNAL = 0.5
+_MANY_FAILED = 0.05
 _SAME = 1e-9
 
 
@@ -143,7 +145,8 @@ def spread(values: Sequence[float]) -> ValueSpread | None:
     occurred."""
     if not values:
         return None
-    mean, deviation = statistics.fmean(values), statistics.pstdev(values)
+    mean = statistics.fmean(values)
+    deviation = statistics.pstdev(values)
     return ValueSpread(mean, deviation, min(values), percentile(values, 0.5), percentile(values, 0.95), max(values))
 
 
@@ -152,7 +155,8 @@ def histogram(values: Sequence[float]) -> tuple[Bin, ...]:
     counts = Counter(values)
     if len(counts) <= _BINS:
         return tuple(Bin(value, value, counts[value]) for value in sorted(counts))
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     width = (high - low) / _BINS
     if not width > 0 or not math.isfinite(width):  # next to each other, or the whole range of a float
         return (Bin(low, high, len(values)),)
@@ -164,7 +168,8 @@ def signal_of(groups: Sequence[Sequence[float]]) -> GroupSignal:
     """Count the groups that would teach something to a method that compares siblings."""
     compared = [group for group in groups if len(group) > 1]
     values = [value for group in compared for value in group]
-    low, high = min(values, default=0.0), max(values, default=0.0)
+    low = min(values, default=0.0)
+    high = max(values, default=0.0)
     flat = [group for group in compared if max(group) - min(group) <= _SAME]
     return GroupSignal(
         groups=len(compared),

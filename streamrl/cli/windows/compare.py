@@ -32,7 +32,8 @@ from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.observe.terminal.step_line import duration
 from streamrl.recipe.sections import EngineKind, Recipe
 
-FIGURES, PAGE = "comparison.json", "comparison.html"
+FIGURES = "comparison.json"
+PAGE = "comparison.html"
 
 
 class Compare(Command, frozen=True, kw_only=True):

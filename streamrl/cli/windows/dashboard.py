@@ -10,7 +10,8 @@ from typing import Annotated
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.command import Argument, Command
 
-RUNS, PORT = "runs", 7788
+RUNS = "runs"
+PORT = 7788
 
 
 def require_server() -> None:

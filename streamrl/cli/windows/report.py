@@ -28,7 +28,8 @@ class Report(Command, frozen=True, kw_only=True):
         places = [Path(name) for name in self.runs]
         if not places:
             raise StreamRLError("streamrl report needs a run: name one, such as runs/latest")
-        page, path = report_page(places), self.out or places[0] / "report.html"
+        page = report_page(places)
+        path = self.out or places[0] / "report.html"
         write_atomic(path, page)
         return self.print({"file": str(path), "bytes": len(page)}, f"wrote {path}, {len(page) / 1e6:.1f} MB")
 
@@ -42,7 +43,8 @@ class Trace(Command, frozen=True, kw_only=True):
 
     def run(self) -> int:
         """Write it. Raises ``StreamRLError`` for what is no run, or has no trace."""
-        files, path = run_files(self.run_directory), self.out or self.run_directory / "timeline.json"
+        files = run_files(self.run_directory)
+        path = self.out or self.run_directory / "timeline.json"
         timeline = TimelineColumns(files)
         timeline.refresh()
         if not timeline.count:

@@ -40,7 +40,8 @@ class Top(Watch, frozen=True):
             )
         from streamrl.observe.top.application import TopApplication  # only here: Textual may be absent
 
-        endpoint, here = self.endpoint(), Path(self.where)
+        endpoint = self.endpoint()
+        here = Path(self.where)
         picture = Picture(lambda: not endpoint.startswith("ipc://") or has_ipc_listener(endpoint))
         files = RunFiles(here) if here.is_dir() else None
         for line in deque(files.metric_lines(), MOST_STEPS) if files else ():

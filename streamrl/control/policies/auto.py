@@ -44,7 +44,8 @@ _PRIOR_STEPS = 4.0  # that took as long as predicted, before the first was seen
 def candidate_settings(settings: ControlSettings) -> dict[str, ControlSettings]:
     """Return what ``auto`` chooses from, by name: synchronous rounds, and races that launch different numbers of
     prompts. Long rounds of several batches are candidates where ``tail_batching.long_round_batches`` allows them."""
-    options, prompts = settings.tail_batching, settings.batch_groups
+    options = settings.tail_batching
+    prompts = settings.batch_groups
     races: dict[tuple[int, int], str] = {}
     found = {SYNCHRONOUS: replace(settings, rounds=RoundKind.SYNCHRONOUS)}
     for batches in sorted({1, options.long_round_batches}):
@@ -128,7 +129,8 @@ class AutoRounds(StatelessRounds):
         if plan.round_kind:
             state.last_kind = plan.round_kind
             state.untimed[view.trainer_version + 1] = (self.current, plan.round_kind)
-        because, state.because = state.because, None
+        because = state.because
+        state.because = None
         return replace(plan, because=because) if because else plan
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
@@ -146,7 +148,8 @@ class AutoRounds(StatelessRounds):
         state = self._state
         match seen:
             case RoundsAdvised():
-                state.advice, state.fresh = seen, True
+                state.advice = seen
+                state.fresh = True
             case RoundTimed(policy_version=version):
                 name, kind = state.untimed.pop(version, ("", ""))
                 predicted = state.advice.seconds.get(name, {}).get(kind, 0.0) if state.advice else 0.0
@@ -186,11 +189,14 @@ class AutoRounds(StatelessRounds):
         best = max(goodput, key=goodput.__getitem__)
         gain = goodput[best] / now - 1
         if gain >= LEAST_GAIN:
-            chosen, reason = best, f"{best} promises {gain:.1%} more trained tokens a second"
+            chosen = best
+            reason = f"{best} promises {gain:.1%} more trained tokens a second"
         elif goodput.get(SYNCHRONOUS, 0.0) > now:
-            chosen, reason = SYNCHRONOUS, f"{self.current} promises no more than synchronous rounds"
+            chosen = SYNCHRONOUS
+            reason = f"{self.current} promises no more than synchronous rounds"
         else:
-            chosen, reason = self.current, f"the best other promises {gain:.1%} more, a change needs {LEAST_GAIN:.0%}"
+            chosen = self.current
+            reason = f"the best other promises {gain:.1%} more, a change needs {LEAST_GAIN:.0%}"
             if best == self.current:
                 reason = "no other promises more"
         verb = "stay with" if chosen == self.current else f"from {self.current} to"

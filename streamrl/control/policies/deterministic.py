@@ -107,7 +107,8 @@ class DeterministicControl(Control):
         return msgspec.structs.replace(super().snapshot(), order=msgspec.to_builtins(arrivals))
 
     def _restore(self, arrivals: Arrivals) -> None:
-        self._now, self._launched = arrivals.now, dict(arrivals.launched)
+        self._now = arrivals.now
+        self._launched = dict(arrivals.launched)
         for launched, outcome in arrivals.ended:
             self._end(outcome, launched)
         self._answers = {type(answer): answer for answer in arrivals.answers}

@@ -76,7 +76,9 @@ class RandomSize:
             self._draws = msgspec.structs.replace(draws, drawn=drawn) if known else self._draw(drawn)
 
     def _draw(self, drawn: dict[int, int]) -> _Draws:
-        sizes, shares, number = self._settings.sizes, self._settings.shares, sum(drawn.values())
+        sizes = self._settings.sizes
+        shares = self._settings.shares
+        number = sum(drawn.values())
         total = sum(shares)
         behind = [
             max(share / total * (number + 1) - drawn[size], 0.0) for size, share in zip(sizes, shares, strict=True)
@@ -123,7 +125,8 @@ class StragglerAwareSize:
         return self._memory.budget
 
     def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
-        settings, tables = self._settings, _tables(groups)
+        settings = self._settings
+        tables = _tables(groups)
         rate = sagc.straggler_rate(tables, settings.straggler_ratio)
         if rate is None:
             return self._decided(None, f"stays {self.size}: no group of the step was large enough to tell")
@@ -159,7 +162,8 @@ class StragglerAwareSize:
         it leaves out is measured again, as with other ``calibration_steps``; what is known of the sizes stays."""
         if "budget" not in state:
             return
-        memory, new = msgspec.convert(state, sagc.SizingMemory, str_keys=True), self._memory
+        memory = msgspec.convert(state, sagc.SizingMemory, str_keys=True)
+        new = self._memory
         other_steps = self._settings.calibration_steps not in (None, memory.calibration_steps)
         other_budget = memory.asked != new.asked or other_steps
         if other_budget:
@@ -178,11 +182,13 @@ class StragglerAwareSize:
         """One step without a budget is done. After the last one at the largest size (and at the smallest, where they do
         not inform each other) it is measured, and the queue made as if it had been in force from the start. Where too
         few groups of either were seen, the middle size stays. Returns what the user is to know."""
-        memory, sizes = self._memory, self._sizes
+        memory = self._memory
+        sizes = self._sizes
         if memory.warned:
             return ""
         seen = {size: memory.straggling[size] + memory.calm[size] for size in (sizes[-1], sizes[0])}
-        done, needed = memory.steps, memory.calibration_steps
+        done = memory.steps
+        needed = memory.calibration_steps
         if not self._reuse:
             if memory.size != sizes[0]:
                 if 2 * done >= needed:
@@ -190,7 +196,8 @@ class StragglerAwareSize:
                 return ""
             # Rounds that still bring groups of the largest size make the part at the smallest one longer.
             late = seen[sizes[0]] < sagc.FEWEST_GROUPS
-            done, needed = memory.held, needed if late else needed // 2
+            done = memory.held
+            needed = needed if late else needed // 2
         if done < needed:
             return ""
         fewest = min(seen, key=seen.__getitem__)
@@ -207,7 +214,8 @@ class StragglerAwareSize:
         return text
 
     def _choose(self) -> str:
-        memory, settings = self._memory, self._settings
+        memory = self._memory
+        settings = self._settings
         risks = sagc.risks_of(memory, self._sizes, settings.optimism)
         if sagc.is_out_of_reach(memory, self._sizes[0]):
             # The queue is at its cap, where the utility of the largest size outweighs a risk that hardly differs.
@@ -224,7 +232,8 @@ class StragglerAwareSize:
 
     def _warning(self) -> str:
         """The warning that the user gets, once, where no size meets the budget."""
-        memory, smallest = self._memory, self._sizes[0]
+        memory = self._memory
+        smallest = self._sizes[0]
         if memory.warned or memory.steps < self._settings.dwell or not sagc.is_out_of_reach(memory, smallest, SURE):
             return ""
         self._memory = msgspec.structs.replace(memory, warned=True)

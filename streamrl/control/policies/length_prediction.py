@@ -106,7 +106,8 @@ class PromptLengthPredictor(msgspec.Struct, kw_only=True):
         known = self.prompts.get(prompt_id)
         if known is None:
             return expected
-        attempts, share = min(known.count, _HISTORY_MOST), self.persistence
+        attempts = min(known.count, _HISTORY_MOST)
+        share = self.persistence
         return expected + known.mean * attempts * share / (1 + (attempts - 1) * share)
 
     def _learn_moments(self, deviation: float, known: FadingMean | None) -> None:

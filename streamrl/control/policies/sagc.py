@@ -69,7 +69,8 @@ def count_stragglers(groups: Sequence[LengthTable], size: int, ratio: float) -> 
     Members are exchangeable given their prompt, so that any fixed split is an unbiased sample of the smaller size.
     Samples left over are not counted. A group straggles when its longest length is at least ``ratio`` times its median
     one. Lengths are 1 or more."""
-    straggled = number = 0
+    straggled = 0
+    number = 0
     for table_GL in groups:
         whole = table_GL.shape[1] // size * size
         rows_RS = np.sort(table_GL[:, :whole].reshape(-1, size), axis=1)
@@ -98,7 +99,8 @@ def learn(
 ) -> SizingMemory:
     """Forget a little of every size, since the policy drifts, and count the groups of this step. With ``reuse`` a group
     also informs every smaller size; without it only its own."""
-    straggling, calm = dict(memory.straggling), dict(memory.calm)
+    straggling = dict(memory.straggling)
+    calm = dict(memory.calm)
     for size in sizes:
         informing = [table_GL for table_GL in groups if reuse or table_GL.shape[1] == size]
         straggled, number = count_stragglers(informing, size, ratio)
@@ -113,7 +115,8 @@ def risks_of(memory: SizingMemory, sizes: Sequence[int], optimism: float) -> dic
     risks: dict[int, SizeRisk] = {}
     low = 0.0
     for size in sizes:
-        straggling, calm = memory.straggling.get(size, 0.0), memory.calm.get(size, 0.0)
+        straggling = memory.straggling.get(size, 0.0)
+        calm = memory.calm.get(size, 0.0)
         mean = (straggling + 0.5) / (straggling + calm + 1)
         deviation = math.sqrt(mean * (1 - mean) / (straggling + calm + 2))
         low = max(low, mean - optimism * deviation)
@@ -126,7 +129,8 @@ def utilities_of(sizes: Sequence[int]) -> dict[int, float]:
 
     With a leave-one-out baseline (Kool et al. 2019) the variance within prompts is proportional to 1 / (G - 1) at equal
     prompts and to G / (G - 1) at equal samples. These differ by a constant, so scaled to 0..1 they are equal."""
-    least, most = 1 / (sizes[-1] - 1), 1 / (sizes[0] - 1)
+    least = 1 / (sizes[-1] - 1)
+    most = 1 / (sizes[0] - 1)
     return {size: (most - 1 / (size - 1)) / (most - least) if most > least else 0.0 for size in sizes}
 
 
@@ -165,7 +169,8 @@ def best_size(utilities: Mapping[int, float], risks: Mapping[int, SizeRisk], *, 
 def measured_budget(risks: Mapping[int, SizeRisk], tightening: float) -> tuple[float, str]:
     """(budget, why): ``CALIBRATED_SHARE`` of the way between the risks of the smallest and the largest size. Where they
     hardly differ, a budget that the largest size meets."""
-    smallest, largest = risks[min(risks)].mean, risks[max(risks)].mean
+    smallest = risks[min(risks)].mean
+    largest = risks[max(risks)].mean
     spread = f"size {min(risks)} straggles in {smallest:.2f} of its groups, size {max(risks)} in {largest:.2f}"
     if largest - smallest <= 2 * tightening:
         budget = round(min(max(smallest, largest) + tightening, 1.0), 4)
@@ -185,6 +190,7 @@ def with_cut_members(lengths: Sequence[int]) -> list[float]:
     cut = len(lengths) - len(ended)
     if not cut:
         return list(lengths)
-    mirror, limit = ended[min(cut, len(ended) - 1)], ended[min(cut, len(ended)) - 1]
+    mirror = ended[min(cut, len(ended) - 1)]
+    limit = ended[min(cut, len(ended)) - 1]
     shortest = (length for length in lengths if 0 < length <= limit)
     return [length or ended[-1] * mirror / next(shortest, mirror) for length in lengths]

@@ -16,7 +16,8 @@ from streamrl.control.round_policy import Candidate, Launch, Remainder, RoundVie
 from streamrl.control.settings import ControlSettings
 from streamrl.recipe.scheduling import SAME_SEED, DeferredPrompts, tail_batching_slots
 
-SHORT, LONG = "short", "long"
+SHORT = "short"
+LONG = "long"
 """Kinds of rounds."""
 
 WAITING_IN_ALL = 1.5
@@ -46,7 +47,8 @@ class TailBatchingRounds(StatelessRounds):
             return self._resume_paused(view)
         due = self._size_due(view)
         size = due or view.group_size
-        batch, waiting = view.batch_trajectories // view.trajectories_of(size), self._waiting(view, size)
+        batch = view.batch_trajectories // view.trajectories_of(size)
+        waiting = self._waiting(view, size)
         batches = self._options.long_round_batches
         if view.steps_left == 1 or due:  # their last chance, however few batches they are; or their turn
             batches = max(1, min(batches, waiting // batch))
@@ -78,7 +80,8 @@ class TailBatchingRounds(StatelessRounds):
         waiting = {size: view.trajectories_of(size) * counts[size] for size in self._sizes}
         batch = view.batch_trajectories
         batches = 1 if view.steps_left == 1 else self._options.long_round_batches
-        in_all, wanted = sum(waiting.values()), batch * batches
+        in_all = sum(waiting.values())
+        wanted = batch * batches
         if in_all < wanted:
             return 0
         enough = batch if in_all >= WAITING_IN_ALL * wanted else wanted

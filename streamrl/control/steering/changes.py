@@ -67,9 +67,11 @@ def _without_older_steps(change: on.SettingsChanged, recipe_steps: int) -> on.Se
 
 def _changed(make: MakePolicies, state: RunState, rules: Rules, change: on.SettingsChanged, out: Actions) -> Rules:
     """The rules with the values of ``change``, which hold from the open batch on."""
-    values, after = change.values, with_values(rules.settings, change.values)
+    values = change.values
+    after = with_values(rules.settings, change.values)
     if STEPS in values:
-        state.steering.recipe_steps, state.steps = change.recipe_steps, values[STEPS]
+        state.steering.recipe_steps = change.recipe_steps
+        state.steps = values[STEPS]
     state.steering.changed |= values
     state.steering.changes += 1
     words = (f"{key} = {value}" for key, value in values.items())
@@ -93,7 +95,8 @@ def _sample_again(state: RunState, settings: ControlSettings, out: Actions) -> N
     state.dropped_in_a_row = 0
     state.slots.version_live(state.trainer_version)  # their number may be smaller now; nothing is in flight
     state.batch = Batch(batch_id=state.batch.batch_id, target=settings.batch_weight)
-    pool, sizes = state.prompts, settings.group_sizes
+    pool = state.prompts
+    sizes = settings.group_sizes
     pool.queue = [r if r.group_size in sizes else msgspec.structs.replace(r, group_size=sizes[0]) for r in pool.queue]
     pool.unsorted = True
 
@@ -107,7 +110,8 @@ def waits_for_version(state: RunState) -> bool:
 
 def _order_wanted(state: RunState, out: Actions) -> None:
     """Order what was asked for once the trainer's version is live, nothing is pushed and nobody is in the way."""
-    pending, wanted = state.pending, state.steering.wanted
+    pending = state.pending
+    wanted = state.steering.wanted
     if state.ending:
         wanted.clear()  # what falls due at the end is ordered there
         state.steering.paused = False

@@ -90,14 +90,18 @@ class ElasticEngines(Observer):
         self._step = 0
         self._given_up = False
         self._planned: SetPlan | None = None  # until its set serves
-        self._running, self._switching = anyio.CancelScope(), anyio.CancelScope()
-        self._changed, self._switch_planned = anyio.Event(), anyio.Event()
+        self._running = anyio.CancelScope()
+        self._switching = anyio.CancelScope()
+        self._changed = anyio.Event()
+        self._switch_planned = anyio.Event()
         self._one_at_a_time = anyio.Lock()
         self._loads: dict[str, EngineLoad] = {}
         self._paces: dict[str, float] = {}
-        self._idle = self._shown = 0
+        self._idle = 0
+        self._shown = 0
         self._looked_at = -math.inf
-        self._switches, self._switched_s = 0, 0.0
+        self._switches = 0
+        self._switched_s = 0.0
         self._served_by = self._set
         self.freed: tuple[str, ...] = ()
         """Engines that are idle until the next round."""
@@ -107,7 +111,8 @@ class ElasticEngines(Observer):
         """Metrics of the step that ends now; then the seconds count anew."""
         if len(self._chooser.sets) == 1:
             return self._hosts.figures
-        seconds, self._switched_s = self._switched_s, 0.0
+        seconds = self._switched_s
+        self._switched_s = 0.0
         return self._hosts.figures | {
             "engines/set": float(list(self._chooser.sets).index(self._served_by.name)),
             "engines/serving": float(self._served_by.count),
@@ -138,7 +143,9 @@ class ElasticEngines(Observer):
                 self._freeing.begin_round()
 
     async def _launched(self, group: LaunchGroup) -> None:
-        ids, round_kind, policy_version = group.ids, group.round_kind, group.policy_version
+        ids = group.ids
+        round_kind = group.round_kind
+        policy_version = group.policy_version
         prompt_tokens = len(self._store.prompts[ids[0].prompt_id].token_ids)
         self._step = policy_version + 1
         if self._chooser.is_between_rounds:
@@ -241,7 +248,8 @@ class ElasticEngines(Observer):
 
     def _readmit_freed(self) -> None:
         """Have freed engines serve again: they hold the live version, or are paused for the next one."""
-        back, self.freed = self.freed, ()
+        back = self.freed
+        self.freed = ()
         for name in back:
             self._pool.readmit(name, FREED)
 
@@ -255,12 +263,11 @@ class ElasticEngines(Observer):
         serving = self._pool.serving
         served = {name: requests for name, requests in self._pool.served().items() if name in serving}
         for name, load in self._pool.loads().items():
-            before, self._loads[name] = self._loads.get(name, EngineLoad()), load
+            before = self._loads.get(name, EngineLoad())
+            self._loads[name] = load
             if (steps := load.decode_steps - before.decode_steps) > 0:
-                sampled, more = (
-                    load.decode_tokens - before.decode_tokens,
-                    load.accepted_tokens - before.accepted_tokens,
-                )
+                sampled = load.decode_tokens - before.decode_tokens
+                more = load.accepted_tokens - before.accepted_tokens
                 self._paces[name] = (load.decode_s - before.decode_s) / steps / (1 + more / max(sampled, 1))
         if len(served) < 2 or not self._set.kv_tokens:
             return None
@@ -271,7 +278,8 @@ class ElasticEngines(Observer):
     def _serving(self, name: str, requests: Sequence[ServedRequest[str]], token_s: float) -> ServingEngine:
         """Engines return tokens when a completion ends: how many it has by now follows from their pace, ``token_s``."""
         assert self._freeing is not None
-        now, cap = anyio.current_time(), self._freeing.cap
+        now = anyio.current_time()
+        cap = self._freeing.cap
 
         def sampled(request: ServedRequest[str]) -> int:
             by_now = request.sampled + int((now - request.since) / token_s) if token_s else request.sampled

@@ -103,12 +103,16 @@ class Freeing:
         self._lengths: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=RECENT_LENGTHS))
         self._open: set[TrajectoryId] = set()
         self._round_kind = ""
-        self._launched, self._next_look, self._freed = 0, settings.window[0], False
+        self._launched = 0
+        self._next_look = settings.window[0]
+        self._freed = False
 
     def begin_round(self) -> None:
         """Start a round of which nothing is launched yet. Completions of the round before do not count any more."""
         self._open.clear()
-        self._launched, self._next_look, self._freed = 0, self._settings.window[0], False
+        self._launched = 0
+        self._next_look = self._settings.window[0]
+        self._freed = False
 
     def launched(self, round_kind: str, ids: Sequence[TrajectoryId]) -> None:
         """Note trajectories of a round of that kind that were ordered."""
@@ -159,7 +163,8 @@ def plan_release(
     cheapest = sorted(engines, key=lambda engine: (_context(engine), engine.name))
     most = min(int(settings.largest_share * len(engines)), len(engines) - 1)
     for count in range(most, 0, -1):
-        freed, remaining = cheapest[:count], cheapest[count:]
+        freed = cheapest[:count]
+        remaining = cheapest[count:]
         placed = _place(freed, remaining, lengths, settings)
         if placed is not None:
             moves, peak_share = placed
@@ -185,7 +190,8 @@ def projected_peak(requests: Sequence[OpenRequest], ends: Sequence[int], block_t
     left = sorted(
         ((end - r.sampled, r.prompt + r.sampled) for r, end in zip(requests, ends, strict=True)), reverse=True
     )
-    peak = context = 0
+    peak = 0
+    context = 0
     for running, (steps, tokens) in enumerate(left, start=1):
         # Longest first: those seen so far run for at least ``steps`` more. The last block of each may be all but empty.
         context += tokens + block_tokens - 1

@@ -56,15 +56,18 @@ class ProgressWatch:
         self._looked = -math.inf
         self._received = -1
         self._progress: tuple[int, ...] = ()
-        self._silent = self._stalled = 0.0
+        self._silent = 0.0
+        self._stalled = 0.0
 
     def check(self, now: float, *, received: int, progress: tuple[int, ...], busy: bool) -> str:
         """Return why it is to be ended; empty while it is not. ``now`` in seconds; ``received``: how many events came
         from it; ``progress``: counters that grow when a request makes progress; ``busy``: whether they should."""
-        seconds, self._looked = min(now - self._looked, LONGEST_LOOK_S), now
+        seconds = min(now - self._looked, LONGEST_LOOK_S)
+        self._looked = now
         self._silent = self._silent + seconds if received == self._received else 0.0
         self._stalled = self._stalled + seconds if busy and progress == self._progress else 0.0
-        self._received, self._progress = received, progress
+        self._received = received
+        self._progress = progress
         if self._silent >= self._settings.silence_timeout_s:
             return f"nothing was heard from it for {self._silent:.0f} s (engines.advanced.silence_timeout_s)"
         if self._stalled >= self._settings.progress_timeout_s:
@@ -78,12 +81,16 @@ class _EngineSlot:
     holds the live version. ``late``: it died, or waits for the next version, after its set was put to use."""
 
     def __init__(self, name: str, endpoints: tuple[str, str], hosts: EngineHosts, *, in_use: bool) -> None:
-        self.name, self._endpoints = name, endpoints
+        self.name = name
+        self._endpoints = endpoints
         self.stopped = not in_use
-        self.awake = self.joined = False
+        self.awake = False
+        self.joined = False
         self.ready: tuple[RemoteEngine, EngineReady] | None = None
-        self._hosts, self._settings = hosts, hosts.settings
-        self._admission, self._listening = anyio.CancelScope(), anyio.CancelScope()
+        self._hosts = hosts
+        self._settings = hosts.settings
+        self._admission = anyio.CancelScope()
+        self._listening = anyio.CancelScope()
         self._engine: RemoteEngine | None = None
         self._closed = anyio.Event()
         self._closed.set()
@@ -111,7 +118,8 @@ class _EngineSlot:
                 try:
                     missed_since = await self._serve(engine, missed_since)
                 finally:
-                    self.joined, self.ready = False, None
+                    self.joined = False
+                    self.ready = None
             if self.in_use:
                 missed_since = min(missed_since, anyio.current_time())
                 self._mark_late()
@@ -120,7 +128,9 @@ class _EngineSlot:
     async def _listen(self, *, task_status: TaskStatus[RemoteEngine]) -> None:
         """Listen to one host until it has ended, or is given up. Raises ``EngineError`` naming the engine whose host
         died, where that ends the run."""
-        name, guard, (orders_at, events_at) = self.name, self._hosts.guard, self._endpoints
+        name = self.name
+        guard = self._hosts.guard
+        orders_at, events_at = self._endpoints
         sender = zmq_sender(EngineOrder, orders_at, bind=True, window=WINDOW, guard=guard, name=f"{name}.orders")
         receiver = zmq_receiver(
             EngineEvent, events_at, bind=True, window=WINDOW, guard=guard, name=f"{name}.completions"
@@ -147,7 +157,8 @@ class _EngineSlot:
 
     def use(self, in_use: bool) -> None:
         """Say whether its set is in use: it serves from now on, or leaves."""
-        self.in_use, self.late = in_use, False
+        self.in_use = in_use
+        self.late = False
         if not in_use:
             self._admission.cancel()
 
@@ -176,7 +187,8 @@ class _EngineSlot:
     async def _until_ready(self, engine: RemoteEngine) -> EngineReady | None:
         """Wait for the engine. None: its host died while it started, its set is not in use any more, or it takes too
         long."""
-        limit, hosts = self._settings.start_timeout_s, self._hosts
+        limit = self._settings.start_timeout_s
+        hosts = self._hosts
         reason = f"not ready within {limit:g} s of being started (engines.advanced.start_timeout_s)"
         pause_s = LONGEST_PAUSE_S if self.late else 0.0
         with anyio.move_on_after(limit + pause_s if hosts.pool is not None or self.late else None):
@@ -226,7 +238,9 @@ class _EngineSlot:
 
     async def _leave(self, engine: RemoteEngine) -> bool:
         """Take it out of everything, since another set is used. True: it slept, and is awake again."""
-        hosts, pool, sync = self._hosts, self._hosts.pool, self._hosts.sync
+        hosts = self._hosts
+        pool = self._hosts.pool
+        sync = self._hosts.sync
         assert pool is not None
         assert sync is not None
         with anyio.move_on_after(DRAIN_SECONDS) as limit:
@@ -322,7 +336,11 @@ class EngineHosts:
         guard: KeyGuard | None = None,
         sleeps: bool = False,
     ) -> None:
-        self.settings, self.order, self.emit, self.guard, self.sleeps = settings, order, emit, guard, sleeps
+        self.settings = settings
+        self.order = order
+        self.emit = emit
+        self.guard = guard
+        self.sleeps = sleeps
         self.pool: EnginePool | None = None
         self.sync: WeightSync | None = None
         self.switching = True
@@ -377,7 +395,8 @@ class EngineHosts:
             task_status.started()
             while True:
                 await anyio.sleep(LOOK_S)
-                now, pool = anyio.current_time(), self.pool
+                now = anyio.current_time()
+                pool = self.pool
                 # Sets are of local engines: the supervisor knows when it starts none again, and ends the run.
                 if pool is None or pool.attached or self.switching:
                     self.alone_since = now
@@ -407,7 +426,8 @@ class EngineHosts:
         fatal_deaths = self.settings.fatal_deaths if self.settings.restarts else None
         pool = EnginePool(engines, unavailable=[n for n in self._slots if n not in alive], fatal_deaths=fatal_deaths)
         ready = pool.joined([ready for _, ready in alive.values()])
-        self.pool, self.switching = pool, False
+        self.pool = pool
+        self.switching = False
         for name in alive:
             self._slots[name].joined = True
         return pool, msgspec.structs.replace(

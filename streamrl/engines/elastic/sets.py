@@ -23,7 +23,9 @@ from streamrl.control.actions import Decision
 from streamrl.engines.step_cost import StepCost
 from streamrl.recipe.topology import PreparedSet
 
-RISE, QUIET_ROUNDS = 1.05, 4  # the paper's constants; the others are ours
+# the paper's constants; the others are ours
+RISE = 1.05
+QUIET_ROUNDS = 4
 SCALING = 0.8  # share of the ideal speed-up of a decode step that doubling the workers gives, where not measured
 HORIZON = 20  # rounds over which a switch must pay
 LEAST_GAIN = 0.05  # share of a round's time below which nothing is done
@@ -99,7 +101,8 @@ class SetPlanner:
 
     def add(self, measured: RoundMeasured) -> None:
         """Remember one more round."""
-        kind, name = measured.round_kind, measured.engine_set
+        kind = measured.round_kind
+        name = measured.engine_set
         expected = expected_seconds(self.sets[name], measured, self.cost)
         before = self._kinds.get(kind) or KindHistory(last=measured, ratios={}, rounds=0, runs=0)
         same = before.last.engine_set == name
@@ -144,7 +147,8 @@ class SetPlanner:
 
     def _weighed(self, one: PreparedSet, kind: KindHistory, horizon: int) -> SetPlan:
         """Return the gain of going to ``one``: for good, or for rounds of this kind and back, whichever is more."""
-        here, switch_s = self.sets[self.current], self.switch_s
+        here = self.sets[self.current]
+        switch_s = self.switch_s
 
         def gain(of: KindHistory) -> float:
             """Seconds a round, at least, with the certainty that is asked for."""
@@ -207,10 +211,15 @@ class SetChooser(SetPlanner):
         self._measured_steps = _FadingLine() if cost is None else None
         self._load = EngineLoad()
         self._open: set[TrajectoryId] = set()
-        self._round_kind, self._sampled_by = "", -1
+        self._round_kind = ""
+        self._sampled_by = -1
         self._began = 0.0
-        self._preemptions_began = self._requests = self._prompt_tokens = 0
-        self._tokens, self._longest, self._kv_usage = 0, 0, 0.0
+        self._preemptions_began = 0
+        self._requests = 0
+        self._prompt_tokens = 0
+        self._tokens = 0
+        self._longest = 0
+        self._kv_usage = 0.0
 
     @property
     def is_between_rounds(self) -> bool:
@@ -231,9 +240,14 @@ class SetChooser(SetPlanner):
         plan = None
         if not self._round_kind:
             self.looked(load)
-            self._round_kind, self._sampled_by = round_kind, policy_version
-            self._began, self._preemptions_began = now, load.preemptions
-            self._requests = self._prompt_tokens = self._tokens = self._longest = 0
+            self._round_kind = round_kind
+            self._sampled_by = policy_version
+            self._began = now
+            self._preemptions_began = load.preemptions
+            self._requests = 0
+            self._prompt_tokens = 0
+            self._tokens = 0
+            self._longest = 0
             self._kv_usage = 0.0
             plan = self.plan(round_kind, self._steps - policy_version)
         self._requests += len(ids)
@@ -250,7 +264,8 @@ class SetChooser(SetPlanner):
 
     def looked(self, load: EngineLoad) -> None:
         """Take what the engines did since the last look; a few times a second is enough."""
-        before, self._load = self._load, load
+        before = self._load
+        self._load = load
         self._kv_usage = max(self._kv_usage, load.kv_cache_usage)
         steps = load.decode_steps - before.decode_steps
         if steps > 0 and self._measured_steps is not None:
@@ -282,12 +297,15 @@ class SetChooser(SetPlanner):
     def went_live(self, policy_version: int, now: float, load: EngineLoad) -> None:
         """A version is live: a round that was launched in advance of it begins ``now``."""
         if self._round_kind and self._sampled_by == policy_version:
-            self._began, self._preemptions_began = now, load.preemptions
+            self._began = now
+            self._preemptions_began = load.preemptions
 
     def switched(self, name: str, now: float, seconds: float, load: EngineLoad, kv_tokens: int = 0) -> None:
         """Set ``name`` serves the round, which begins ``now``, after a switch of so many seconds. ``kv_tokens``: what
         its engines hold, which was an estimate until they were started (0: unknown)."""
-        self.current, self.switch_s, self._began = name, seconds, now
+        self.current = name
+        self.switch_s = seconds
+        self._began = now
         if kv_tokens:
             self.sets[name] = msgspec.structs.replace(self.sets[name], kv_tokens=kv_tokens)
         self.looked(load)
@@ -298,10 +316,15 @@ class _FadingLine:
     """Least squares of the seconds of a decode step by how many requests run; earlier observations fade. A little ridge
     decides what the observations leave open: where the load hardly varies, the slope takes it all."""
 
-    KEPT, RIDGE = 0.998, 1e-6
+    KEPT = 0.998
+    RIDGE = 1e-6
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._weight = 0.0
+        self._x = 0.0
+        self._y = 0.0
+        self._xx = 0.0
+        self._xy = 0.0
 
     def add(self, running: float, seconds: float) -> None:
         sums = ((self._weight, 1.0), (self._x, running), (self._y, seconds), (self._xx, running * running))
@@ -310,7 +333,8 @@ class _FadingLine:
 
     def fit(self) -> StepCost:
         ridge = self.RIDGE * self._weight
-        ww, xx = self._weight + ridge, self._xx + ridge
+        ww = self._weight + ridge
+        xx = self._xx + ridge
         slope = (ww * self._xy - self._x * self._y) / (ww * xx - self._x * self._x)
         if slope <= 0:
             return StepCost(base_s=max(self._y / self._weight, 1e-6), per_running_s=0.0)

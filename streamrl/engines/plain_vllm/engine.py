@@ -162,7 +162,8 @@ class PlainVllmEngine:
         )
 
     async def aclose(self) -> None:
-        llm, self._llm = self._llm, None
+        llm = self._llm
+        self._llm = None
         with anyio.CancelScope(shield=True):
             if llm is not None:
                 await self._thread.call(partial(llm.shutdown, timeout=SHUTDOWN_SECONDS))
@@ -192,7 +193,8 @@ class PlainVllmEngine:
         completion = structs.replace(completion_of(output.outputs[0]), routed=routed_of(request, output.outputs[0]))
         if not self._plain.prefix_caching:
             return completion
-        tokens, block = output.num_cached_tokens or 0, self._block_tokens
+        tokens = output.num_cached_tokens or 0
+        block = self._block_tokens
         return structs.replace(completion, cached=CachedPrefix(tokens=tokens, block_tokens=block, pauses=pauses))
 
     async def _given(self, request: Generate) -> Completion:

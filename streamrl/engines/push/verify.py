@@ -80,7 +80,8 @@ class WeightCanary:
             for engine, (version, found) in self._answers.items()
             if version in self._expected
         }
-        before, self.deviating = self.deviating, {engine for engine, nats in apart.items() if nats > self.limit}
+        before = self.deviating
+        self.deviating = {engine for engine, nats in apart.items() if nats > self.limit}
         if again := before & self.deviating:
             raise EngineError(
                 f"{len(again)} engines compute something else than the trainer with the same weights, after an "

@@ -108,7 +108,8 @@ class WeightSync:
     async def _push(self, announced: WeightAnnouncement) -> PushReport:
         started = anyio.current_time()
         limit = self._limit(f"version {announced.policy_version} was not live on every engine")
-        report, deviating = None, set[Engine]()
+        report = None
+        deviating = set[Engine]()
         if self._canary is not None:
             report = self._canary.compare(announced.policy_version - 1, announced.probe_logprobs)
             deviating = self._canary.deviating
@@ -142,7 +143,8 @@ class WeightSync:
 
     def _note_pause(self) -> None:
         paused = bool(self._engines) and self._engines.keys() <= self.paused_engines
-        changed, self._noted_pause = paused != self._noted_pause, paused
+        changed = paused != self._noted_pause
+        self._noted_pause = paused
         if changed and self._on_pause is not None:
             self._on_pause(paused)
 
@@ -162,7 +164,8 @@ class WeightSync:
                 await self._pushed.wait()
             try:
                 async with alone:
-                    live, pushed = self._live, self._pushed
+                    live = self._live
+                    pushed = self._pushed
                     limit = self._limit(f"version {live.policy_version} was not live on {name}")
                     with limit():
                         await self._catch_up(name, engine, live)

@@ -68,7 +68,8 @@ class _Running:
         self.wakeup = anyio.Event()
 
     def sample(self, policy_version: int) -> None:
-        start, end = self.sampled, (self.sampled if self.spans else self.accepted) + 1
+        start = self.sampled
+        end = (self.sampled if self.spans else self.accepted) + 1
         if self.spans and self.spans[-1].policy_version == policy_version:
             start = self.spans.pop().start
         self.spans.append(VersionSpan(start=start, end=end, policy_version=policy_version))
@@ -111,7 +112,8 @@ class SimulatedEngine:
         self._sleep = sleep
         self._open: dict[str, _Running] = {}
         self._driver: _Running | None = None
-        self._paused = self._asleep = False
+        self._paused = False
+        self._asleep = False
         self._changed = anyio.Event()
         self._policy_version = options.policy_version
         self._state_hash = 0
@@ -223,7 +225,9 @@ class SimulatedEngine:
         done = OrderDone(order_id=0, seconds=0.0, state_hash=staged.state_hash)
         if self._weights is not None:
             done = self._weights.commit(policy_version)
-        self._policy_version, self._state_hash, self._staged = policy_version, done.state_hash, None
+        self._policy_version = policy_version
+        self._state_hash = done.state_hash
+        self._staged = None
         return done
 
     async def checksums(self) -> dict[str, str]:
@@ -290,7 +294,8 @@ class SimulatedEngine:
             await self._changed.wait()
             return
         batch = list(self._open.values())[: self._options.max_num_seqs]
-        changed, began_s = self._changed, self._clock()
+        changed = self._changed
+        began_s = self._clock()
         await self._sleep(self._options.step.step_s(len(batch)))
         if self._paused or changed.is_set():  # paused meanwhile: the step never happened
             return

@@ -83,7 +83,8 @@ class UniformText:
             if length > request.prefix_length:
                 break
             length = self._lengths.sample(source)
-        own, limit = max(1, length - request.prefix_length), min(remaining_tokens(request), room)
+        own = max(1, length - request.prefix_length)
+        limit = min(remaining_tokens(request), room)
         tokens = token_array(self._token(source) for _ in range(min(own, limit)))
         if own <= limit:
             tokens[-1] = self._end_token
@@ -114,16 +115,20 @@ class Sentences:
         source = _chance(request)
         limit = min(remaining_tokens(request), room)
         previous = request.token_ids[-1] if request.prefix_length else None
-        tokens, logprobs = token_array(), float_array()
+        tokens = token_array()
+        logprobs = float_array()
         while len(tokens) < limit and previous != self._end_token:
             stop, end = self.chances(previous)
             drawn = source.random()
             if drawn < end:
-                previous, chance = self._end_token, end
+                previous = self._end_token
+                chance = end
             elif drawn < end + stop:
-                previous, chance = self._full_stop, stop
+                previous = self._full_stop
+                chance = stop
             else:
-                previous, chance = source.choice(self._words), (1 - stop - end) / len(self._words)
+                previous = source.choice(self._words)
+                chance = (1 - stop - end) / len(self._words)
             tokens.append(previous)
             logprobs.append(math.log(chance))
         return Draft(tokens, logprobs, previous == self._end_token)

@@ -49,7 +49,8 @@ def add_continuation() -> None:
 
     if hasattr(GPUModelRunner._get_prompt_logprobs_dict, "streamrl_original"):
         return
-    initialised, scored = CachedRequestState.__post_init__, GPUModelRunner._get_prompt_logprobs_dict
+    initialised = CachedRequestState.__post_init__
+    scored = GPUModelRunner._get_prompt_logprobs_dict
     least = MinTokensLogitsProcessor.add_request
 
     def end_tokens_in_vocabulary(params: Any, *others: Any) -> Any:
@@ -140,7 +141,8 @@ def _choices(runner: Any, request: Any, hidden_states: Any) -> tuple[Any, Any]:
     import torch
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-    params, tokens = request.sampling_params, request.prompt_token_ids
+    params = request.sampling_params
+    tokens = request.prompt_token_ids
     kept = _argument(params, COMPARE)
     # Nothing of such a prompt is read from the prefix cache, nor is it cut into chunks.
     first = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request.req_id]].item()

@@ -62,7 +62,8 @@ def _gate(gate: Any, x: Any) -> Any:
 
 def _difference(module: Any, kernel: Any, dtype: torch.dtype) -> str:
     """Return why ``kernel`` cannot replace ``module``; empty where both round random rows alike."""
-    trial, is_norm = copy(module), type(module) is RMSNorm
+    trial = copy(module)
+    is_norm = type(module) is RMSNorm
     other = is_norm and (not module.has_weight or module.weight.dtype is not dtype or module.variance_size_override)
     if other or not (is_norm or type(module) is SiluAndMul):
         return "a variant"

@@ -210,7 +210,8 @@ def engine_config(options: EngineOptions) -> Any:
     if options.on_cpu and not config.model_config.use_mla:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-        size, sizes = config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+        size = config.model_config.get_head_size()
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
         if size not in sizes:  # vLLM would otherwise crash on the first request
             raise ModelRefused(f"the model has attention heads of {size}, and vLLM on a CPU serves only {sizes}")
     return config

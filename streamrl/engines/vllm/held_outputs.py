@@ -38,7 +38,8 @@ def hold_outputs(counters: EngineCounters) -> bool:
     if hasattr(EngineCoreProc, ABORT) or not holds:
         return holds
     try:
-        vllm_step, vllm_abort = EngineCoreProc._process_engine_step, EngineCoreProc.abort_requests
+        vllm_step = EngineCoreProc._process_engine_step
+        vllm_abort = EngineCoreProc.abort_requests
         vllm_send_aborts = EngineCoreProc._send_abort_outputs
         _ = Scheduler._preempt_request, Scheduler.schedule, Scheduler.finish_requests
     except AttributeError as error:
@@ -72,12 +73,17 @@ class HeldOutputs:
 
     def __init__(self, queue: Any, scheduler: Any) -> None:
         self.get = queue.get
-        self._queue, self._scheduler = queue, scheduler
+        self._queue = queue
+        self._scheduler = scheduler
         self._held: dict[str, _Held | None] = {}  # by request; None: its outputs are not held
         self._version: str | None = None  # of all that is held
-        self._tokens, self._prefilled, self._preempted = 0, False, 0
-        self._drafted = self._accepted = 0
-        preempt, schedule = scheduler._preempt_request, scheduler.schedule
+        self._tokens = 0
+        self._prefilled = False
+        self._preempted = 0
+        self._drafted = 0
+        self._accepted = 0
+        preempt = scheduler._preempt_request
+        schedule = scheduler.schedule
 
         def preempt_and_count(*arguments: Any, **options: Any) -> None:
             self._preempted += 1
@@ -90,13 +96,19 @@ class HeldOutputs:
             self._prefilled = scheduled.total_num_scheduled_tokens > decoded
             return scheduled
 
-        scheduler._preempt_request, scheduler.schedule = preempt_and_count, schedule_and_look
+        scheduler._preempt_request = preempt_and_count
+        scheduler.schedule = schedule_and_look
 
     def count(self, counters: EngineCounters, step: Callable[[], Any]) -> bool:
         """Run a step of the core and count it."""
-        self._tokens, self._prefilled, self._preempted = 0, False, 0  # clearing the cache in a pause preempts, too
-        self._drafted = self._accepted = 0
-        began_s, scheduler = time.monotonic(), self._scheduler
+        # clearing the cache in a pause preempts, too
+        self._tokens = 0
+        self._prefilled = False
+        self._preempted = 0
+        self._drafted = 0
+        self._accepted = 0
+        began_s = time.monotonic()
+        scheduler = self._scheduler
         executed = bool(step())
         decoded_s = None if self._prefilled else time.monotonic() - began_s
         usage = scheduler.kv_cache_manager.usage
@@ -152,25 +164,32 @@ class _Held:
 
     def __init__(self, output: Any) -> None:
         self.output = output
-        self._logprobs, self._routed = [output.new_logprobs], [output.routed_experts]
+        self._logprobs = [output.new_logprobs]
+        self._routed = [output.routed_experts]
 
     def add(self, output: Any) -> None:
         self.output.new_token_ids += output.new_token_ids
         self._logprobs.append(output.new_logprobs)
         self._routed.append(output.routed_experts)
         if len(self._logprobs) == _JOIN_FROM:
-            self._logprobs, self._routed = [_joined(self._logprobs)], [_joined_rows(self._routed)]
+            self._logprobs = [_joined(self._logprobs)]
+            self._routed = [_joined_rows(self._routed)]
 
     def move_into(self, last: Any) -> None:
         first = self.take()
-        last.new_token_ids, last.new_logprobs = first.new_token_ids, first.new_logprobs
-        last.new_prompt_logprobs_tensors, last.prefill_stats = first.new_prompt_logprobs_tensors, first.prefill_stats
+        last.new_token_ids = first.new_token_ids
+        last.new_logprobs = first.new_logprobs
+        last.new_prompt_logprobs_tensors = first.new_prompt_logprobs_tensors
+        last.prefill_stats = first.prefill_stats
         last.routed_experts = first.routed_experts
 
     def take(self) -> Any:
-        taken, self.output = self.output, type(self.output)(request_id=self.output.request_id, new_token_ids=[])
-        taken.new_logprobs, self._logprobs = _joined(self._logprobs), []
-        taken.routed_experts, self._routed = _joined_rows(self._routed), []
+        taken = self.output
+        self.output = type(self.output)(request_id=self.output.request_id, new_token_ids=[])
+        taken.new_logprobs = _joined(self._logprobs)
+        self._logprobs = []
+        taken.routed_experts = _joined_rows(self._routed)
+        self._routed = []
         return taken
 
 

@@ -35,7 +35,8 @@ CPU_TURN_BLOCK_TOKENS = 32
 """Of runs with an environment: the last block of each turn is computed again in the next one, so that small blocks
 save prefill. vLLM's smallest on a CPU."""
 CUDA_BLOCK_TOKENS = 16
-LARGE_CARD_BYTES, LARGE_CARD_TOKENS = 70 << 30, 16_384
+LARGE_CARD_BYTES = 70 << 30
+LARGE_CARD_TOKENS = 16_384
 PACKED_LINEAR_WIDTH = 256
 """From this hidden size on vLLM's packed kernels repay packing again what a commit touched."""
 
@@ -85,7 +86,8 @@ def engine_options(
     context = max_model_len(recipe, config)
     on_cpu = device == "cpu"
     mine = set_of_engine(recipe, index)
-    blocks, block_tokens = 0, cpu_block_tokens(recipe) if on_cpu else 0
+    blocks = 0
+    block_tokens = cpu_block_tokens(recipe) if on_cpu else 0
     if mine.kv_tokens:
         block_tokens = block_tokens or CUDA_BLOCK_TOKENS
         blocks = max(-(-mine.kv_tokens // block_tokens), -(-context // block_tokens)) + 1  # one stays empty

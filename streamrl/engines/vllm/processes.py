@@ -77,7 +77,8 @@ class ProcessWatch:
     def end_all(self) -> None:
         """Kill those still alive, wait for them, and unlink the memory that they shared. Blocking, ``END_SECONDS`` at
         most."""
-        found, self._processes = self._processes, [(title, process, None) for title, process, _ in self._processes]
+        found = self._processes
+        self._processes = [(title, process, None) for title, process, _ in self._processes]
         alive = [process for _, process, descriptor in found if _alive(process, descriptor)]
         for process in alive:
             with suppress(psutil.NoSuchProcess):

@@ -24,11 +24,9 @@ def add_routing_capture() -> None:
 
     if not current_platform.is_cpu() or hasattr(CPUModelRunner.sample_tokens, "streamrl_original"):
         return
-    prepared, executed, sampled = (
-        CPUModelRunner.initialize_kv_cache,
-        CPUModelRunner.execute_model,
-        CPUModelRunner.sample_tokens,
-    )
+    prepared = CPUModelRunner.initialize_kv_cache
+    executed = CPUModelRunner.execute_model
+    sampled = CPUModelRunner.sample_tokens
 
     def prepare(runner: Any, kv_cache_config: Any, is_profiling: bool = False, **options: Any) -> None:
         prepared(runner, kv_cache_config, is_profiling, **options)
@@ -43,7 +41,8 @@ def add_routing_capture() -> None:
         return executed(runner, scheduler_output, *others, **options)
 
     def sample(runner: Any, grammar_output: Any) -> Any:
-        connector, state = getattr(runner, "streamrl_routing", None), runner.execute_model_state
+        connector = getattr(runner, "streamrl_routing", None)
+        state = runner.execute_model_state
         output = sampled(runner, grammar_output)
         if connector is not None and state is not None:
             output.aux_output_connector_output = _routed(runner, connector, state[0], output.sampled_token_ids)
@@ -60,7 +59,8 @@ def _routed(runner: Any, connector: Any, scheduled: Any, tokens: list[list[int]]
     that were sampled for each request."""
     import numpy as np
 
-    batch, requests = runner.input_batch, len(tokens)
+    batch = runner.input_batch
+    requests = len(tokens)
     pending = connector.prepare_output(
         SimpleNamespace(
             req_ids=batch.req_ids[:requests],

@@ -30,7 +30,8 @@ class EngineCounters:
         """Count one step of the core, which sampled ``tokens``, of them ``accepted`` ones that were ``drafted``.
         ``decoded_s``: the seconds it took, None where it contained a prefill. ``running``: requests after it."""
         values = self._values
-        values[0], values[1] = running, kv_usage
+        values[0] = running
+        values[1] = kv_usage
         values[2] += tokens
         values[3] += preempted
         if tokens and decoded_s is not None:
@@ -63,13 +64,17 @@ class DraftFigures:
     """Metrics of speculative decoding by the engines whose ``load`` counts it."""
 
     def __init__(self, load: Callable[[], EngineLoad]) -> None:
-        self._load, self._before = load, EngineLoad()
+        self._load = load
+        self._before = EngineLoad()
 
     def take(self) -> dict[str, float]:
         """``perf/draft_*`` since the last call; nothing where no token was drafted."""
-        before, now = self._before, self._load()
-        self._before, sampled = now, max(now.decode_tokens - before.decode_tokens, 1)
-        drafted, accepted = now.drafted_tokens - before.drafted_tokens, now.accepted_tokens - before.accepted_tokens
+        before = self._before
+        now = self._load()
+        self._before = now
+        sampled = max(now.decode_tokens - before.decode_tokens, 1)
+        drafted = now.drafted_tokens - before.drafted_tokens
+        accepted = now.accepted_tokens - before.accepted_tokens
         if drafted <= 0:
             return {}
         return {"perf/draft_accepted_ratio": accepted / drafted, "perf/draft_accepted_per_step": accepted / sampled}

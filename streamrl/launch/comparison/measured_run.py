@@ -47,7 +47,8 @@ class ComparedRun(RunFigures, frozen=True, kw_only=True):
 def measured_recipe(recipe: Recipe, samples: int, repeat: int, name: str, directory: Path) -> Recipe:
     """``recipe`` as a comparison runs it: under a name of its own and the seed of the repeat, without evaluations
     beside its steps, and long enough for ``samples`` at the smallest group size."""
-    rollout, run = recipe.rollout, recipe.run
+    rollout = recipe.rollout
+    run = recipe.run
     sized = recipe.group_sizing.batches(rollout.prompts_per_batch, rollout.group_size)
     steps = WARM_UP_STEPS + math.ceil(samples / min(groups * size for groups, size in sized)) + SPARE_STEPS
     seed = run.seed + repeat - 1
@@ -68,7 +69,9 @@ async def measure_run(
     share that is trained. Raises ``ProcessDied`` where the run breaks, ``StreamRLError`` where it ends too early."""
     steps: list[dict[str, float]] = []
     warnings: list[str] = []
-    trained, enough, accuracy = 0.0, 0, math.nan
+    trained = 0.0
+    enough = 0
+    accuracy = math.nan
     async with Pipeline(recipe) as pipeline:
         async for event in pipeline.events():
             if isinstance(event, RunWarning):

@@ -35,9 +35,13 @@ class CheckpointCopies:
     def __init__(
         self, store: ObjectStore, epoch: Epoch, directory: Path, warn: Callable[[int, str], Awaitable[None]]
     ) -> None:
-        self._store, self._epoch, self._directory, self._warn = store, epoch, directory, warn
+        self._store = store
+        self._epoch = epoch
+        self._directory = directory
+        self._warn = warn
         self._wanted: tuple[int, ...] = ()
-        self._changed, self._settled = anyio.Event(), anyio.Event()
+        self._changed = anyio.Event()
+        self._settled = anyio.Event()
         self._settled.set()
         self._there: dict[str, list[str]] | None = None
         self._latest = ""
@@ -46,7 +50,8 @@ class CheckpointCopies:
     def want(self, versions: Collection[int]) -> None:
         """Have copies of these checkpoints, and no others. Returns at once."""
         if not self._lost:
-            self._wanted, self._settled = tuple(versions), anyio.Event()
+            self._wanted = tuple(versions)
+            self._settled = anyio.Event()
             self._changed.set()
 
     def sent(self) -> int:
@@ -64,7 +69,10 @@ class CheckpointCopies:
         while True:
             with anyio.move_on_after(patience_s):
                 await self._changed.wait()
-            self._changed, settled, wanted, patience_s = anyio.Event(), self._settled, self._wanted, math.inf
+            self._changed = anyio.Event()
+            settled = self._settled
+            wanted = self._wanted
+            patience_s = math.inf
             newest = max(wanted, default=0)
             try:
                 await anyio.to_thread.run_sync(partial(self._bring_in_step, wanted), abandon_on_cancel=True)
@@ -79,7 +87,8 @@ class CheckpointCopies:
 
     def _bring_in_step(self, versions: Collection[int]) -> None:
         if self._there is None:
-            keys, self._there = self._store.list_keys(), {}
+            keys = self._store.list_keys()
+            self._there = {}
             for key in keys:
                 if (name := key.partition("/")[0]) != LATEST:
                     self._there.setdefault(name, []).append(key)

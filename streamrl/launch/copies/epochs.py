@@ -37,7 +37,8 @@ class Epoch:
     """One that this process has taken."""
 
     def __init__(self, store: ObjectStore, number: int) -> None:
-        self._store, self.number = store, number
+        self._store = store
+        self.number = number
 
     def check(self) -> None:
         """Raise ``EpochLost`` once the next epoch is taken."""
@@ -49,7 +50,8 @@ class Epoch:
 def take_epoch(place: str, run_directory: Path) -> Epoch:
     """Take the next epoch of the run whose objects are below ``place``. Raises ``StoreError`` where they are of another
     run, or another process has taken that epoch at the same time."""
-    store, run = ObjectStore(place), _run_id(run_directory)
+    store = ObjectStore(place)
+    run = _run_id(run_directory)
     number = 1
     if taken := store.list_keys(FOLDER):  # where to begin: what is decided is whether the object can be created
         number = int(taken[-1].rpartition("/")[2]) + 1
@@ -78,7 +80,8 @@ def _decoded(content: bytes) -> Claim | None:
 
 def _run_id(run_directory: Path) -> str:
     """A text that no other run has, made once."""
-    file, token = run_directory / RUN_FILE, secrets.token_hex(16)
+    file = run_directory / RUN_FILE
+    token = secrets.token_hex(16)
     if not file.exists():
         write_durable(run_directory / f".{token}", token.encode())
         with suppress(FileExistsError):  # of several that begin at once: one name, whole content

@@ -37,7 +37,8 @@ def declared_splits(card: Mapping[str, Any], names: Sequence[str]) -> tuple[Spli
     found: Splits = {}
     default = ""
     for entry in card.get("configs") or ():
-        config, files = str(entry.get("config_name", DEFAULT)), entry.get("data_files")
+        config = str(entry.get("config_name", DEFAULT))
+        files = entry.get("data_files")
         below = str(entry.get("data_dir") or "").strip("/")
         default = config if entry.get("default") or config == DEFAULT else default
         if files is None:

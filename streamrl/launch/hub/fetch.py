@@ -109,7 +109,8 @@ def _files_at(name: HubName, commit: str, sizes: Iterable[tuple[str, int | None]
 
 def _choose(wanted: WantedFiles, send: Send) -> _Files:
     """The files of a key. Raises ``RecipeError`` where a choice is to be made or there is nothing to choose."""
-    name, found = wanted.name, _repository(wanted.name, send)
+    name = wanted.name
+    found = _repository(wanted.name, send)
     if not name.dataset:
         names = files.model_files(found.sizes)
         if not any(one.endswith(files.WEIGHTS) for one in names):
@@ -129,8 +130,10 @@ def _choose(wanted: WantedFiles, send: Send) -> _Files:
 def _data_files(wanted: WantedFiles, found: _Files) -> list[str]:
     if wanted.files:
         return files.matching(wanted.files, found.sizes)
-    names, name = list(found.sizes), found.name
-    splits, default = files.splits_by_name(names), files.DEFAULT
+    names = list(found.sizes)
+    name = found.name
+    splits = files.splits_by_name(names)
+    default = files.DEFAULT
     if "README.md" in names:
         card = hf_hub_download(name.repository, "README.md", repo_type=name.kind, revision=name.revision)
         declared, named = files.declared_splits(metadata_load(card) or {}, names)
@@ -143,14 +146,16 @@ def _data_files(wanted: WantedFiles, found: _Files) -> list[str]:
 
 def _download(key: str, found: _Files, stand_ins: str, send: Send) -> messages.Resolved:
     """Have the files in the cache, or, for a model whose weights are not there, a stand-in."""
-    name, names = found.name, [one for one in found.names if not (stand_ins and one.endswith(files.WEIGHTS))]
+    name = found.name
+    names = [one for one in found.names if not (stand_ins and one.endswith(files.WEIGHTS))]
     if missing := found.missing(names):
         if constants.HF_HUB_OFFLINE or found.notice:
             lacks = ", ".join(list(missing)[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             remedy = f"run {name.command} where there is a network"
             raise RecipeError(f"the copy of {name} in {constants.HF_HUB_CACHE} lacks {lacks}, and the Hub: {remedy}")
         make_directory(Path(constants.HF_HUB_CACHE))
-        needed, free = sum(missing.values()), shutil.disk_usage(constants.HF_HUB_CACHE).free
+        needed = sum(missing.values())
+        free = shutil.disk_usage(constants.HF_HUB_CACHE).free
         if needed > free:
             raise RecipeError(no_room(name, needed, free))
         wanted = [glob.escape(one) for one in names]
@@ -211,7 +216,8 @@ def _tried(wanted: WantedFiles, work: Callable[[], T], send: Send) -> T | None:
 
 
 def _answer(answers: BinaryIO, arguments: Sequence[str]) -> None:
-    wanted, stand_ins = msgspec.json.decode(arguments[0], type=list[WantedFiles]), arguments[1]
+    wanted = msgspec.json.decode(arguments[0], type=list[WantedFiles])
+    stand_ins = arguments[1]
 
     def send(answer: HubAnswer) -> None:
         answers.write(msgspec.json.encode(answer) + b"\n")

@@ -79,7 +79,8 @@ def _resolved(recipe: Recipe, stand_ins: str) -> HubRecipe:
     wanted: dict[Place, WantedFiles] = {}
     problems: list[str] = []
     for place in _places(table):
-        key, text = ".".join(map(str, place)), _at(table, place)
+        key = ".".join(map(str, place))
+        text = _at(table, place)
         try:
             if one := _wanted(key, text, prompts=place[0] in ("prompts", "evaluation")):
                 wanted[place] = one
@@ -89,9 +90,11 @@ def _resolved(recipe: Recipe, stand_ins: str) -> HubRecipe:
         raise RecipeError(*problems)
     if not wanted:
         return HubRecipe(recipe=recipe)
-    found, names = _ask(tuple(wanted.values()), stand_ins), {}
+    found = _ask(tuple(wanted.values()), stand_ins)
+    names = {}
     for place, one in wanted.items():
-        got, (_, question, query) = found[one.key], _at(table, place).partition("?")
+        got = found[one.key]
+        _, question, query = _at(table, place).partition("?")
         options = [part for part in query.split("&") if part and part.partition("=")[0] not in _OWN_OPTIONS]
         chosen = "&".join([f"?files={quote(got.files, safe='/*|')}", *options]) if got.files else ""
         names[f"{got.folder}{chosen}"] = f"{HUB}{got.name}{question}{query}"
@@ -148,7 +151,8 @@ def _ask(wanted: Sequence[WantedFiles], stand_ins: str) -> dict[str, Resolved]:
     console = Console(stderr=True, soft_wrap=True)
     columns = TextColumn("downloading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with tempfile.TemporaryFile() as errors:
-        bars, tasks = Progress(*columns, console=console), dict[str, Any]()
+        bars = Progress(*columns, console=console)
+        tasks = dict[str, Any]()
         try:
             for answer in _answers(wanted, stand_ins, errors):
                 match answer:
@@ -182,11 +186,14 @@ def _answers(wanted: Sequence[WantedFiles], stand_ins: str, errors: IO[bytes]) -
     limit of its own."""
     command = [sys.executable, "-P", "-m", "streamrl.launch.hub.fetch", str(_LONGEST_S), str(os.getpid())]
     command += [msgspec.json.encode(wanted).decode(), stand_ins]
-    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+    nothing = subprocess.DEVNULL
+    pipe = subprocess.PIPE
     child = subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=errors, start_new_session=True)
     assert child.stdout is not None, "it has a pipe"
     guard_s = answer_s() + _SLOW_MACHINE_S
-    output, waiting, patience_s = child.stdout.fileno(), b"", _LONGEST_S
+    output = child.stdout.fileno()
+    waiting = b""
+    patience_s = _LONGEST_S
     try:
         while select.select([output], (), (), patience_s)[0] and (read := os.read(output, 1 << 16)):
             *lines, waiting = (waiting + read).split(b"\n")

@@ -135,7 +135,8 @@ class Agent:
         if number in self._failures:
             return ProcessState(pid=0, exit_code=1, failure=self._failures[number])
         child = self._children[number]
-        pid, code = child.process.pid, child.exit_code
+        pid = child.process.pid
+        code = child.exit_code
         if code and number not in self._reasons:  # read once, not for each answer: a file system may be slow
             self._reasons[number] = read_reason(self._directory, child.name)
         if (reason := self._reasons.get(number)) is None:

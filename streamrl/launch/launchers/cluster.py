@@ -258,7 +258,8 @@ class ClusterLauncher:
             for host in lost:
                 if self.hosts.get(host.name) is not host:  # a new agent there replaces another lost host
                     continue
-                wanted, used = _gpus_on(host.name, self._given), {place.host for place in self._given.values()}
+                wanted = _gpus_on(host.name, self._given)
+                used = {place.host for place in self._given.values()}
                 # The host itself if it is back, or one on which nothing was placed. Those that failed come last.
                 fitting = [one for one in offers if one.name == host.name]
                 fitting += [one for one in offers if host.name in used and one.name not in used]
@@ -294,7 +295,9 @@ class ClusterLauncher:
         """Note the new places of engines, for those that are started from now on."""
         if self._topology is None:
             return
-        ports, endpoints, plans = iter(reversed(joined.ports)), dict(self._topology.endpoints), []
+        ports = iter(reversed(joined.ports))
+        endpoints = dict(self._topology.endpoints)
+        plans = []
         for plan in self._topology.processes:
             place = self._given.get(plan.name)
             if plan.role is Role.ENGINE and place is not None and place.host == joined.name:
@@ -310,7 +313,8 @@ class ClusterLauncher:
         return next(plan for plan in self._topology.processes if plan.name == name)
 
     def _setup_of(self, offer: HostOffer) -> AgentSetup:
-        cluster, plans = self._recipe.cluster, plan_topology(self._recipe, self._sockets).processes
+        cluster = self._recipe.cluster
+        plans = plan_topology(self._recipe, self._sockets).processes
         placed = [plan for plan in plans if plan.role in (Role.ENGINE, Role.TRAINER)]
         return AgentSetup(
             run_directory=str(self._run_directory),

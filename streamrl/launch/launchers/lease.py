@@ -23,7 +23,9 @@ SWEEP_S = 5.0
 
 def main() -> None:
     """Wait for renewals, then kill. Exits when everything is gone."""
-    lease_s, sockets, agent = float(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    lease_s = float(sys.argv[1])
+    sockets = Path(sys.argv[2])
+    agent = int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     deadline = time.monotonic() + max(lease_s, FIRST_S)
     while (left := deadline - time.monotonic()) > 0:

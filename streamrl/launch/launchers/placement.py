@@ -136,6 +136,7 @@ def _shared_out(
             others = sum(len(free[one.name]) // width for one in hosts[number + 1 :])
             here = min(max(here, len(waiting) - others), len(free[host.name]) // width)
         for name in waiting[:here]:
-            gpus, free[host.name][:width] = tuple(free[host.name][:width]), []
+            gpus = tuple(free[host.name][:width])
+            free[host.name][:width] = []
             yield name, ProcessPlace(host=host.name, address=host.address, gpus=gpus)
         del waiting[:here]

@@ -148,7 +148,8 @@ class RemoteHost:
             self._notify()
 
     async def _ask(self) -> None:
-        asked_s, self._wake = time.monotonic(), anyio.Event()
+        asked_s = time.monotonic()
+        self._wake = anyio.Event()
         request = AgentRequest(epoch=self._epoch, first=self._first, orders=tuple(self._orders))
         try:
             with anyio.fail_after(ANSWER_S):
@@ -167,7 +168,8 @@ class RemoteHost:
             return
         if self._is_late:
             log.warning("%s answers again, after %.1f s", self.name, asked_s - self._answered_s)
-        self._is_late, self._answered_s = False, asked_s
+        self._is_late = False
+        self._answered_s = asked_s
         self._take(answer)
 
     def _take(self, answer: AgentAnswer) -> None:
@@ -181,7 +183,8 @@ class RemoteHost:
             self._states[number] = state
         if done > 0:
             del self._orders[:done]
-            self._first, self.survivors = answer.done, answer.survivors
+            self._first = answer.done
+            self.survivors = answer.survivors
         self._notify()
 
     def _note_reason(self, name: str, state: ProcessState) -> None:

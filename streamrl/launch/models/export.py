@@ -20,7 +20,8 @@ from streamrl.pretrained.weight_files import INDEX_FILE
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Sampling
 
-CARD, GENERATION = "README.md", "generation_config.json"
+CARD = "README.md"
+GENERATION = "generation_config.json"
 _TAKEN = re.compile(
     r"(config|special_tokens_map|added_tokens)\.json|(tokenizer|vocab|merges|LICEN[CS]E|NOTICE|USE_POLICY).*"
     rf"|[^/]+\.(model|tiktoken|jinja)|{TEMPLATE_FOLDER}/[^/]+\.jinja"
@@ -35,13 +36,15 @@ def export_model(saved: SavedModel, destination: Path, shard_size: str = "") -> 
     ``shard_size``, such as 2GB (empty: as the checkpoint has them), tokenizer, templates, generation settings with the
     sampling of the run, and a card. Returns the bytes of each file. Raises ``StreamRLError`` and ``OSError``: then
     nothing is there."""
-    recipe, folder = load_recipe(saved.run / "recipe.toml"), saved.folder
+    recipe = load_recipe(saved.run / "recipe.toml")
+    folder = saved.folder
     digests = {name[3:]: digest for name, digest in read_digests(saved.checkpoint).items() if name.startswith("hf/")}
     weights = [name for name in digests if name.endswith((".safetensors", INDEX_FILE))]
     taken = [name for name in digests if _TAKEN.fullmatch(name)]
     parent = destination.absolute().parent
     make_directory(parent)
-    size, free = sum((folder / name).stat().st_size for name in (*taken, *weights)), shutil.disk_usage(parent).free
+    size = sum((folder / name).stat().st_size for name in (*taken, *weights))
+    free = shutil.disk_usage(parent).free
     if size + _SPARE_BYTES > free:
         full = f"the model takes {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {parent}"
         raise DiskFull(f"{full}: make room, or name a directory on another disk")

@@ -23,7 +23,9 @@ def model_card(saved: SavedModel, recipe: Recipe) -> str:
     """The text of the card."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-    name, base, algorithm = recipe.run.name, hub_name(recipe.model.path), str(recipe.objective.algorithm)
+    name = recipe.run.name
+    base = hub_name(recipe.model.path)
+    algorithm = str(recipe.objective.algorithm)
     scores = list(_scores(saved))
     readme = saved.folder / "README.md"
     card = ModelCard(readme.read_text(errors="replace") if readme.is_file() else "", ignore_metadata_errors=True)
@@ -53,7 +55,9 @@ def model_card(saved: SavedModel, recipe: Recipe) -> str:
 
 
 def _facts(saved: SavedModel, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    rollout, sampling, inputs = recipe.rollout, recipe.sampling, saved.run / INPUTS_FILE
+    rollout = recipe.rollout
+    sampling = recipe.sampling
+    inputs = saved.run / INPUTS_FILE
     yield "optimizer steps", f"{saved.version} of {recipe.run.steps}"
     yield "batch", f"{rollout.prompts_per_batch} prompts x {rollout.group_size} completions, {rollout.rounds} rounds"
     yield "learning rate", f"{recipe.training.learning_rate:g}"

@@ -116,7 +116,8 @@ async def _pass(
     recipe: Recipe, held_out: HeldOut, version: int, engine: Sampler, rewards: RewardSet, ended: Ended, episode: Episode
 ) -> EvaluatedPass:
     """The episodes of a run, without control."""
-    settings, sampling = held_out.settings, recipe.sampling
+    settings = held_out.settings
+    sampling = recipe.sampling
     evaluation = EvaluationRun(held_out, version, limit=settings.limit, seed=recipe.run.seed)
     episodes = Episodes(engine, sampling, _RewardsHere(rewards), Journal(), episode=episode)
 
@@ -144,10 +145,13 @@ def scores_of(by_prompt: Sequence[Sequence[float]], settings: Evaluation) -> dic
 def _score_of(values: Sequence[float]) -> ScoreOfPrompts:
     """The mean of one value a prompt. Its interval: Wilson's where all are 0 or 1, so that 20 of 20 is not certain;
     else by the standard error of the mean."""
-    mean, count = fmean(values), len(values)
+    mean = fmean(values)
+    count = len(values)
     if set(values) <= {0.0, 1.0}:
-        scale, spread = 1 + _WIDTH**2 / count, mean * (1 - mean) / count + _WIDTH**2 / (4 * count**2)
-        middle, half = (mean + _WIDTH**2 / (2 * count)) / scale, _WIDTH * sqrt(spread) / scale
+        scale = 1 + _WIDTH**2 / count
+        spread = mean * (1 - mean) / count + _WIDTH**2 / (4 * count**2)
+        middle = (mean + _WIDTH**2 / (2 * count)) / scale
+        half = _WIDTH * sqrt(spread) / scale
         return ScoreOfPrompts(mean, max(middle - half, 0.0), min(middle + half, 1.0))
     if count == 1:
         return ScoreOfPrompts(mean, None, None)

@@ -59,11 +59,14 @@ def find_model(name: str) -> tuple[str, SavedModel | None]:
     if (path / "config.json").is_file():
         return str(path.resolve()), None
     if (path / "hf").is_dir() and path.resolve().parent.name == "checkpoints":
-        run, version = path.resolve().parent.parent, path.resolve().name.removeprefix("step-")
+        run = path.resolve().parent.parent
+        version = path.resolve().name.removeprefix("step-")
     elif path.is_dir():
-        run, version = path, ""
+        run = path
+        version = ""
     else:
-        run, version = Path(name.rpartition("@")[0]), name.rpartition("@")[2]
+        run = Path(name.rpartition("@")[0])
+        version = name.rpartition("@")[2]
         if "@" not in name or not run.is_dir():
             if is_bare_name(name) or name.startswith(HUB):
                 return name, None

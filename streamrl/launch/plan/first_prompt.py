@@ -10,7 +10,8 @@ from streamrl.base.types import Prompt, token_array
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.run.prompts.prompt_rows import as_chat
 
-_TOKENS, _CHARACTERS = 8, 400
+_TOKENS = 8
+_CHARACTERS = 400
 
 
 def first_prompt_lines(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
@@ -38,7 +39,8 @@ def difference_from_transformers(model_path: str, row: Mapping[str, Any], ours: 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         if chat is not None:
-            begun, given = chat[-1]["role"] == "assistant", row.get("chat_template_kwargs") or {}
+            begun = chat[-1]["role"] == "assistant"
+            given = row.get("chat_template_kwargs") or {}
             how = {"continue_final_message": begun, "add_generation_prompt": not begun, "return_dict": False}
             ids = tokenizer.apply_chat_template(chat, tools=row.get("tools"), **how, **given)
         else:

@@ -96,17 +96,16 @@ def _finding(name: str, good: bool, detail: str, remedy: str, otherwise: State =
 
 def _python() -> Iterable[Finding]:
     supported = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED_PYTHON)
-    here, remedy = (
-        f"{platform.python_version()} at {sys.executable}",
-        f"make a virtual environment of Python {supported}",
-    )
+    here = f"{platform.python_version()} at {sys.executable}"
+    remedy = f"make a virtual environment of Python {supported}"
     yield _finding("python", sys.version_info[:2] in SUPPORTED_PYTHON, here, remedy)
     remedy = "real engines need Linux (children that die with their parent); here only simulated runs work"
     yield _finding("system", sys.platform == "linux", f"{platform.system()} {platform.machine()}", remedy, State.WARN)
 
 
 def _packages() -> Iterable[Finding]:
-    torch, engine = installed_version("torch"), engine_package()
+    torch = installed_version("torch")
+    engine = engine_package()
     transformers = installed_version("transformers")
     for name, version, without in (
         ("torch", torch, "training"),
@@ -205,7 +204,8 @@ def available_memory() -> int:
 
 
 def _memory() -> Iterable[Finding]:
-    available, total = available_memory(), psutil.virtual_memory().total
+    available = available_memory()
+    total = psutil.virtual_memory().total
     had = f"{available / GIB:.1f} GiB can be had of {total / GIB:.1f} GiB"
     remedy = "the demo needs 4 GiB with one engine: stop other programs, or lower engines.max_num_seqs"
     yield _finding("memory", available >= 4 * GIB, had, remedy, State.WARN)

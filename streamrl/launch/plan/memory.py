@@ -8,7 +8,8 @@ from streamrl.recipe.judge import JUDGE_CONTEXT
 from streamrl.recipe.sections import EngineKind, Gathered, Recipe
 from streamrl.recipe.topology import JUDGE, PreparedSet, prepared_sets
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
+GIB = 1 << 30
 # Proportional memory, measured on the demo: a vLLM CPU engine is three
 # processes (owner 430, EngineCore 424, worker 500 MiB before weights and KV); torch in a trainer rank takes 450.
 ENGINE_BASE_BYTES = 1350 * MIB

@@ -125,7 +125,9 @@ def _place_engines(found: Placement, one: PreparedSet, least: int) -> None:
 def _place_ranks(found: Placement, recipe: Recipe, size: int) -> None:
     """Place each rank on a GPU of its own: NCCL refuses two on one. ``training.device = "cuda:1"`` names the GPU of the
     only rank."""
-    ranks, device, left = recipe.training.ranks, recipe.training.device, list(found.gpus)
+    ranks = recipe.training.ranks
+    device = recipe.training.device
+    left = list(found.gpus)
     if device.startswith("cuda:"):
         left = [gpu for number, gpu in enumerate(left) if device == f"cuda:{number}"]
     if ranks > len(left):

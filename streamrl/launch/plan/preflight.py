@@ -204,7 +204,8 @@ def _devices(recipe: Recipe) -> Iterator[str]:
 
 def _shared_memory(recipe: Recipe) -> Iterator[str]:
     """NCCL and vLLM's workers need more than a container has by default (64 MiB)."""
-    free, workers = shared_memory(), max(one.workers for one in prepared_sets(recipe))
+    free = shared_memory()
+    workers = max(one.workers for one in prepared_sets(recipe))
     if free is None or free >= GIB or max(workers, recipe.training.ranks) == 1:
         return
     wanted = f"engines.tensor_parallel_size = {workers}" if workers > 1 else f"training.ranks = {recipe.training.ranks}"
@@ -215,7 +216,8 @@ def _shared_memory(recipe: Recipe) -> Iterator[str]:
 
 
 def _live_rewards(recipe: Recipe, kept: RewardsSnapshot) -> str:
-    names, forked = ", ".join(kept.changed_live), recipe.checkpoint.resume_from
+    names = ", ".join(kept.changed_live)
+    forked = recipe.checkpoint.resume_from
     subject = f"checkpoint.resume_from: {forked}" if forked else "rewards: the run"
     remedy = ', or start with the rewards of the recipe by checkpoint.advanced.rewards = "recipe"' if forked else ""
     return f"{subject} was scored with {names}, attached while the run went on: put their code back{remedy}"
@@ -299,7 +301,8 @@ def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
     here = {Role.ENGINE: recipe.starts_engines_here, Role.TRAINER: recipe.starts_ranks_here}
     elsewhere = {one.name for one in plan_topology(recipe, Path("/tmp")).processes if not here.get(one.role, True)}
     estimate = estimate_memory(recipe, model.facts, model.context, facts_of(recipe.judge.model))
-    needed, available = sum(size for name, size in estimate.items() if name not in elsewhere), available_memory()
+    needed = sum(size for name, size in estimate.items() if name not in elsewhere)
+    available = available_memory()
     if needed > available:
         yield (
             f"memory: this run needs about {gib(needed)} and {gib(available)} can be had: lower engines.count, "

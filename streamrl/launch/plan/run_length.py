@@ -17,7 +17,8 @@ def with_steps_of_epochs(recipe: Recipe) -> tuple[Recipe, str]:
     """Return ``recipe`` with ``run.steps`` in place of ``training.epochs``, and where the steps come from, for people.
     So many steps that every prompt is drawn so many times; groups that are dropped and filled again draw more. Prompts
     that cannot be read are left to ``preflight``. Raises ``RecipeError`` for an iterator, which cannot be counted."""
-    epochs, batch = recipe.training.epochs, recipe.rollout.prompts_per_batch
+    epochs = recipe.training.epochs
+    batch = recipe.rollout.prompts_per_batch
     if not epochs:
         return recipe, ""
     try:
@@ -29,5 +30,6 @@ def with_steps_of_epochs(recipe: Recipe) -> tuple[Recipe, str]:
         raise RecipeError(f"training.epochs: {problem}: set run.steps in its place")
     steps = max(1, math.ceil(epochs * size / batch))
     text = f"epochs      {shown(epochs)} of {size:,} prompts, {batch} a step: run.steps = {steps}"
-    run, training = structs.replace(recipe.run, steps=steps), structs.replace(recipe.training, epochs=0.0)
+    run = structs.replace(recipe.run, steps=steps)
+    training = structs.replace(recipe.training, epochs=0.0)
     return structs.replace(recipe, run=run, training=training), text

@@ -34,10 +34,13 @@ def arithmetic_lines(
 
     ``context``: tokens of the longest trajectory (0: what the recipe says, without prompts where it leaves it open).
     ``held_out``: prompts of each held-out set, where they are known."""
-    rollout, engines = recipe.rollout, recipe.engines
+    rollout = recipe.rollout
+    engines = recipe.engines
     longest = context or engines.max_model_len or recipe.most_tokens
     objective, *more = objective_lines(recipe)
-    prompts, slots, keeps_prompts = rollout.prompts_per_batch, recipe.max_in_flight, recipe.group_sizing.keeps_prompts
+    prompts = rollout.prompts_per_batch
+    slots = recipe.max_in_flight
+    keeps_prompts = recipe.group_sizing.keeps_prompts
     sizes = recipe.group_sizing.sizes if keeps_prompts else (rollout.group_size,)
     batch = _from_to(prompts, sizes)
     trained = f"{_from_to(recipe.run.steps * prompts, sizes)} trajectories trained"
@@ -61,7 +64,8 @@ def arithmetic_lines(
         lines.append(f"{'evaluation':<12}{_evaluation_text(recipe, name, one, (held_out or {}).get(name, 0))}")
     lines.append(f"checkpoints {_checkpoint_text(recipe)}")
     if facts is not None:
-        rate, adapters = recipe.training.learning_rate, bool(recipe.lora.rank)
+        rate = recipe.training.learning_rate
+        adapters = bool(recipe.lora.rank)
         if notice := learning_rate_notice(rate, facts.parameters, adapters=adapters):
             lines.append(f"warning     {notice}")
         lines.append(f"memory      {_memory_text(recipe, facts, longest)}")
@@ -70,7 +74,8 @@ def arithmetic_lines(
 
 def _record_lines(recipe: Recipe) -> list[str]:
     """The schedule of the learning rate, the project and the tags, where there are any."""
-    training, run = recipe.training, recipe.run
+    training = recipe.training
+    run = recipe.run
     lines = []
     if not training.schedule.startswith("constant"):
         steps = sorted({1, training.warmup_steps + 1, (run.steps + 1) // 2, run.steps})
@@ -107,7 +112,8 @@ def _environment_lines(recipe: Recipe) -> list[str]:
 
 def _sizing_lines(recipe: Recipe) -> list[str]:
     """Describe ``[group_sizing]`` where sizes vary."""
-    sizing, steps = recipe.group_sizing, recipe.run.steps
+    sizing = recipe.group_sizing
+    steps = recipe.run.steps
     sizes = f"group size  {sizing.kind} over {', '.join(map(str, sizing.sizes))}"
     if sizing.kind is not SizingKind.SAGC:
         return [sizes] if sizing.varies else []
@@ -220,7 +226,8 @@ def _set_lines(recipe: Recipe) -> list[str]:
 
 
 def _from_to(each: int, sizes: Sequence[int]) -> str:
-    low, high = each * min(sizes), each * max(sizes)
+    low = each * min(sizes)
+    high = each * max(sizes)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
@@ -237,7 +244,8 @@ def micro_batches(recipe: Recipe, tokens_each: int, row: int) -> int:
 
 def _steps_text(recipe: Recipe) -> str:
     """Optimizer steps on one batch."""
-    updates, epochs = recipe.training.updates_per_batch, recipe.training.epochs_per_batch
+    updates = recipe.training.updates_per_batch
+    epochs = recipe.training.epochs_per_batch
     if updates * epochs == 1:
         return "one optimizer step"
     order = ", shortest first" if recipe.rollout.rounds is RoundKind.LENGTH_SORTED else ""
@@ -248,8 +256,10 @@ def _steps_text(recipe: Recipe) -> str:
 def _training_text(recipe: Recipe, parameters: int) -> str:
     limit = recipe.most_tokens
     row, longest = (recipe.training.row_tokens(installed_device(), parameters, prompt) for prompt in (0, limit))
-    few, many = micro_batches(recipe, limit // 4, row), micro_batches(recipe, limit, row)
-    ranks, updates = recipe.training.ranks, recipe.training.updates_per_batch
+    few = micro_batches(recipe, limit // 4, row)
+    many = micro_batches(recipe, limit, row)
+    ranks = recipe.training.ranks
+    updates = recipe.training.updates_per_batch
     return (
         f"{f'{few} to {many}' if few < many else many} micro-batches of at most {row:,} tokens"
         f"{f' ({longest:,} where prompts are long)' if longest > row else ''} a "

@@ -57,7 +57,8 @@ def settings_change(started: Recipe, state: RunState, changes: Sequence[str], st
 
 def _why_impossible(started: Recipe, recipe: Recipe, values: Mapping[str, Any], state: RunState) -> Iterator[str]:
     """Reasons for which a run that was started with ``started`` cannot have ``recipe``, of which ``values`` are new."""
-    rounds, first = recipe.rollout.rounds, started.rollout.rounds
+    rounds = recipe.rollout.rounds
+    first = started.rollout.rounds
     sorts = RoundKind.LENGTH_SORTED in (rounds, first)
     if rounds != first and (rounds in _NOT_CHOSEN_LATER or (sorts and recipe.length_sorted.single)):
         reason = "cohorts of single trajectories are" if sorts else f'what rounds = "{rounds}" needs is'

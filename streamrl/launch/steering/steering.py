@@ -46,7 +46,11 @@ class SteeringService(Observer):
         waits: RunWaits,
         reply: Callable[[SteeringReply], Awaitable[None]],
     ) -> None:
-        self._recipe, self._journal, self._watch, self._waits, self._reply = recipe, journal, watch, waits, reply
+        self._recipe = recipe
+        self._journal = journal
+        self._watch = watch
+        self._waits = waits
+        self._reply = reply
         self._sent: ControlEvent | None = None
         self._taken = anyio.Event()
 
@@ -78,7 +82,8 @@ class SteeringService(Observer):
         except Exception as error:  # whatever went wrong with a request must not end the run
             log.exception("steering: %s failed", request)
             return SteeringTaken(request_id=number, problems=(f"{type(error).__name__}: {error}",))
-        self._sent, self._taken = event, anyio.Event()
+        self._sent = event
+        self._taken = anyio.Event()
         notify(event)
         await self._taken.wait()
         await self._journal.settled()
@@ -109,7 +114,9 @@ class SteeringService(Observer):
         }[request.order]
 
     def _status(self, number: int, state: RunState) -> SteeringStatus:
-        steering, batch, pending = state.steering, state.batch, state.pending
+        steering = state.steering
+        batch = state.batch
+        pending = state.pending
         reason, seconds = self._waits.waits_for()
         orders = {"draw prompts": pending.draw or None, "push": pending.push, "checkpoint": pending.checkpoint}
         orders |= {"evaluation": state.evaluating, "step": pending.step.policy_version if pending.step else None}

@@ -30,7 +30,10 @@ from streamrl.base.run_process import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, 
 from streamrl.launch.launchers.this_host import address_on, raise_file_limit
 from streamrl.launch.submit.ray_start import RAY_PORT, ray_arguments, ray_environment
 
-TICK_S, PROBE_S, GONE_S, END_S = 0.25, 2.0, 10.0, 20.0
+TICK_S = 0.25
+PROBE_S = 2.0
+GONE_S = 10.0
+END_S = 20.0
 RAY_END_S = 3.0
 """How long Ray may take to end by itself; Slurm kills what it ends after 30 s by default."""
 RAY_START_S = 30.0
@@ -156,7 +159,9 @@ class Host:
         """Exit code of a command of the first host, to which orders are passed on. ``needs_all``: it ends, too, where
         another host has failed."""
         assert self._ray is not None
-        sent, sent_s, ray_ended = 0, 0.0, False
+        sent = 0
+        sent_s = 0.0
+        ray_ended = False
         self._work = _start(command, environment, signal.SIGKILL)
         while (code := self._work.poll()) is None:
             self._orders.wait(TICK_S)
@@ -168,7 +173,8 @@ class Host:
             now_s = time.monotonic()
             if sent < (2 if ray_ended else wanted) and now_s > sent_s + TICK_S:  # two at once would be taken for one
                 self._work.send_signal(signal.SIGINT)  # Ray takes SIGTERM for itself in programs that use it
-                sent, sent_s = sent + 1, now_s
+                sent = sent + 1
+                sent_s = now_s
             elif sent == 2 and now_s > sent_s + 2 * END_S:  # the lease of a host that does not answer is over
                 self._work.kill()
         return code if code >= 0 else 128 - code
@@ -216,7 +222,9 @@ class _Orders:
     of other hosts."""
 
     def __init__(self, lease: bool) -> None:
-        self.drains = self.endings = self.failures = 0
+        self.drains = 0
+        self.endings = 0
+        self.failures = 0
         self._heard_s = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._lease = lease
@@ -334,12 +342,14 @@ def main(arguments: Sequence[str]) -> int:
     raise_file_limit()
     private = Path(tempfile.mkdtemp(prefix="streamrl-token-")) if options.lease else None
     try:
-        token, head = Path(options.token), options.head
+        token = Path(options.token)
+        head = options.head
         if private is not None:
             if not (line := _first_line()).startswith(b"{"):  # other hosts could not be reached
                 return 1
             given = json.loads(line)
-            token, head = private / "token", given["head"]
+            token = private / "token"
+            head = given["head"]
             options.peer = options.peer or head
             token.write_text(given["token"])
         return Host(options, token, head).run()

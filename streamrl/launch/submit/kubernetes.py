@@ -13,7 +13,8 @@ import msgspec
 from streamrl.base.errors import RecipeError
 from streamrl.launch.submit.ray_start import DRAIN_S, STORE_BYTES, Work, host_command, ray_variables, ray_version
 
-_HEAD, _NODE = "head", "node"
+_HEAD = "head"
+_NODE = "node"
 _PLAIN = r"[\w@%+=:,./\[\]-]+"
 _START_S = 1800
 """Seconds in which pods have to be placed and their images pulled."""

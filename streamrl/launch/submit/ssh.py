@@ -26,7 +26,8 @@ from streamrl.launch.submit.ray_start import Work, host_command
 
 REACH_S = 10.0
 """Seconds in which every host has to let us in."""
-_BEAT_S, _END_S = 2.0, 45.0
+_BEAT_S = 2.0
+_END_S = 45.0
 _HELLO = "streamrl-host"
 _SSH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=8", "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=4")
 HERE = ("localhost", "127.0.0.1")
@@ -120,7 +121,8 @@ class _Host:
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name = name
         self.connection: list[str] | None = None
-        self.answered, self.ended = anyio.Event(), anyio.Event()
+        self.answered = anyio.Event()
+        self.ended = anyio.Event()
         self.code = 1
         self._command = command
         self._said: list[str] = []

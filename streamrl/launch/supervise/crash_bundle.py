@@ -83,7 +83,8 @@ def write_crash_bundle(
     Raises ``OSError`` where the directory cannot be written."""
     environment = os.environ if environment is None else environment
     now = time.time() if now is None else now
-    folder, recipe = run_directory / "crash", run_directory / "recipe.toml"
+    folder = run_directory / "crash"
+    recipe = run_directory / "recipe.toml"
     folder.mkdir(exist_ok=True)
     stem = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     names = (folder / f"{stem}{suffix}.zip" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))

@@ -13,7 +13,9 @@ from streamrl.recipe.topology import Role
 
 log = logging.getLogger(__name__)
 
-STARTS, START_PAUSE_S = 10, 1.0  # where the system has no room for a process
+# where the system has no room for a process
+STARTS = 10
+START_PAUSE_S = 1.0
 
 
 class EngineOrders:

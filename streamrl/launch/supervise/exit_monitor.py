@@ -31,7 +31,8 @@ class ExitMonitor:
         self.stopped: set[str] = set()
         self.due_s: dict[str, float] = {}
         self.policy = RestartPolicy(topology)
-        self.draining = self.finishing = False
+        self.draining = False
+        self.finishing = False
         self._topology = topology
         self._run_directory = run_directory
         self._replacements_left = replacements
@@ -42,7 +43,9 @@ class ExitMonitor:
         self._topology = topology
         for name in self.children.keys() - {plan.name for plan in topology.processes}:
             del self.children[name]  # a rank for which a cluster has no room any more
-        run, self.policy, self.due_s = self.policy.run, RestartPolicy(self._topology), {}
+        run = self.policy.run
+        self.policy = RestartPolicy(self._topology)
+        self.due_s = {}
         self.policy.run = run
         self.stopped = {plan.name for plan in self._topology.processes if plan.local and plan.starts_inactive}
 
@@ -59,7 +62,9 @@ class ExitMonitor:
 
     def stop(self, name: str) -> bool:
         """Note that an engine is not to run. False: it never did, or has died, which ends the run."""
-        child, restarts, retired = self.children.get(name), self.policy.alone.get(name), name in self.policy.retired
+        child = self.children.get(name)
+        restarts = self.policy.alone.get(name)
+        retired = name in self.policy.retired
         survived = retired or name in self.due_s or (restarts is not None and restarts.left > 0)
         if not (retired if child is None else survived or name in self.stopped or not child.exit_code):
             return False
@@ -74,7 +79,9 @@ class ExitMonitor:
         for name, child in self.children.items():
             if name in self.due_s or not self._is_missed(child):
                 continue
-            death, restarts, pause_s = self._death_of(child), self.policy.alone.get(name), None
+            death = self._death_of(child)
+            restarts = self.policy.alone.get(name)
+            pause_s = None
             if self.finishing or self.has_ended_well():
                 deaths.append(death)
                 continue
@@ -82,7 +89,8 @@ class ExitMonitor:
                 continue  # of what is about to be seen
             if self._asks(child):
                 self._replacements_left -= 1
-                pause_s, left = 0.0, self._replacements_left
+                pause_s = 0.0
+                left = self._replacements_left
                 log.warning("%s asked to be replaced (%d replacements left); see %s", name, left, child.log)
             elif restarts is not None and not death.is_fatal and (death.exit_code or not self.draining):
                 pause_s = restarts.next_pause(child.uptime_s)

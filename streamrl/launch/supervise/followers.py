@@ -39,7 +39,8 @@ class _Follower:
 
     def start(self) -> None:
         """Start it, in a session of its own. Without the marker of the run: it outlives a run that is resumed."""
-        self.due_s, self._started_s = None, time.monotonic()
+        self.due_s = None
+        self._started_s = time.monotonic()
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 self._command,
@@ -68,7 +69,8 @@ class _Follower:
 
     def end(self) -> None:
         """Kill its session. Idempotent."""
-        process, self.process = self.process, None
+        process = self.process
+        self.process = None
         if process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -20,7 +20,8 @@ class LogFiles:
     """The logs in ``folder``, which together may have ``most_bytes``, and their older parts as much."""
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
-        self._folder, self._most_bytes = folder, most_bytes
+        self._folder = folder
+        self._most_bytes = most_bytes
         self._due_s = time.monotonic() + INTERVAL_S
 
     async def poll(self) -> None:

@@ -37,7 +37,8 @@ class Restarts:
         if not self.left:
             return None
         self.left -= 1
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S) or FIRST_PAUSE_S
+        pause_s = self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) or FIRST_PAUSE_S
         return pause_s
 
 

@@ -81,7 +81,8 @@ class Supervisor:
         self._followers = Followers(metrics.report_to, run_directory)
         self._logs = LogFiles(run_directory / "logs", most_bytes(metrics.most_mib, "logs"))
         self._asleep: set[str] = set()
-        self._ending = self._opened = False
+        self._ending = False
+        self._opened = False
         self._one_end = anyio.Lock()
 
     # ---- life ------------------------------------------------------------------------------------

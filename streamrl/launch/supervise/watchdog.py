@@ -38,14 +38,18 @@ from streamrl.run.wait_reason import RunWaits
 
 log = logging.getLogger(__name__)
 
-REPORT_SIGNAL, STACKS_SIGNAL = signal.SIGUSR1, signal.SIGUSR2
+REPORT_SIGNAL = signal.SIGUSR1
+STACKS_SIGNAL = signal.SIGUSR2
 BEAT_S = 0.05
-WARN_AFTER_S, STACKS_AFTER_S, ABORT_AFTER_S = 0.25, 5.0, 60.0
+WARN_AFTER_S = 0.25
+STACKS_AFTER_S = 5.0
+ABORT_AFTER_S = 60.0
 """Without an answer of the event loop: counted as lag, its stacks are written once, the process ends."""
 # Of the slowest thing that the recipe allows: what ends by its own limit ends by that, and is no stall.
 _BEYOND_LIMITS = 1.5
 _STARTS = 2.0  # the first start may have to fill caches that later ones find
-_LOOKS, _LONGEST_PAUSE_S = 20, 5.0
+_LOOKS = 20
+_LONGEST_PAUSE_S = 5.0
 _MOST_WAITS = 100
 _LONGEST_STACKS = 1 << 20  # characters: a run has thousands of tasks, most of them alike
 
@@ -105,7 +109,8 @@ class Watchdog:
         checkpoints = self._directory / "checkpoints"
 
         def progress() -> dict[str, object]:
-            sampled, counts = rollout(), state.accounting()
+            sampled = rollout()
+            counts = state.accounting()
             saving = state.pending.checkpoint
             return {
                 "tokens": (sampled.generated_tokens, load().generated_tokens),
@@ -124,11 +129,14 @@ class Watchdog:
             reason, seconds = waits.waits_for()
             return f"the run waits for {reason}, for {seconds:.1f} s"
 
-        self._progress, self._bottleneck, self._limit_s = progress, bottleneck, self._stall_s
+        self._progress = progress
+        self._bottleneck = bottleneck
+        self._limit_s = self._stall_s
 
     def take_loop_lag(self) -> float:
         """Longest time in seconds without an answer of the loop since this was asked for last; 0 for a short one."""
-        worst, self._worst_lag_s = self._worst_lag_s, 0.0
+        worst = self._worst_lag_s
+        self._worst_lag_s = 0.0
         return worst if worst >= WARN_AFTER_S else 0.0
 
     async def run(self) -> None:
@@ -161,13 +169,15 @@ class Watchdog:
     def check(self) -> None:
         """Look at the progress. Time in which it could not look (the process was stopped as a whole) counts as one
         look: what others did meanwhile is seen only at the next one."""
-        now, gap_s = self._clock(), self._clock() - self._looked_s
+        now = self._clock()
+        gap_s = self._clock() - self._looked_s
         if gap_s > self._limit_s / 2:
             self._since_s += gap_s
         self._looked_s = now
         found = self._progress()
         if found != self._seen:
-            self._seen, self._since_s = found, now
+            self._seen = found
+            self._since_s = now
 
     async def _watch_progress(self) -> None:
         while True:
@@ -177,7 +187,8 @@ class Watchdog:
             await anyio.sleep(min(self._limit_s / _LOOKS, _LONGEST_PAUSE_S))
 
     async def _stalled(self) -> None:
-        waits, seconds = [self._bottleneck(), *self.waits.lines()], self.still_s
+        waits = [self._bottleneck(), *self.waits.lines()]
+        seconds = self.still_s
         occasion = f"nothing has moved for {seconds:.0f} s"
         path = await self._write(occasion)
         await self._emit(StallSeen(waits=tuple(waits[:_MOST_WAITS]), seconds=seconds, file=str(path)))
@@ -213,7 +224,8 @@ class Watchdog:
         """The event loop answers."""
         now = self._clock()
         self._worst_lag_s = max(self._worst_lag_s, now - self._beat_s - BEAT_S)
-        self._beat_s, self._is_lag_written = now, False
+        self._beat_s = now
+        self._is_lag_written = False
 
     async def _beat(self) -> None:
         while True:

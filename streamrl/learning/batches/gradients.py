@@ -113,7 +113,8 @@ def _through_head(
     policy: PackedPolicy, leaf_ND: Tensor, row: MicroBatch, options: TrainerOptions
 ) -> tuple[Tensor, Tensor, TokenLoss]:
     """Loss of every trained token, its gradient added to ``leaf_ND`` and to the head. All returned without gradient."""
-    settings, off_policy = options.objective, options.off_policy
+    settings = options.objective
+    off_policy = options.off_policy
     parts = chunks(policy, row.targets_N.numel())
 
     def processed(part: slice) -> tuple[Tensor, Tensor]:

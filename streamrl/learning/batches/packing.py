@@ -66,11 +66,13 @@ Unit = list[PreparedSample]
 
 def sequences_of(item: PreparedSample) -> list[PreparedSample]:
     """The sequences of a trajectory, each a sample of its own with its trained tokens' part of the vectors."""
-    sample, found = item.sample, []
+    sample = item.sample
+    found = []
     if not sample.sequence_starts:
         return [item]
     for number, (start, end) in enumerate(pairwise((*sample.sequence_starts, len(sample.token_ids)))):
-        first, last = sample.loss_mask.count(1, 0, start), sample.loss_mask.count(1, 0, end)
+        first = sample.loss_mask.count(1, 0, start)
+        last = sample.loss_mask.count(1, 0, end)
         vectors = {name: getattr(item, name) for name in VECTORS}
         spans = [span for span in sample.version_spans if start <= span.start < end]
         cut = msgspec.structs.replace(
@@ -108,19 +110,25 @@ def plan_micro_batches(
     # A small last row costs almost as much as a full one: share the tokens out.
     wanted = total / max(1, math.ceil(total / budget))
     rows: list[list[PreparedSample]] = []
-    used = taken = 0
+    used = 0
+    taken = 0
     for (_, siblings), prefix, size in zip(ordered, prefixes, sizes, strict=True):
         cut_anywhere = CHEAP_COPY * prefix <= budget or size > budget
-        laid, full = False, not cut_anywhere and used + size > budget
+        laid = False
+        full = not cut_anywhere and used + size > budget
         for unit in siblings:
             own = _needed(unit) - prefix * len(unit)
             shared_out = taken >= wanted * len(rows) and (cut_anywhere or not laid)
             if full or shared_out or used + own + (0 if laid else prefix) > budget or not rows:
                 rows.append([])
-                used, laid, full = 0, False, False
+                used = 0
+                laid = False
+                full = False
             rows[-1] += unit
             cost = own if laid else own + prefix
-            used, taken, laid = used + cost, taken + cost, True
+            used = used + cost
+            taken = taken + cost
+            laid = True
     return rows
 
 
@@ -154,7 +162,9 @@ def _with_beginnings(trajectories: Sequence[Unit]) -> list[PreparedSample]:
     found = [item for unit in trajectories for item in unit]
     if len(found) == len(trajectories):
         return found
-    number = common = shortest = 0
+    number = 0
+    common = 0
+    shortest = 0
     before: PreparedSample | None = None
     found.sort(key=lambda item: (group_key(item), item.sample.token_ids))
     for place, item in enumerate(found):
@@ -164,8 +174,11 @@ def _with_beginnings(trajectories: Sequence[Unit]) -> list[PreparedSample]:
             common = min(common, shared_prefix([before.sample, item.sample]))
             shortest = min(shortest, untrained)
         if not alike or 2 * common < shortest:
-            number, common, shortest = number + 1 if alike else 0, untrained, untrained
-        before, found[place] = item, msgspec.structs.replace(item, beginning=number)
+            number = number + 1 if alike else 0
+            common = untrained
+            shortest = untrained
+        before = item
+        found[place] = msgspec.structs.replace(item, beginning=number)
     return found
 
 
@@ -327,7 +340,8 @@ def lay_row(groups: Sequence[Sequence[TrainingSample]], multiple: int = 1) -> La
 
     for siblings in groups:
         length = shared_prefix(siblings)
-        prefix_start, prefix = used, len(sequences) if length else -1
+        prefix_start = used
+        prefix = len(sequences) if length else -1
         lay(siblings, 0, length, -1)
         for sample in siblings:
             own_start = used

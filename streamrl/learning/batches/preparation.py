@@ -47,7 +47,8 @@ def shaped_reward(sample: TrainingSample, options: TrainerOptions) -> float:
 
 def _overlong(sample: TrainingSample, options: TrainerOptions) -> float:
     """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 to ``-penalty``, linear in the buffer."""
-    buffer, penalty = options.objective.overlong_buffer, options.objective.overlong_penalty
+    buffer = options.objective.overlong_buffer
+    penalty = options.objective.overlong_penalty
     if not buffer:
         return 0.0
     return -penalty * min(1.0, max(0.0, (sample.trained_tokens - (options.max_tokens - buffer)) / buffer))
@@ -93,7 +94,8 @@ def prepare_group(
 def _compared(group: TrainingGroup, penalties: Sequence[FloatVector], options: TrainerOptions) -> Sequence[Value]:
     """Advantages of the siblings by their totals, of their tokens by turns, or by each reward alone, where each that
     shapes them is one more. Their rewards where siblings are not compared."""
-    estimator, samples = options.objective.estimator, group.samples
+    estimator = options.objective.estimator
+    samples = group.samples
     # Siblings are compared by what the whole sample earned, so its penalties are one number.
     sums = [float(p.sum()) if estimator.compares_siblings else 0.0 for p in penalties]
     totals = [shaped_reward(sample, options) - penalty for sample, penalty in zip(samples, sums, strict=True)]
@@ -143,7 +145,8 @@ def _prepare(
     sample: TrainingSample, value: Value, penalties: FloatVector, scores: SampleScores, options: TrainerOptions
 ) -> PreparedSample:
     settings = options.objective
-    advantages, returns = value if isinstance(value, np.ndarray) else None, None
+    advantages = value if isinstance(value, np.ndarray) else None
+    returns = None
     if settings.estimator.whole_batch:
         advantages, returns = settings.estimator.of_tokens(
             value, penalties, scores.values, discount=settings.discount, gae_lambda=settings.gae_lambda
@@ -192,7 +195,8 @@ def split_for_updates(samples: Sequence[PreparedSample], options: TrainerOptions
     own = [(fmean(found) if options.shortest_first else 0.0, group) for group, found in lengths.items()]
     encoded = all_gather_bytes(msgspec.msgpack.encode(own))[:: options.ranks_per_group]
     groups = sorted(pair for part in encoded for pair in msgspec.msgpack.decode(part, type=list[tuple[float, int]]))
-    updates, places = options.updates_per_batch, {group: index for index, (_, group) in enumerate(groups)}
+    updates = options.updates_per_batch
+    places = {group: index for index, (_, group) in enumerate(groups)}
     shares: list[list[PreparedSample]] = [[] for _ in range(updates)]
     for item in samples:
         place = places[item.sample.id.group_id]
@@ -220,7 +224,8 @@ class OpenBatch:
             raise StreamRLError(
                 f"group {group.group_id} is of batch {group.batch_id} while batch {self.batch_id} is open"
             )
-        options, sums = self._options, self.sums
+        options = self._options
+        sums = self.sums
         seen = [sample for sample in group.samples if counts_in_loss(sample, options)]
         sums.groups += 1
         sums.samples += len(group.samples)
@@ -237,5 +242,7 @@ class OpenBatch:
 
     def take_waiting(self) -> list[TrainingGroup]:
         """The groups that wait; from now on none does."""
-        groups, self.waiting, self.waiting_tokens = self.waiting, [], 0
+        groups = self.waiting
+        self.waiting = []
+        self.waiting_tokens = 0
         return groups

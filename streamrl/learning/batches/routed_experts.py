@@ -33,7 +33,8 @@ def routed_row(spans: Sequence[RoutedSpan], device: torch.device) -> RoutedRow |
     known_T = np.zeros(tokens, dtype=bool)
     for span in spans:
         for part in (part for known in span.known for part in known):
-            first, stop = max(part.start, span.first), min(part.stop, span.stop)
+            first = max(part.start, span.first)
+            stop = min(part.stop, span.stop)
             where = np.arange(first, stop) - span.first + span.place
             where = where[~known_T[where]]
             if len(where):

@@ -46,7 +46,10 @@ def score_samples(
     prepared = [PreparedSample(sample) for sample in samples if sample.trained_tokens]
     found: dict[str, tuple[FloatVector | None, ...]] = {}
     for row in packed_rows(prepared, options, 0, device, together=together, context=policy.context):
-        logprobs = values = references = hidden_ND = None
+        logprobs = None
+        values = None
+        references = None
+        hidden_ND = None
         with compute_context(options, device):
             if proximal or (critic is not None and critic.trunk is None):
                 hidden_ND = policy(row)

@@ -27,7 +27,8 @@ from streamrl.learning.model.context import Context, SharedKeys, gather_rows
 from streamrl.learning.model.hugging_face import AttentionInterface, AttentionMaskInterface
 
 ATTENTION_NAME = "streamrl_packed"
-BUCKET_RATIO, BUCKET_SLACK = 1.25, 8
+BUCKET_RATIO = 1.25
+BUCKET_SLACK = 8
 """Sequences share a bucket when the longest is at most 1.25 times, or 8 tokens, longer than the shortest."""
 LONG_PREFIX = 32
 """A prefix this long and longer than what continues it is attended once; the queries of a shorter one are repeated in
@@ -111,11 +112,15 @@ def packed_layout(
     whole = [_Attended(*pair) for pair in zip(places, keys, strict=True)]
     tokens = keyed = sequences[-1].start + sequences[-1].length
     if context is None:
-        items, attended, shared = whole, _attended(sequences, places, keys), None
+        items = whole
+        attended = _attended(sequences, places, keys)
+        shared = None
     else:
         items, used = _cut(whole, context.piece(tokens))
-        attended, shared = items, SharedKeys(context, torch.from_numpy(used).to(device))
-        tokens, keyed = tokens // context.size, len(used)
+        attended = items
+        shared = SharedKeys(context, torch.from_numpy(used).to(device))
+        tokens = tokens // context.size
+        keyed = len(used)
     buckets = _buckets(attended)
     queries = _spread([item.queries for bucket in buckets for item in bucket], buckets, tokens, device, own=True)
     shapes = tuple(Bucket(len(b), max(len(i.queries) for i in b), max(len(i.keys) for i in b)) for b in buckets)
@@ -187,7 +192,8 @@ def _spread(
     starts = np.cumsum([0, *widths[:-1]])
     filled = np.concatenate([first + np.arange(len(s)) for s, first in zip(sequences, starts, strict=True)])
     filling = tokens[filled]
-    first_places, where = np.full(total, -1), np.arange(len(filling))
+    first_places = np.full(total, -1)
+    where = np.arange(len(filling))
     first_places[filling[::-1]] = where[::-1]
     repeats = where[first_places[filling] != where]
 
@@ -221,7 +227,8 @@ class _SpreadRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,), spread = gradients, ctx.spread
+        (gradient,) = gradients
+        spread = ctx.spread
         result = gradient.index_select(0, spread.places_T)
         if spread.repeats_R.numel():
             result.index_add_(0, spread.repeated_R, gradient.index_select(0, spread.repeats_R))
@@ -238,7 +245,8 @@ class _CollectRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,), spread = gradients, ctx.spread
+        (gradient,) = gradients
+        spread = ctx.spread
         result = gradient.new_zeros(spread.tokens_P.numel(), *gradient.shape[1:])
         return result.index_copy_(0, spread.places_T, gradient), None
 
@@ -275,7 +283,8 @@ def packed_attention(
         key, value = torch.split(both, [key.shape[-1], value.shape[-1]], dim=-1)
     if packed.flash is not None and value.dtype in (torch.bfloat16, torch.float16):
         # Under autocast rope and norms have multiplied queries and keys by float32 tables.
-        query, key = query.to(value.dtype), key.to(value.dtype)
+        query = query.to(value.dtype)
+        key = key.to(value.dtype)
         return _flash_attention(query, key, value, packed.flash, packed.longest, scaling, window)[None], None
     queries = spread_rows(query, packed.queries)
     keys = spread_rows(key, packed.keys)
@@ -316,7 +325,8 @@ def _flash_attention(
     from torch.nn.attention.varlen import varlen_attn
 
     if flash.keys_K is not None:
-        key, value = key.index_select(0, flash.keys_K), value.index_select(0, flash.keys_K)
+        key = key.index_select(0, flash.keys_K)
+        value = value.index_select(0, flash.keys_K)
     heads_each = query.shape[1] // key.shape[1]
     grouping: dict[str, Any] = {}
     if heads_each > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:

@@ -47,7 +47,8 @@ class SharedKeys(msgspec.Struct, frozen=True, eq=False):
 
 def context_of(options: TrainerOptions) -> Context | None:
     """The context group of this rank: ranks count first along tensors, then along the row. Collective."""
-    size, tensor = options.context_parallel_size, options.tensor_parallel_size
+    size = options.context_parallel_size
+    tensor = options.tensor_parallel_size
     if size == 1:
         return None
     ranks = torch.arange(options.ranks).view(-1, size, tensor).transpose(1, 2).reshape(-1, size)
@@ -62,14 +63,17 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, shared: SharedKeys) -> Tensor:
-        ctx.shared, ctx.own, context = shared, len(rows), shared.context
+        ctx.shared = shared
+        ctx.own = len(rows)
+        context = shared.context
         whole = rows.new_empty(ctx.own * context.size, *rows.shape[1:])
         dist.all_gather(list(whole.chunk(context.size)), rows.contiguous(), group=context.group)
         return whole.index_select(0, shared.tokens_U)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,), context = gradients, ctx.shared.context
+        (gradient,) = gradients
+        context = ctx.shared.context
         whole = gradient.new_zeros(ctx.own * context.size, *gradient.shape[1:])
         whole.index_copy_(0, ctx.shared.tokens_U, gradient)
         own = gradient.new_empty(ctx.own, *gradient.shape[1:])

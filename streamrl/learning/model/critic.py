@@ -26,7 +26,8 @@ class Critic:
     def __init__(
         self, options: TrainerOptions, hidden: int, device: torch.device, trunk: PackedPolicy | None = None
     ) -> None:
-        self.trunk, self._copies = trunk, options.tensor_parallel_size
+        self.trunk = trunk
+        self._copies = options.tensor_parallel_size
         self._linear = nn.Linear(hidden, 1, device=device)
         nn.init.zeros_(self._linear.weight)
         nn.init.zeros_(self._linear.bias)

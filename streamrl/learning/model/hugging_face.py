@@ -65,7 +65,8 @@ def without_compiler() -> Iterator[None]:
         return
     getter = ModuleType(_GET_ITEM)
     getter.TransformGetItemToIndex = _LateTransform  # type: ignore[attr-defined]
-    sys.modules[_DYNAMO], sys.modules[_GET_ITEM] = _StandIn(), getter
+    sys.modules[_DYNAMO] = _StandIn()
+    sys.modules[_GET_ITEM] = getter
     try:
         yield
     finally:

@@ -154,9 +154,11 @@ def _read_parameters(policy: PackedPolicy, files: Mapping[str, Path], device: to
 
 def _stored_part(stored: Any, part: LocalShard) -> Tensor:
     """Elements of a stored tensor, flat: only their rows are read, and where the tensor is a matrix their columns."""
-    width, count = torch.Size(part.shape[1:]).numel(), part.stop - part.start
+    width = torch.Size(part.shape[1:]).numel()
+    count = part.stop - part.start
     if part.run:
-        (row, column), lines = divmod(part.offset, part.stride), count // part.run
+        row, column = divmod(part.offset, part.stride)
+        lines = count // part.run
         if len(part.shape) == 2:
             columns: Tensor = stored[row : row + lines, column : column + part.run]
         else:
@@ -236,7 +238,9 @@ def load_models(
     if options.ranks > 1 and options.ranks_per_group == 1:  # else every forward is a collective
         gathered = _choose_gathered(options, device)
     load = partial(_load, options, device, gathered, split)
-    policy, reference, critic = load(), None, None
+    policy = load()
+    reference = None
+    critic = None
     policy.context = context_of(options)
     trunk = load_policy(options.model_path, device) if options.objective.has_value_model else None
     for trained in (policy, trunk) if trunk is not None else (policy,):

@@ -50,7 +50,8 @@ def local_part(tensor: Tensor) -> Tensor:
 def local_shards(tensors: Mapping[str, Tensor]) -> list[LocalShard]:
     """Lay this rank's part of each tensor in a flat vector, one after the other. Raises ``StreamRLError`` for a
     placement that is not understood."""
-    shards, start = [], 0
+    shards = []
+    start = 0
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         held = tuple(_held(name, tensor, side) for side in range(len(shape)))
@@ -79,7 +80,8 @@ def published_shards(shards: Sequence[LocalShard], pieces: Sequence[CheckpointPi
 def _published(piece: CheckpointPiece, shard: LocalShard, rows: np.ndarray) -> LocalShard:
     """Part of a piece. ``rows``: those of the parameter's matrix that this rank has, in order."""
     width, columns = (shard.shape[-1], shard.held[-1]) if len(shard.shape) > 1 else (1, np.zeros(1, dtype=np.int64))
-    count, wide = math.prod(piece.shape), len(columns)
+    count = math.prod(piece.shape)
+    wide = len(columns)
     whole = wide == width
     if not wide or not count:
         return LocalShard(piece.name, piece.shape, (0,), 0, shard.start, shard.start, owned=shard.owned)
@@ -113,7 +115,8 @@ def _held(name: str, tensor: Tensor, side: int) -> np.ndarray:
     the mesh to the last, each to what the ones before left."""
     indices = torch.arange(tensor.shape[side])
     if isinstance(tensor, DTensor):
-        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        mesh = tensor.device_mesh
+        coordinate = tensor.device_mesh.get_coordinate()
         assert coordinate is not None
         for dimension, placement in enumerate(tensor.placements):
             if isinstance(placement, Replicate):

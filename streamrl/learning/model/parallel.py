@@ -93,7 +93,8 @@ def split_tensors(policy: PackedPolicy, split: Split) -> None:
 
 def refuse_without_plan(model: Any, *, experts: bool) -> None:
     """Raise ``StreamRLError`` for a family without a tensor parallel plan, or without one for experts."""
-    config, kind = model.config.get_text_config(), f"model type {model.config.model_type!r}"
+    config = model.config.get_text_config()
+    kind = f"model type {model.config.model_type!r}"
     if not (getattr(config, "base_model_tp_plan", None) or getattr(model.config, "base_model_tp_plan", None)):
         raise StreamRLError(
             f"{kind} has no tensor parallel plan in transformers: set training.advanced.tensor_parallel_size = 1 and "

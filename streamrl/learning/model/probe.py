@@ -26,8 +26,10 @@ TOLERANCE = 1e-3
 _ROW = (PackedSequence(0, 4), PackedSequence(4, 3, prefix=0), PackedSequence(7, 5))
 _ALONE = (7, 5)
 """Twelve tokens: a prompt, its continuation, and another sequence; alone they are sequences of 7 and 5 tokens."""
-_FAR, _WIDEST = 1 << 40, 1 << 18
-_EVERYTHING, _IRREGULAR = -1, -2
+_FAR = 1 << 40
+_WIDEST = 1 << 18
+_EVERYTHING = -1
+_IRREGULAR = -2
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

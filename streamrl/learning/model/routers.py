@@ -33,8 +33,10 @@ class Routers:
     parallel plans."""
 
     def __init__(self, model: Any, layers: int, number: int, top_k: int) -> None:
-        self.number, self.top_k = number, top_k
-        self._kind, self._layers = model.config.model_type, layers
+        self.number = number
+        self.top_k = top_k
+        self._kind = model.config.model_type
+        self._layers = layers
         self._row: RoutedRow | None = None
         self.counted = False
         self._loads_LE: Tensor | None = None
@@ -52,11 +54,13 @@ class Routers:
                 f"engines return {row.experts_TLK.shape[2]} experts in each of {row.experts_TLK.shape[1]} layers, the "
                 f"trainer's model has {self.top_k} in {self._layers}: set training.advanced.routing_replay = false"
             )
-        self._row, self.counted = row, counted
+        self._row = row
+        self.counted = counted
 
     def take_loads(self) -> Tensor:
         """Tokens that went to each expert since the last call: float64 [layers, experts]."""
-        loads_LE, self._loads_LE = self._loads(), None
+        loads_LE = self._loads()
+        self._loads_LE = None
         return loads_LE
 
     def _loads(self) -> Tensor:
@@ -92,7 +96,8 @@ class _Choice(TorchFunctionMode):
 
     def __init__(self, routers: Routers, layer: int) -> None:
         super().__init__()
-        self._routers, self._layer = routers, layer
+        self._routers = routers
+        self._layer = layer
         self.made = False
 
     def __torch_function__(
@@ -101,7 +106,8 @@ class _Choice(TorchFunctionMode):
         result = function(*arguments, **(options or {}))
         if function not in (torch.topk, Tensor.topk):
             return result
-        scores, wanted = arguments[0], (self._routers.number, self._routers.top_k)
+        scores = arguments[0]
+        wanted = (self._routers.number, self._routers.top_k)
         if scores.ndim != 2 or (scores.shape[-1], result.indices.shape[-1]) != wanted:
             return result  # of groups of experts
         self.made = True

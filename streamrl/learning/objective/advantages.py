@@ -39,7 +39,8 @@ def whiten(values_N: FloatVector, moments: Moments) -> FloatVector:
     """(values - mean) / deviation of the population, after REINFORCE++ (arXiv 2501.03262). Float32 [N]. Zeros where
     there is no deviation: the mean of equal float32 values is exact in float64."""
     count = max(1.0, moments.number)
-    mean, mean_square = moments.total / count, moments.square / count
+    mean = moments.total / count
+    mean_square = moments.square / count
     variance = mean_square - mean * mean
     if variance <= 0:
         return np.zeros(values_N.shape, dtype=np.float32)
@@ -89,8 +90,10 @@ def turn_advantages(
     rounding_S1 = EQUAL * (totals_S1.abs() + rewards_ST.abs().sum(1, keepdim=True))
     left_ST1 = left_ST1.where(left_ST1.abs() > rounding_S1, 0.0)
     if credit is Credit.TURN:
-        compared_ST, outcomes_S = rewards_ST, group_advantages(left_ST1[:, -1], estimator)
+        compared_ST = rewards_ST
+        outcomes_S = group_advantages(left_ST1[:, -1], estimator)
     else:
         places_ST = torch.arange(rewards_ST.shape[1]).minimum(torch.tensor([[len(own) - 1] for own in turns_S]))
-        compared_ST, outcomes_S = left_ST1.gather(1, places_ST), torch.zeros(len(turns_S))
+        compared_ST = left_ST1.gather(1, places_ST)
+        outcomes_S = torch.zeros(len(turns_S))
     return torch.stack([outcomes_S + group_advantages(turn_S, estimator) for turn_S in compared_ST.T], 1)

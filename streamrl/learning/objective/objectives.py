@@ -88,7 +88,8 @@ def _surrogate_loss(
     settings: ObjectiveSettings, logprobs_N: Tensor, proximal_N: Tensor, tokens: TokenInputs
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token, and where the clip took effect. The formulas are in ``recipe/objectives``."""
-    surrogate, difference_N = settings.token_surrogate, logprobs_N - proximal_N
+    surrogate = settings.token_surrogate
+    difference_N = logprobs_N - proximal_N
     if surrogate.whole_sequences:
         difference_N = sequence_means(difference_N, tokens.sequence_N, tokens.sequences)[tokens.sequence_N]
     return surrogate.loss(_ratio(difference_N), tokens.advantages_N, logprobs_N, settings.clip)
@@ -130,7 +131,8 @@ def value_loss(settings: ObjectiveSettings, values_N: Tensor, tokens: TokenInput
         raise ValueError("the value loss needs the returns of each token: TokenInputs.returns_N is None")
     error_N = (values_N - tokens.returns_N).square()
     if tokens.old_values_N is not None and settings.value_clip > 0:
-        clip, old_N = settings.value_clip, tokens.old_values_N
+        clip = settings.value_clip
+        old_N = tokens.old_values_N
         near_N = old_N + (values_N - old_N).clamp(-clip, clip)
         error_N = torch.maximum(error_N, (near_N - tokens.returns_N).square())
     return error_N / 2

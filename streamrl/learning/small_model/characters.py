@@ -17,7 +17,10 @@ from transformers import (
     Qwen2Config,
 )
 
-PAD, BOS, EOS, UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
+PAD = "<pad>"
+BOS = "<bos>"
+EOS = "<eos>"
+UNKNOWN = "<unk>"
 
 
 class Vocabulary(ABC):

@@ -16,7 +16,9 @@ from streamrl.learning.small_model.characters import Vocabulary
 from streamrl.learning.small_model.imitation import completion_losses, imitate
 from streamrl.pretrained.chat_template import ChatFormat
 
-PAD, BEGIN, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PAD = "<|endoftext|>"
+BEGIN = "<|im_start|>"
+END = "<|im_end|>"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 TEMPLATE = r"""{% set system = messages[0].content + '\n' if messages[0].role == 'system' else '' %}
 {% if tools %}
@@ -84,7 +86,8 @@ class Chats(Vocabulary):
         """Token ids of a chat, and the places of those that the assistant says, the end of each turn among them."""
         opening = f"{BEGIN}assistant\n"
         first, *turns = text.split(opening)
-        ids, places = self._encode(first), list[int]()
+        ids = self._encode(first)
+        places = list[int]()
         for turn in turns:
             said, end, answer = turn.partition(END)
             ids += self._encode(opening)

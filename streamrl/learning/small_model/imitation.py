@@ -12,7 +12,10 @@ from transformers import PreTrainedModel
 
 Demonstration = tuple[list[int], int]
 Batch = TypeVar("Batch")
-PEAK, WARMUP_STEPS, DECAY_SHARE, LEAST = 3e-3, 50, 0.4, 0.02
+PEAK = 3e-3
+WARMUP_STEPS = 50
+DECAY_SHARE = 0.4
+LEAST = 0.02
 
 
 def completion_losses(

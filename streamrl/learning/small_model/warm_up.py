@@ -22,7 +22,10 @@ from transformers.utils.logging import disable_progress_bar
 from streamrl.learning.small_model.characters import BOS, EOS, PAD, Characters
 from streamrl.learning.small_model.imitation import Demonstration, completion_losses, imitate
 
-BATCH_TOKENS, POOL, HELD_OUT, EVERY = 4096, 512, 64, 25
+BATCH_TOKENS = 4096
+POOL = 512
+HELD_OUT = 64
+EVERY = 25
 
 
 def demonstrations(path: Path) -> tuple[list[Demonstration], Characters]:
@@ -30,7 +33,8 @@ def demonstrations(path: Path) -> tuple[list[Demonstration], Characters]:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     texts = [row["prompt"] + row["completion"] for row in rows]
     characters = Characters(sorted(set("".join(texts))), context=(2 * max(map(len, texts)) // 256 + 1) * 256)
-    begin, end = characters.ids[BOS], characters.ids[EOS]
+    begin = characters.ids[BOS]
+    end = characters.ids[EOS]
     ids = ([begin, *(characters.ids[character] for character in text), end] for text in texts)
     return [(one, len(row["prompt"]) + 1) for one, row in zip(ids, rows, strict=True)], characters
 
@@ -80,7 +84,8 @@ def main() -> None:
     policy = characters.policy(options.seed)
     held_out = examples[: min(HELD_OUT, len(examples) // 8)]
     source = islice(batches(examples[len(held_out) :], random.Random(options.seed)), options.steps)
-    step, share = 0, 0.0
+    step = 0
+    share = 0.0
 
     def loss_of(batch: Sequence[Demonstration]) -> torch.Tensor:
         return completion_losses(policy, batch, characters.ids[PAD])[0].mean()

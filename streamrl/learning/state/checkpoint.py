@@ -85,7 +85,8 @@ def save(
     when less than ``min_free_bytes`` would be left on the disk; nothing half-written stays."""
     partial = directory.with_name(f".{directory.name}.partial")
     first = dist.get_rank() == 0
-    moments, extra = optimizer.moments(), extra or {}
+    moments = optimizer.moments()
+    extra = extra or {}
     tensors = _tensors(weights, weights.masters.whole(), moments, extra)
     published = weights.full_published()
     scalars = _Scalars(
@@ -266,7 +267,8 @@ def _on_every_rank(work: Callable[[], T]) -> list[T]:
     try:
         mine = (work(), "")
     except (OSError, RuntimeError, SafetensorError, StreamRLError) as error:
-        mine, cause = (None, str(error)), error
+        mine = (None, str(error))
+        cause = error
     encoded = all_gather_bytes(msgspec.msgpack.encode(mine))
     everything: list[tuple[T, str]] = [msgspec.msgpack.decode(one, type=tuple[Any, str]) for one in encoded]
     if failure := next((failure for _, failure in everything if failure), ""):

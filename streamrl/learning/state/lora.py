@@ -98,7 +98,8 @@ class AdapterWeights(PublishedWeights):
             adapted = adapted._replace(lengths=f"{module}.lora_magnitude_vector")
             lengths_N = torch.linalg.vector_norm(base.float(), dim=1)
             if isinstance(parameter.data, DTensor):
-                mesh, placed = parameter.data.device_mesh, parameter.data.placements
+                mesh = parameter.data.device_mesh
+                placed = parameter.data.placements
                 whole = torch.Size([parameter.shape[0]])
                 lengths_N = DTensor.from_local(lengths_N, mesh, placed, shape=whole, stride=(1,))
             self._master_tensors[adapted.lengths] = lengths_N
@@ -204,6 +205,7 @@ def chosen_by_peft(
     config.use_dora = lora.dora  # only now: peft would compute lengths of sharded rows
     refuse_targets(model, list(found))
     for name, layer in found.items():
-        a, b = layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach()
+        a = layer.lora_A["default"].weight.detach()
+        b = layer.lora_B["default"].weight.detach()
         layers[name] = (a.float(), b.float(), float(layer.scaling["default"]))
     return layers, config

@@ -61,7 +61,8 @@ class WholeMasters(Masters):
 
     def __init__(self, values_L: Tensor) -> None:
         self.values_L = values_L.detach()
-        self.size, self.device = values_L.numel(), values_L.device
+        self.size = values_L.numel()
+        self.device = values_L.device
 
     def read(self, place: slice) -> Tensor:
         return self.values_L[place]
@@ -85,7 +86,8 @@ class SplitMasters(Masters):
         self._forward = list(forward)
         self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
         self._stops = [start + size for start, size in zip(self._starts, sizes, strict=True)]
-        self.size, self.device = sum(sizes), device
+        self.size = sum(sizes)
+        self.device = device
         self._remainders_L = torch.empty(self.size, dtype=torch.int16, device=device)
         scratch = min(self.size, STEP_ELEMENTS[device.type])
         self._values_C = torch.empty(scratch, dtype=torch.float32, device=device)
@@ -100,7 +102,8 @@ class SplitMasters(Masters):
         """The forward's vectors in ``place``: each part of one, and where in ``place`` it lies."""
         index = max(0, bisect_right(self._starts, place.start) - 1)
         while index < len(self._starts) and self._starts[index] < place.stop:
-            start, stop = max(self._starts[index], place.start), min(self._stops[index], place.stop)
+            start = max(self._starts[index], place.start)
+            stop = min(self._stops[index], place.stop)
             if start < stop:
                 part = self._forward[index]()[start - self._starts[index] : stop - self._starts[index]]
                 yield part, slice(start - place.start, stop - place.start)

@@ -143,10 +143,12 @@ class _QuantizedMoments:
     def step(self, place: slice, values: Tensor, gradient: Tensor, learning_rate: float) -> None:
         # The other chunks have no gradient: the library leaves them out.
         chunk = self._chunks[self._places.index(place)]
-        chunk.data, chunk.grad = values, gradient
+        chunk.data = values
+        chunk.grad = gradient
         self._adamw.param_groups[0]["lr"] = learning_rate
         self._adamw.step()
-        chunk.grad, chunk.data = None, values.new_empty(0)
+        chunk.grad = None
+        chunk.data = values.new_empty(0)
 
     def moments(self) -> dict[str, Tensor]:
         moments: dict[str, Tensor] = {}

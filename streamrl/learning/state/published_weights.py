@@ -150,7 +150,8 @@ class FullWeights(PublishedWeights):
         super().__init__(parameters, pieces)
         self._group: Any = None
         self._partial: list[slice] = []
-        self.master_shards, self._master_tensors = self._parameter_shards, parameters
+        self.master_shards = self._parameter_shards
+        self._master_tensors = parameters
         device = local_part(next(iter(parameters.values()))).device
         size = self.master_shards[-1].stop
         forward_L = None if self._sharded else self._take_over(torch.empty(size, dtype=torch.float32, device=device))

@@ -55,10 +55,12 @@ class UnmergedAdapters(AdapterWeights):
 
     def _connect(self, adapted: Adapted) -> None:
         for name, scale in ((adapted.a, 1.0), (adapted.b, adapted.scale)):
-            shape, device = self._master_tensors[name].shape, adapted.base.device
+            shape = self._master_tensors[name].shape
+            device = adapted.base.device
             self._leaves[name] = torch.zeros(shape, dtype=torch.float32, device=device, requires_grad=True)
             self._scales[name] = scale
-        a_RM, b_NR = self._leaves[adapted.a], self._leaves[adapted.b]
+        a_RM = self._leaves[adapted.a]
+        b_NR = self._leaves[adapted.b]
 
         def add_adapter(_module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
             return output + linear(linear(given[0], a_RM), b_NR)

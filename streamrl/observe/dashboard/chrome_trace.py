@@ -51,7 +51,8 @@ class ChromeTrace:
 
     def step(self, step: Any, began_s: float, **arguments: Any) -> None:
         """Add a step with its parts: a ``StepLine``, or a row of the simulator, which has the same fields."""
-        full, ended = began_s + step.rollout_s, began_s + step.step_s
+        full = began_s + step.rollout_s
+        ended = began_s + step.step_s
         arguments |= {"version": step.policy_version, "tokens": step.trained_tokens}
         self.span(f"{step.round_kind} rollout", 0, STEPS, began_s, step.rollout_s, arguments)
         self.span("training", 0, TRAINING, full, step.training_s, arguments)
@@ -75,8 +76,10 @@ class ChromeTrace:
 
 def trace_run(name: str, timeline: TimelineColumns) -> tuple[ChromeTrace, int]:
     """The trace of a run, and how many of its first trajectories it leaves out: a viewer opens so many at most."""
-    trace, head = ChromeTrace(), timeline.head()
-    count, prompts = timeline.count, dict(enumerate(head["prompts"]))
+    trace = ChromeTrace()
+    head = timeline.head()
+    count = timeline.count
+    prompts = dict(enumerate(head["prompts"]))
     first = max(count - MOST_REQUESTS * count // max(count + head["moments"] - 1, 1), 0)  # turns are bars as well
     engines = list(dict.fromkeys(slot["engine"] for slot in head["slots"])) or [""]
     trace.begin(name, [engine or "engines" for engine in engines])

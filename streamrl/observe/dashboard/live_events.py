@@ -15,7 +15,9 @@ from starlette.types import Receive, Scope, Send
 from streamrl.observe.dashboard.run_view import RunView
 from streamrl.observe.dashboard.timeline_columns import event_row, step_row
 
-LOOK_S, COMMENT_S, SLOW_S = 0.5, 15.0, 20.0
+LOOK_S = 0.5
+COMMENT_S = 15.0
+SLOW_S = 20.0
 """Seconds between two looks, between comments, and after which a client that takes nothing is left."""
 MOST_ROWS = 20_000
 """Trajectories of one event."""
@@ -36,7 +38,8 @@ class StreamPlace(msgspec.Struct, array_like=True):
 
 def place_of(view: RunView) -> StreamPlace:
     """The end of what is known now."""
-    timeline, metrics = view.timeline, view.metrics
+    timeline = view.timeline
+    metrics = view.metrics
     return StreamPlace(
         server=os.getpid(),
         rows=timeline.count,
@@ -59,7 +62,8 @@ def read_place(text: str) -> StreamPlace | None:
 
 def news(view: RunView, place: StreamPlace) -> Iterator[tuple[str, Any]]:
     """Events after ``place``, which moves with them."""
-    timeline, metrics = view.timeline, view.metrics
+    timeline = view.timeline
+    metrics = view.metrics
     is_new = max(metrics.steps.step[-1:], default=-1) > place.step  # else nothing is computed of a long run
     found: dict[str, Any] = metrics.answer(place.step) if is_new else {"step": ()}
     traced = {step.policy_version: step for step in timeline.steps} if is_new else {}
@@ -75,15 +79,18 @@ def news(view: RunView, place: StreamPlace) -> Iterator[tuple[str, Any]]:
         values = {name: column[at] for name, column in evaluated["values"].items()}
         yield "evaluation", {"step": step, "time_s": evaluated["time_s"][at], "values": values}
     while place.rows < (count := timeline.count):
-        first, place.rows = place.rows, min(count, place.rows + MOST_ROWS)
+        first = place.rows
+        place.rows = min(count, place.rows + MOST_ROWS)
         names = timeline.names(place.prompts)
-        first_prompt, place.prompts = place.prompts, place.prompts + len(names["prompts"])
+        first_prompt = place.prompts
+        place.prompts = place.prompts + len(names["prompts"])
         rows = timeline.rows(first, place.rows)
         yield "trajectories", {"first": first, "rows": rows, "first_prompt": first_prompt, **names}
     for event in timeline.events[place.events :]:
         place.events += 1
         yield "event", event_row(event)
-    loads, place.loads = place.loads, len(timeline.load["time_s"])
+    loads = place.loads
+    place.loads = len(timeline.load["time_s"])
     if loads < place.loads:
         yield "engines", {name: values[loads : place.loads].tolist() for name, values in timeline.load.items()}
 
@@ -96,7 +103,8 @@ class LiveEvents(Response):
     def __init__(self, view: RunView, place: StreamPlace | None, headers: dict[str, str]) -> None:
         super().__init__(headers=headers | {"X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._view, self._place = view, place
+        self._view = view
+        self._place = place
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the client leaves, or takes nothing any more."""
@@ -112,7 +120,10 @@ class LiveEvents(Response):
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        view, text, state, sent = self._view, "retry: 1000\n\n", "", anyio.current_time()
+        view = self._view
+        text = "retry: 1000\n\n"
+        state = ""
+        sent = anyio.current_time()
         while True:
             if not text and anyio.current_time() - sent > COMMENT_S:
                 text = ": still here\n\n"
@@ -126,7 +137,8 @@ class LiveEvents(Response):
             text = await anyio.to_thread.run_sync(self._text)
             summary = await anyio.to_thread.run_sync(view.summary)
             if summary["state"] != state:
-                state, text = summary["state"], text + _event("state", summary, "")
+                state = summary["state"]
+                text = text + _event("state", summary, "")
             if not text:
                 await anyio.sleep(LOOK_S)
 

@@ -60,7 +60,8 @@ class RunMetrics:
     def __init__(self, files: RunFiles) -> None:
         self._lines = FollowedLines(files.metrics)
         began = files.started() or 0.0
-        self.steps, self.evaluations = MetricColumns(began), MetricColumns(began)
+        self.steps = MetricColumns(began)
+        self.evaluations = MetricColumns(began)
         self.last_step: MetricLine | None = None
         self.lock = RLock()
 

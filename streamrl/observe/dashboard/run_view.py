@@ -28,10 +28,13 @@ class RunView:
     """The run ``number`` of a dashboard. May be used from several threads, which wait for each other."""
 
     def __init__(self, number: int, files: RunFiles) -> None:
-        self.number, self.files = number, files
+        self.number = number
+        self.files = files
         self.recipe = files.recipe()
-        self.metrics, self.timeline = RunMetrics(files), TimelineColumns(files)
-        self._reading, self._read_at = Lock(), {"metrics": 0.0, "timeline": 0.0}
+        self.metrics = RunMetrics(files)
+        self.timeline = TimelineColumns(files)
+        self._reading = Lock()
+        self._read_at = {"metrics": 0.0, "timeline": 0.0}
 
     def refresh(self, *, timeline: bool = True) -> None:
         """Read what the run has written since the last time. ``timeline`` False: its metrics alone."""
@@ -43,7 +46,8 @@ class RunView:
 
     def summary(self) -> dict[str, Any]:
         """Name, place and state of the run."""
-        last, header = self.metrics.last_step, self.timeline.header
+        last = self.metrics.last_step
+        header = self.timeline.header
         return {
             "run": self.number,
             "name": self.recipe.get("run.name", self.files.run_id),
@@ -62,9 +66,11 @@ class RunView:
         """Histograms of tokens by step: of all that came back before its version was live, and of what it trained."""
         timeline = self.timeline
         with timeline.lock:
-            tokens, came = timeline.column("tokens"), timeline.column("reward_end")
+            tokens = timeline.column("tokens")
+            came = timeline.column("reward_end")
             trained = timeline.column("outcome") == timeline.number_of_outcome(TRAINED)
-            ended, steps = timeline.column("ended"), list(timeline.steps)
+            ended = timeline.column("ended")
+            steps = list(timeline.steps)
         most = max(int(tokens.max(initial=0)), 1)
         edges = np.linspace(0, most, BINS + 1)
         ends = np.array([step.time_s for step in steps])

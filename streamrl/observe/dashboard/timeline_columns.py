@@ -37,7 +37,9 @@ COLUMNS = {
 where, among the moments, the number of those of the trajectory stands, with them behind it; 0: none. Moments: seconds
 from the launch to the begin and the end of each turn, and to the end of the environment."""
 
-MOST_PROMPTS, MOST_SLOTS, MOST_OUTCOMES = 200_000, 0xFFFF, 0xFF
+MOST_PROMPTS = 200_000
+MOST_SLOTS = 0xFFFF
+MOST_OUTCOMES = 0xFF
 MOST_POINTS = 20_000
 """Of the load of engines, and of events, in one answer."""
 _CODES = {"f4": "f", "u4": "I", "u2": "H", "u1": "B"}
@@ -86,7 +88,8 @@ class TimelineColumns:
         self._lines = FollowedLines(files.trace)
         self._decode = msgspec.json.Decoder(TraceHeader | TraceLine).decode
         self._columns: dict[str, array[Any]] = {name: array(_CODES[kind]) for name, kind in COLUMNS.items()}
-        self._engine, self._moments = array("H"), array("f", [0.0])
+        self._engine = array("H")
+        self._moments = array("f", [0.0])
         self._names: dict[str, dict[str, int]] = {"outcome": {}, "prompt": {}, "engine": {}}
         self._placed = 0
         self._slots = EngineSlots()
@@ -145,8 +148,10 @@ class TimelineColumns:
         """The binary block of the contract: its length in bytes, and its parts. Columns are sorted by launch, and made
         one by one, so that no second copy of all of them is ever there."""
         with self.lock:
-            count, head = self._placed, msgspec.json.encode(self.head())
-            order, moments = np.argsort(self.column("launched"), kind="stable"), self._moments.tobytes()
+            count = self._placed
+            head = msgspec.json.encode(self.head())
+            order = np.argsort(self.column("launched"), kind="stable")
+            moments = self._moments.tobytes()
         head += b" " * (-(len(head) + 4) % 8)
         start = len(head).to_bytes(4, "little") + head
         length = len(start) + sum(_padded(count * int(kind[1])) for kind in COLUMNS.values()) + _padded(len(moments))
@@ -242,13 +247,15 @@ class TimelineColumns:
 
     def _place(self) -> None:
         """Put trajectories that were read since the last time on slots of their engines, in the order of launches."""
-        first, self._placed = self._placed, len(self._engine)
+        first = self._placed
+        self._placed = len(self._engine)
         # The bits of floats that are not negative are in their order: whole numbers, with room for that of a slot.
         times = (self.column(name, first) for name in ("launched", "rollout_end"))
         launched, left = (np.maximum(time, 0).view("u4").astype("u8") << 16 for time in times)
         engine = np.frombuffer(self._engine, dtype="u2")[first:].copy()
         names = list(self._names["engine"])
-        each, header = 0, self.header
+        each = 0
+        header = self.header
         if header is not None:
             each = min(header.capacity, header.prompts_per_batch * header.group_size * 3 // 2) // max(header.engines, 1)
         for number in sorted(set(engine.tolist()), key=lambda number: natural(names[number])):

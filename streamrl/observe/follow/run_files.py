@@ -49,7 +49,8 @@ class MetricLine(msgspec.Struct, frozen=True):
 def metric_lines(lines: Iterable[bytes]) -> Iterator[MetricLine]:
     """``lines`` of ``METRICS``, without those that cannot be read."""
     for line in decoded_lines(lines, dict[str, Any]):
-        step, time_s = line.get("step"), line.get("time")
+        step = line.get("step")
+        time_s = line.get("time")
         if isinstance(step, int) and isinstance(time_s, int | float):
             values = {name: one for name, one in line.items() if name not in _HEAD and isinstance(one, int | float)}
             yield MetricLine("step" if line.get("kind") == "step" else "evaluation", step, time_s, values)
@@ -133,7 +134,8 @@ class RunFiles(msgspec.Struct, frozen=True):
         """Its state now. ``last_step``: the last line of a step of its metrics, where there is one."""
         if writer_of(self.directory) is not None:  # the lock of the run, which its supervisor holds
             return RunStatus.RUNNING
-        steps, last_s = self.steps(last_step), last_step.time if last_step else 0.0
+        steps = self.steps(last_step)
+        last_s = last_step.time if last_step else 0.0
         if steps is not None and last_step is not None and last_step.step >= steps:
             return RunStatus.FINISHED
         failed = any(changed_s(bundle) > last_s for bundle in self.directory.glob("crash/*.zip"))

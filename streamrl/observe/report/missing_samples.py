@@ -20,7 +20,9 @@ class MissingSamples(Observer):
     def __init__(
         self, control: Control, emit: Callable[[RunWarning], Awaitable[None]], *, train_truncated: bool
     ) -> None:
-        self._control, self._emit, self._train_truncated = control, emit, train_truncated
+        self._control = control
+        self._emit = emit
+        self._train_truncated = train_truncated
         self._failed: dict[int, list[TrajectoryFailed]] = {}
         self._reasons: Counter[str] = Counter()
         self._wanted = 0
@@ -33,7 +35,8 @@ class MissingSamples(Observer):
 
     async def on_action(self, action: do.ControlAction) -> None:
         """Note the groups of the batch, and that it is closed."""
-        buffer, batch = self._control.state.buffer, self._control.state.batch
+        buffer = self._control.state.buffer
+        batch = self._control.state.batch
         if isinstance(action, do.TrainGroupNow) and (group := buffer.batched.get(action.group_id)) is not None:
             self._joined(action, group.keep)
         elif isinstance(action, do.StepOptimizer):
@@ -57,7 +60,8 @@ class MissingSamples(Observer):
             await self._emit(RunWarning(step=push.policy_version, message="; ".join(lines)))
 
     def _joined(self, action: do.TrainGroupNow, wanted: int) -> None:
-        failures, trained = self._failed.pop(action.group_id, []), len(action.ids)
+        failures = self._failed.pop(action.group_id, [])
+        trained = len(action.ids)
         self._wanted += max(wanted, trained)
         for place in range(wanted - trained):
             event = failures[place] if place < len(failures) else None
@@ -73,4 +77,5 @@ class MissingSamples(Observer):
         if empty_places > 0:
             lines.append(f"{empty_places} places of its batch stayed empty: no prompts are left")
         self._lines[policy_version] = lines
-        self._reasons, self._wanted = Counter(), 0
+        self._reasons = Counter()
+        self._wanted = 0

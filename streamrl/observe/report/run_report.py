@@ -93,20 +93,35 @@ class RunReport(Observer):
         clock: Callable[[], float] = time.monotonic,
         length_limit: int = 0,
     ) -> None:
-        self._emit, self._control, self._store, self._rollout = emit, control, store, rollout
-        self._capacity, self._load, self._serving, self._figures = capacity, load, serving, figures
-        self._rewards_in_flight, self._loop_lag = rewards_in_flight, loop_lag
-        self._alarms, self._evaluations, self._resumption = alarms or Alarms(()), evaluations, resumption
-        self._trace, self._samples, self._clock = trace, samples, clock
+        self._emit = emit
+        self._control = control
+        self._store = store
+        self._rollout = rollout
+        self._capacity = capacity
+        self._load = load
+        self._serving = serving
+        self._figures = figures
+        self._rewards_in_flight = rewards_in_flight
+        self._loop_lag = loop_lag
+        self._alarms = alarms or Alarms(())
+        self._evaluations = evaluations
+        self._resumption = resumption
+        self._trace = trace
+        self._samples = samples
+        self._clock = clock
         self._previous_lives_s = resumption.recovered.elapsed_s if resumption else 0.0
         self._started = self._progressed_at = clock()
         self._timer = StepTimer(clock, rollout, capacity)
         self._trained: dict[int, _Trained] = {}
-        self._rewards, self._rounds = RewardCalls(), Counter[str]()
-        self._began, self._round_kind, self._recovered = False, "", -1
+        self._rewards = RewardCalls()
+        self._rounds = Counter[str]()
+        self._began = False
+        self._round_kind = ""
+        self._recovered = -1
         self.trajectories = TrajectoryStats(trace, length_limit)
         self._notify: Callable[[ControlEvent], None] = lambda event: None
-        self._last_load, self._measuring = EngineLoad(), anyio.CancelScope()
+        self._last_load = EngineLoad()
+        self._measuring = anyio.CancelScope()
         self.waits = RunWaits(clock, self._shell)
 
     def elapsed(self) -> float:
@@ -125,7 +140,8 @@ class RunReport(Observer):
         with self._measuring:
             while True:
                 await anyio.sleep(MEASURING_INTERVAL_S)
-                measured, settings = self.engines_measured(self._load()), self._control.settings
+                measured = self.engines_measured(self._load())
+                settings = self._control.settings
                 if settings.rounds is RoundKind.CUSTOM or (settings.reads_environment and measured.environment != away):
                     away = measured.environment
                     notify(measured)
@@ -141,7 +157,8 @@ class RunReport(Observer):
         self.waits.take(self._clock())
         if (resumption := self._resumption) is None:
             return
-        recovered, version = resumption.recovered, resumption.policy_version
+        recovered = resumption.recovered
+        version = resumption.policy_version
         before = recovered.published if recovered.published and recovered.published.policy_version == version else None
         await self._emit(
             RunResumed(
@@ -153,7 +170,8 @@ class RunReport(Observer):
             )
         )
         if version > recovered.state.live_version and (batch := recovered.batch_of(version)):
-            self._recovered, self._round_kind = version, ""
+            self._recovered = version
+            self._round_kind = ""
             self.on_trained(version, batch, resumption.reports[0].metrics if resumption.reports else {})
 
     async def on_event(self, event: ControlEvent) -> None:
@@ -242,15 +260,20 @@ class RunReport(Observer):
 
     async def on_progress(self) -> None:
         """Say how far the open round is, or the evaluation when all else waits for it; at most a few times a second."""
-        now, state = self._clock(), self._control.state
+        now = self._clock()
+        state = self._control.state
         self.waits.update(state)
         if now - self._progressed_at < PROGRESS_INTERVAL_S:
             return
         self._progressed_at = now
-        phase, finished, wanted = "rollout", state.batch.filled, state.batch.target
+        phase = "rollout"
+        finished = state.batch.filled
+        wanted = state.batch.target
         evaluation = self._evaluations.running if self._evaluations is not None else None
         if evaluation is not None and (state.live_version < state.trainer_version or not state.buffer):
-            phase, finished, wanted = "evaluation", len(evaluation.outcomes), evaluation.wanted
+            phase = "evaluation"
+            finished = len(evaluation.outcomes)
+            wanted = evaluation.wanted
         elif state.pending.push is not None:
             phase = "weights"
         elif state.batch_closed:
@@ -262,7 +285,8 @@ class RunReport(Observer):
         """Measure the engines since the last call, for control and the trace. ``load``: of all engines together, at
         most 0.2 s old."""
         self.waits.update()
-        before, self._last_load = self._last_load, load
+        before = self._last_load
+        self._last_load = load
         if load.generated_tokens < before.generated_tokens:
             before = load  # an engine left, and its counters with it: from here on again
         measured = load_between(before, load, self._serving(), self._rollout().environment)
@@ -272,7 +296,8 @@ class RunReport(Observer):
 
     async def decided(self, decision: do.Decision, step: int) -> None:
         """Report that something works otherwise, from ``step`` on."""
-        subject, figures = decision.subject, decision.figures
+        subject = decision.subject
+        figures = decision.figures
         await self._emit(RunDecided(step=step, subject=subject, reason=decision.reason, figures=figures))
 
     def close(self) -> None:

@@ -44,17 +44,21 @@ class StepTimer:
     that the engines can run at once, in the rollout and in the whole step."""
 
     def __init__(self, clock: Callable[[], float], rollout: Callable[[], RolloutStatistics], capacity: int) -> None:
-        self._clock, self._rollout, self._capacity = clock, rollout, capacity
+        self._clock = clock
+        self._rollout = rollout
+        self._capacity = capacity
         self._began_at = self._closed_at = self._trained_at = self._publishing_at = clock()
         self._began_with = self._closed_with = rollout()
 
     def began(self) -> None:
         """The first version is live: the first step begins."""
-        self._began_at, self._began_with = self._clock(), self._rollout()
+        self._began_at = self._clock()
+        self._began_with = self._rollout()
 
     def batch_closed(self) -> None:
         """The trainer was ordered to step."""
-        self._closed_at, self._closed_with = self._clock(), self._rollout()
+        self._closed_at = self._clock()
+        self._closed_with = self._rollout()
 
     def batch_trained(self) -> BatchTimes:
         """The trainer stepped."""
@@ -71,9 +75,11 @@ class StepTimer:
 
     def step_finished(self) -> StepTimes:
         """The version is live: its step has ended, and the next one begins."""
-        before, began_at = self._began_with, self._began_at
+        before = self._began_with
+        began_at = self._began_at
         self.began()
-        now, after = self._began_at, self._began_with
+        now = self._began_at
+        after = self._began_with
         seconds = max(now - began_at, 1e-9)
         return StepTimes(
             ended_at=now,

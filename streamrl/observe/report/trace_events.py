@@ -11,7 +11,11 @@ from streamrl.control import events as on
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_trace import EventLine, TrajectoryTrace
 
-EVALUATION, PUSH, PAUSE, CHECKPOINT, HELD = "evaluation", "push", "pause", "checkpoint", "paused by hand"
+EVALUATION = "evaluation"
+PUSH = "push"
+PAUSE = "pause"
+CHECKPOINT = "checkpoint"
+HELD = "paused by hand"
 MOST_TEXT = 500
 """Characters."""
 
@@ -31,7 +35,9 @@ class TraceEvents(Observer):
     def open(self, trace: TrajectoryTrace, report: RunReport, step: int, *, paused: bool) -> None:
         """Append to ``trace`` of ``report`` from now on, and tell it what only its trajectories say. ``step``: the live
         version; ``paused``: by hand, before the run was resumed."""
-        self._trace, self._report, self._step = trace, report, step
+        self._trace = trace
+        self._report = report
+        self._step = step
         if self._before:
             trace.append(*self._before)
         if paused:

@@ -66,14 +66,16 @@ class TrajectoryStats:
     def routed(self, whole: str, engine: str, now: float) -> None:
         """A part of the completion ``whole`` went to ``engine``: the first, or what was left of it."""
         if (one := self._by_request.get(whole)) is not None:
-            one.engine, one.routed_s = engine, one.routed_s or now
+            one.engine = engine
+            one.routed_s = one.routed_s or now
 
     def paused(self, ids: Iterable[TrajectoryId], now: float, *, paused: bool) -> None:
         """Control pauses trajectories, or lets them go on. They leave the engine a moment later, where they do."""
         for one in filter(None, map(self._open.get, ids)):
             one.pausing = paused
             if one.left_s is not None and not paused:
-                one.paused_s, one.left_s = one.paused_s + now - one.left_s, None
+                one.paused_s = one.paused_s + now - one.left_s
+                one.left_s = None
 
     def went_live(self, policy_version: int, now: float) -> None:
         """Engines sample ``policy_version`` from now on: requests may have waited for it in paused engines."""
@@ -90,7 +92,8 @@ class TrajectoryStats:
         trajectory = item.id if isinstance(item, TrajectoryLost) else item.outcome.trajectory.id
         if (one := self._open.get(trajectory)) is None:
             return
-        one.outcome, one.returned_s = item, now
+        one.outcome = item
+        one.returned_s = now
         length = _length(item, one.round_kind)
         self._window.sampled.append(length)
         if trajectory.attempt == 0 and self.lengths.limit:
@@ -137,7 +140,8 @@ class TrajectoryStats:
     def take_window(self) -> StepWindow:
         """Return what ended since the last call."""
         self._end_failed()
-        window, self._window = self._window, StepWindow()
+        window = self._window
+        self._window = StepWindow()
         return window
 
     def close(self, now: float) -> None:
@@ -178,7 +182,8 @@ def _length(outcome: EndedOutcome, round_kind: str) -> SampledLength:
         return SampledLength(outcome.tokens, False, False, round_kind)
     trajectory = outcome.outcome.trajectory
     reason = trajectory.finish_reason
-    whole, truncated = reason is not FinishReason.ABORT, reason is FinishReason.LENGTH
+    whole = reason is not FinishReason.ABORT
+    truncated = reason is FinishReason.LENGTH
     return SampledLength(trajectory.generated_tokens, whole, truncated, round_kind)
 
 
@@ -250,7 +255,8 @@ class RewardCalls:
 
 def work_metrics(trajectories: TrajectoryStats, rounds: Mapping[str, int], trained_tokens: int) -> dict[str, float]:
     """Metrics of what was sampled, kept and discarded since the last step. ``rounds``: trained until now, by kind."""
-    window, several = trajectories.take_window(), len(rounds) > 1
+    window = trajectories.take_window()
+    several = len(rounds) > 1
     ended = sum(length.tokens for length in window.sampled)
     return {
         **length_metrics(window, trajectories.lengths, by_kind=several),

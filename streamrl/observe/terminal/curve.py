@@ -57,10 +57,13 @@ def _frame(curves: Sequence[Curve]) -> _Frame | None:
     points = [point for curve in curves for point in curve.points]
     if not points:
         return None
-    steps, values = [step for step, _ in points], [value for _, value in points]
-    low, high = min(values), max(values)
+    steps = [step for step, _ in points]
+    values = [value for _, value in points]
+    low = min(values)
+    high = max(values)
     margin = (high - low) * 0.05 or max(abs(high), 1.0) * 0.1
-    left, right = min(steps), max(steps)
+    left = min(steps)
+    right = max(steps)
     return _Frame(left, right if right > left else left + 1, low - margin, high + margin)
 
 
@@ -73,7 +76,8 @@ def terminal_plot(curves: Sequence[Curve], *, width: int = 60, height: int = 8) 
     cells = [[0] * width for _ in range(height)]
     for curve in curves:
         for across, up in _dense(curve, frame, 4 * width):
-            column, row = round(across * (2 * width - 1)), round((1 - up) * (4 * height - 1))
+            column = round(across * (2 * width - 1))
+            row = round((1 - up) * (4 * height - 1))
             cells[row // 4][column // 2] |= _BRAILLE_DOTS[row % 4][column % 2]
     labels = {0: f"{frame.high:.3g}", height - 1: f"{frame.low:.3g}"}
     indent = max(map(len, labels.values()))
@@ -81,7 +85,8 @@ def terminal_plot(curves: Sequence[Curve], *, width: int = 60, height: int = 8) 
         f"{labels.get(row, ''):>{indent}} ┤" + "".join(chr(0x2800 + dots) for dots in cells[row]).rstrip("\u2800")
         for row in range(height)
     ]
-    first, last = f"{frame.left:g}", f"{frame.right:g}"
+    first = f"{frame.left:g}"
+    last = f"{frame.right:g}"
     lines.append(" " * indent + " └" + "─" * width)
     lines.append(" " * (indent + 2) + first + last.rjust(width - len(first)))
     return lines

@@ -35,9 +35,11 @@ class RunHistory:
         self._began = self._last = clock()
         self.run_id = ""
         self.steps = 0
-        self.last_step = self._first_step = 0
+        self.last_step = 0
+        self._first_step = 0
         self.directory: Path | None = None
-        self._parameters, self._adapters = 0, False
+        self._parameters = 0
+        self._adapters = False
         self._learning_rate = 0.0
         self._stepped = 0
         self._judged = False
@@ -52,7 +54,8 @@ class RunHistory:
         """Every process is ready: time counts from here."""
         self.run_id = event.run_id
         self.steps = event.steps
-        self._parameters, self._adapters = event.parameters, bool(event.trained_parameters)
+        self._parameters = event.parameters
+        self._adapters = bool(event.trained_parameters)
         self.directory = Path(event.directory) if event.directory else None  # a watcher has none
         self.resumed(event.policy_version)
         self._began = self._last = self._clock()
@@ -66,7 +69,9 @@ class RunHistory:
         self._first_step = version
         if self.directory is None or self.rewards or not version:
             return
-        rewards, scores = {}, {}  # of a step that a run made twice the last
+        # of a step that a run made twice the last
+        rewards = {}
+        scores = {}
         for line in RunFiles(self.directory).metric_lines():
             if line.step > version:
                 continue
@@ -129,17 +134,22 @@ class RunHistory:
             return None
         self._judged = True
         if len(self._scores) > 1:
-            what, ((before, spread), *_, (after, more)) = "held-out", self._scores.values()
+            what = "held-out"
+            (before, spread), *_, (after, more) = self._scores.values()
             error = math.hypot(spread, more)
         else:
-            what, first, last = f"reward (mean of {SUMMARY_STEPS} steps)", self._first, self._recent
-            before, after = fmean(first), fmean(last)
+            what = f"reward (mean of {SUMMARY_STEPS} steps)"
+            first = self._first
+            last = self._recent
+            before = fmean(first)
+            after = fmean(last)
             error = math.sqrt((variance(first) + variance(last)) / SUMMARY_STEPS)
         change = after - before
         text = f"after {VERDICT_STEP} steps: {what} {before:.3f} -> {after:.3f}, {change:+.3f} ± {error:.3f}: "
         if change > 2 * error:
             return f"{text}it learns"
-        rate, adapters = self._learning_rate, self._adapters
+        rate = self._learning_rate
+        adapters = self._adapters
         advice = learning_rate_notice(rate, self._parameters, adapters=adapters) if rate else None
         return f"{text}{'it gets worse' if change < -2 * error else 'no change beyond noise'}; {advice or _ADVICE}"
 
@@ -157,7 +167,8 @@ class RunHistory:
         lines = ["", f"{reason}: {self.last_step} of {self.steps} steps{lives} in {duration(seconds)}{each}"]
         if self._counted:
             count = min(SUMMARY_STEPS, max(1, self._counted // 2))
-            first, last = fmean(self._first[:count]), fmean([*self._recent][-count:])
+            first = fmean(self._first[:count])
+            last = fmean([*self._recent][-count:])
             lines.append(f"  reward/mean  {first:.3f} -> {last:.3f}  (means of the first and the last {count} steps)")
         if self._scores:
             scores = {step: score for step, (score, _) in self._scores.items()}

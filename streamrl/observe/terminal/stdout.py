@@ -214,8 +214,11 @@ class StdoutReporter:
         step_s, remaining_s = self._history.stepped(event)
         moving = self._moving | self._moved_by(event.metrics)
         if moving != self._moving:
-            self._moving, self._rows = moving, 0  # another column: the head comes again
-        steps, screen = self._history.steps, self._screen
+            # another column: the head comes again
+            self._moving = moving
+            self._rows = 0
+        steps = self._history.steps
+        screen = self._screen
         further = further_columns(moving, steps, screen.width())
         if screen.is_table and self._rows % HEADER_EVERY == 0:
             screen.line(table_header(steps, further))

@@ -83,7 +83,8 @@ LEGEND = (
     "  columns  reward: mean of the last 10 steps; held-out: the last evaluation;",
     "           cut: completions at max_tokens; no-signal: groups of equal rewards",
 )
-_TIME, _LEFT = 7, 7
+_TIME = 7
+_LEFT = 7
 
 
 def further_columns(moving: frozenset[str], steps: int, width: int | None) -> tuple[Column, ...]:
@@ -110,7 +111,8 @@ def round_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
 
 def _cell(column: Column, metrics: Mapping[str, float], width: int = 0) -> str:
     """``-`` for a metric that is absent or not finite. ``width``: the kind of a round is cut to it (0: not)."""
-    kind, value = "", metrics.get(column.metric)
+    kind = ""
+    value = metrics.get(column.metric)
     if column.label == "round" and (seen := round_of(metrics)) is not None:
         kind, value = seen
     if value is None or not math.isfinite(value):
@@ -168,7 +170,8 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
             k = what.removeprefix("avg@")
             solved = metrics.get(f"eval/{collection}/pass@{k}") if k != "1" else None
             share = "" if solved is None else f" pass@{k} {solved:.3f}"
-            start, end = f"eval/{collection}/func/", "/mean"
+            start = f"eval/{collection}/func/"
+            end = "/mean"
             means = {n[len(start) : -len(end)]: v for n, v in metrics.items() if n.startswith(start)}
             each = "; " + ", ".join(f"{n} {v:.3f}" for n, v in means.items()) if len(means) > 1 else ""
             parts.append(f"{collection} {value:.3f}{share}{count}{each}")
@@ -192,7 +195,8 @@ def sample_block(title: str, sample: CompletionSampled) -> list[str]:
     """Title, figures and whole texts, by message of a conversation. Further lines of a text are indented: none looks
     like a line of another one."""
     turns = [(f"{one.role} {one.tokens} tok" if one.sampled else one.role, one.text) for one in sample.turns]
-    parts, wide = turns or [("prompt", sample.prompt), ("text", sample.text)], 20 if turns else 8
+    parts = turns or [("prompt", sample.prompt), ("text", sample.text)]
+    wide = 20 if turns else 8
     lines = [f"  {name:<{wide}}" + text.replace("\n", f"\n{'':<{wide + 2}}") for name, text in parts]
     return [f"{title}: {_figures(sample)}" if title else _figures(sample), *lines]
 

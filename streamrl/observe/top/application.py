@@ -78,7 +78,8 @@ class Board(Widget):
         """Draw the lines that have changed: over a slow line the others need not be sent again."""
         if not self.size:  # before the first layout, or behind the log
             return
-        before, width = self._lines, self.size.width
+        before = self._lines
+        width = self.size.width
         self._lines = screen(self._picture, width, self.size.height, self.hidden, self.wanted)
         changed = [y for y, line in enumerate(self._lines) if y >= len(before) or line != before[y]]
         if changed:
@@ -113,8 +114,11 @@ class TopApplication(App[None]):
         logs: Callable[[], list[str]] = list,
     ) -> None:
         super().__init__()
-        self.picture, self._subscriber = picture, subscriber
-        self._steer, self._why_not, self._logs = steer, why_not, logs
+        self.picture = picture
+        self._subscriber = subscriber
+        self._steer = steer
+        self._why_not = why_not
+        self._logs = logs
 
     def compose(self) -> ComposeResult:
         yield Board(self.picture)
@@ -156,8 +160,10 @@ class TopApplication(App[None]):
         self.push_screen(Question(KEYS))
 
     def action_log(self) -> None:
-        log, board = self.query_one("#log", RichLog), self.query_one(Board)
-        log.display, board.display = not log.display, log.display
+        log = self.query_one("#log", RichLog)
+        board = self.query_one(Board)
+        board.display = log.display
+        log.display = not log.display
         log.focus() if log.display else self.set_focus(None)
         self._look()
 

@@ -13,7 +13,10 @@ from streamrl.observe.terminal.curve import Curve, terminal_plot
 from streamrl.observe.terminal.step_line import duration, percent, short_count
 from streamrl.observe.top.picture import Picture
 
-NARROWEST, LOWEST, TWO_COLUMNS, THREE_COLUMNS = 36, 10, 72, 150
+NARROWEST = 36
+LOWEST = 10
+TWO_COLUMNS = 72
+THREE_COLUMNS = 150
 LEVELS = "▁▂▃▄▅▆▇█"
 STATES = {
     "racing": "yellow", "ready": "cyan", "batch": "green", "paused": "magenta", "deferred": "blue", "dropped": "red",
@@ -40,7 +43,8 @@ def bar(share: float, width: int, style: str) -> Text:
 def spark(values: Sequence[float], width: int) -> str:
     """The last ``width`` values as one line of blocks."""
     shown = values[-width:] if width > 0 else []
-    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    low = min(shown, default=0.0)
+    high = max(shown, default=0.0)
     return "".join(LEVELS[round((value - low) / (high - low) * 7)] if high > low else LEVELS[3] for value in shown)
 
 
@@ -70,7 +74,8 @@ def groups(picture: Picture, width: int, height: int, wanted: str) -> list[Text]
     members = min(max((len(row.marks) for row in live.groups), default=0), 16) if width >= 56 else 0
     room = max(width - 32 - members, 3)
     for row in live.groups:
-        style, cut = STATES.get(row.state, ""), row.size - len(row.marks)
+        style = STATES.get(row.state, "")
+        cut = row.size - len(row.marks)
         done = f"{row.marks.count('d') + row.marks.count('c')}/{row.keep}" + (f"-{cut}" if cut else "")
         longest = max(row.tokens, default=0)
         whole = bar(longest / max(live.budget, 1), room, style)
@@ -94,7 +99,8 @@ def trainer(picture: Picture, width: int, height: int, wanted: str) -> list[Text
     full = f" batch {live.filled}/{live.target}"
     kind = f"round {live.round_kind} x{live.group_size}" if live.round_kind else "no round open"
     last = picture.last
-    took, rate = last.get("time/step_s"), short_count(last.get("perf/train_tok_s") or 0.0)
+    took = last.get("time/step_s")
+    rate = short_count(last.get("perf/train_tok_s") or 0.0)
     speed = f"last step {duration(took)}, {rate} tok/s trained" if took else "no step yet"
     also = Text(f"under way: {', '.join(others)}" if others else f"live version {live.live_version}, {kind}")
     filled = bar(live.filled / max(live.target, 1), max(width - len(full), 3), "green")
@@ -103,7 +109,8 @@ def trainer(picture: Picture, width: int, height: int, wanted: str) -> list[Text
 
 def rewards(picture: Picture, width: int, height: int, wanted: str) -> list[Text]:
     """The queue, failures and latencies of rewards."""
-    last, live = picture.last, picture.live
+    last = picture.last
+    live = picture.live
     functions = sorted({name.split("/")[2] for name in last if name.startswith("reward/func/")})
     line = f"{live.scoring if live else 0} waiting"
     if "reward/latency_p95_s" in last:
@@ -121,16 +128,20 @@ def rewards(picture: Picture, width: int, height: int, wanted: str) -> list[Text
 def waits(picture: Picture, width: int, height: int, wanted: str) -> list[Text]:
     """A stacked bar a step, as long as the step took: what the run waited for."""
     rows = picture.waits(max(height - 1, 1))
-    longest, whole = max((seconds for _, seconds, _ in rows), default=0.0), sum(seconds for _, seconds, _ in rows)
+    longest = max((seconds for _, seconds, _ in rows), default=0.0)
+    whole = sum(seconds for _, seconds, _ in rows)
     if not longest:
         return [Text("no step yet", "dim")]
     total: dict[str, float] = {}
     lines = []
     for step, seconds, shares in reversed(rows):
-        line, room, ended = Text(f"{step:>5} {duration(seconds):>6} "), max(width - 13, 1), 0.0
+        line = Text(f"{step:>5} {duration(seconds):>6} ")
+        room = max(width - 13, 1)
+        ended = 0.0
         for reason, share in shares.items():
             total[reason] = total.get(reason, 0.0) + share * seconds / whole
-            start, ended = ended, ended + share * seconds / longest
+            start = ended
+            ended = ended + share * seconds / longest
             letter, style = REASONS.get(reason, OTHER)
             line.append(letter * (round(ended * room) - round(start * room)), style)
         lines.append(line)
@@ -191,7 +202,8 @@ BOXES = {
 def head(picture: Picture, width: int) -> Text:
     """The first line: run, step, time left, and what the run does as a whole."""
     status, style = picture.status
-    step, left = (picture.live.step if picture.live else max(picture.history, default=0)), picture.left_s()
+    step = picture.live.step if picture.live else max(picture.history, default=0)
+    left = picture.left_s()
     done = f" step {step}/{picture.steps} " if picture.steps else " "
     rest = f"{duration(left)} left " if left and not picture.ended and not picture.gone else ""
     line = Text.assemble((f" {status} ", f"{style} reverse"), done, (rest, "dim"))
@@ -205,13 +217,15 @@ def screen(picture: Picture, width: int, height: int, hidden: Collection[str] = 
         text = f"streamrl top needs {NARROWEST} columns and {LOWEST} lines; there are {width} and {height}"
         return [_fitted(Text(text[start : start + width]), width) for start in range(0, len(text), width)][:height]
     if width >= THREE_COLUMNS:
-        places, below = ["12", "345", "67"], ""
+        places = ["12", "345", "67"]
+        below = ""
     else:
         places, below = (["12", "3456"], "7") if width >= TWO_COLUMNS else (["3127"], "")
     columns = [kept for place in places if (kept := [key for key in place if key not in hidden])]
     lower = [key for key in below if key not in hidden]
     under = _column(picture, lower, width, height // 4 if columns else height - 1, wanted) if lower else []
-    room, shares = height - 1 - len(under), len(columns)
+    room = height - 1 - len(under)
+    shares = len(columns)
     parts = []
     for place, column in enumerate(columns):
         wide = width * (place + 1) // shares - width * place // shares - (place < shares - 1)

@@ -86,15 +86,19 @@ class LiveFigures(Observer):
     def __init__(
         self, publish: Publish, state: Callable[[], RunState], waits: RunWaits, engines: Any, *, budget: int
     ) -> None:
-        self._publish, self._state, self._waits = publish, state, waits
-        self._engines, self._budget = engines, budget
+        self._publish = publish
+        self._state = state
+        self._waits = waits
+        self._engines = engines
+        self._budget = budget
         self._scope = anyio.CancelScope()
         self._loads: dict[str, EngineLoad] = {}
         self._parts: dict[str, float] = {}
         self._sampled: dict[str, float] = {}
         self._racing: dict[int, tuple[str, GroupRow]] = {}
         self._gone: dict[int, GroupRow] = {}
-        self._version, self._looked_s = -1, time.monotonic()
+        self._version = -1
+        self._looked_s = time.monotonic()
 
     async def run(self, notify: Callable[[ControlEvent], None]) -> None:
         """Publish until ``end``."""
@@ -109,11 +113,14 @@ class LiveFigures(Observer):
 
     def figures(self, now_s: float) -> Live:
         """The figures at ``now_s`` of a monotonic clock; rates are since the last call."""
-        state, (reason, waited_s), shell = self._state(), self._waits.waits_for(), self._waits.shell()
+        state = self._state()
+        reason, waited_s = self._waits.waits_for()
+        shell = self._waits.shell()
         engines, running = self._engine_rows(max(now_s - self._looked_s, 1e-3))
         groups = self._group_rows(state, running)
         self._looked_s = now_s
-        batch, pending = state.batch, state.pending
+        batch = state.batch
+        pending = state.pending
         orders = [n for n in ("step", "push", "evaluation", "checkpoint") if getattr(pending, n) is not None]
         return Live(
             step=min(state.trainer_version + 1, state.steps), steps=state.steps, live_version=state.live_version,
@@ -126,13 +133,18 @@ class LiveFigures(Observer):
     def _engine_rows(self, seconds: float) -> tuple[list[EngineRow], dict[str, tuple[float, bool]]]:
         """One row an engine; and by trajectory, of those that engines have, the tokens so far and whether it has a
         slot."""
-        rows, running, parts, loads = [], {}, {}, {}
-        served, serving = self._engines.served(), set(self._engines.serving)
+        rows = []
+        running = {}
+        parts = {}
+        loads = {}
+        served = self._engines.served()
+        serving = set(self._engines.serving)
         for name, engine in self._engines.attached.items():
             load = loads[name] = engine.load()
             ready = getattr(engine, "readiness", None)  # of an engine in a process of its own
             open_parts = served.get(name, ())
-            before, runs = self._loads.get(name, load), min(len(open_parts), load.running)
+            before = self._loads.get(name, load)
+            runs = min(len(open_parts), load.running)
             sampled = max(load.generated_tokens - before.generated_tokens, 0)
             steps = load.decode_steps - before.decode_steps
             shares = (load.decode_tokens - before.decode_tokens) / steps if steps > 0 else runs  # requests in a step
@@ -141,17 +153,20 @@ class LiveFigures(Observer):
                 tokens = min(self._parts.get(part.request_id, part.sampled) + more, self._budget)
                 parts[part.request_id] = tokens
                 running[part.request_id.rpartition("/")[0]] = tokens, place < runs
-            slots, rate = ready.max_num_seqs if ready else 0, round(sampled / seconds, 1)
+            slots = ready.max_num_seqs if ready else 0
+            rate = round(sampled / seconds, 1)
             kv = round(load.kv_cache_usage, 4)
             rows.append(EngineRow(name, name in serving, slots, load.running, load.waiting, kv, rate))
-        self._loads, self._parts = loads, parts
+        self._loads = loads
+        self._parts = parts
         return rows, running
 
     def _group_rows(self, state: RunState, running: Mapping[str, tuple[float, bool]]) -> list[GroupRow]:
         """Rows of the groups that have not ended, and of those that were dropped since the last step: racing ones
         first, then by number."""
         if state.trainer_version != self._version:
-            self._version, self._gone = state.trainer_version, {}
+            self._version = state.trainer_version
+            self._gone = {}
             self._racing = {}  # what is not there any more may have been trained
         sampled: dict[str, float] = {}
         buffer = state.buffer
@@ -166,14 +181,16 @@ class LiveFigures(Observer):
                 prompt, row = self._racing[number]
                 row.state = "deferred" if prompt in queued else "dropped"
                 self._gone[number] = row
-        self._racing, self._sampled = racing, sampled
+        self._racing = racing
+        self._sampled = sampled
         rows = [*(row for _, row in racing.values()), *batched, *self._gone.values()]
         return sorted(rows, key=lambda row: (row.state != "racing", row.id))
 
     def _row(
         self, group: Group, running: Mapping[str, tuple[float, bool]], sampled: dict[str, float], state: str = ""
     ) -> GroupRow:
-        tokens, marks = [], []
+        tokens = []
+        marks = []
         for trajectory, member in zip(group.ids, group.members.values(), strict=True):
             if member.scored:
                 tokens.append(member.tokens)

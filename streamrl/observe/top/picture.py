@@ -38,18 +38,25 @@ class Picture:
     monotonic."""
 
     def __init__(self, listens: Callable[[], bool] = lambda: True, clock: Callable[[], float] = time.monotonic) -> None:
-        self._listens, self._clock = listens, clock
-        self.run_id, self.steps, self.ended, self.gone = "", 0, "", False
+        self._listens = listens
+        self._clock = clock
+        self.run_id = ""
+        self.steps = 0
+        self.ended = ""
+        self.gone = False
         self.live: Live | None = None
         self.history: dict[int, Mapping[str, Any]] = {}
         self.scores: dict[int, Mapping[str, Any]] = {}
         self.events: deque[Happened] = deque(maxlen=MOST_EVENTS)
-        self._seen_s, self._seen_at = -1.0, 0.0
+        self._seen_s = -1.0
+        self._seen_at = 0.0
 
     def take(self, message: Telemetry) -> None:
         """Take one message in; one that this version does not understand changes nothing."""
-        self._seen_s, self._seen_at = self._clock(), message.time
-        self.run_id, self.gone = one_line(message.run_id), False
+        self._seen_s = self._clock()
+        self._seen_at = message.time
+        self.run_id = one_line(message.run_id)
+        self.gone = False
         if message.topic == "live":
             try:
                 self.live = msgspec.convert(message.fields, Live)
@@ -57,7 +64,8 @@ class Picture:
             except msgspec.ValidationError:
                 self.live = None
         elif message.topic == "event":
-            name, parts = str(message.fields.get("event")), dict(message.fields.get("fields") or {}).items()
+            name = str(message.fields.get("event"))
+            parts = dict(message.fields.get("fields") or {}).items()
             said = (v if isinstance(v, str) else f"{v:.1f} s" if isinstance(v, float) else f"{k} {v}" for k, v in parts)
             self._happened(message, "yellow", f"{_WORDS.get(name, name)}: {', '.join(said)}")
         elif (event := to_run_event(message)) is not None:
@@ -70,7 +78,8 @@ class Picture:
     def _take_event(self, message: Telemetry, event: run_events.RunEvent) -> None:
         match event:
             case run_events.RunStarted():
-                self.steps, self.ended = event.steps, ""
+                self.steps = event.steps
+                self.ended = ""
                 self._happened(message, "green", f"started, {event.parameters:,} parameters")
             case run_events.StepFinished():
                 for later in [step for step in self.history if step >= event.step]:  # the run was resumed before it

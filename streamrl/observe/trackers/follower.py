@@ -49,14 +49,17 @@ def follow_run(directory: Path, spec: str, ended: Callable[[], bool]) -> int:
     and what comes, until the run has ``ended`` and all is sent. Returns how many lines were sent. Raises
     ``StreamRLError`` while another process does it, or where the tracker is not installed; and as the tracker does."""
     name, options = name_and_options(spec)
-    run, folder = RunFiles(directory.resolve()), directory.resolve() / FOLDER
+    run = RunFiles(directory.resolve())
+    folder = directory.resolve() / FOLDER
     folder.mkdir(exist_ok=True)
 
     def refused(holder: str) -> StreamRLError:
         return StreamRLError(f"process {holder} sends this run to {name} already: it does so until the run ends")
 
     with hold_lock(folder / f"{name}.lock", refused):
-        tracker, path, recipe = make_tracker(name), folder / f"{name}.cursor", run.recipe()
+        tracker = make_tracker(name)
+        path = folder / f"{name}.cursor"
+        recipe = run.recipe()
         cursors = _read(path)
         tracker.open(
             RunInfo(
@@ -83,7 +86,9 @@ class Follower:
     """Hands the lines of ``run`` after ``cursors`` to ``tracker``, and moves the cursor file ``path``."""
 
     def __init__(self, run: RunFiles, tracker: Tracker, path: Path, cursors: _Cursors) -> None:
-        self._run, self._tracker, self._path = run, tracker, path
+        self._run = run
+        self._tracker = tracker
+        self._path = path
         self._files = {
             FollowedLines(run.metrics, cursors.metrics): self._take_metrics,
             FollowedLines(run.samples, cursors.samples): self._take_samples,
@@ -141,7 +146,8 @@ class Follower:
 
     def _send_evaluations(self) -> bool:
         """Send the completions of evaluations whose file, which the run writes after the line, has come."""
-        files, sent = self._run.evaluations() if self._evaluated else {}, False
+        files = self._run.evaluations() if self._evaluated else {}
+        sent = False
         for step, time_s in list(self._evaluated.items()):
             has_come = step in files and changed_s(files[step]) > time_s - _CLOCK_S  # else of an earlier evaluation
             if has_come and (rows := evaluated(files[step])):
@@ -159,11 +165,13 @@ class Follower:
     def _take_trace(self, lines: Sequence[bytes]) -> None:
         """Take lines of any version: those that say what is asked for here."""
         for line in decoded_lines(lines, dict[str, Any]):
-            kind, step = line.get("type"), line.get("policy_version", line.get("step", 0))
+            kind = line.get("type")
+            step = line.get("policy_version", line.get("step", 0))
             if kind == "trajectory" and line.get("outcome") == "trained":
                 self._trained.append(line)
             elif kind == "step":
-                trained, self._trained = self._trained, []
+                trained = self._trained
+                self._trained = []
                 columns = {
                     "completion/length": [float(one["tokens"]) for one in trained if "tokens" in one],
                     "reward": [one["reward"] for one in trained if _is_finite(one.get("reward"))],

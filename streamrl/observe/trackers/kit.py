@@ -29,7 +29,8 @@ def check_tracker(make: Callable[[], Tracker], directory: Path, **options: str) 
         )
         for parts in ({}, {"a": 1.0}, {"b/c": -1e30})
     ]  # fmt: skip
-    before, now = set(threading.enumerate()), time.time()
+    before = set(threading.enumerate())
+    now = time.time()
     for steps in (range(1, 4), range(3, 5)):
         tracker = make()
         calls: list[tuple[str, tuple[Any, ...]]] = [("open", (run,))]

@@ -31,11 +31,14 @@ class Prometheus(Tracker):
 
         registry = CollectorRegistry()  # the default one has what vLLM counts
         registry.register(self)
-        self._run, self._values, self._lock = run.run_id, {"step": 0.0}, threading.Lock()
+        self._run = run.run_id
+        self._values = {"step": 0.0}
+        self._lock = threading.Lock()
         self._events: Counter[str] = Counter()
         for line in RunFiles(run.directory).metric_lines():  # what the process before this had
             self.metrics(line.step, line.time, line.values)
-        port, address = int(run.options.get("port", PORT)), run.options.get("address", "127.0.0.1")
+        port = int(run.options.get("port", PORT))
+        address = run.options.get("address", "127.0.0.1")
         try:
             self._server, self._thread = start_http_server(port, addr=address, registry=registry)
         except OSError as error:

@@ -98,8 +98,11 @@ class _Parts:
         from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
         from tensorboardX.summary import text
 
-        self.EventsWriter, self.Event, self.text = EventsWriter, Event, text
-        self.HistogramProto, self.Summary = HistogramProto, Summary
+        self.EventsWriter = EventsWriter
+        self.Event = Event
+        self.text = text
+        self.HistogramProto = HistogramProto
+        self.Summary = Summary
 
 
 def _import_without_torch() -> _Parts:

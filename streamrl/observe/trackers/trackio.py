@@ -31,7 +31,9 @@ class Trackio(Tracker):
 
         self._trackio: Any = trackio
         self._pandas = pandas
-        self._lost, self._show, warnings.showwarning = "", warnings.showwarning, self._note
+        self._lost = ""
+        self._show = warnings.showwarning
+        warnings.showwarning = self._note
         self._there = _hashes(Path(os.environ["TRACKIO_DIR"]), run.run_id)
         with redirect_stdout(sys.stderr):
             trackio.init(

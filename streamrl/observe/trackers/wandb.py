@@ -21,8 +21,13 @@ from streamrl.observe.trackers.tracker import RunInfo, Tracker, sample_table
 log = logging.getLogger(__name__)
 
 _LONGEST = 8000
-_START, _HEAD, _BLOCK, _ENDS = 7, struct.Struct("<IHB"), 1 << 15, (1, 4)
-_FLUSH_S, _SENT_S, _WRITTEN_S = 1.0, 30.0, 20.0
+_START = 7
+_HEAD = struct.Struct("<IHB")
+_BLOCK = 1 << 15
+_ENDS = (1, 4)
+_FLUSH_S = 1.0
+_SENT_S = 30.0
+_WRITTEN_S = 20.0
 
 
 class Wandb(Tracker):
@@ -55,7 +60,8 @@ class Wandb(Tracker):
             log.warning("wandb cannot be reached (%s): it writes files, which wandb sync sends later", error)
             self._run = begin(mode="offline")
         self._rows = Rows(Path(self._run.settings.sync_file))
-        self._logged = self._written = 0
+        self._logged = 0
+        self._written = 0
         files = run.directory.glob("wandb/offline-run-*/*.wandb") if self._run.offline else ()
         self._there = {row for path in files if path != self._rows.path for row in map(hash, _rows_before(path))}
         self.lag_s = 0.0 if self._run.offline else _SENT_S
@@ -103,7 +109,8 @@ class Rows:
     """Rows in a file of wandb: LevelDB's log format (checksum, length, kind; blocks of 32 KiB) after 7 bytes."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.end = path, _START
+        self.path = path
+        self.end = _START
 
     def read(self) -> Iterator[tuple[int, frozenset[str]]]:
         """The step and the names of those that came since the last call."""
@@ -122,7 +129,9 @@ class Rows:
                     break  # it is not whole yet, or never will be
                 whole += part
                 if kind in _ENDS:
-                    record, whole, self.end = Record.FromString(whole), b"", file.tell()
+                    record = Record.FromString(whole)
+                    whole = b""
+                    self.end = file.tell()
                     if record.WhichOneof("record_type") == "history":
                         items = {one.key or one.nested_key[0]: one.value_json for one in record.history.item}
                         names = frozenset(name for name in items if not name.startswith("_") and name != "step")

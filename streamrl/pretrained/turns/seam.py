@@ -66,7 +66,9 @@ class ChatSeams:
         tools: Sequence[Mapping[str, Any]] | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        self._tokenizer, self._tools, self._arguments = tokenizer, tools, arguments
+        self._tokenizer = tokenizer
+        self._tools = tools
+        self._arguments = arguments
         self._stops = {token_id: tokenizer.token_text(token_id) for token_id in tokenizer.eos_token_ids}
 
     def seam(

@@ -78,11 +78,13 @@ def template_facts(
     functions = [tool["function"] for tool in tools or ()]
     said = {"role": "assistant", "content": _MARKS[0]}
     turns: dict[str, tuple[ChatMessage, list[ChatMessage]]] = {"user": (said, [{"role": "user", "content": "b"}])}
-    tags, both = ("", ""), None
+    tags = ("", "")
+    both = None
     if functions:
         name = functions[0]["name"]
         text = _try(write, [*first, _called(name, 1)[0]]) is None  # of arguments: some templates join it to theirs
-        turns["tool"], (turn, results) = _called(name, 1, text=text), _called(name, 2, text=text)
+        turns["tool"] = _called(name, 1, text=text)
+        turn, results = _called(name, 2, text=text)
         both = _try(write, [*first, turn, *results])
         tags = _tags(tokenizer, [_try(write, [*first, one], prompt=False) or "" for one in (turns["tool"][0], said)])
     thought = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
@@ -111,8 +113,10 @@ def _try(write: Any, messages: Sequence[ChatMessage], *, prompt: bool = True) ->
 
 
 def _effect(write: Any, first: Sequence[ChatMessage], turn: ChatMessage, appended: Sequence[ChatMessage]) -> Appending:
-    begun, alone = _try(write, first), _try(write, [*first, turn], prompt=False)
-    whole, history = _try(write, [*first, turn, *appended]), _try(write, first, prompt=False)
+    begun = _try(write, first)
+    alone = _try(write, [*first, turn], prompt=False)
+    whole = _try(write, [*first, turn, *appended])
+    history = _try(write, first, prompt=False)
     if begun is None or alone is None or whole is None or history is None:
         return Appending.REFUSED
     if alone.startswith(begun) and whole.startswith(alone):

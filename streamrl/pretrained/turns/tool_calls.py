@@ -12,7 +12,8 @@ import msgspec
 
 LONGEST_CALL = 1 << 20
 """Characters of the calls of a turn."""
-_THINK, _THINK_END = "<think>", "</think>"
+_THINK = "<think>"
+_THINK_END = "</think>"
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -49,7 +50,8 @@ def parse_turn(
     ``CALL_FORMATS``, or what reads calls; ``tools``: JSON schemas of what may be called; ``ended``: the model ended the
     turn (False: length or abort, and no call counts); ``in_reasoning``: the prompt has opened the reasoning. Raises
     ``KeyError``."""
-    reasoning, content = "", text
+    reasoning = ""
+    content = text
     if in_reasoning or text.lstrip().startswith(_THINK):
         reasoning, _, content = text.lstrip().removeprefix(_THINK).partition(_THINK_END)
         reasoning = reasoning.strip("\n")
@@ -71,7 +73,9 @@ def parse_turn(
 
 def _hermes(content: str, functions: Functions) -> Found:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of times (Hermes, Qwen)."""
-    said, calls, rest = "", [], content
+    said = ""
+    calls = []
+    rest = content
     while "<tool_call>" in rest:
         before, __, rest = rest.partition("<tool_call>")
         said += before
@@ -94,14 +98,17 @@ _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", 
 def _qwen_xml(content: str, functions: Functions) -> Found:
     """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`` (Qwen3-Coder, Qwen3.5).
     A value is JSON where the schema of the tool does not want text."""
-    said, calls, rest = "", [], content
+    said = ""
+    calls = []
+    rest = content
     while "<tool_call>" in rest:
         before, __, rest = rest.partition("<tool_call>")
         said += before
         match = _FUNCTION.match(rest)
         if match is None:
             raise BadCallError("<tool_call> must hold <function=NAME> ... </function>, and end with </tool_call>")
-        name, body = match[1].strip(), match[2]
+        name = match[1].strip()
+        body = match[2]
         kinds = functions.get(name, {}).get("parameters", {}).get("properties", {})
         arguments: dict[str, Any] = {}
         place = 0
@@ -109,7 +116,8 @@ def _qwen_xml(content: str, functions: Functions) -> Found:
             parameter = _PARAMETER.match(body, place)
             if parameter is None:
                 raise BadCallError(f"the parameters of {name} must stand in <parameter=NAME> ... </parameter>")
-            key, place = parameter[1].strip(), parameter.end()
+            key = parameter[1].strip()
+            place = parameter.end()
             if key in arguments:
                 raise BadCallError(f"the parameter {key} of {name} is given twice")
             arguments[key] = _typed(parameter[2], kinds.get(key, {}))
@@ -150,7 +158,8 @@ def _llama_json(content: str, _: Functions) -> Found:
         rest = rest[length:].lstrip()
         if rest and not rest.startswith(";"):
             raise BadCallError("only ; and another call may follow a call")
-        rest, more = rest.removeprefix(";").lstrip(), bool(rest)
+        more = bool(rest)
+        rest = rest.removeprefix(";").lstrip()
         if more and not rest:
             raise BadCallError("another call must follow the ;")
     return "", calls

@@ -60,7 +60,8 @@ def _collect(name: str, value: Any, notebook: Mapping[str, Any], parts: dict[str
     if name in parts:
         return
     parts[name] = ""  # two functions may use each other
-    own, module = getattr(value, "__qualname__", ""), getattr(value, "__module__", "")
+    own = getattr(value, "__qualname__", "")
+    module = getattr(value, "__module__", "")
     if isinstance(value, ModuleType):
         text = f"import {value.__name__} as {name}"
     elif _of_a_cell(value) and callable(value) and own.isidentifier():

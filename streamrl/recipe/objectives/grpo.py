@@ -16,7 +16,8 @@ class TokenClip(Surrogate, frozen=True):
     def loss(self, ratio_N: Tensor, advantages_N: Tensor, logprobs_N: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
         # A times r with an upper bound where A > 0 and a lower one where A < 0; the dual clip is an upper one there.
         # clamp has no gradient outside its bounds.
-        rising_N, falling_N = advantages_N > 0, advantages_N < 0
+        rising_N = advantages_N > 0
+        falling_N = advantages_N < 0
         upper_N = advantages_N.new_full(advantages_N.shape, float("inf")).masked_fill(rising_N, 1 + clip.high)
         if clip.dual > 0:
             upper_N = upper_N.masked_fill(falling_N, clip.dual)
@@ -29,7 +30,8 @@ class GroupMean(Advantages, frozen=True):
     """minus the siblings' mean (Dr. GRPO, arXiv 2503.20783)"""
 
     name = "group_mean"
-    compares_siblings = varies_with_size = True
+    compares_siblings = True
+    varies_with_size = True
 
 
 class GroupStd(GroupMean, frozen=True):

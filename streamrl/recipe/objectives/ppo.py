@@ -38,7 +38,8 @@ class Gae(Advantages, frozen=True):
     """a learned value of each token (PPO, arXiv 1506.02438), then mean and deviation of the whole batch"""
 
     name = "gae"
-    whole_batch = of_critic = True
+    whole_batch = True
+    of_critic = True
 
     def of_tokens(
         self, value: Value, penalties_N: Vector, values_N: Vector | None, *, discount: float, gae_lambda: float

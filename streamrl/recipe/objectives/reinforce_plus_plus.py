@@ -17,14 +17,16 @@ class GroupThenBatch(Advantages, frozen=True):
     """minus the siblings' mean, divided by the batch's deviation (REINFORCE++-baseline)"""
 
     name = "group_then_batch"
-    compares_siblings = whole_batch = True
+    compares_siblings = True
+    whole_batch = True
 
 
 class OverCohort(Advantages, frozen=True):
     """mean and deviation of the last ``cohort_batches`` batches (SortedRL trains a cohort in several, by length)"""
 
     name = "cohort"
-    whole_batch = of_cohort = True
+    whole_batch = True
+    of_cohort = True
 
 
 REINFORCE_PLUS_PLUS = Method("reinforce_plus_plus", TokenClip(), OverBatch(), kl_in=KlPlace.REWARD)

@@ -9,7 +9,8 @@ class PolicyGradient(Surrogate, frozen=True):
     """-r A, not clipped (REINFORCE, RLOO)"""
 
     name = "policy_gradient"
-    clips = dual_clips = False
+    clips = False
+    dual_clips = False
 
     def loss(self, ratio_N: Tensor, advantages_N: Tensor, logprobs_N: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
         return -ratio_N * advantages_N, advantages_N.new_zeros(advantages_N.shape).bool()

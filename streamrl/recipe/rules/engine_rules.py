@@ -11,7 +11,8 @@ from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import EngineKind, LaunchedBy, Recipe, ReleaseKind
 from streamrl.recipe.topology import prepared_sets
 
-COLDEST, HOTTEST = 0.01, 2.0
+COLDEST = 0.01
+HOTTEST = 2.0
 """Temperatures that vLLM samples with as they are."""
 KINDS_OF_ROUNDS = {RoundKind.SYNCHRONOUS: {"synchronous"}, RoundKind.TAIL_BATCHING: {"short", "long"}}
 """Rounds whose kinds are known; others may call theirs what they like."""
@@ -46,7 +47,8 @@ def prepared_engine_sets(recipe: Recipe) -> Broken:
 @rule("engines")
 def batched_tokens(recipe: Recipe) -> Broken:
     """vLLM schedules at least one token of each running request in a step."""
-    tokens, running = recipe.engines.max_num_batched_tokens, max(one.max_num_seqs for one in prepared_sets(recipe))
+    tokens = recipe.engines.max_num_batched_tokens
+    running = max(one.max_num_seqs for one in prepared_sets(recipe))
     if 0 < tokens < running:
         yield Problem(
             "engines.max_num_batched_tokens",
@@ -57,7 +59,8 @@ def batched_tokens(recipe: Recipe) -> Broken:
 @rule("engines")
 def serving_engines(recipe: Recipe) -> Broken:
     """Every set has as many engines as must serve."""
-    fewest, smallest = recipe.engines.min_serving, min(prepared_sets(recipe), key=lambda one: one.count)
+    fewest = recipe.engines.min_serving
+    smallest = min(prepared_sets(recipe), key=lambda one: one.count)
     if fewest > smallest.count:
         where = f"engines.count = {smallest.count}" if smallest.first == 0 else f"the engines of set {smallest.name}"
         yield Problem("engines.min_serving", f"{fewest} is more than {where}: set {smallest.count} or less")
@@ -113,7 +116,8 @@ def _shapes(recipe: Recipe) -> Broken:
 
 @rule("engines.cores", "engines.count", "engines.sets")
 def engine_cores(recipe: Recipe) -> Broken:
-    cores, count = recipe.engines.cores, recipe.engines.count
+    cores = recipe.engines.cores
+    count = recipe.engines.count
     if len(cores) not in (0, count):
         yield Problem(
             "engines.cores",
@@ -140,7 +144,9 @@ def engine_context(recipe: Recipe) -> Broken:
 @rule("rollout.rounds", "tail_batching", "length_sorted", "engines")
 def released_engines(recipe: Recipe) -> Broken:
     """Engines are freed late in a round and are back before the next: there must be such a time, and others."""
-    release, field, rollout = recipe.engines.release, "engines.release", recipe.rollout
+    release = recipe.engines.release
+    field = "engines.release"
+    rollout = recipe.rollout
     if release is ReleaseKind.NEVER:
         return
     if max(one.count for one in prepared_sets(recipe)) < 2:

@@ -32,9 +32,11 @@ has_no_effect(
 @rule("environment", "rewards", "reward_limits.combine", "objective")
 def turns_can_have_credit(recipe: Recipe) -> Broken:
     """Turns have parts of the reward, and the objective an advantage for each of them."""
-    credit, surrogate = recipe.environment.credit, recipe.objective_settings.token_surrogate
+    credit = recipe.environment.credit
+    surrogate = recipe.objective_settings.token_surrogate
     untrained = all(one.function != ENVIRONMENT_REWARD or one.shadow or not one.weight for one in recipe.rewards)
-    separate, one_ratio = recipe.reward_limits.combine != COMBINE_WEIGHTS, surrogate.whole_sequences
+    separate = recipe.reward_limits.combine != COMBINE_WEIGHTS
+    one_ratio = surrogate.whole_sequences
     reasons = [
         recipe.environment.agent and "has no effect with agent, whose turns have no rewards: write an episode",
         untrained and 'divides the reward "environment", which is not trained: add it to [[rewards]]',
@@ -78,7 +80,9 @@ def environment_is_one(recipe: Recipe) -> Broken:
 @rule("environment", "sampling.max_tokens", "engines.max_model_len")
 def conversations_fit(recipe: Recipe) -> Broken:
     """A conversation has room for a turn, and the engines for a conversation."""
-    most, turn, context = recipe.environment.max_tokens, recipe.sampling.max_tokens, recipe.engines.max_model_len
+    most = recipe.environment.max_tokens
+    turn = recipe.sampling.max_tokens
+    context = recipe.engines.max_model_len
     if not recipe.environment.given:
         return
     if most <= turn:

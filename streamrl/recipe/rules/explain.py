@@ -49,7 +49,8 @@ def explain(path: str) -> list[str]:
 def _explained(path: str) -> list[str]:
     """Lines on a section, on the advanced keys of one, or on a key; empty where the path leads nowhere."""
     parts = [part for part in path.split(".") if not part.isdigit() and part != "N"]
-    keys, key = keys_of(Recipe), None
+    keys = keys_of(Recipe)
+    key = None
     for part in parts:
         if part == ADVANCED and part is parts[-1] and key is not None:
             return [f"[{path}]", *(line for one in keys.values() if one.advanced for line in _key_lines(one))]

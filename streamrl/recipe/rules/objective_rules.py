@@ -30,7 +30,8 @@ def _of_advantages(kind: str) -> Callable[[Recipe], str]:
 
 def _corrections(recipe: Recipe, *, stale_only: bool) -> str:
     """Return why ``learning.objective.corrections`` would never see a token to correct; empty: they may."""
-    off_policy, rounds = recipe.off_policy, recipe.rollout.rounds
+    off_policy = recipe.off_policy
+    rounds = recipe.rollout.rounds
     if recipe.on_policy and (stale_only or not off_policy.correct_mismatch):
         remedy = "" if stale_only else "correct_mismatch = true, or "
         why = f"{rounds} rounds train every token by the version that sampled it"
@@ -107,7 +108,9 @@ def groups_have_a_baseline(recipe: Recipe) -> Broken:
 def values_with_an_effect(recipe: Recipe) -> Broken:
     """Clips spare on-policy tokens; the KL is a penalty where it stands, and policies are not cut by top-p; the critic
     is trained; DAPO's soft punishment has a length that is not punished, and a penalty."""
-    objective, settings, limit = recipe.objective, recipe.objective_settings, recipe.most_tokens
+    objective = recipe.objective
+    settings = recipe.objective_settings
+    limit = recipe.most_tokens
     if 0 < objective.dual_clip <= 1:
         yield Problem(
             "objective.dual_clip",

@@ -159,7 +159,8 @@ def questions_come_in_time(recipe: Recipe) -> Broken:
 @rule("rewards", "judge", "reward_limits")
 def batches_come_together(recipe: Recipe) -> Broken:
     """Batches of the judge that are larger than the number of calls that can be open at once."""
-    judge, limits = recipe.judge, recipe.reward_limits
+    judge = recipe.judge
+    limits = recipe.reward_limits
     asking = [reward for reward in recipe.rewards if asks_own_judge(reward)]
     if not judge.model or not asking:
         return

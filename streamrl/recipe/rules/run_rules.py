@@ -62,7 +62,8 @@ def evaluation(recipe: Recipe) -> Broken:
 
 @rule("evaluation.reward", "rewards")
 def evaluated_reward(recipe: Recipe) -> Broken:
-    name, labels = recipe.evaluation.reward, [reward.label for reward in recipe.rewards]
+    name = recipe.evaluation.reward
+    labels = [reward.label for reward in recipe.rewards]
     if name and name not in labels:
         yield Problem("evaluation.reward", f'"{name}" is no reward of this recipe: write one of {", ".join(labels)}')
 
@@ -70,7 +71,8 @@ def evaluated_reward(recipe: Recipe) -> Broken:
 @rule("lora")
 def adapters(recipe: Recipe) -> Broken:
     """A pattern is one, and engines have room for the adapter."""
-    lora, merged = recipe.lora, 'or set lora.sync = "merged"'
+    lora = recipe.lora
+    merged = 'or set lora.sync = "merged"'
     try:
         re.compile(lora.pattern)
     except re.error as error:
@@ -85,7 +87,8 @@ def adapters(recipe: Recipe) -> Broken:
 
 @rule("training.updates_per_batch", "rollout", "length_sorted.single")
 def updates(recipe: Recipe) -> Broken:
-    updates, rollout = recipe.training.updates_per_batch, recipe.rollout
+    updates = recipe.training.updates_per_batch
+    rollout = recipe.rollout
     single = rollout.rounds is RoundKind.LENGTH_SORTED and recipe.length_sorted.single
     groups = rollout.prompts_per_batch * (rollout.group_size if single else 1)
     if updates > groups:
@@ -100,7 +103,9 @@ def updates(recipe: Recipe) -> Broken:
 @rule("training", "run.steps")
 def schedule(recipe: Recipe) -> Broken:
     """A schedule by its name, with its options, that ends with the run or after it."""
-    training, name, steps = recipe.training, recipe.training.schedule, recipe.run.steps
+    training = recipe.training
+    name = recipe.training.schedule
+    steps = recipe.run.steps
     if name in NEEDS_A_METRIC:
         why = "follows a metric, and a resumed run has the same rates because they depend on the step alone"
         yield Problem("training.schedule", f'"{name}" {why}: take another, such as "cosine"')
@@ -109,7 +114,8 @@ def schedule(recipe: Recipe) -> Broken:
         yield Problem("training.schedule", f'"{name}" is no schedule{hint} One of {", ".join(SCHEDULES)}')
     if name not in SCHEDULES:
         return
-    known, wrong = options_of(name), False
+    known = options_of(name)
+    wrong = False
     for option, value in training.schedule_options.items():
         if problem := _option(known, option, value):
             wrong = True
@@ -209,8 +215,11 @@ def devices(recipe: Recipe) -> Broken:
 
 @rule("training", "lora.rank")
 def split_of_ranks(recipe: Recipe) -> Broken:
-    training, where = recipe.training, "training.tensor_parallel_size"
-    tensor, replicas, ranks = training.tensor_parallel_size, training.replicas, training.ranks
+    training = recipe.training
+    where = "training.tensor_parallel_size"
+    tensor = training.tensor_parallel_size
+    replicas = training.replicas
+    ranks = training.ranks
     if ranks % (tensor * replicas):
         name = where if tensor > 1 else "training.replicas"
         text = f"training.ranks = {ranks} is no multiple of tensor_parallel_size x replicas = {tensor} x {replicas}"
@@ -230,7 +239,9 @@ def split_of_ranks(recipe: Recipe) -> Broken:
 
 @rule("training", "lora.rank")
 def context_of_ranks(recipe: Recipe) -> Broken:
-    training, size, ranks = recipe.training, recipe.training.context_parallel_size, recipe.training.ranks
+    training = recipe.training
+    size = recipe.training.context_parallel_size
+    ranks = recipe.training.ranks
     whole = size * training.tensor_parallel_size * training.replicas
     if size > 1 and ranks % whole:
         text = f"training.ranks = {ranks} is no multiple of context_parallel_size x tensor_parallel_size x replicas ="

@@ -65,7 +65,8 @@ def _keys(section: str, struct: type[Section], *but: str) -> str:
 
 READ_BY_AUTO = ("deferred_prompts", "long_round_batches")
 """Of ``[tail_batching]``: ``auto`` chooses the rest itself."""
-TAIL, AUTO = RoundKind.TAIL_BATCHING, RoundKind.AUTO
+TAIL = RoundKind.TAIL_BATCHING
+AUTO = RoundKind.AUTO
 has_no_effect(_keys("tail_batching", TailBatching, *READ_BY_AUTO), _of_rounds(TAIL), *_ROUNDS)
 has_no_effect(" ".join(f"tail_batching.{name}" for name in READ_BY_AUTO), _of_rounds(TAIL, AUTO), *_ROUNDS)
 has_no_effect(_keys("length_sorted", LengthSorted), _of_rounds(RoundKind.LENGTH_SORTED), *_ROUNDS)
@@ -88,13 +89,17 @@ has_no_effect("group_sizing.shares", _of_sizing(SizingKind.RANDOM))
 def staleness_of_rounds(recipe: Recipe) -> Broken:
     """Staleness below what the kind of rounds needs."""
     rollout = recipe.rollout
-    bound, kind = rollout.max_staleness, f'rounds = "{rollout.rounds}"'
-    needed, why = 0, ""
+    bound = rollout.max_staleness
+    kind = f'rounds = "{rollout.rounds}"'
+    needed = 0
+    why = ""
     if rollout.rounds is RoundKind.CONTINUOUS:
-        needed, why = 1, "which overlaps training with the next rollout"
+        needed = 1
+        why = "which overlaps training with the next rollout"
     elif rollout.rounds is RoundKind.LENGTH_SORTED and recipe.length_sorted.partial:
         cohort = recipe.length_sorted.cohort_batches
-        needed, why = cohort - 1, f"with length_sorted.partial, where a cohort of {cohort} batches is sampled on"
+        needed = cohort - 1
+        why = f"with length_sorted.partial, where a cohort of {cohort} batches is sampled on"
     elif rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.deferred_prompts is DeferredPrompts.RESUME:
         # What one race pauses is trained by the next batches, one batch of it each.
         needed = max(1, math.ceil(recipe.tail_batching.prompt_oversampling - 1))
@@ -219,7 +224,8 @@ def reproducible_rounds(recipe: Recipe) -> Broken:
 @rule("group_sizing", "rollout", "training.updates_per_batch")
 def sizes_fit_the_batch(recipe: Recipe) -> Broken:
     """Sizes that do not divide a batch with a constant number of trajectories, and lists of sizes without a choice."""
-    sizing, rollout = recipe.group_sizing, recipe.rollout
+    sizing = recipe.group_sizing
+    rollout = recipe.rollout
     if not sizing.varies:
         return
     if len(sizing.sizes) < 2:
@@ -242,7 +248,8 @@ def sizes_fit_the_batch(recipe: Recipe) -> Broken:
                 'choose a size that does, another batch, or advanced.keeps = "prompts"',
             )
     largest = max(sizing.sizes, default=1)
-    updates, fewest = recipe.training.updates_per_batch, batch // largest
+    updates = recipe.training.updates_per_batch
+    fewest = batch // largest
     if updates > 1 and updates > fewest:
         yield Problem(
             "training.updates_per_batch",
@@ -254,7 +261,8 @@ def sizes_fit_the_batch(recipe: Recipe) -> Broken:
 @rule("group_sizing", "rollout", "run.steps", "training.epochs")
 def sizes_show_stragglers(recipe: Recipe) -> Broken:
     """Constants with which the straggler-aware controller cannot work."""
-    sizing, rollout = recipe.group_sizing, recipe.rollout
+    sizing = recipe.group_sizing
+    rollout = recipe.rollout
     if sizing.kind is not SizingKind.SAGC:
         return
     for index, size in enumerate(sizing.sizes):

@@ -108,7 +108,8 @@ def apply_system(table: dict[str, Any], origin: Origin) -> tuple[Origin, list[st
         del rollout["system"]
     if not isinstance(rollout, dict) or not isinstance(name, str) or name not in SYSTEMS:
         return origin, [], []
-    system, where = System(rollout.pop("system")), f'{origin.locate("rollout.system")} (system = "{name}")'
+    system = System(rollout.pop("system"))
+    where = f'{origin.locate("rollout.system")} (system = "{name}")'
     problems: list[str] = []
     rows: list[tuple[str, ...]] = []
     implied: dict[str, str] = {}
@@ -117,7 +118,8 @@ def apply_system(table: dict[str, Any], origin: Origin) -> tuple[Origin, list[st
         for key, holder in _holders(table, setting.key) if published is not None else ():
             last = key.rpartition(".")[2]
             if last not in holder:
-                holder[last], implied[key] = published, where
+                holder[last] = published
+                implied[key] = where
             elif setting.only and holder[last] not in setting.only:
                 problems.append(problem(origin, key, _contradiction(system, setting, holder[last])))
                 holder[last] = published

@@ -46,7 +46,8 @@ def hosts_of_ranks(recipe: Recipe) -> Broken:
 @rule("cluster", "transport")
 def cluster_starts_processes(recipe: Recipe) -> Broken:
     """On a cluster the run starts its engines and ranks, at addresses that it chooses."""
-    cluster, transport = recipe.cluster, recipe.transport
+    cluster = recipe.cluster
+    transport = recipe.transport
     try:
         port_range(cluster.ports)
     except ValueError:

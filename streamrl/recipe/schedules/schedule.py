@@ -81,7 +81,8 @@ def rate_factor(training: Training, version: int, steps: int) -> float:
 
 def horizon_notices(before: Recipe, after: Recipe) -> list[str]:
     """Say in one sentence what another ``run.steps`` does to the learning rates of a run; nothing where they stay."""
-    training, steps = after.training, (before.run.steps, after.run.steps)
+    training = after.training
+    steps = (before.run.steps, after.run.steps)
     if training.schedule in WITHOUT_END or training.schedule_steps or steps[0] == steps[1]:
         return []
     old, new = (training.learning_rate * rate_factor(training, min(steps), end) for end in steps)

@@ -105,7 +105,8 @@ def _boxes(text: str) -> Iterator[range]:
     count."""
     at = 0
     while found := _BOX.search(text, at):
-        depth, at = 1, found.end()
+        depth = 1
+        at = found.end()
         while at < len(text) and depth:
             depth += {"{": 1, "}": -1}.get(text[at], 0) if text[at - 1] != "\\" else 0
             at += 1

@@ -69,7 +69,8 @@ class BatchedClassifier:
 
     async def _score_batch(self, loop: asyncio.AbstractEventLoop) -> None:
         self._waiting.sort(key=lambda waiting: len(waiting.token_ids))
-        batch, self._waiting = self._waiting[-self._options.batch :], self._waiting[: -self._options.batch]
+        batch = self._waiting[-self._options.batch :]
+        self._waiting = self._waiting[: -self._options.batch]
         computed = loop.run_in_executor(self._thread, self._forward, [waiting.token_ids for waiting in batch])
         try:
             scores = await asyncio.shield(computed)

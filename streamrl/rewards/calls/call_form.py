@@ -11,7 +11,8 @@ from streamrl.base.errors import RecipeError
 from streamrl.rewards.scoring import copied
 from streamrl.rewards.signature import PROVIDED, RewardSignature
 
-VERL_TEXT, VERL_EXTRA = "solution_str", "extra_info"
+VERL_TEXT = "solution_str"
+VERL_EXTRA = "extra_info"
 _FIRST_OF_GROUPS = ("completion_ids", "prompts")  # what a function of TRL's form may look at instead
 _LISTS = {
     "completion_ids",
@@ -60,7 +61,8 @@ def misread(spec: str, taker: inspect.Parameter, parameters: Sequence[inspect.Pa
             )
         return
     for parameter in parameters:
-        name, needed = parameter.name, parameter.default is parameter.empty
+        name = parameter.name
+        needed = parameter.default is parameter.empty
         if name == "prompt" and needed:
             yield (
                 f'reward "{spec}" asks for "prompt" beside "{taker.name}": a function of a group gets "prompts", a '

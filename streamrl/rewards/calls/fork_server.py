@@ -108,7 +108,8 @@ class ForkServer:
             _kill_group(pid)
 
     def _load(self) -> None:
-        signatures, problems = [], []
+        signatures = []
+        problems = []
         for reward in self._loading.rewards:
             try:
                 function = load_reward(reward)

@@ -206,7 +206,8 @@ class SharedStatus:
         seen = (self._words[0], self._words[1])
         now = Clock.monotonic()
         if seen != self._seen:
-            self._seen, self._seen_at = seen, now
+            self._seen = seen
+            self._seen_at = now
         return seen[0], now - self._seen_at if seen[0] else 0.0
 
     def stop_after(self, sequence: int) -> None:

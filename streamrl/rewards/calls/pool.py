@@ -257,7 +257,8 @@ class _ForkServer:
         self._process.kill()
         self._process.wait()
         self._control.close()
-        self._process = self._control = None
+        self._process = None
+        self._control = None
 
     async def _watch(self) -> None:
         """Note which children ended. A server that ended is replaced, and its children are gone."""
@@ -273,7 +274,8 @@ class _ForkServer:
             await self.aclose()
             _log.warning("the server of the reward processes ended: another one is started")
             self.starts_since_ready += 1
-            lost, self.children = self.children, {}
+            lost = self.children
+            self.children = {}
             self._start()
             for child in lost.values():
                 child.ended.set()
@@ -337,7 +339,8 @@ class CallPool:
         self._children: set[CallChild] = set()
         self._plain: set[_PlainProcess] = set()
         self._expected_s: dict[int, float] = {}
-        self._calls = self._forked = 0
+        self._calls = 0
+        self._forked = 0
 
     async def run(self) -> None:
         """Run until ``aclose``. Raises an exception group with ``StreamRLError`` when no process can be started any
@@ -407,7 +410,8 @@ class CallPool:
         waiting = self._waiting[coroutines]
         while not waiting:
             await self._changed.wait()
-        calls, expected_s = [heapq.heappop(waiting)[1]], 0.0
+        calls = [heapq.heappop(waiting)[1]]
+        expected_s = 0.0
         while waiting and len(calls) < _MOST_AHEAD:
             expected_s += 0.0 if coroutines else self._expected_s.get(calls[-1].function, _UNKNOWN_S)
             next_s = 0.0 if coroutines else self._expected_s.get(waiting[0][1].function, _UNKNOWN_S)

@@ -30,7 +30,9 @@ from streamrl.rewards.signature import RewardFunction
 from streamrl.rewards.values import CheckedValue, check_returned, failed
 
 _MOST_CALLS = 20_000  # then it is replaced: what user code leaks in small portions goes with it
-_LOOK_EACH, _LOOK_EVERY = 128, 64  # after each of the first calls, then after some: a look takes 50 us
+# after each of the first calls, then after some: a look takes 50 us
+_LOOK_EACH = 128
+_LOOK_EVERY = 64
 _MOST_THREADS = 32
 _MOST_CAUSES = 8
 _STOP_GRACE_S = 1.0  # for a coroutine to end once it was cancelled
@@ -206,9 +208,11 @@ class _Stepped:
             finally:
                 self._page.end()
             try:
-                given, step = (yield yielded), self._inner.send
+                given = yield yielded
+                step = self._inner.send
             except BaseException as error:  # noqa: BLE001 - whatever is thrown at us is the inner one's
-                given, step = error, self._inner.throw
+                given = error
+                step = self._inner.throw
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -249,7 +253,8 @@ class LoopServer:
         loop = asyncio.get_running_loop()
         while await self._written.wait():
             self._written.clear()
-            ready, self._answers = self._answers, []
+            ready = self._answers
+            self._answers = []
             await loop.sock_sendall(self._connection, b"".join(ready))
 
     def _begin(self, order: CallOrder, calls: asyncio.TaskGroup) -> None:
@@ -275,7 +280,8 @@ class LoopServer:
             seconds = Clock.perf_counter() - started
             if task.cancelled():
                 message = "CancelledError: it was cancelled by itself"
-                values, exhausted = failed(RewardFailureKind.RAISED, message, count_of(order)), False
+                values = failed(RewardFailureKind.RAISED, message, count_of(order))
+                exhausted = False
             else:
                 values, exhausted = task.result()
             self._answer(order, seconds, values, exhausted=exhausted)

@@ -24,7 +24,9 @@ from streamrl.rewards.signature import RewardFunction, RewardSignature
 from streamrl.rewards.values import CallFailure, CallResult
 
 COMBINING = "combine"
-_LOOKED_AT, _LOOK_EVERY = 1024, 16  # orders that are all searched for special tokens; then one in so many is
+# orders that are all searched for special tokens; then one in so many is
+_LOOKED_AT = 1024
+_LOOK_EVERY = 16
 
 
 def combining_rewards(rewards: Sequence[Reward], limits: RewardLimits) -> tuple[Reward, ...]:
@@ -58,7 +60,9 @@ class RewardSet:
         self._pool: CallPool | None = None
         self._queues = [RewardQueue(reward, limits.concurrency) for reward in self._all]
         self._without_tokens = ""  # names of those that see no special tokens, until there is a notice of that
-        self._orders = self._searched = self._with_tokens = 0
+        self._orders = 0
+        self._searched = 0
+        self._with_tokens = 0
         self._notice = ""
 
     async def open(self) -> None:
@@ -113,7 +117,8 @@ class RewardSet:
 
     def take_notice(self) -> str:
         """Return what a person should know of the completions, once; empty: nothing new."""
-        notice, self._notice = self._notice, ""
+        notice = self._notice
+        self._notice = ""
         return notice
 
     async def score(self, trajectories: Sequence[Trajectory], rank: int = 0) -> tuple[Outcome, ...]:
@@ -134,7 +139,8 @@ class RewardSet:
 
     async def aclose(self) -> None:
         """End call processes, and what built-in rewards use. Calls that have not ended are forgotten. Idempotent."""
-        functions, self._trusted = self._trusted, {}
+        functions = self._trusted
+        self._trusted = {}
         await close_functions(functions.values())
         if self._pool is not None:
             await self._pool.aclose()
@@ -143,7 +149,8 @@ class RewardSet:
         self, index: int, completion: Any, arguments: Mapping[str, Any], *, count: int, key: str
     ) -> CallResult | None:
         """The result of a plain trusted function that need not wait; None: use ``call``."""
-        queue, function = self._queues[index], self._trusted.get(index)
+        queue = self._queues[index]
+        function = self._trusted.get(index)
         if function is None or function.signature.is_async or not queue.free:
             return None
         return queue.call_now(partial(call_at_once, function, completion, arguments, count), key)
@@ -194,7 +201,8 @@ class Scoring:
     async def finish(self) -> tuple[SampleReward, ...]:
         """One reward for each completion of the order, in its order, whatever user code does."""
         while self.scored is None:  # the values first, then what the recipe's function makes of them
-            calls, self._left = self._left, []
+            calls = self._left
+            self._left = []
             if len(calls) == 1:
                 await self._call(calls[0])
             else:
@@ -206,7 +214,8 @@ class Scoring:
 
     def _calls_of(self, index: int) -> list[_Asked]:
         """Calls of a function that can be made: about one completion each, or about all of a group."""
-        texts, signature = self._texts, self._rewards.signatures[index]
+        texts = self._texts
+        signature = self._rewards.signatures[index]
         calls = []
         places = range(len(texts.completions))
         for members in texts.groups() if signature.per_group else [[place] for place in places]:

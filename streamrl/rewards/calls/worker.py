@@ -234,7 +234,8 @@ class _Serving:
             if not self._scored:
                 await self._changed.wait()
                 continue
-            groups, self._scored = tuple(self._scored), []
+            groups = tuple(self._scored)
+            self._scored = []
             # Before the answers that taught it: a worker that dies in between is asked again and learns it again.
             for version, rewards in list(self._sets.items()):
                 if learnt := rewards.take_learnt_limits():

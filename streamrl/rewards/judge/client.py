@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import httpx
 
 _WORTH_A_RETRY = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 15.0
+_FIRST_WAIT_S = 0.25
+_LONGEST_WAIT_S = 15.0
 _LONGEST_WAIT_FOR_OWN_S = 1.0  # it is being started again; nobody else is troubled by asking often
 _CONNECT_S = 10.0
 _LONGEST_DETAIL = 200
@@ -67,7 +68,8 @@ class JudgeClient:
 
     async def aclose(self) -> None:
         """Close the connections. The next question opens them again."""
-        opened, self._opened = self._opened, None
+        opened = self._opened
+        self._opened = None
         if opened is not None:
             await opened[0].aclose()
 

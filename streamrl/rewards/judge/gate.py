@@ -81,8 +81,10 @@ class JudgeBatcher:
         self._actor = 0.0
         self._awake_since: float | None = None
         self._changed = Notifier()
-        self._questions = self._batches = 0
-        self._waited_s = self._awake_s = 0.0
+        self._questions = 0
+        self._batches = 0
+        self._waited_s = 0.0
+        self._awake_s = 0.0
 
     @asynccontextmanager
     async def question(self) -> AsyncIterator[None]:

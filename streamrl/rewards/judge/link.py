@@ -40,8 +40,10 @@ class JudgeLink:
         if installed_device() == "cpu":
             self._may_load.set()
         self._ready = anyio.Event()
-        self._retired = self._connected = False
-        self._serving, self._telling = anyio.CancelScope(), anyio.CancelScope()
+        self._retired = False
+        self._connected = False
+        self._serving = anyio.CancelScope()
+        self._telling = anyio.CancelScope()
         self._past = self._now = JudgeReport()
 
     async def run(self) -> None:
@@ -55,7 +57,8 @@ class JudgeLink:
                 if self._retired:
                     return  # nobody waits for a successor
                 log.warning("%s is gone; the questions that it had are asked again: %s", JUDGE, broken)
-                self._past, self._now = self._now.after(self._past), JudgeReport()
+                self._past = self._now.after(self._past)
+                self._now = JudgeReport()
                 self._connected = False
 
     async def ready(self, load: Callable[[], EngineLoad], capacity: int) -> None:

@@ -86,7 +86,8 @@ class Verdicts:
             self._pattern = compiled("score", options.score)
         if options.highest <= options.lowest:
             raise BadOption(f'"highest" = {options.highest:g} is not above "lowest" = {options.lowest:g}: correct one')
-        self._lowest, self._highest = options.lowest, options.highest
+        self._lowest = options.lowest
+        self._highest = options.highest
 
     def read(self, answer: str) -> float:
         """The reward. Raises ``ValueError`` where the answer holds none."""

@@ -57,7 +57,10 @@ class _JudgeServer:
     """The engine with its gate and routes."""
 
     def __init__(self, engine: VllmEngine, judge: Judge, socket_path: Path, tasks: TaskGroup, *, sleeps: bool) -> None:
-        self._engine, self._judge, self._socket_path, self._tasks = engine, judge, socket_path, tasks
+        self._engine = engine
+        self._judge = judge
+        self._socket_path = socket_path
+        self._tasks = tasks
         self._gate = JudgeBatcher(judge, *_moves(engine, judge, sleeps=sleeps))
 
     async def serve(self, orders: ReceiveStream[JudgeOrder], reports: SendStream[JudgeEvent]) -> None:
@@ -78,7 +81,8 @@ class _JudgeServer:
         from streamrl.engines.vllm.openai_form import OpenAIRoutes
 
         ready = await self._engine.start()
-        judge, gate = self._judge, self._gate
+        judge = self._judge
+        gate = self._gate
         routes = OpenAIRoutes(self._engine.front_end, model_path=judge.model, name=judge.model, gate=gate.question)
         for serving in (self._engine.watch, gate.run, partial(routes.serve, self._socket_path)):
             self._tasks.start_soon(serving)

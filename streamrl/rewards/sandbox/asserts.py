@@ -146,7 +146,8 @@ class _Parts:
         3)``."""
         if not isinstance(node, ast.Call):
             return False
-        called, arguments = node, [*node.args, *(keyword.value for keyword in node.keywords)]
+        called = node
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         of_object = isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call)
         if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call):
             called = node.func.value

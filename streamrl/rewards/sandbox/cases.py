@@ -70,7 +70,9 @@ def extract_code(completion: str, *, whole: bool = False) -> str | None:
 def _blocks(text: str) -> list[tuple[str, str]]:
     """Language and content of every fenced block, without the indentation that its fence has (CommonMark)."""
     blocks: list[tuple[str, str]] = []
-    fence, name, indent = "", "", 0
+    fence = ""
+    name = ""
+    indent = 0
     content: list[str] = []
     for line in text.splitlines(keepends=True):
         if fence:
@@ -81,8 +83,10 @@ def _blocks(text: str) -> list[tuple[str, str]]:
             else:
                 content.append(line[:indent].lstrip(" \t") + line[indent:])
         elif opened := _FENCE.match(line):
-            indent, fence = len(opened.group(1)), opened.group(2)
-            name, content = opened.group(3).lower(), []
+            indent = len(opened.group(1))
+            fence = opened.group(2)
+            name = opened.group(3).lower()
+            content = []
     return [*blocks, (name, "".join(content))] if fence else blocks
 
 
@@ -152,7 +156,8 @@ def _one_case(test: Any, entry_point: str, setup: str) -> Case:
 
 
 def _paired(tests: Mapping[str, Any], setup: str, tolerance: float | None) -> tuple[Case, ...]:
-    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    inputs = tests.get("inputs")
+    outputs = tests.get("outputs")
     if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
         raise ValueError('tests are a mapping without "inputs" and "outputs" of equal length')
     name = tests.get("fn_name") or ""

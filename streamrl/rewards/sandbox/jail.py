@@ -170,14 +170,16 @@ def _set_limits(layers: Layers, limits: Limits) -> None:
     for which, soft, hard in wanted:
         highest = resource.getrlimit(which)[1]
         if highest != resource.RLIM_INFINITY:
-            soft, hard = min(soft, highest), min(hard, highest)
+            soft = min(soft, highest)
+            hard = min(hard, highest)
         resource.setrlimit(which, (soft, hard))
 
 
 def _wait(pid: int, seconds: float, *, alone: bool) -> dict[str, Any]:
     """Wait at most ``seconds`` for the end of ``pid``, then kill it. ``alone``: the kernel ends all other processes."""
     started = time.monotonic()
-    unwanted = timed_out = False
+    unwanted = False
+    timed_out = False
     while True:
         ended, status, usage = os.wait4(-1, os.WNOHANG)
         if ended == pid:

@@ -61,7 +61,8 @@ def _values(names: dict[str, Any], order: dict[str, Any]) -> list[Any]:
 
 
 def _read(fd: int) -> bytes:
-    size, content = os.fstat(fd).st_size, b""
+    size = os.fstat(fd).st_size
+    content = b""
     while len(content) < size and (part := os.pread(fd, size - len(content), len(content))):
         content += part
     os.close(fd)

@@ -151,9 +151,11 @@ class CodeReward:
         outcomes: list[CaseOutcome] = []
         for index, case in enumerate(cases):
             key = f"{prompt_id} case {index}"
-            limit_s, late_is_wrong = options.timeout_s, options.time_limit_is_wrong
+            limit_s = options.timeout_s
+            late_is_wrong = options.time_limit_is_wrong
             if self._learnt is not None and self._learnt.limit_s(key) < limit_s:
-                limit_s, late_is_wrong = self._learnt.limit_s(key), self._learnt.late_is_wrong
+                limit_s = self._learnt.limit_s(key)
+                late_is_wrong = self._learnt.late_is_wrong
             outcome = await self._run_case(code, case, limit_s)
             outcomes.append(outcome)
             if self._learnt is not None and outcome.end is CaseEnd.PASSED:
@@ -256,13 +258,18 @@ def _problem(check: Callable[[], bool]) -> str:
 
 def _outcome(report: ProgramEnd, wrong: str, inside: bool = False) -> CaseOutcome:
     """``wrong``: what is wrong with the output or the answers; empty: nothing."""
-    end, message = CaseEnd.PASSED, ""
+    end = CaseEnd.PASSED
+    message = ""
     if report.timed_out:
-        end, message, inside = CaseEnd.TIMED_OUT, "it ran beyond its time limit", False
+        end = CaseEnd.TIMED_OUT
+        message = "it ran beyond its time limit"
+        inside = False
     elif wrong and report.status != 0:
-        end, message = CaseEnd.RAISED, report.last_error or f"it ended with {report.status}"
+        end = CaseEnd.RAISED
+        message = report.last_error or f"it ended with {report.status}"
     elif wrong:
-        end, message = CaseEnd.WRONG, wrong[:_MOST_CHARACTERS]
+        end = CaseEnd.WRONG
+        message = wrong[:_MOST_CHARACTERS]
     return CaseOutcome(end, report.seconds, report.cpu_seconds, message, inside)
 
 

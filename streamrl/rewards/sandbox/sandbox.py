@@ -30,7 +30,9 @@ _ANSWER_GRACE_S = 10.0  # beyond the limit of a run; the zygote kills what does 
 _END_S = 5.0
 _MESSAGE_BYTES = 65536
 _MOST_STDERR_BYTES = 4096
-_F_ADD_SEALS, _SEALS = 1033, 0xF  # seal, shrink, grow, write
+# seal, shrink, grow, write
+_F_ADD_SEALS = 1033
+_SEALS = 0xF
 # Packages without their __init__, so that the zygote loads the standard library and this package's files only.
 _BOOT = """
 import sys, types
@@ -126,7 +128,8 @@ class Sandbox:
 
     async def aclose(self) -> None:
         """End the zygote and every run. A later run starts another."""
-        zygote, self._zygote = self._zygote, None
+        zygote = self._zygote
+        self._zygote = None
         if zygote is not None:
             await zygote.aclose()
 

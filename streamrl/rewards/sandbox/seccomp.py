@@ -58,9 +58,15 @@ _MODES: _Table = {
 _PROCESSES: _Table = {"fork": (57, None), "vfork": (58, None)}
 
 # (x86-64, aarch64) of the calls whose arguments are looked at.
-_CLONE, _KILL, _TGKILL = (56, 220), (62, 129), (234, 131)
-_SOCKETPAIR, _IOCTL, _PRCTL, _PRLIMIT = (53, 199), (16, 29), (157, 167), (302, 261)
-_FSTATAT, _AT_EMPTY_PATH = (262, 79), 0x1000
+_CLONE = (56, 220)
+_KILL = (62, 129)
+_TGKILL = (234, 131)
+_SOCKETPAIR = (53, 199)
+_IOCTL = (16, 29)
+_PRCTL = (157, 167)
+_PRLIMIT = (302, 261)
+_FSTATAT = (262, 79)
+_AT_EMPTY_PATH = 0x1000
 _CLONE_THREAD = 0x00010000
 _CLONE_REFUSED = 0x7E020000 | 0x8000  # every CLONE_NEW*, and CLONE_PARENT
 _AF_UNIX = 1
@@ -69,10 +75,20 @@ _PRCTLS = (1, 2, 15, 16, 0x53564D41)  # PDEATHSIG set and get, NAME set and get,
 
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 _X32_BIT = 0x40000000
-_LOAD, _JEQ, _JGE, _JSET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
-_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_EPERM, _ENOENT, _ENOSYS = 1, 2, 38
+_LOAD = 0x20
+_JEQ = 0x15
+_JGE = 0x35
+_JSET = 0x45
+_RETURN = 0x06
+_NUMBER = 0
+_ARCHITECTURE = 4
+_ARGUMENTS = 16
+_ALLOW = 0x7FFF0000
+_KILL_PROCESS = 0x80000000
+_ERRNO = 0x00050000
+_EPERM = 1
+_ENOENT = 2
+_ENOSYS = 38
 
 _Instruction = tuple[int, int, int, int]
 
@@ -131,7 +147,8 @@ def _search(intervals: Sequence[tuple[int, int]]) -> list[_Instruction]:
     if len(intervals) == 1:
         return [_return(intervals[0][1])]
     middle = len(intervals) // 2
-    below, above = _search(intervals[:middle]), _search(intervals[middle:])
+    below = _search(intervals[:middle])
+    above = _search(intervals[middle:])
     return [(_JGE, len(below), 0, intervals[middle][0]), *below, *above]
 
 

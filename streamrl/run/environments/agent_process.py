@@ -31,7 +31,10 @@ from streamrl.run.environments.endpoint_session import EndpointSession
 
 MOST_OUTPUT = 64 << 20
 """Bytes that an agent may write to stderr, and to stdout where that is not read as lines."""
-_KEPT, _SHOWN, _LEFT_OPEN_S, _GRACE_S = 1 << 16, 2_000, 1.0, 5.0
+_KEPT = 1 << 16
+_SHOWN = 2_000
+_LEFT_OPEN_S = 1.0
+_GRACE_S = 5.0
 _ROOT = Path(__file__).resolve().parents[3]
 _STARTER = """
 import os, sys
@@ -54,8 +57,10 @@ class Agents:
     """The agent of ``environment``, and the endpoint at which it reaches the model while it is ``serving``."""
 
     def __init__(self, environment: Environment) -> None:
-        self._command, self._variables = with_run_python(environment.agent), environment.agent_variables
-        self._at_once, self._server = environment.agent_tasks, EndpointServer()
+        self._command = with_run_python(environment.agent)
+        self._variables = environment.agent_variables
+        self._at_once = environment.agent_tasks
+        self._server = EndpointServer()
         self._processes: list[_Process] = []
         self._group: anyio.abc.TaskGroup
 
@@ -102,7 +107,9 @@ class Agents:
         """Run the program until it ends, or ``given.limit`` is cancelled; ``end`` takes lines of its stdout. Of the
         worker's environment it has what programs need and the recipe names, with address and key for its clients."""
         command = [sys.executable, "-I", "-S", "-c", _STARTER, str(_ROOT), str(os.getpid()), *self._command]
-        own, url, limit = passed_environment((), self._variables), self._server.base_url, given.limit
+        own = passed_environment((), self._variables)
+        url = self._server.base_url
+        limit = given.limit
         own |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
         own |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key, "STREAMRL_AGENT": key}  # harnesses hide API keys
         local = own.get("NO_PROXY") or own.get("no_proxy") or "localhost"
@@ -132,7 +139,9 @@ class _Process:
     stdout; ``open``: by key, the future reward of each trajectory that it has; cancelled with the trajectory."""
 
     def __init__(self, *lines: bytes) -> None:
-        self.lines, self.limit, self.out = asyncio.Queue[bytes](), anyio.CancelScope(), bytearray()
+        self.lines = asyncio.Queue[bytes]()
+        self.limit = anyio.CancelScope()
+        self.out = bytearray()
         self.open: dict[str, asyncio.Future[float | None]] = {}
         for line in lines:
             self.lines.put_nowait(line)
@@ -176,7 +185,8 @@ async def _read(
                 *lines, kept[:] = kept.split(b"\n")
                 for line in lines:
                     take(bytes(line))
-            kept[:], written = kept[-_KEPT:], written + len(part) if take is None else 0
+            kept[:] = kept[-_KEPT:]
+            written = written + len(part) if take is None else 0
             if written > MOST_OUTPUT:
                 limit.cancel()
 

@@ -61,13 +61,20 @@ class EpisodePolicy:
         evaluation: bool = False,
         system: str = "",
     ) -> None:
-        self.trajectory, self.prompt_id, self.evaluation = trajectory, prompt_id, evaluation
-        self.seed, self.prompt_seed, self.random = seed, prompt_seed, random.Random(seed)
+        self.trajectory = trajectory
+        self.prompt_id = prompt_id
+        self.evaluation = evaluation
+        self.seed = seed
+        self.prompt_seed = prompt_seed
+        self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
         self.turn_rewards: dict[int, float] = {}
-        self.chat_model, self.turns = model, turns
-        self._record, self._stack, self._system = record, stack, system
+        self.chat_model = model
+        self.turns = turns
+        self._record = record
+        self._stack = stack
+        self._system = system
 
     def chat(self, *, system: str | None = None, tools: Sequence[Any] | ToolBox = ()) -> Chat:
         """Begin a conversation. ``system``: its system message (None: that of the recipe); ``tools``: typed functions
@@ -97,7 +104,9 @@ class Chat:
     """One conversation: what is said to the model, and its turns."""
 
     def __init__(self, model: EpisodePolicy, system: str, box: ToolBox | None) -> None:
-        self._model, self._box, of = model, box, model.chat_model
+        self._model = model
+        self._box = box
+        of = model.chat_model
         # None: a model of texts, without a chat template.
         self._tokens = of.tokens(box, box.schemas if box else ()) if of.tokenizer.chat_templates else None
         self.messages: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
@@ -147,11 +156,13 @@ class Chat:
         return known.text
 
     async def _next(self, messages: Sequence[ChatMessage]) -> Reply:
-        last, said = self._last, [*self.messages, *messages]
+        last = self._last
+        said = [*self.messages, *messages]
         if last is None:
             if self.messages and any(message.get("role") == "system" for message in messages):
                 raise ValueError("the chat has a system message, and another one is said: leave one out")
-            appended, after = self._begin(said), -1
+            appended = self._begin(said)
+            after = -1
         else:
             appended, after = self._continue(last, said)
         turn = await self._model.turns.sample(appended, after=after)
@@ -172,7 +183,8 @@ class Chat:
         """Tokens, and the turn that they go on from (-1: none)."""
         if self._tokens is None:
             return self._model.chat_model.tokenizer.encode_fragment(_texts(said[len(self.messages) :])), last.turn
-        calls, end = called_tools(last.turn, last.calls), last.token_ids[-1] if last.token_ids else -1
+        calls = called_tools(last.turn, last.calls)
+        end = last.token_ids[-1] if last.token_ids else -1
         appended = self._tokens.seam_tokens(said, len(self.messages) - 1, calls, end, self._text)
         return self._counted(appended), -1 if appended[1] == SeamKind.REWRITTEN else last.turn
 
@@ -185,7 +197,9 @@ class Chat:
         return token_ids
 
     def _read(self, turn: SampledTurn) -> Reply:
-        ids, finish, number = turn.token_ids, turn.finish_reason, turn.number
+        ids = turn.token_ids
+        finish = turn.finish_reason
+        number = turn.number
         if self._tokens is None:
             return Reply(self._model.decode(ids), "", (), "", finish, ids, number)
         parsed = self._tokens.parse(turn, calls=self._box is not None)

@@ -63,7 +63,8 @@ def _chat(request: ChatRequest, answer: ChatAnswer, tokenizer: Tokenizer) -> Bod
         ]
     reason = "tool_calls" if answer.calls else "stop" if _ended(answer) else "length"
     logprobs = {"content": found, "refusal": None} if (found := _logprobs(request, answer, tokenizer)) else None
-    sampled, given = len(answer.turn.token_ids), answer.prompt_tokens
+    sampled = len(answer.turn.token_ids)
+    given = answer.prompt_tokens
     usage = {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
     choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
     made = {"id": f"chatcmpl-{answer.identity}", "object": "chat.completion", "created": answer.created}
@@ -98,7 +99,8 @@ def _chat_chunks(whole: Body, *, usage: bool) -> Iterator[Body]:
 
 
 def _responses(request: ChatRequest, answer: ChatAnswer, tokenizer: Tokenizer) -> Body:
-    name, status = answer.identity, "completed" if _ended(answer) else "incomplete"
+    name = answer.identity
+    status = "completed" if _ended(answer) else "incomplete"
     output: list[Body] = []
     if answer.reasoning:
         thought = [{"type": "reasoning_text", "text": answer.reasoning}]
@@ -111,7 +113,8 @@ def _responses(request: ChatRequest, answer: ChatAnswer, tokenizer: Tokenizer) -
     for call_id, tool, arguments in _calls(answer):
         called = {"type": "function_call", "id": f"fc_{name}_{call_id}", "call_id": call_id, "name": tool}
         output.append(called | {"arguments": arguments, "status": status})
-    sampled, given = len(answer.turn.token_ids), answer.prompt_tokens
+    sampled = len(answer.turn.token_ids)
+    given = answer.prompt_tokens
     usage: Body = {"input_tokens": given, "output_tokens": sampled, "total_tokens": given + sampled}
     usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     made = {"id": f"resp_{name}", "object": "response", "created_at": answer.created, "model": request.model, **_NONE}
@@ -128,7 +131,8 @@ def _responses_events(whole: Body) -> Iterator[Body]:
         added = item | {"status": "in_progress", "arguments" if calls else "content": "" if calls else []}
         found.append({"type": "response.output_item.added", "output_index": place, "item": added})
         for number, part in enumerate(item.get("content", ())):
-            here, name = at | {"content_index": number}, f"response.{part['type']}"
+            here = at | {"content_index": number}
+            name = f"response.{part['type']}"
             more = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
             empty = {"text": "", **dict.fromkeys(more, ())}
             found.append({"type": "response.content_part.added", "part": part | empty, **here})
@@ -136,7 +140,8 @@ def _responses_events(whole: Body) -> Iterator[Body]:
             found.append({"type": f"{name}.done", "text": part["text"], **more, **here})
             found.append({"type": "response.content_part.done", "part": part, **here})
         if calls:
-            name, written = "response.function_call_arguments", item["arguments"]
+            name = "response.function_call_arguments"
+            written = item["arguments"]
             found.append({"type": f"{name}.delta", "delta": written, **at})
             found.append({"type": f"{name}.done", "arguments": written, "name": item["name"], **at})
         found.append({"type": "response.output_item.done", "output_index": place, "item": item})

@@ -106,7 +106,8 @@ def _request(body: Body, given: _Body, read: Callable[[_Body], Iterator[Body]]) 
     ignored += ["tool_choice"] * (choice not in (None, "auto", "none"))
     limits = filter(None, (given.max_tokens, given.max_completion_tokens, given.max_output_tokens))
     tools = [_schema(tool, f"tools[{place}]") for place, tool in enumerate(given.tools or ())]
-    chat, tool_set = [message_digest(message) for message in messages], digest_of(tools)
+    chat = [message_digest(message) for message in messages]
+    tool_set = digest_of(tools)
     others = {name: value for name, value in others.items() if name not in _CHAT}
     digest = digest_of([(said.hex(), thought) for said, thought in chat], tool_set.hex(), others)
     usage = bool((given.stream_options or {}).get("include_usage"))
@@ -188,9 +189,12 @@ def _anthropic(given: _Body) -> Iterator[Body]:
     if system := _text(given.system, "system"):
         yield {"role": "system", "content": system}
     for number, message in enumerate(given.messages):
-        place, texts, more = f"messages[{number}]", list[Body](), Body()
+        place = f"messages[{number}]"
+        texts = list[Body]()
+        more = Body()
         for part in [{"text": message.content}] if isinstance(message.content, str) else message.content or ():
-            kind, block = part.get("type", "text"), msgspec.convert(part, _Message)
+            kind = part.get("type", "text")
+            block = msgspec.convert(part, _Message)
             if kind == "tool_result":
                 text = _text(block.content, f"{place}.content (tool_result)")
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}

@@ -28,7 +28,8 @@ class ChatModel:
     calls."""
 
     def __init__(self, tokenizer: Tokenizer, environment: Environment | None = None) -> None:
-        self.tokenizer, self.environment = tokenizer, environment or Environment()
+        self.tokenizer = tokenizer
+        self.environment = environment or Environment()
         self.toolbox = lru_cache(_REMEMBERED)(self._toolbox)
         self._tokens: dict[Hashable, ChatTokens] = {}
 
@@ -62,7 +63,8 @@ class ChatTokens:
     """Chats of ``model`` with ``tools`` (JSON schemas) as tokens."""
 
     def __init__(self, model: ChatModel, tools: Sequence[Any]) -> None:
-        self._tokenizer, self._given = model.tokenizer, tools
+        self._tokenizer = model.tokenizer
+        self._given = tools
         shown, self._in_tools = self._broken(tools)
         self._tools = shown or None
         self._call_format = model.call_reader(tools) if tools else "hermes"
@@ -99,9 +101,11 @@ class ChatTokens:
     def parse(self, turn: SampledTurn, *, calls: bool) -> ParsedTurn:
         """The parts of a turn. Its calls count where it ended by itself and ``calls`` may be made; a call that JSON
         cannot hold (half of a character, a number without end) does not."""
-        ids, call_format = turn.token_ids, self._call_format if calls else "hermes"
+        ids = turn.token_ids
+        call_format = self._call_format if calls else "hermes"
         ids = ids[:-1] if ids and ids[-1] in self._tokenizer.eos_token_ids else ids
-        text, inside = self._tokenizer.decode(ids, skip_special=False), self._opens_reasoning
+        text = self._tokenizer.decode(ids, skip_special=False)
+        inside = self._opens_reasoning
         ended = calls and turn.finish_reason is FinishReason.STOP
         parsed = parse_turn(text, call_format, self._given, ended=ended, in_reasoning=inside)
         try:
@@ -115,7 +119,8 @@ class ChatTokens:
         if isinstance(value, str):
             return without_special_tokens(self._tokenizer, value) if value else (value, 0)
         if isinstance(value, Mapping):
-            keys, values = self._broken(list(value)), self._broken(list(value.values()))
+            keys = self._broken(list(value))
+            values = self._broken(list(value.values()))
             return dict(zip(keys[0], values[0], strict=True)), keys[1] + values[1]
         if isinstance(value, list | tuple):
             parts = [self._broken(one) for one in value]

@@ -17,7 +17,8 @@ from streamrl.run.environments.chat_requests import COUNTED, READERS, read_reque
 from streamrl.run.environments.endpoint_session import ApiError, EndpointSession
 
 Receive = Callable[[], Awaitable[Any]]
-LARGEST_BODY, OPEN_REQUESTS = 16 << 20, 256
+LARGEST_BODY = 16 << 20
+OPEN_REQUESTS = 256
 """Bytes of a request; requests of one trajectory that may be open at once."""
 
 
@@ -64,17 +65,20 @@ class EndpointServer:
         """Answer one request (ASGI). A client that goes away loses the answer alone: the turn is sampled and kept."""
         if scope["type"] != "http":
             return
-        key, path = None, scope["path"].rstrip("/")
+        key = None
+        path = scope["path"].rstrip("/")
         if path.startswith("/sessions/"):
             _, _, key, path = path.split("/", 3) if path.count("/") > 2 else ("", "", path, "")
             path = f"/{path}"
         try:
             session = self._session(key, headers := dict(scope["headers"]))
-            status, body = 200, await self._body(session, path, scope["method"], headers, receive)
+            status = 200
+            body = await self._body(session, path, scope["method"], headers, receive)
             if body is None:
                 return
         except ApiError as error:
-            status, body = error.status, write_refusal(path, error)
+            status = error.status
+            body = write_refusal(path, error)
         media = b"application/json" if body.startswith(b"{") else b"text/event-stream"
         sent = [(b"content-type", media), (b"content-length", str(len(body)).encode()), (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": status, "headers": sent})
@@ -122,7 +126,9 @@ class EndpointServer:
 async def _received(headers: Mapping[bytes, bytes], receive: Receive, most: int) -> bytes | None:
     """The bytes of a request; None: the client has gone. Raises ``ApiError`` as soon as they are too many."""
     length = headers.get(b"content-length", b"")
-    announced, found, more = int(length) if length.isdigit() and len(length) < 20 else 0, bytearray(), True
+    announced = int(length) if length.isdigit() and len(length) < 20 else 0
+    found = bytearray()
+    more = True
     while more:
         message: Mapping[str, Any] = await receive() if announced <= most else {"type": "http.request"}
         if message["type"] == "http.disconnect":

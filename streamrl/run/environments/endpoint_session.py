@@ -77,8 +77,14 @@ class _Node:
     ``tokens``, ``text``: of the sequence with the answer; ``message``: the answer, as chat templates take it."""
 
     def __init__(self, parent: _Node | None, request: ChatRequest) -> None:
-        self.parent, self.chat, self.tool_set, self.digest = parent, request.chat, request.tool_set, request.digest
-        self.end, self.children, self.tokens, self.text = len(request.chat) + 1, 0, 0, ""
+        self.parent = parent
+        self.chat = request.chat
+        self.tool_set = request.tool_set
+        self.digest = request.digest
+        self.end = len(request.chat) + 1
+        self.children = 0
+        self.tokens = 0
+        self.text = ""
         self.done = anyio.Event()
         self.failure = ApiError(410, ENDED)
         self.answer: ChatAnswer | None = None
@@ -87,7 +93,8 @@ class _Node:
 
     def is_begin_of(self, chat: Sequence[Digest]) -> bool:
         """Whether ``chat`` goes on from this answer, if it does from that of ``parent``."""
-        begin, at = self.parent.end if self.parent else 0, self.end - 1
+        begin = self.parent.end if self.parent else 0
+        at = self.end - 1
         if self.answer is None or len(chat) <= at or chat[at][0] != self.said[0]:
             return False
         same = all(one[0] == other[0] for one, other in zip(chat[begin:at], self.chat[begin:], strict=True))
@@ -99,8 +106,12 @@ class EndpointSession:
     ``figures``: counts by name, for the end of the episode."""
 
     def __init__(self, key: str, sampler: TurnSampler, model: ChatModel, *, turns_at_once: int = 1) -> None:
-        self.key, self.figures, self.open_requests = key, Counter[str](), 0
-        self.model, self._sampler, self._free = model, sampler, anyio.Semaphore(turns_at_once)
+        self.key = key
+        self.figures = Counter[str]()
+        self.open_requests = 0
+        self.model = model
+        self._sampler = sampler
+        self._free = anyio.Semaphore(turns_at_once)
         self._nodes: list[_Node] = []
         self._requests: dict[bytes, _Node] = {}
         self._sampling: set[anyio.CancelScope] = set()
@@ -152,7 +163,8 @@ class EndpointSession:
 
     async def _fill(self, node: _Node, request: ChatRequest) -> None:
         """Sample the answer of ``node``. A node without one is forgotten: the request, repeated, is sampled."""
-        parent, scope = node.parent, anyio.CancelScope()
+        parent = node.parent
+        scope = anyio.CancelScope()
         if parent is not None:
             parent.children += 1
         self._sampling.add(scope)
@@ -189,7 +201,9 @@ class EndpointSession:
         self.figures["malformed_calls"] += request.calls and bool(request.tools) and bool(parsed.problem)
         called = called_tools(turn.number, parsed.calls)
         calls = calling_message(called, [call.arguments for call in parsed.calls])["tool_calls"]
-        text, thought, made = parsed.text, parsed.reasoning, (secrets.token_hex(12), int(time.time()))
+        text = parsed.text
+        thought = parsed.reasoning
+        made = (secrets.token_hex(12), int(time.time()))
         node.message = sampled_message(text, thought, calls)
         node.said = message_digest(node.message)
         node.answer = ChatAnswer(turn, text, thought, calls, prompt_tokens, *made)
@@ -203,13 +217,16 @@ class EndpointSession:
         return tokens, appended, (parent.tokens if parent is not None else 0) + len(appended[0])
 
     def _appended(self, node: _Node, request: ChatRequest) -> tuple[ChatTokens, Appended]:
-        tokens, parent, messages = self.model.tokens(request.tool_set, request.tools), node.parent, [*request.messages]
+        tokens = self.model.tokens(request.tool_set, request.tools)
+        parent = node.parent
+        messages = [*request.messages]
         if parent is not None and (answer := parent.answer) is not None:
             calls = [CalledTool(call["function"]["name"], call["id"]) for call in answer.calls]
             last = answer.turn.token_ids[-1] if answer.turn.token_ids else -1
             at: _Node | None = parent
             while at is not None:  # with the reasoning, which a client may leave out
-                messages[at.end - 1], at = at.message, at.parent
+                messages[at.end - 1] = at.message
+                at = at.parent
             try:
                 return tokens, tokens.seam_tokens(messages, parent.end - 1, calls, last, parent.text)
             except CannotContinueError:  # a sequence of its own, which the template writes as a whole

@@ -95,7 +95,8 @@ async def _play(model: EpisodePolicy, env: Any, arguments: Mapping[str, Any]) ->
     observation = await call_user(env.reset, **arguments)
     if isinstance(observation, tuple):  # Gymnasium's, with an info
         observation = observation[0]
-    chat, total = model.chat(), 0.0
+    chat = model.chat()
+    total = 0.0
     while True:
         try:
             reply = await chat.say(_said(observation))

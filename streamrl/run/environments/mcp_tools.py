@@ -34,7 +34,8 @@ except ImportError as error:
 
 MOST_STARTS = 4
 """Starts of a server without a call that it answered, the first among them."""
-_START_S, _PING_S = 30.0, 10.0
+_START_S = 30.0
+_PING_S = 10.0
 _ROOT = str(Path(__file__).resolve().parents[3])
 # Leads the process group of a server, and ends the group when the server or the worker ends.
 _GUARD = """
@@ -90,9 +91,13 @@ class _Server:
     """An MCP server, as its tools need it. ``tools``: those that its first process listed."""
 
     def __init__(self, command: Sequence[str], nursery: anyio.abc.TaskGroup, errors: TextIO) -> None:
-        self.command, self._nursery, self._errors = command, nursery, errors
+        self.command = command
+        self._nursery = nursery
+        self._errors = errors
         self.tools: list[Tool] = []
-        self._starting, self._starts, self._end = anyio.Lock(), 0, anyio.Event()
+        self._starting = anyio.Lock()
+        self._starts = 0
+        self._end = anyio.Event()
         self._session: ClientSession
         self._writes: Any = None  # the session closes it where the server has closed its output
 
@@ -114,7 +119,8 @@ class _Server:
 
     async def call(self, tool: str, /, **arguments: Any) -> str:
         """Call a tool. Raises ``ToolFailedError`` with the server's words."""
-        session, end = await self.session(), self._end
+        session = await self.session()
+        end = self._end
         try:
             result = await session.call_tool(tool, arguments)
         except anyio.get_cancelled_exc_class():
@@ -148,7 +154,9 @@ class _Server:
                     page = await session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
                     listed += page.tools
             self.tools = self.tools or [self._tool(tool) for tool in listed]
-            self._session, self._writes, self._end = session, writes, (end := anyio.Event())
+            self._session = session
+            self._writes = writes
+            self._end = (end := anyio.Event())
             task_status.started()
             await end.wait()
 

@@ -127,7 +127,10 @@ class OpenTools:
     def __init__(
         self, tools: Mapping[str, Tool], made: Mapping[type, Any], limits: ToolLimits, opening: str = ""
     ) -> None:
-        self._tools, self._made, self._limits, self.opening = tools, made, limits, opening
+        self._tools = tools
+        self._made = made
+        self._limits = limits
+        self.opening = opening
 
     def keeps_state(self, name: str) -> bool:
         """Return whether a tool is a method or a closure: then a call is made again when an episode begins again."""
@@ -272,7 +275,8 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
         name = ""
         for line in filter(str.strip, body.splitlines()):
             if match := _PARAMETER.match(line):
-                name, found[match[1]] = match[1], match[2].strip()
+                name = match[1]
+                found[match[1]] = match[2].strip()
             elif name:
                 found[name] += f" {line.strip()}"
     return " ".join(head.split()), found

@@ -47,7 +47,9 @@ class LimitedTurns:
     def __init__(
         self, ask: Callable[[TokenArray, int | None, int], Awaitable[SampledTurn]], *, max_turns: int, max_tokens: int
     ) -> None:
-        self._ask, self._max_turns, self._max_tokens = ask, max_turns, max_tokens
+        self._ask = ask
+        self._max_turns = max_turns
+        self._max_tokens = max_tokens
         self._lengths: list[int] = []  # of the conversation up to the end of each turn
         self.finish: FinishReason | None = None
         self.limit = ""
@@ -68,7 +70,8 @@ class LimitedTurns:
         return turn
 
     def _refuse(self, finish: FinishReason, message: str) -> None:
-        self.finish, self.limit = finish, message
+        self.finish = finish
+        self.limit = message
         raise EpisodeLimit(finish, message)
 
 

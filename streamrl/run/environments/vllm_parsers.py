@@ -26,13 +26,15 @@ def vllm_reader(tool_format: str, tokenizer: Tokenizer, tools: Sequence[Mapping[
     except ImportError as error:
         raise RecipeError(f'environment.tool_format: "{tool_format}" needs vLLM ({error}): install it') from error
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # a traceback for each bad call
-    known, name = ToolParserManager.list_registered(), tool_format.removeprefix(VLLM)
+    known = ToolParserManager.list_registered()
+    name = tool_format.removeprefix(VLLM)
     if name not in known:
         names = ", ".join(known)
         raise RecipeError(f'environment.tool_format: vLLM has no tool parser "{name}": write {VLLM} and one of {names}')
     request = ChatCompletionRequest(messages=[], tools=list(tools) or None)
     try:
-        parser, of_vllm = ToolParserManager.get_tool_parser(name), cached_get_tokenizer(tokenizer.directory)
+        parser = ToolParserManager.get_tool_parser(name)
+        of_vllm = cached_get_tokenizer(tokenizer.directory)
         parser(of_vllm, request.tools).extract_tool_calls("", request)
     except Exception as error:
         raise RecipeError(

@@ -58,7 +58,10 @@ from streamrl.run.environments.forms import UserEpisode, load_episode
 from streamrl.run.environments.tools import Tool
 from streamrl.run.environments.turns import CallRecord, EpisodeLimit, LimitedTurns, SampledTurn
 
-_BLOCKED_S, _HEARTBEAT_S, _CLOSE_LIMIT_S, _STOP_LIMIT_S = 30.0, 0.5, 5.0, 1.0
+_BLOCKED_S = 30.0
+_HEARTBEAT_S = 0.5
+_CLOSE_LIMIT_S = 5.0
+_STOP_LIMIT_S = 1.0
 _MOST_STUCK = 8  # coroutines that never end; each keeps memory and takes time from the others
 _FLUSH_S = 0.5  # for events on their way, before the process ends
 _THREADS = 1024  # of functions that are no coroutines: a call that sleeps may not keep others waiting
@@ -129,10 +132,14 @@ class _OpenEpisode:
     def __init__(self, order: BeginEpisode, seconds: float) -> None:
         self.order = order
         self.clock = anyio.CancelScope()
-        self.stopped = self.ended = self.asks = False
+        self.stopped = False
+        self.ended = False
+        self.asks = False
         self.given_up = ""
         self.turns_given = 0
-        self.spent_s, self._seconds, self._since = 0.0, seconds, anyio.current_time()
+        self.spent_s = 0.0
+        self._seconds = seconds
+        self._since = anyio.current_time()
         self.send_turn, self.turns = anyio.create_memory_object_stream[TurnSampled](math.inf)
 
     def runs(self) -> None:
@@ -162,8 +169,11 @@ class _Serving:
         *,
         owns_process: bool,
     ) -> None:
-        self._environment, self._chat_model, self._episode = environment, chat_model, episode
-        self._user_code, self._owns_process = user_code, owns_process
+        self._environment = environment
+        self._chat_model = chat_model
+        self._episode = episode
+        self._user_code = user_code
+        self._owns_process = owns_process
         self.stuck = 0
         """Episodes past their limit that still run."""
         self._open: dict[int, _OpenEpisode] = {}
@@ -204,7 +214,8 @@ class _Serving:
 
     async def _run(self, opened: _OpenEpisode) -> None:
         """Run one episode, and say how it ended."""
-        order, environment = opened.order, self._environment
+        order = opened.order
+        environment = self._environment
         turns = LimitedTurns(
             partial(self._ask, opened), max_turns=environment.max_turns, max_tokens=environment.max_tokens
         )
@@ -230,7 +241,9 @@ class _Serving:
             return
         if not opened.turns_given and end.kind is None and turns.limit:
             end = _End(kind=RewardFailureKind.RAISED, message=turns.limit)
-        seconds, calls, notes = round(opened.spent_s, 6), dict(model.counts), dict(model.notes)
+        seconds = round(opened.spent_s, 6)
+        calls = dict(model.counts)
+        notes = dict(model.notes)
         # Turns that earned 0 have a reward: only an episode that rewards no turn has none.
         rewarded_turns = range(opened.turns_given) if model.turn_rewards else ()
         turns_earned = tuple([model.turn_rewards.get(turn, 0.0) for turn in rewarded_turns])

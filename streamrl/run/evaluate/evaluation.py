@@ -51,7 +51,8 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
         """Numbers of the prompts that are evaluated, by set: with ``limit`` 0 all, else those that are due."""
         if not self.sets:
             return {sections.HELD_OUT: range(len(self.prompts[: limit or None]))}
-        found, first = {}, 0
+        found = {}
+        first = 0
         for name, (one, size) in self.sets.items():
             if not limit or (one.every and policy_version % one.every == 0):
                 found[name] = range(first, first + (min(one.limit or size, size) if limit else size))
@@ -117,7 +118,8 @@ class EvaluationRun:
         while self._open:
             self._settled = anyio.Event()
             await self._settled.wait()
-        settings, reward = self._held_out.settings, self._held_out.reward
+        settings = self._held_out.settings
+        reward = self._held_out.reward
         figures = {"time/eval_s": anyio.current_time() - started}
         for name, numbers in self.sets.items():
             solved = settings.success_reward
@@ -179,8 +181,11 @@ class HeldOutEvaluations(Evaluations):
         scored: Callable[[int, dict[str, float], int], Awaitable[None]],
         store: Callable[[int, Sequence[EndedOutcome], Mapping[str, range]], Awaitable[None]] | None = None,
     ) -> None:
-        self._held_out, self._seed = held_out, seed
-        self._emit, self._scored, self._store_outcomes = emit, scored, store
+        self._held_out = held_out
+        self._seed = seed
+        self._emit = emit
+        self._scored = scored
+        self._store_outcomes = store
         self.running: EvaluationRun | None = None
 
     def begin(self, policy_version: int, limit: int) -> None:
@@ -192,7 +197,8 @@ class HeldOutEvaluations(Evaluations):
         evaluation = self.running
         assert evaluation is not None
         figures = await evaluation.run(episodes, ended)
-        version, self.running = evaluation.policy_version, None
+        version = evaluation.policy_version
+        self.running = None
         finished = not evaluation.cancelled and bool(evaluation.sets)  # there may be none that is due
         if finished:
             # It ran beside the next step, whose time and tokens it is part of.

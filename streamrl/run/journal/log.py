@@ -99,7 +99,8 @@ def read_journal(directory: Path) -> Found:
     newest = _segment_path(directory, last)
     last_frame = end = _HEADER.size
     for offset, body, _ in _frames(newest, may_be_torn=True):
-        last_frame, end = offset, offset + _FRAME.size + len(body)
+        last_frame = offset
+        end = offset + _FRAME.size + len(body)
     return Found(tuple(_segment_path(directory, n) for n in range(first, last + 1)), last_frame, end)
 
 
@@ -107,7 +108,8 @@ def _frames(path: Path, *, may_be_torn: bool) -> Iterator[tuple[int, bytes, bool
     """Offset and body of each frame, and whether it belongs to the base."""
     with failing(path, "reading"), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        base_end, at = _read_header(path, file.read(_HEADER.size)), _HEADER.size
+        base_end = _read_header(path, file.read(_HEADER.size))
+        at = _HEADER.size
         while at < size:
             body = _read_body(file, at, size)
             if body is None:
@@ -209,11 +211,14 @@ class JournalFile:
         self._files = _SegmentFiles(directory, fsync)
         self.found = self._files.found
         self._queue: deque[bytes | tuple[bytes, ...]] = deque()  # a tuple is the base of a new segment
-        self._last = self._written = 0
+        self._last = 0
+        self._written = 0
         self._waiting_bytes = 0
         self._failure: JournalFailed | None = None
         self._closed = False
-        self._wanted, self._progress, self._writing = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+        self._wanted = asyncio.Event()
+        self._progress = asyncio.Event()
+        self._writing = asyncio.Lock()
 
     def append(self, record: bytes) -> int:
         """Take one record and return its sequence number. Never blocks. Raises ``JournalRefused`` for one over
@@ -291,7 +296,8 @@ class JournalFile:
                     self._failure = failure
                     raise
                 finally:
-                    done, self._progress = self._progress, asyncio.Event()
+                    done = self._progress
+                    self._progress = asyncio.Event()
                     done.set()
                 self._waiting_bytes -= sum(map(len, group))
 
@@ -320,7 +326,8 @@ def _groups(items: Iterable[bytes | tuple[bytes, ...]]) -> Iterator[list[bytes]]
         size += len(item)
         if size >= GROUP_BYTES:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
     if group:
         yield group
 
@@ -330,8 +337,10 @@ class _SegmentFiles:
     nobody knows what is on the disk, and a second flush would say that all is well."""
 
     def __init__(self, directory: Path, fsync: bool) -> None:
-        self._directory, self._fsync = directory, fsync
-        self._file, self._end = -1, 0
+        self._directory = directory
+        self._fsync = fsync
+        self._file = -1
+        self._end = 0
         self._lock = _take_lock(directory)
         try:
             self.found = read_journal(directory)
@@ -407,7 +416,8 @@ class _SegmentFiles:
             flush_directory(self._directory)
 
     def _close_file(self) -> None:
-        file, self._file = self._file, -1
+        file = self._file
+        self._file = -1
         if file >= 0:
             with suppress(OSError):  # Linux gives the descriptor back in any case, and what counts was flushed
                 os.close(file)

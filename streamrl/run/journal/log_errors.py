@@ -37,7 +37,8 @@ class JournalDamaged(StreamRLError):
     """Bytes of ``path``, from ``offset`` on, are not those that were written."""
 
     def __init__(self, path: Path, offset: int, reason: str) -> None:
-        self.path, self.offset = path, offset
+        self.path = path
+        self.offset = offset
         run = path.parent.parent
         super().__init__(
             f"journal {path} is damaged at byte {offset}: {reason}; nothing was skipped and nothing was changed. Bring "

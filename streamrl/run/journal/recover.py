@@ -186,7 +186,9 @@ class Resumption(Observer):
     ``policy_version``: what they hold now, of which they trained ``batches`` again; ``reports``: of the last batch."""
 
     def __init__(self, recovered: RecoveredRun, trainer: TrainerRanks, waits: Waits) -> None:
-        self.recovered, self._trainer, self._waits = recovered, trainer, waits
+        self.recovered = recovered
+        self._trainer = trainer
+        self._waits = waits
         self.held_version = self.policy_version = trainer.policy_version
         self.batches = 0
         self.reports: Sequence[StepReport] = ()
@@ -203,7 +205,9 @@ class Resumption(Observer):
         self.recovered.store.forget(t for batch in batches for group in batch.groups for t in group.ids)
 
     async def _retrain(self) -> None:
-        recovered, trainer, held = self.recovered, self._trainer, self.held_version
+        recovered = self.recovered
+        trainer = self._trainer
+        held = self.held_version
         wanted = recovered.version
         if held > wanted:
             raise StreamRLError(
@@ -224,4 +228,5 @@ class Resumption(Observer):
             gather = await trainer.close_batch(close_of(batch.step))
             self.reports = await gather()
             await trainer.acknowledge(batch.policy_version)  # engines take the newest at once, when it is announced
-        self.policy_version, self.batches = wanted, len(batches)
+        self.policy_version = wanted
+        self.batches = len(batches)

@@ -80,11 +80,13 @@ class _Replay:
 
     def __init__(self, base: JournalBase, restore: Callable[[Snapshot], Control]) -> None:
         self.control = restore(base.control)
-        self.events, self.time_s = base.events, base.elapsed_s
+        self.events = base.events
+        self.time_s = base.elapsed_s
         self.steps: list[StepSummary] = []
         self.decisions: deque[tuple[float, str, str]] = deque(maxlen=NEWEST_DECISIONS)
         self.launched_s = {group.group_id: self.time_s for group in self.state.buffer.groups()}
-        self.waits_for, self.waits_since_s = wait_reason(self.state, ShellView()), self.time_s
+        self.waits_for = wait_reason(self.state, ShellView())
+        self.waits_since_s = self.time_s
         self._rewards: dict[TrajectoryId, float] = {}
         self._batch: list[float] = []
         self._closed: dict[int, StepSummary] = {}
@@ -108,7 +110,8 @@ class _Replay:
             self._live(step)
         reason = wait_reason(self.state, ShellView(sampling=len(self.state.buffer.untrained)))
         if reason is not self.waits_for:
-            self.waits_for, self.waits_since_s = reason, time_s
+            self.waits_for = reason
+            self.waits_since_s = time_s
 
     def _note(self, action: do.ControlAction) -> None:
         match action:
@@ -134,7 +137,8 @@ class _Replay:
         step.seconds = None if self._live_s is None else self.time_s - self._live_s
         dropped = Counter(self.state.accounting().dropped)
         step.dropped = dict(dropped - self._dropped)
-        self._live_s, self._dropped = self.time_s, dropped
+        self._live_s = self.time_s
+        self._dropped = dropped
         self.steps.append(step)
 
 
@@ -158,7 +162,8 @@ def summarize(records: Iterable[Buffer], restore: Callable[[Snapshot], Control])
 
 def _summary(replay: _Replay) -> RunSummary:
     state = replay.state
-    batch, pool = state.batch, state.prompts
+    batch = state.batch
+    pool = state.prompts
     pending = {
         "push": state.pending.push,
         "evaluation": state.evaluating,

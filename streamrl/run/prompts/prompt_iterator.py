@@ -146,7 +146,8 @@ class IteratorPrompts:
 
     async def _fill(self, count: int) -> None:
         async with self._filling:  # a cancelled draw may still be at work
-            start, self._start = self._start, 0
+            start = self._start
+            self._start = 0
             await self._rows.skip(start)
             while len(self._drawn) < count and not self._exhausted:
                 there, row = await self._rows.next_row()

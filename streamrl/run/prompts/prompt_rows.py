@@ -94,7 +94,8 @@ class LineRows(RowStore):
                     "the run, or begin another"
                 )
             self._stamp = now
-        start, end = self._offsets[index], self._offsets[index + 1]
+        start = self._offsets[index]
+        end = self._offsets[index + 1]
         return decode_row(os.pread(self._file.fileno(), end - start, start).strip())
 
     def close(self) -> None:
@@ -108,7 +109,10 @@ class LineRows(RowStore):
 def _index(file: BinaryIO) -> tuple[array[int], array[int], int]:
     """Offsets of the lines that are not blank and of the end, their numbers (from 1), and a checksum of them all. A
     byte order mark is skipped."""
-    offsets, numbers, checksum, offset = array("Q"), array("Q"), 0, 0
+    offsets = array("Q")
+    numbers = array("Q")
+    checksum = 0
+    offset = 0
     file.seek(0)
     for number, line in enumerate(file, start=1):
         start = 3 if number == 1 and line.startswith(b"\xef\xbb\xbf") else 0
@@ -156,7 +160,8 @@ def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
             raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text to become a chat')
         # A verifier may want the text as well, and a row has either a prompt or messages.
         row.setdefault("question", text)
-        name, chat = "messages", [{"role": "user", "content": text}]
+        name = "messages"
+        chat = [{"role": "user", "content": text}]
     if form.system and any(isinstance(message, dict) and message.get("role") == "system" for message in chat):
         raise BadRow("has a system message, and ?system= gives another one: remove ?system=, or that message")
     row[name] = [{"role": "system", "content": form.system}, *chat] if form.system else chat
@@ -254,7 +259,8 @@ def _checked_token_ids(columns: dict[str, Any], tokenizer: Tokenizer, max_tokens
 
 def _check_size(content: bytes) -> None:
     """Refuse what no stream takes, before it ends a run in the middle. Raises ``BadRow``."""
-    size, growth = len(content), WireLimits().body_growth
+    size = len(content)
+    growth = WireLimits().body_growth
     if size > _LARGEST_ROW:
         raise BadRow(
             f"has columns of {size} bytes, at most {_LARGEST_ROW} travel with a prompt: keep large data in files that "
@@ -303,7 +309,8 @@ def _chat_token_ids(messages: object, name: str, columns: Mapping[str, Any], tok
         if wrong:
             raise BadRow(f"has a wrong message {place}: {wrong}")
     shown = [{k: value for k, value in message.items() if value is not None or k == "content"} for message in messages]
-    tools, arguments = columns.get("tools"), columns.get("chat_template_kwargs")
+    tools = columns.get("tools")
+    arguments = columns.get("chat_template_kwargs")
     if not isinstance(tools, list | None) or not isinstance(arguments, dict | None):
         raise BadRow('has wrong "tools" or "chat_template_kwargs": a list of JSON schemas, and an object of variables')
     try:

@@ -22,7 +22,8 @@ from streamrl.run.prompts.prompt_rows import BadRow, RowStore, without_nulls
 
 _SHARD = re.compile(r"[-_.]?\d+[-_]of[-_]\d+(-[0-9a-f]+)?$")
 _CHAT_COLUMNS = ("prompt", "messages", "tools")
-_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+_SAVED = "state.json"
+_SAVED_SPLITS = "dataset_dict.json"
 
 
 class _SavedFile(msgspec.Struct):

@@ -27,7 +27,8 @@ class TaskRows(RowStore):
         options = dict(spec.options)
         self._task = spec.source
         self._instruction = str(options.pop("instruction", INSTRUCTION))
-        size, seed = options.pop("size", _SIZE), options.pop("seed", 0)
+        size = options.pop("size", _SIZE)
+        seed = options.pop("seed", 0)
         for name, value, least in (("size", size, 1), ("seed", seed, 0)):
             if type(value) is not int or value < least:
                 raise RecipeError(f'prompts "{spec.text}": {name} = {value} is no integer >= {least}: correct it')

@@ -73,7 +73,8 @@ def _open_rows(spec: PromptSpec) -> RowStore:
     if spec.kind is SourceKind.LINES:
         spec.take("limit")
         return LineRows(spec.path)
-    options, files = spec.take("split", "limit", "files"), spec.files
+    options = spec.take("split", "limit", "files")
+    files = spec.files
     if lines := [file for file in files if file.name.endswith(LINE_ENDINGS)]:
         if len(files) > 1:
             named = ", ".join(file.name for file in files)
@@ -205,7 +206,8 @@ def _check_stored(
     spec: PromptSpec, tokenizer: Tokenizer | None, needed_columns: Mapping[str, Sequence[str]], max_tokens: int | None
 ) -> tuple[list[str], Prompt | None]:
     """The problems, and the first prompt."""
-    store, shown = open_rows(spec), None
+    store = open_rows(spec)
+    shown = None
     try:
         if problems := _missing_from_all(spec, store, needed_columns):
             return problems, None

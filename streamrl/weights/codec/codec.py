@@ -116,7 +116,8 @@ def encode_patch(bits: BitArray, base: BitArray | None, dtype: str) -> EncodedPa
         raise WeightError(f"a patch of {bits.size} elements was asked for; {MAXIMUM_ELEMENTS} fit: cut the shard")
     if base is None:
         return EncodedPatch(WeightPatch(None, bits.copy()), encode_complete(bits))
-    base, bits = kernels.frozen(base), kernels.frozen(bits)
+    base = kernels.frozen(base)
+    bits = kernels.frozen(bits)
     positions = np.flatnonzero(base != bits).astype(np.int64, copy=False)
     if not positions.size:
         return None
@@ -124,7 +125,8 @@ def encode_patch(bits: BitArray, base: BitArray | None, dtype: str) -> EncodedPa
     classes = classes_of(base, dtype)
     gaps = np.empty(positions.size, dtype=np.uint32)
     kernels.gaps_between(base, lowest, classes.class_at, classes.sizes.size, positions, gaps)
-    old, values = base[positions], bits[positions]
+    old = base[positions]
+    values = bits[positions]
     kinds = classes.class_at[exponents_of(old, dtype)]
     changes = Changes(positions, values, by_class(kinds, gaps, step_symbols(old, values)))
     return encode_changes(changes, bits.size, lambda: bits)
@@ -142,7 +144,8 @@ def by_class(kinds: npt.NDArray[np.unsignedinteger], gaps: GapArray, steps: BitA
     """Changes in the order of their positions, sorted by their class (``kinds``, [n])."""
     order = np.argsort(kinds, kind="stable")
     found, counts = np.unique(kinds, return_counts=True)
-    gaps, steps = gaps[order], steps[order]
+    gaps = gaps[order]
+    steps = steps[order]
     edges = pairwise([0, *np.cumsum(counts).tolist()])
     return [
         ClassChanges(index, gaps[start:stop], steps[start:stop])
@@ -179,7 +182,8 @@ def decode_patch(
     ``dtype``: the published one. ``count``: elements of the unit, known beforehand. ``base``: what the receiver holds
     of it (uint16 or uint32 [count]); None reads complete patches only. ``tensor`` names the tensor in errors.
     Raises ``WeightError`` for anything that ``encode_patch`` does not write."""
-    view, bits = memoryview(encoded), bit_type(dtype, tensor)
+    view = memoryview(encoded)
+    bits = bit_type(dtype, tensor)
     if len(view) == count * bits.itemsize:
         return WeightPatch(None, cast("BitArray", np.frombuffer(view, dtype=bits)))
     header, body = _read_header(view, tensor)
@@ -199,7 +203,8 @@ def decode_patch(
         starts[change.index + 1] = change.gaps.size
     starts = np.cumsum(starts)
     gaps, steps = (np.concatenate([getattr(change, part) for change in changes]) for part in ("gaps", "steps"))
-    positions, sources = np.empty(gaps.size, dtype=np.int64), np.empty(gaps.size, dtype=np.int64)
+    positions = np.empty(gaps.size, dtype=np.int64)
+    sources = np.empty(gaps.size, dtype=np.int64)
     lowest, _ = exponent_field(dtype)
     kernels.places_of(base, lowest, classes.class_at, starts, gaps, positions, sources)
     return WeightPatch(positions, apply_steps(base[positions], steps[sources]))
@@ -240,11 +245,14 @@ def _read_classes(header: _Header, body: memoryview, sizes: list[int], dtype: st
             f"patch of {tensor!r} has {len(body)} bytes in classes {indices}; its classes add up to {lengths}, and its "
             f"base has {len(sizes)}"
         )
-    changes, start, bits = [], 0, bit_type(dtype, tensor)
+    changes = []
+    start = 0
+    bits = bit_type(dtype, tensor)
     for index, count, gap_bytes, step_bytes in header.classes:
         if not 0 < count <= sizes[index]:
             raise _beyond_class(tensor, count, sizes[index])
-        middle, stop = start + gap_bytes, start + gap_bytes + step_bytes
+        middle = start + gap_bytes
+        stop = start + gap_bytes + step_bytes
         gaps = cast("GapArray", decode_symbols(body[start:middle], np.dtype("<u4"), count, tensor))
         reached = int(gaps.sum(dtype=np.uint64)) + count
         if reached > sizes[index]:

@@ -78,7 +78,8 @@ def places_of(bits, lowest, class_at, starts, gaps, positions, sources):
         left[kind] -= 1
         if left[kind] < 0:
             at = following[kind]
-            positions[found], sources[found] = i, at
+            positions[found] = i
+            sources[found] = at
             found += 1
             following[kind] = at + 1
             left[kind] = np.int64(gaps[at + 1]) if at + 1 < starts[kind + 1] else _NEVER

@@ -14,7 +14,8 @@ from streamrl.weights.codec.bits import BitArray, BitType
 
 def split_planes(bits: BitArray) -> bytes:
     """All elements (uint16 or uint32 [n]): the plane of the upper bytes as one zstd frame, then the lower bytes."""
-    kind, width = bits.dtype.type, bits.dtype.itemsize
+    kind = bits.dtype.type
+    width = bits.dtype.itemsize
     turned = (bits << kind(1)) | (bits >> kind(8 * width - 1))
     exponents = (turned >> kind(8 * width - 8)).astype(np.uint8)
     frame = zstandard.ZstdCompressor(level=1, write_checksum=False).compress(exponents.data)

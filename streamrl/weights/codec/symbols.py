@@ -53,7 +53,8 @@ def decode_symbols(encoded: memoryview, dtype: BitType, count: int, tensor: str)
         return np.zeros(0, dtype=dtype)
     if not count or not len(encoded):
         raise _broken(tensor, f"{len(encoded)} bytes for {count} symbols")
-    code, body = encoded[0], encoded[1:]
+    code = encoded[0]
+    body = encoded[1:]
     if code == _PCODEC:
         return _decode_pcodec(body, dtype, count, tensor)
     if code < _FIXED and count <= _RICE_LIMIT:

@@ -84,7 +84,8 @@ class WeightPublisher:
         for shard in shards:
             shard.check()
             bit_type(shard.dtype, shard.name)
-        self._run_id, self._rank = run_id, rank
+        self._run_id = run_id
+        self._rank = rank
         self._shards = {shard.name: shard for shard in shards}
         if len(self._shards) != len(shards):
             raise WeightError(f"rank {rank} was given {len(shards)} shards with {len(self._shards)} different names")
@@ -131,7 +132,8 @@ class WeightPublisher:
             return self._publish_first(policy_version, checked)
 
         def encode(unit: int) -> tuple[EncodedPatch | None, int]:
-            spec, baseline = self._units[unit], self._baseline[unit]
+            spec = self._units[unit]
+            baseline = self._baseline[unit]
             delta = self._source.changes(unit, self._parts_of(unit, checked), baseline, spec.dtype)
             return delta, _hash_change(spec, delta, baseline)
 
@@ -173,7 +175,8 @@ class WeightPublisher:
         except WeightError:  # other tensors than are published, or none: the first version is complete
             return
         self._baseline = [unit.join(self._checkpoint.bits_of).copy() for unit in self._units]
-        self._version, self._part_hash = CHECKPOINT_VERSION, part_hash
+        self._version = CHECKPOINT_VERSION
+        self._part_hash = part_hash
 
     def _publish_first(self, policy_version: int, given: Mapping[str, Any]) -> Published:
         """Publish the first version, which has no base."""
@@ -186,7 +189,8 @@ class WeightPublisher:
         with self._mapped(take) as units:
             taken = list(units)
         self._baseline = [bits for bits, _ in taken]
-        self._version, self._part_hash = policy_version, sum(part for _, part in taken) % HASH_MODULUS
+        self._version = policy_version
+        self._part_hash = sum(part for _, part in taken) % HASH_MODULUS
         return self.publish_anchor(policy_version)
 
     def _parts_of(self, unit: int, given: Mapping[str, Any]) -> list[Any]:

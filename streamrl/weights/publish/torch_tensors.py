@@ -74,7 +74,8 @@ class DeviceTensors(HostTensors):
 
     def changes(self, unit: int, parts: Sequence[Any], baseline: BitArray, dtype: str) -> EncodedPatch | None:
         """Encode on the device (``encode_on_device``). The first time, the baseline comes from the host."""
-        new, base = _together(parts), self._baseline.get(unit)
+        new = _together(parts)
+        base = self._baseline.get(unit)
         if base is None:
             base = self._baseline[unit] = _from_host(baseline, new.device).clone()
         return encode_on_device(new, base, dtype)
@@ -102,7 +103,9 @@ def encode_on_device(new: Tensor, base: Tensor, dtype: str) -> EncodedPatch | No
     kinds = (base >> lowest) & (exponents - 1)
     classes = ExponentClasses.of(torch.bincount(kinds, minlength=exponents).cpu().numpy())
     kinds = torch.from_numpy(classes.class_at.astype(np.int16)).to(base.device)[kinds.to(torch.int32)]
-    old, values, changed = base[positions], new[positions], kinds[positions]
+    old = base[positions]
+    values = new[positions]
+    changed = kinds[positions]
     gaps = torch.empty_like(positions)
     for kind in torch.unique(changed).tolist():
         chosen = changed == kind

@@ -31,7 +31,8 @@ class Decoding:
         """Begin to decode what is there now. Raises what a patch that is done raised."""
         if len(chain.parts) > 1:
             return  # several patches of a unit: when all are there
-        part, begun = chain.oldest, self._begun.setdefault(chain.source.manifest_digest, [])
+        part = chain.oldest
+        begun = self._begun.setdefault(chain.source.manifest_digest, [])
         whole = part.whole_patches()
         if whole > len(begun):
             for index, patch in enumerate(part.patch_bytes()):

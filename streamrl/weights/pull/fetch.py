@@ -85,7 +85,8 @@ def fetch_version(
     if len({source.manifest_digest for source in announcement.sources}) != len(announcement.sources):
         raise WeightError(f"version {version} was announced with the same manifest from two sources")
     kept = kept or KeptParts()
-    chains, stop = kept.chains(announcement), stop or threading.Event()
+    chains = kept.chains(announcement)
+    stop = stop or threading.Event()
     with _pulls_of(chains, progress_seconds, retry_seconds) as pulls, ExitStack() as stack:
 
         def ask_for_manifests() -> None:
@@ -246,7 +247,8 @@ class _Pull:
     ) -> None:
         self.chain = chain
         source: WeightSource = chain.source
-        self._progress_seconds, self._retry_seconds = progress_seconds, retry_seconds
+        self._progress_seconds = progress_seconds
+        self._retry_seconds = retry_seconds
         self._patience = retry_seconds
         self.begin()
         self._connections = 0
@@ -297,7 +299,8 @@ class _Pull:
 
     def watch(self) -> None:
         """Ask again when nothing came for a while; give up when nothing came for long."""
-        now, source = time.monotonic(), self.chain.source
+        now = time.monotonic()
+        source = self.chain.source
         if now - self._progressed_at > self._progress_seconds:
             raise WeightError(
                 f"nothing arrived from {source.endpoint} (trainer rank {source.rank}) for "
@@ -305,5 +308,6 @@ class _Pull:
                 "reachable?"
             )
         if now - self._asked_at > self._patience:
-            self._asked_at, self._patience = now, 2 * self._patience
+            self._asked_at = now
+            self._patience = 2 * self._patience
             self.chain.lost()

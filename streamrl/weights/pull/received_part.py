@@ -24,7 +24,8 @@ since nobody knows what it was the answer to."""
 PATCH_OVERHEAD = 4096
 """Bytes that a patch may be larger than the dense form of its shard, besides a thousandth of it: more is a lie."""
 
-MOST_BYTES_AN_ELEMENT, MOST_PARTS = 4, 1024
+MOST_BYTES_AN_ELEMENT = 4
+MOST_PARTS = 1024
 """Of a chain: complete weights are shorter."""
 
 
@@ -98,9 +99,13 @@ class ReceivedPart:
         fit."""
         if piece not in self._missing:
             return False  # a duplicate, or one that nobody asked for
-        name, digest, size = "the manifest", self.digest, len(frame)
+        name = "the manifest"
+        digest = self.digest
+        size = len(frame)
         if self.manifest is not None:
-            name, digest, size = f"chunk {piece}", self.manifest.chunks[piece].digest, self._size(piece)
+            name = f"chunk {piece}"
+            digest = self.manifest.chunks[piece].digest
+            size = self._size(piece)
         actual = digest_of(frame)
         if actual != digest or len(frame) != size:
             self._asked.discard(piece)
@@ -147,7 +152,8 @@ class ReceivedChain:
         self.source = source
         self.parts: list[ReceivedPart] = []
         self.refusal = ""
-        self._announced, self._kept = announced, kept
+        self._announced = announced
+        self._kept = kept
         self._fetching = False
         self._wrong_replies = 0
         self._problem = ""
@@ -230,7 +236,8 @@ class ReceivedChain:
         try:
             reply = decode_reply(frames[0]) if len(frames) == 2 else None
         except WeightError as error:
-            reply, problem = None, str(error)
+            reply = None
+            problem = str(error)
         if reply is not None and any(part.digest == reply.manifest_digest for part in self.parts):
             return reply
         if reply is not None:
@@ -284,7 +291,8 @@ class ReceivedChain:
                 f"manifest {digest} lists shards of {elements} elements; announced were {self.source.total_elements}"
             )
         for entry in manifest.units:
-            unit, size = entry.unit, entry.payload_bytes
+            unit = entry.unit
+            size = entry.payload_bytes
             dense = unit.count * unit.bits.itemsize
             if not 0 <= size <= dense + dense // 1000 + PATCH_OVERHEAD:
                 raise WeightError(

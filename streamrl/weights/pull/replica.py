@@ -124,9 +124,12 @@ class CheckpointReplica:
 
     def show(self, whole: StagedVersion) -> None:
         """Hold a complete version whose arrays are kept elsewhere: they are not copied."""
-        self.tensors, self._behind = dict(whole.tensors), {}
+        self.tensors = dict(whole.tensors)
+        self._behind = {}
         self._bits = {name: patch.new_bits for name, patch in whole.patches.items()}
-        self.policy_version, self.state_hash, self.run_id = whole.policy_version, whole.state_hash, whole.run_id
+        self.policy_version = whole.policy_version
+        self.state_hash = whole.state_hash
+        self.run_id = whole.run_id
 
     def bits(self, name: str) -> BitArray:
         """All elements of a tensor, flat. Read only by convention."""
@@ -153,8 +156,12 @@ class CheckpointReplica:
 
     def clear(self) -> None:
         """Hold nothing: the next version must be an anchor."""
-        self.policy_version, self.state_hash, self.run_id = None, 0, ""
-        self.tensors, self._bits, self._behind = {}, {}, {}
+        self.policy_version = None
+        self.state_hash = 0
+        self.run_id = ""
+        self.tensors = {}
+        self._bits = {}
+        self._behind = {}
 
     def stage(self, fetched: FetchedVersion) -> StagedVersion:
         """Check that a fetched version fits here and has the hash it was announced with. Changes nothing.
@@ -205,7 +212,9 @@ class CheckpointReplica:
         self.catch_up()
         self._behind = staged.patches
         self.tensors = dict(staged.tensors)
-        self.policy_version, self.state_hash, self.run_id = staged.policy_version, staged.state_hash, staged.run_id
+        self.policy_version = staged.policy_version
+        self.state_hash = staged.state_hash
+        self.run_id = staged.run_id
 
     def _hash_after(self, patches: Mapping[str, StagedPatch], anchor: bool) -> int:
         total = 0 if anchor else self.state_hash
@@ -239,7 +248,8 @@ def _join_complete(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch
             places = part.shard.places()
             if not missing[places].all():
                 raise WeightError(f"two ranks publish elements of {spec.name!r} from element {part.shard.offset} on")
-            joined[places], missing[places] = part.patch.values, False
+            joined[places] = part.patch.values
+            missing[places] = False
         else:
             _check_follows(spec, part.shard, reached)
             joined[reached : reached + part.shard.count] = part.patch.values

@@ -58,11 +58,15 @@ class SharedReplica(CheckpointReplica):
     def advance(self, staged: StagedVersion) -> None:
         """Take over a committed version. Its bits follow when the next one is staged. Idempotent."""
         self.tensors = dict(staged.tensors)
-        self.policy_version, self.state_hash, self.run_id = staged.policy_version, staged.state_hash, staged.run_id
+        self.policy_version = staged.policy_version
+        self.state_hash = staged.state_hash
+        self.run_id = staged.run_id
 
     def clear(self) -> None:
         """Forget the version that this worker holds; what is shared stays."""
-        self.policy_version, self.state_hash, self.run_id = None, 0, ""
+        self.policy_version = None
+        self.state_hash = 0
+        self.run_id = ""
 
     @contextmanager
     def staging(self, announced: WeightAnnouncement, stop: threading.Event) -> Iterator[None]:
@@ -81,7 +85,8 @@ class SharedReplica(CheckpointReplica):
     ) -> StagedVersion:
         """Implements ``CheckpointReplica.stage_announced``. Fetches only what no worker here has."""
         wanted = (announced.policy_version, announced.state_hash)
-        bits, staged = self._versions.state.bits, self._versions.state.staged
+        bits = self._versions.state.bits
+        staged = self._versions.state.staged
         if (staged is None or staged.identity != wanted) and (bits is None or bits.identity != wanted):
             fetched = fetch(self._shared)
             if fetched.checkpoint is not None:
@@ -93,7 +98,8 @@ class SharedReplica(CheckpointReplica):
         if staged is not None and staged.base_version is None:
             return self._versions.view(staged)
         if staged is not None and on_checkpoint and staged.base_version == CHECKPOINT_VERSION:
-            self.policy_version, self.state_hash = staged.base_version, staged.base_hash
+            self.policy_version = staged.base_version
+            self.state_hash = staged.base_hash
             self.tensors = {spec.name: spec for spec in staged.tensors}
             return self._versions.view(staged)
         on_own = staged is not None and self._own == (staged.base_version, staged.base_hash)
@@ -122,9 +128,11 @@ class SharedReplica(CheckpointReplica):
     def _complete(self, wanted: tuple[int, int], staged: SharedVersion | None) -> StagedVersion:
         """All bits of a version: those that are shared, with ``staged`` on them."""
         patches = {} if staged is None else self._versions.view(staged).patches
-        complete, state_hash = {}, 0
+        complete = {}
+        state_hash = 0
         for name in self._shared.tensors:
-            bits, patch = self._shared.bits(name).copy(), patches.get(name)
+            bits = self._shared.bits(name).copy()
+            patch = patches.get(name)
             if patch is not None:
                 bits[patch.positions] = patch.new_bits
             complete[name] = StagedPatch(None, bits)
@@ -139,7 +147,8 @@ class SharedReplica(CheckpointReplica):
 
     def _advance_shared(self, announced: WeightAnnouncement) -> None:
         """Write the staged version into the shared bits once a version is announced on it, or this worker holds it."""
-        bits, staged = self._versions.state.bits, self._versions.state.staged
+        bits = self._versions.state.bits
+        staged = self._versions.state.staged
         if staged is None or not (
             self._versions.state.writing
             or staged.identity == self._own

@@ -49,7 +49,8 @@ class SharedMemory:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         status = os.fstat(descriptor)
-        self.inode, self.size = status.st_ino, status.st_size
+        self.inode = status.st_ino
+        self.size = status.st_size
         self._map = mmap.mmap(descriptor, self.size)
 
     @classmethod
@@ -176,11 +177,13 @@ class SharedVersions:
 
     def share(self, version: StagedVersion, base_hash: int) -> SharedVersion:
         """A copy of ``version`` in memory of its own."""
-        pieces, size = [], 0
+        pieces = []
+        size = 0
         for name, patch in version.patches.items():
             positions_at = None
             if patch.positions is not None:
-                positions_at, size = size, _aligned(size + patch.positions.nbytes)
+                positions_at = size
+                size = _aligned(size + patch.positions.nbytes)
             pieces.append(_Piece(name, patch.new_bits.size, positions_at, size))
             size = _aligned(size + patch.new_bits.nbytes)
         try:
@@ -262,7 +265,8 @@ class SharedVersions:
             state = SharedState()
         except OSError as error:
             raise WeightError(f"{self._directory / 'state'} cannot be read: {error}") from error
-        bits, staged = self._attached(state.bits), self._attached(state.staged)
+        bits = self._attached(state.bits)
+        staged = self._attached(state.staged)
         if state.writing and staged is None:
             bits = None  # half of a version was written, and nobody has the rest
         found = SharedState(bits, staged, state.writing and bits is not None)

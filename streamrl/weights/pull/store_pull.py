@@ -17,7 +17,8 @@ from streamrl.weights.pull.received_part import ReceivedChain
 from streamrl.weights.requests import GetPiece, NotServed, Piece, encoder
 from streamrl.weights.store.stored_parts import CONNECTIONS, key_of
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
 _REQUEST_S = 20.0  # a fetch that is given up waits for what is under way
 
 
@@ -80,7 +81,8 @@ class StorePull:
         os.close(self._ready)
 
     def _get(self, request: GetPiece) -> None:
-        digest, pause_s = request.manifest_digest, _FIRST_PAUSE_S
+        digest = request.manifest_digest
+        pause_s = _FIRST_PAUSE_S
         while not self._closed.is_set():
             try:
                 content = self._store.get(key_of(digest, request.piece))

@@ -37,10 +37,12 @@ class Relay:
     A context manager; ``through`` is called for each announcement, by the engine's host."""
 
     def __init__(self, endpoint: str, local: str) -> None:
-        self.endpoint, self._local = endpoint, local
+        self.endpoint = endpoint
+        self._local = local
         self._context = GuardedContext(io_threads=1)
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
-        self._stopped = self._failed = False
+        self._stopped = False
+        self._failed = False
         self._announced: deque[WeightAnnouncement] = deque()
         self.state = RelayState(self._ask, self._reply)
         self._dealers: dict[PieceSource, zmq.Socket[bytes]] = {}

@@ -21,10 +21,13 @@ from streamrl.weights.requests import MANIFEST, NotServed, Piece
 
 UNDER_WAY = 8
 """Chunks that are asked of one source at a time: what is lost, or comes twice, when it fails."""
-PATIENCE_S, TRAINER_SILENCE_S = 2.0, 15.0
+PATIENCE_S = 2.0
+TRAINER_SILENCE_S = 15.0
 """How late a piece may be before another source is asked (doubled whenever that was needless); how long nothing may
 come from the trainer before it is asked again."""
-LONGEST_WAIT_S, AVOIDED_S, UNKNOWN_S = 20.0, 60.0, 1.0
+LONGEST_WAIT_S = 20.0
+AVOIDED_S = 60.0
+UNKNOWN_S = 1.0
 """How long a relay is believed that it waits itself, and the longest patience; one that failed is asked for nothing; a
 piece waits of a version that is being pushed, and was not announced here yet."""
 WRONG_PIECES = 3
@@ -84,7 +87,9 @@ class _OpenPiece:
     many pieces the first of them had sent when the second one was asked."""
 
     def __init__(self, now: float) -> None:
-        self.since, self.delivered, self.wrong = now, 0, 0
+        self.since = now
+        self.delivered = 0
+        self.wrong = 0
         self.askers: dict[Asker, float] = {}
         self.asked: dict[PieceSource, float] = {}
 
@@ -96,7 +101,8 @@ class RelayState:
     def __init__(
         self, ask: Callable[[PieceSource, AskPiece], object], reply: Callable[[Asker, RelayReply, bytes], object]
     ) -> None:
-        self._send, self._reply = ask, reply
+        self._send = ask
+        self._reply = reply
         self._parts: dict[str, _Part] = {}  # the one that was used last is the last one
         self._newest: set[str] = set()
         self._sources: tuple[PieceSource, ...] = ()
@@ -141,7 +147,8 @@ class RelayState:
 
     def requested(self, asker: Asker, ask: AskPiece, now: float) -> None:
         """Somebody asks for a piece."""
-        digest, number = ask.manifest_digest, ask.piece
+        digest = ask.manifest_digest
+        number = ask.piece
         part = self._parts.pop(digest, None) or _Part()
         if asker.is_local and not part.sources:
             part.sources = self._sources
@@ -219,7 +226,8 @@ class RelayState:
 
     def _ask_another(self, key: tuple[str, int], piece: _OpenPiece, doubted: set[PieceSource], now: float) -> None:
         """Ask one more source where a piece is late; for one piece of a source at a time."""
-        first, (last, asked_at) = next(iter(piece.asked)), next(reversed(piece.asked.items()))
+        first = next(iter(piece.asked))
+        last, asked_at = next(reversed(piece.asked.items()))
         if not last.is_relay:
             if now - max(asked_at, self._heard.get(last, asked_at)) > TRAINER_SILENCE_S:
                 self._ask_of(last, key, piece, now)

@@ -19,7 +19,8 @@ from streamrl.base.errors import WeightError
 from streamrl.weights.pull.replica import TensorSpec
 from streamrl.weights.vllm.load_plan import LoadPlan, Route, check_exact, flat_storage, record_copies, without_values
 
-ADAPTER_ID, SLOT = 1, 0
+ADAPTER_ID = 1
+SLOT = 0
 
 
 def adapter_request() -> Any:
@@ -64,7 +65,8 @@ def _add_linear(
 ) -> None:
     """``y += B (A x)`` for each slice of a layer that has an adapter, the one there is. vLLM's own on a CPU copies A
     and B for every token. ``used``: storages that something is published for."""
-    rows, begin = x.reshape(-1, x.shape[-1]), 0
+    rows = x.reshape(-1, x.shape[-1])
+    begin = 0
     for a, b, width in zip(a_stacked, b_stacked, widths, strict=True):
         if b.data_ptr() in used:
             part = y.view(-1, y.shape[-1])[:, begin : begin + width]

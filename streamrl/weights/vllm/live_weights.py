@@ -147,7 +147,8 @@ class LiveWeights:
         chosen, elements = route.locate(patch.positions)
         if not chosen.size:
             return None
-        positions, new = patch.positions[chosen], patch.new_bits[chosen]
+        positions = patch.positions[chosen]
+        new = patch.new_bits[chosen]
         old = replica.bits(spec.name)[positions]
         change = hash_elements(spec.name, positions, new) - hash_elements(spec.name, positions, old) if counted else 0
         if self._storages[route.parameter].numel() < _SMALL_STORAGE:

@@ -164,7 +164,8 @@ def _hash_change(tensor: str, route: Route, patch: StagedPatch | None, replica: 
     if patch.positions is None:
         return hash_rectangle(tensor, route.checkpoint, inside(route.checkpoint, patch.new_bits))
     chosen, _ = route.locate(patch.positions)
-    positions, new = patch.positions[chosen], patch.new_bits[chosen]
+    positions = patch.positions[chosen]
+    new = patch.new_bits[chosen]
     return hash_elements(tensor, positions, new) - hash_elements(tensor, positions, replica.bits(tensor)[positions])
 
 

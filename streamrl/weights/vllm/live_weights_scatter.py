@@ -17,7 +17,10 @@ _AHEAD = 128
 """Elements between the one that is written and the one whose cache line is asked for."""
 
 _PREFETCH = "llvm.prefetch.p0i8"
-_FOR_READING, _INTO_L2, _DATA = 0, 2, 1  # more lines can be on their way to the second cache than to the first
+# more lines can be on their way to the second cache than to the first
+_FOR_READING = 0
+_INTO_L2 = 2
+_DATA = 1
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -28,7 +31,8 @@ def _prefetch(_: Any, array: Any, index: Any) -> Any:
         kind = signature.args[0]
         made = context.make_array(kind)(context, builder, arguments[0])
         place = cgutils.get_item_pointer(context, builder, kind, made, [arguments[1]], wraparound=False)
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        byte = ir.IntType(8).as_pointer()
+        number = ir.IntType(32)
         form = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         function = cgutils.get_or_insert_function(builder.module, form, _PREFETCH)
         how = [number(value) for value in (_FOR_READING, _INTO_L2, _DATA)]

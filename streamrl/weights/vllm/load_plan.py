@@ -142,7 +142,8 @@ def run_loader(model: torch.nn.Module, sources: Mapping[str, torch.Tensor]) -> N
     except WeightError:
         raise
     except Exception as error:
-        name, what = type(model).__qualname__, f"{type(error).__name__}: {error}"
+        name = type(model).__qualname__
+        what = f"{type(error).__name__}: {error}"
         raise WeightError(
             f"load_weights of {name} needs more than names and shapes, so it has no plan: {what}"
         ) from error
@@ -307,7 +308,8 @@ def fit_rectangles(
     their first element. None when there is no such lattice with strides of at least 0."""
     dimensions: list[tuple[int, int, int]] = []
     while first.size > 1:
-        steps, others = np.diff(first), np.diff(second)
+        steps = np.diff(first)
+        others = np.diff(second)
         broken = np.flatnonzero((steps != steps[0]) | (others != others[0]))
         run = int(broken[0]) + 1 if broken.size else first.size
         if first.size % run or steps[0] < 0 or others[0] < 0:
@@ -319,7 +321,8 @@ def fit_rectangles(
             ):
                 return None
         dimensions.insert(0, (run, int(steps[0]), int(others[0])))
-        first, second = first[::run], second[::run]
+        first = first[::run]
+        second = second[::run]
     dimensions = dimensions or [(1, 1, 1)]
     return tuple(d[0] for d in dimensions), tuple(d[1] for d in dimensions), tuple(d[2] for d in dimensions)
 

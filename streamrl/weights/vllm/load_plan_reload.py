@@ -57,7 +57,8 @@ class ReloadedLayer:
     def as_loaded(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """The module with ``parameters`` and those that are never replaced; afterwards with its own again."""
         module = self._module
-        own, buffers = dict(module._parameters), dict(module._buffers)
+        own = dict(module._parameters)
+        buffers = dict(module._buffers)
         try:
             for attribute, parameter in own.items():
                 if parameter is not None and attribute not in _KEPT:
@@ -137,10 +138,12 @@ class ReloadedLayer:
         return {attribute: _quick_digest(tensor) for attribute, tensor in self._tensors()}
 
     def _check_forms(self, built: Mapping[str, torch.Tensor], served: Mapping[str, torch.Tensor]) -> None:
-        forms, wanted = _forms(built), _forms(served)
+        forms = _forms(built)
+        wanted = _forms(served)
         for attribute in sorted(forms.keys() | wanted.keys()):
             if forms.get(attribute) != wanted.get(attribute):
-                now, before = forms.get(attribute, "not there"), wanted.get(attribute, "not there")
+                now = forms.get(attribute, "not there")
+                before = wanted.get(attribute, "not there")
                 raise WeightError(
                     f"layer {self.name!r}: {attribute!r} is {now} after a reload, and was {before} after loading: "
                     f"updates of this model cannot be applied in place. {REMEDY}"
@@ -149,7 +152,8 @@ class ReloadedLayer:
 
 def observe_after_loading(model: torch.nn.Module, finish_loading: Callable[[], None]) -> None:
     """Run ``finish_loading`` and note on the model what it did to its parameters (for ``after_loading``)."""
-    parameters, others = dict(digests(model.named_parameters())), dict(digests(_other_tensors(model)))
+    parameters = dict(digests(model.named_parameters()))
+    others = dict(digests(_other_tensors(model)))
     finish_loading()
     after = dict(digests(model.named_parameters()))
     noted = AfterLoading(
@@ -251,7 +255,8 @@ def _reached_by_copies(
 def _process_weights(module: Any) -> None:
     """Run the layer's own ``process_weights_after_loading``, all of it: vLLM's method for plain experts leaves out what
     their kernel does with the weights (packs them, on CPU) whenever the kernel is there already."""
-    method, kernel = module.quant_method, getattr(module.quant_method, "moe_kernel", None)
+    method = module.quant_method
+    kernel = getattr(module.quant_method, "moe_kernel", None)
     method.process_weights_after_loading(module)
     if kernel is not None and type(method).__name__ == "UnquantizedFusedMoEMethod":
         kernel.fused_experts.process_weights_after_loading(module)

@@ -21,7 +21,8 @@ from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, Staged
 from streamrl.weights.vllm.weight_transaction import StageReport, WeightTransaction
 
 _Write = tuple[str, StagedPatch]
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.05
+_FIRST_WAIT_S = 0.002
+_LONGEST_WAIT_S = 0.05
 
 
 class SimulatedWeights:
@@ -35,7 +36,8 @@ class SimulatedWeights:
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
         """Fetch, check and decode in a thread. Raises ``WeightError``; nothing live has changed then."""
-        began, wait_s = time.monotonic(), _FIRST_WAIT_S
+        began = time.monotonic()
+        wait_s = _FIRST_WAIT_S
         self._transaction.begin_stage(announcement)
         while not self._transaction.stage_report().fetched:
             await anyio.sleep(wait_s)

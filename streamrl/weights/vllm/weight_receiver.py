@@ -124,7 +124,8 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
 
 def loaded_checkpoint(vllm_config: Any) -> Path | None:
     """The directory that vLLM loaded the weights from as they are; None where it did something else."""
-    model, load = vllm_config.model_config, vllm_config.load_config
+    model = vllm_config.model_config
+    load = vllm_config.load_config
     directory = Path(str(model.model))
     # Quantised while it is loaded, a layer still comes of the files' values; quantised files hold other tensors.
     quantised = getattr(model.hf_config, "quantization_config", None) is not None
@@ -135,7 +136,8 @@ def loaded_checkpoint(vllm_config: Any) -> Path | None:
 def replica_of(vllm_config: Any) -> CheckpointReplica:
     """One that is shared: by the workers of this engine, and by the engines of a run that load the same model. Where
     no other worker shares it, or memory cannot be shared, one of this worker's own."""
-    run, workers = os.environ.get(RUN_VARIABLE, ""), vllm_config.parallel_config.world_size
+    run = os.environ.get(RUN_VARIABLE, "")
+    workers = vllm_config.parallel_config.world_size
     if not run and workers == 1:
         return CheckpointReplica()
     parent = Path(os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir())
@@ -153,7 +155,8 @@ def _gather_from_workers(own: Gathered) -> list[Gathered]:
         return [own]
     from vllm.distributed.parallel_state import get_world_group
 
-    group, mine = get_world_group().cpu_group, msgspec.msgpack.encode(own)
+    group = get_world_group().cpu_group
+    mine = msgspec.msgpack.encode(own)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(lengths, torch.tensor([len(mine)]), group=group)
     longest = max(int(length) for length in lengths)

@@ -97,7 +97,8 @@ class WeightTransaction:
         thread, and not the engine, waits for the thread before it, which may be reading a checkpoint."""
         if self._applied is not None:
             self.roll_back()
-        self._staged, self._error = None, ""
+        self._staged = None
+        self._error = ""
         self._stop.set()
         self._stop = threading.Event()
         work = partial(self._stage, announcement, self.live, self._stop, self._staging)
@@ -151,7 +152,8 @@ class WeightTransaction:
         if self._staging is None:
             return self._without_thread()
         wait([self._staging])
-        report, self._error = self.stage_report(), ""
+        report = self.stage_report()
+        self._error = ""
         staged = None if report.error else self._staging.result()
         self._staging = None
         try:
@@ -254,7 +256,8 @@ class WeightTransaction:
 
     def roll_back(self) -> None:
         """Undo an applied or half-applied version from the replica. Where that fails the worker is tainted."""
-        staged, live = self._staged, self.live
+        staged = self._staged
+        live = self.live
         self._forget_staged()
         if live is None or staged is None or not staged.writes or not self.tainted:
             return  # nothing was written
@@ -282,7 +285,8 @@ class WeightTransaction:
         return LiveReport(held, self.live.state_hash, self.replica.state_hash, error)
 
     def _apply(self, policy_version: int) -> None:
-        staged, live = self._staged, self.live
+        staged = self._staged
+        live = self.live
         if staged is None or live is None or staged.version.policy_version != policy_version:
             held = None if staged is None else staged.version.policy_version
             raise WeightError(f"version {policy_version} cannot be committed: staged is {held}; stage it first")
@@ -301,7 +305,8 @@ class WeightTransaction:
         self._applied = (version, part)
 
     def _forget_staged(self) -> None:
-        self._staged, self._applied = None, None
+        self._staged = None
+        self._applied = None
 
 
 def _settle(staging: Future[_Staged], work: Callable[[], _Staged]) -> None:
