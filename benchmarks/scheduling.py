@@ -49,7 +49,7 @@ from scheduling_report import checkouts_table, report
 from training_run import ROOT, RunFailed
 
 from streamrl.base.errors import RecipeError
-from streamrl.launch.comparison.run_figures import WARM_UP_STEPS
+from streamrl.cli.compare.run_figures import WARM_UP_STEPS
 
 DEFAULT_REGIMES = ("demo:8x8", "heavy:16x8", "heavy:8x8", "demo:32x8")
 

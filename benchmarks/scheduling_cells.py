@@ -13,7 +13,7 @@ from statistics import fmean
 import msgspec
 from training_run import DEMO_RECIPE, ROOT, toml_value, training_run
 
-from streamrl.launch.comparison.run_figures import WARM_UP_STEPS, RunFigures, samples_of
+from streamrl.cli.compare.run_figures import WARM_UP_STEPS, RunFigures, samples_of
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.simulate.recording import TRACE_FILE
 

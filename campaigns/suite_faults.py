@@ -80,13 +80,13 @@ FAULTS = {
         "engines/test_vllm_contract.py engines/test_engine_options.py engines",
     ),
     "forgotten child": Fault(
-        "launch/launchers/local.py",
+        "processes/local.py",
         "self.sessions.add(process.pid)\n",
         "self.sessions.add(process.pid) if plan.index == 0 else None\n",
         "processes/test_supervisor.py processes/test_restarts.py processes security",
     ),
     "child without marker": Fault(
-        "launch/launchers/local.py",
+        "processes/local.py",
         "            RUN_MARKER: self.marker,\n",
         "",
         "processes/test_supervisor.py processes/test_restarts.py processes security runs",

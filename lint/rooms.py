@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 ORDER = (
     "base", "recipe", "pretrained", "comm", "buffers", "control", "contracts", "learning", "weights", "engines",
-    "rewards", "stages", "run", "observe", "simulate", "launch", "cli",
+    "rewards", "stages", "run", "observe", "simulate", "prepare", "processes", "launch", "cli",
 )  # fmt: skip
 """A room imports only rooms before it. ``contracts`` is a file, which stands between two rooms as one would."""
 
@@ -22,61 +22,48 @@ PARTS = {f"learning/{part}" for part in ("objective", "model", "state", "batches
 PARTS |= {"recipe/objectives", "recipe/schedules", "weights/codec"}
 """Folders that belong to the files of their room."""
 
-OPEN = ("simulate", "launch", "cli")
+OPEN = ("simulate", "prepare", "processes", "launch", "cli")
 """Rooms that put a run together: their files may import any wing. Their own wings are bound as all others are."""
 
 WINGS = {
-    "cli/clusters": ("launch/submit", "recipe/rules"),
+    "cli/compare": (
+        "control/policies", "launch/steering", "observe/dashboard", "observe/follow", "observe/report",
+        "observe/terminal", "prepare/hub", "recipe/rules",
+    ),
     "cli/dialects": ("recipe/dialects", "recipe/rules"),
     "cli/models": (
-        "cli/trial", "launch/hub", "launch/models", "launch/plan", "observe/follow", "observe/terminal", "recipe/rules",
-        "run/evaluate",
+        "engines/vllm", "observe/follow", "observe/terminal", "prepare/hub", "recipe/rules", "rewards/calls",
+        "run/environments", "run/evaluate", "run/prompts",
     ),
-    "cli/start": ("cli/dialects", "recipe/rules", "run/prompts"),
+    "cli/start": ("cli/dialects", "recipe/rules"),
     "cli/steering": ("launch/steering",),
+    "cli/submit": ("processes/cluster", "recipe/rules"),
     "cli/trial": (
-        "launch/hub", "launch/models", "launch/plan", "observe/terminal", "recipe/rules", "rewards/calls",
-        "run/evaluate", "run/prompts",
+        "cli/models", "observe/terminal", "prepare/hub", "recipe/rules", "rewards/calls", "run/evaluate",
+        "run/prompts",
     ),
-    "cli/windows": (
-        "launch/comparison", "launch/hub", "launch/plan", "launch/steering", "observe/dashboard", "observe/follow",
-        "observe/terminal", "observe/top", "observe/trackers", "recipe/rules",
-    ),
+    "cli/windows": ("launch/steering", "observe/dashboard", "observe/follow", "observe/top", "observe/trackers"),
     "control/policies": ("control/steering",),
     "engines/elastic": ("engines/push",),
     "engines/vllm": ("engines/plain_vllm", "weights/pull", "weights/vllm"),
-    "launch/comparison": (
-        "control/policies", "launch/steering", "observe/dashboard", "observe/follow", "observe/report",
-        "observe/terminal", "recipe/rules",
-    ),
-    "launch/hub": ("launch/copies", "recipe/rules"),
-    "launch/launchers": ("engines/vllm", "launch/plan", "recipe/rules"),
-    "launch/submit": ("launch/launchers",),
-    "launch/models": (
-        "engines/vllm", "observe/follow", "recipe/rules", "rewards/calls", "run/environments", "run/evaluate",
-        "run/prompts",
-    ),
-    "launch/plan": (
-        "engines/vllm", "observe/trackers", "pretrained/turns", "recipe/rules", "rewards/calls", "rewards/judge",
-        "launch/copies", "run/environments", "run/prompts", "weights/publish", "weights/pull", "weights/vllm",
-    ),
-    "launch/steering": ("control/steering", "launch/supervise", "recipe/rules", "run/journal"),
-    "launch/supervise": ("launch/launchers", "observe/follow", "observe/terminal", "recipe/rules"),
-    "observe/follow": ("run/journal",),
+    "launch/steering": ("control/steering", "recipe/rules", "run/journal"),
     "observe/dashboard": ("observe/follow", "observe/report"),
+    "observe/follow": ("run/journal",),
+    "observe/report": ("run/evaluate", "run/journal"),
     "observe/terminal": ("observe/follow",),
     "observe/top": ("observe/follow", "observe/terminal"),
     "observe/trackers": ("observe/follow",),
-    "observe/report": ("run/evaluate", "run/journal"),
-    "run/environments": ("pretrained/turns", "rewards/calls"),
-    "run/evaluate": ("run/prompts",),
+    "prepare/hub": ("recipe/rules", "run/copies"),
+    "processes/cluster": ("engines/vllm", "recipe/rules"),
     "recipe/rules": ("recipe/cells", "recipe/dialects"),
     "rewards/builtin": ("rewards/judge", "rewards/sandbox"),
     "rewards/calls": ("rewards/builtin",),
     "rewards/judge": ("engines/plain_vllm", "engines/vllm"),
+    "run/environments": ("pretrained/turns", "rewards/calls"),
+    "run/evaluate": ("run/prompts",),
     "weights/publish": ("weights/pull", "weights/store"),
     "weights/pull": ("weights/store",),
-    "weights/vllm": ("weights/publish", "weights/pull"),
+    "weights/vllm": ("weights/pull",),
 }  # fmt: skip
 """Wings that a wing imports."""
 

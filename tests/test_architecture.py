@@ -38,7 +38,7 @@ CONFINED = {
         "streamrl/learning/model/hugging_face.py",
         "streamrl/learning/small_model/",
         REWARD_MODEL,
-        "streamrl/launch/plan/first_prompt.py",
+        "streamrl/prepare/first_prompt.py",
         "streamrl/learning/model/parallel.py",
     ),
     # Extras of their own: who does not ask for them starts without.
@@ -48,9 +48,9 @@ CONFINED = {
     "math_verify": (),
     # In the process that asks the Hub, and where a checkpoint is written.
     "huggingface_hub": (
-        "streamrl/launch/hub/fetch.py",
-        "streamrl/launch/hub/failures.py",
-        "streamrl/launch/models/",
+        "streamrl/prepare/hub/fetch.py",
+        "streamrl/prepare/hub/failures.py",
+        "streamrl/cli/models/",
         "streamrl/learning/state/",
     ),
     "obstore": ("streamrl/comm/object_store.py",),
@@ -68,7 +68,7 @@ FORBIDDEN_CALLS = {
     "recv_pyobj": "pickle on a wire",
     "print": "the library logs or reports",
 }
-MAY_PRINT = ("streamrl/cli/", "streamrl/launch/submit/")
+MAY_PRINT = ("streamrl/cli/",)
 
 
 def name_of(path: Path) -> str:

@@ -19,7 +19,7 @@ from streamrl.base.messages import PauseMode
 from streamrl.base.stage_messages import LaunchTrajectory, Scored, TrajectoryOutcome
 from streamrl.base.types import Completion, ScoredTrajectory, TrajectoryId, to_training_sample, token_array
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.launch.plan.first_prompt import difference_from_transformers, first_prompt_lines
+from streamrl.prepare.first_prompt import difference_from_transformers, first_prompt_lines
 from streamrl.pretrained.chat_template import ChatError
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.rewards import Reward, RewardLimits
@@ -408,7 +408,7 @@ def test_text_is_tokenised_in_one_place() -> None:
                 if node.func.attr in {"apply_chat_template", "from_pretrained"} and "Tokenizer" in owner:
                     found.add(path.relative_to(PACKAGE).as_posix())
     apart = {"cli/trial/trial_completions.py", "rewards/builtin/reward_model.py", "engines/simulated/text.py"}
-    apart |= {"launch/plan/first_prompt.py"}  # to compare with transformers
+    apart |= {"prepare/first_prompt.py"}  # to compare with transformers
     apart |= {"learning/small_model/packaged.py"}  # only saves one
     apart |= {"learning/small_model/chats.py"}  # demonstrations of a warm-up
     apart |= {"run/environments/chat.py", "run/environments/chat_tokens.py"}  # what environments say

@@ -39,13 +39,13 @@ from streamrl.engines.vllm.options import expected_room, installed_device
 from streamrl.launch import pipeline as run_module
 from streamrl.launch import roles, run_controller
 from streamrl.launch.control_socket import serving_control
-from streamrl.launch.launchers.local import LocalLauncher
-from streamrl.launch.plan.preflight import preflight, with_checkpoint_rewards
+from streamrl.processes.local import LocalLauncher
+from streamrl.prepare.preflight import preflight, with_checkpoint_rewards
 from streamrl.launch.run_directory import refuse_changes
 from streamrl.launch.run_record import refuse_lost_journal
-from streamrl.launch.supervise import clean_up, supervisor
-from streamrl.launch.supervise.crash_bundle import write_crash_bundle
-from streamrl.launch.supervise.watchdog import Watchdog, ask_for_stacks
+from streamrl.processes import clean_up, supervisor
+from streamrl.processes.crash_bundle import write_crash_bundle
+from streamrl.processes.watchdog import Watchdog, ask_for_stacks
 from streamrl.learning import options as options_module
 from streamrl.learning import trainer as trainer_module
 from streamrl.observe.report.run_report import RunReport

@@ -193,7 +193,7 @@ PLANTED = (
             _undeclared),
     Planted("a step does not wait for the disk", "resume", "streamrl.run.journal.run_journal:RunJournal.settled",
             _not_waited_for),
-    Planted("processes are left behind", "residue", "streamrl.launch.supervise.supervisor:Supervisor._end_all",
+    Planted("processes are left behind", "residue", "streamrl.processes.supervisor:Supervisor._end_all",
             _ends_nobody),
     Planted("an order that differs from run to run", "repeatable", f"{_REWARD}RewardStage._deliver",
             _delivers_by_chance),

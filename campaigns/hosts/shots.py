@@ -49,7 +49,7 @@ PROCESSES = {
     "controller": ("streamrl.launch controller",),
     "reward": ("streamrl.launch reward",),
     "agent": ("ray::RayAgent",),
-    "lease": ("streamrl.launch.launchers.lease",),
+    "lease": ("streamrl.processes.cluster.lease",),
     "driver": ("-m streamrl ", "--cluster"),
     "raylet": ("raylet/raylet",),
     "gcs": ("gcs_server",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.cli.command import Command
-from streamrl.launch.plan.machine_check import Finding, State, check_machine
+from streamrl.prepare.machine_check import Finding, State, check_machine
 
 _MARKS = {State.OK: "ok  ", State.WARN: "warn", State.FAIL: "FAIL"}
 

@@ -14,15 +14,15 @@ import anyio
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
 from streamrl.engines.vllm.options import engine_options
-from streamrl.launch.hub.resolution import HubRecipe, hub_looked_up
-from streamrl.launch.launchers.opened import hosts_of
-from streamrl.launch.plan.first_prompt import first_prompt_lines
-from streamrl.launch.plan.gpu_demand import gpu_placement
-from streamrl.launch.plan.preflight import CheckedModel, check_model, preflight, with_checkpoint_rewards
-from streamrl.launch.plan.probe import problem_of_model
-from streamrl.launch.plan.run_length import with_steps_of_epochs
-from streamrl.launch.plan.summary import arithmetic_lines, process_lines
+from streamrl.prepare.first_prompt import first_prompt_lines
+from streamrl.prepare.gpu_demand import gpu_placement
+from streamrl.prepare.hub.resolution import HubRecipe, hub_looked_up
+from streamrl.prepare.preflight import CheckedModel, check_model, preflight, with_checkpoint_rewards
+from streamrl.prepare.probe import problem_of_model
+from streamrl.prepare.run_length import with_steps_of_epochs
+from streamrl.prepare.summary import arithmetic_lines, process_lines
 from streamrl.pretrained.tokenizer import Tokenizer
+from streamrl.processes.cluster.opened import hosts_of
 from streamrl.recipe.rules.load import dump_recipe
 from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.recipe.topology import plan_topology

@@ -14,10 +14,11 @@ from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
 from streamrl.cli.command import Argument, print_json, recipe_file
 from streamrl.cli.control import FunctionName, RewardOptions
+from streamrl.cli.run_for_report import run_for_report
 from streamrl.cli.trial.trial_completions import PlainText, groups_from_engine, groups_from_file
 from streamrl.cli.trial.trial_report import RewardReport, rich_report, summarize
-from streamrl.cli.trial.trial_scoring import run_for_report, say, score_groups
-from streamrl.launch.hub.resolution import recipe_around, with_hub_folders, with_hub_prompts
+from streamrl.cli.trial.trial_scoring import say, score_groups
+from streamrl.prepare.hub.resolution import recipe_around, with_hub_folders, with_hub_prompts
 from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.rules.load import load_recipe, resolve_function

@@ -12,8 +12,8 @@ from streamrl.base.printable import log_to
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, recipe_file
 from streamrl.comm.transport_keys import KeyRole, make_keys
 from streamrl.launch.external import serve_external
-from streamrl.launch.hub.resolution import with_hub_folders
-from streamrl.launch.supervise.child import Terminated
+from streamrl.prepare.hub.resolution import with_hub_folders
+from streamrl.processes.child import Terminated
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.topology import Role
 

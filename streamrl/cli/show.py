@@ -15,7 +15,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.cli.command import Argument, Command
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import control_settings
-from streamrl.launch.supervise.crash_bundle import SUMMARY, CrashManifest, read_manifest, read_member
+from streamrl.processes.crash_bundle import SUMMARY, CrashManifest, read_manifest, read_member
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.topology import JOURNAL_DIRECTORY
 from streamrl.run.journal.log import read_journal, writer_of

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print_json, recipe_file
-from streamrl.launch.comparison.candidates import compared_recipes
+from streamrl.cli.compare.candidates import compared_recipes
 from streamrl.observe.dashboard.chrome_trace import ChromeTrace
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.recipe.rules.load import load_recipe

@@ -21,12 +21,12 @@ from streamrl.base.waits import start_phases
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, RunPath, recipe_file
 from streamrl.cli.dry_run import dry_run
 from streamrl.cli.models.runs import listed_run
-from streamrl.launch.hub.resolution import with_hub_folders
-from streamrl.launch.launchers.opened import placed_lines
 from streamrl.launch.pipeline import Pipeline, recipe_of_run
-from streamrl.launch.plan.summary import SIMULATED_SENTENCE, streaming_notice
 from streamrl.launch.run_directory import refuse_running
 from streamrl.observe.terminal.stdout import StdoutReporter
+from streamrl.prepare.hub.resolution import with_hub_folders
+from streamrl.prepare.summary import SIMULATED_SENTENCE, streaming_notice
+from streamrl.processes.cluster.opened import placed_lines
 from streamrl.recipe.learning_rate import learning_rate_notice
 from streamrl.recipe.rules.load import read_recipe
 from streamrl.recipe.rules.transport_rules import insecure_notice

@@ -9,7 +9,7 @@ def main() -> None:
     """Tie this process to its parent before anything heavy is imported, then do the role's work."""
     die_with_parent()
     from streamrl.launch.roles import role_main
-    from streamrl.launch.supervise.child import leave, load_context, parse_arguments, run_role
+    from streamrl.processes.child import leave, load_context, parse_arguments, run_role
 
     plan, directory, sockets, resumes = parse_arguments()
     leave(

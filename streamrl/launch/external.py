@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base.errors import RecipeError
-from streamrl.launch.plan.gpu_demand import gpu_placement
-from streamrl.launch.plan.machine_check import port_problem
-from streamrl.launch.plan.run_length import with_steps_of_epochs
 from streamrl.launch.roles import role_main
-from streamrl.launch.supervise.child import ChildContext, run_role
+from streamrl.prepare.gpu_demand import gpu_placement
+from streamrl.prepare.machine_check import port_problem
+from streamrl.prepare.run_length import with_steps_of_epochs
+from streamrl.processes.child import ChildContext, run_role
 from streamrl.recipe.sections import Recipe, TransportKind
 from streamrl.recipe.topology import RENDEZVOUS, Role, plan_topology, rank_host
 

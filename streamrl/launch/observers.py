@@ -17,8 +17,6 @@ from streamrl.engines.vllm.statistics import DraftFigures
 from streamrl.launch.processes import Emit, Processes
 from streamrl.launch.run_record import JournalledRun
 from streamrl.launch.sampling import capacity
-from streamrl.launch.supervise.watchdog import Watchdog
-from streamrl.launch.user_calls import UserObserver, observer_figures
 from streamrl.learning.canary import canary_bounds
 from streamrl.observe.follow.file_sizes import most_bytes
 from streamrl.observe.report.alarms import Alarms, alarm_rules
@@ -27,6 +25,8 @@ from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trace_events import TraceEvents
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace
 from streamrl.observe.top.live_figures import LiveFigures, Publish
+from streamrl.observe.user_calls import UserObserver, observer_figures
+from streamrl.processes.watchdog import Watchdog
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.run.evaluate.evaluation import HeldOutEvaluations
 from streamrl.run.evaluate.sample_files import TrainingSamples

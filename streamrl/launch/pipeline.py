@@ -38,23 +38,23 @@ from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.contracts import Observer, Sink
 from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, Draining, DrainRun, ParentMessage
 from streamrl.launch.control_socket import serving_control
-from streamrl.launch.hub.resolution import with_hub_folders
-from streamrl.launch.launchers.local import SOCKET_PREFIX
-from streamrl.launch.launchers.opened import hosts_of, open_launcher
-from streamrl.launch.plan.gpu_demand import gpu_placement
-from streamrl.launch.plan.preflight import preflight, recipe_of_resumed_run, with_checkpoint_rewards
-from streamrl.launch.plan.run_length import with_steps_of_epochs
 from streamrl.launch.run_directory import NOT_RESUMED, lock_run, refuse_changes, write_changed_recipe, write_inputs
 from streamrl.launch.run_record import refuse_lost_journal
 from streamrl.launch.steering.steering_messages import SteeringReply, SteeringRequest
 from streamrl.launch.steering.steering_requests import SteeringRequests, steering_endpoint
-from streamrl.launch.supervise.clean_up import remove_half_written, remove_killed_life
-from streamrl.launch.supervise.crash_bundle import write_crash_bundle
-from streamrl.launch.supervise.engine_orders import EngineOrders
-from streamrl.launch.supervise.exit_reason import failures
-from streamrl.launch.supervise.supervisor import Supervisor
-from streamrl.launch.supervise.watchdog import ask_for_stacks
-from streamrl.launch.user_calls import UserCalls, close_all
+from streamrl.observe.user_calls import UserCalls, close_all
+from streamrl.prepare.gpu_demand import gpu_placement
+from streamrl.prepare.hub.resolution import with_hub_folders
+from streamrl.prepare.preflight import preflight, recipe_of_resumed_run, with_checkpoint_rewards
+from streamrl.prepare.run_length import with_steps_of_epochs
+from streamrl.processes.clean_up import remove_half_written, remove_killed_life
+from streamrl.processes.cluster.opened import hosts_of, open_launcher
+from streamrl.processes.crash_bundle import write_crash_bundle
+from streamrl.processes.engine_orders import EngineOrders
+from streamrl.processes.exit_reason import failures
+from streamrl.processes.local import SOCKET_PREFIX
+from streamrl.processes.supervisor import Supervisor
+from streamrl.processes.watchdog import ask_for_stacks
 from streamrl.recipe.cells.cell_code import CELLS, name_of_code
 from streamrl.recipe.rules.load import dump_recipe, load_recipe, resolve_function
 from streamrl.recipe.schedules.schedule import horizon_notices

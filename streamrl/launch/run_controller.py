@@ -41,7 +41,6 @@ from streamrl.comm.zmq_stream import zmq_sender
 from streamrl.control.actions import Decision
 from streamrl.control.settings import control_settings
 from streamrl.launch.control_protocol import ParentMessage
-from streamrl.launch.copies.checkpoint_copies import CheckpointCopies, open_copies
 from streamrl.launch.observers import run_observers
 from streamrl.launch.processes import Emit, Processes, connect_processes, connect_ranks
 from streamrl.launch.reward_workers import change_rewards
@@ -50,14 +49,14 @@ from streamrl.launch.sampling import open_episodes, open_weight_sync, training_p
 from streamrl.launch.steering.steering import SteeringService
 from streamrl.launch.steering.steering_messages import SteeringReply
 from streamrl.launch.steering.steering_requests import steering_endpoint
-from streamrl.launch.supervise.child import ChildContext
-from streamrl.launch.supervise.watchdog import Watchdog
-from streamrl.launch.user_calls import UserObserver, close_all
 from streamrl.observe.follow.file_sizes import most_bytes
 from streamrl.observe.report.trace_events import TraceEvents
 from streamrl.observe.sinks import JsonlSink, Reporter
 from streamrl.observe.telemetry import TelemetryPublisher
 from streamrl.observe.top.live_figures import Publish
+from streamrl.observe.user_calls import UserObserver, close_all
+from streamrl.processes.child import ChildContext
+from streamrl.processes.watchdog import Watchdog
 from streamrl.recipe.rules.transport_rules import transport_metrics
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe
@@ -66,6 +65,7 @@ from streamrl.rewards.judge.link import JudgeLink
 from streamrl.rewards.reward_messages import RewardReply, RewardsListed
 from streamrl.run.checkpoints import CheckpointKeeper
 from streamrl.run.controller import Controller
+from streamrl.run.copies.checkpoint_copies import CheckpointCopies, open_copies
 from streamrl.run.evaluate.evaluation import HeldOut, HeldOutEvaluations, read_held_out
 from streamrl.run.evaluate.sample_files import write_evaluation
 

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from streamrl.base.atomic_files import hold_lock, write_durable
 from streamrl.base.errors import UNDECODABLE, RecipeError, StreamRLError
-from streamrl.launch.supervise.crash_bundle import package_versions
+from streamrl.processes.crash_bundle import package_versions
 from streamrl.recipe.check_fields import leaves
 from streamrl.recipe.rules.hub_names import cached_name
 from streamrl.recipe.rules.load import dump_recipe

@@ -23,7 +23,7 @@ import streamrl.cli.train
 from streamrl.base.errors import ProcessDied, RecipeError
 from streamrl.base.run_events import RunEvent, RunFinished, RunStarted, StepFinished
 from streamrl.cli.main import main, report_error
-from streamrl.launch.plan.preflight import preflight, recipe_of_resumed_run
+from streamrl.prepare.preflight import preflight, recipe_of_resumed_run
 from streamrl.learning.state.durable_files import files_below, flush_and_digest, read_digests, write_digests
 from streamrl.observe.telemetry import Telemetry, TelemetryPublisher, TelemetrySubscriber
 from streamrl.recipe.rules.load import load_recipe
@@ -207,16 +207,16 @@ def test_port_in_use(project: Path) -> None:
 
 
 def test_too_little_memory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.launch.plan.preflight.available_memory", lambda: 1 << 30)
-    monkeypatch.setattr("streamrl.launch.plan.preflight.installed_device", lambda: "cpu")
+    monkeypatch.setattr("streamrl.prepare.preflight.available_memory", lambda: 1 << 30)
+    monkeypatch.setattr("streamrl.prepare.preflight.installed_device", lambda: "cpu")
     (problem,) = problems(project)
     assert "memory: this run needs about" in problem
     assert "1.00 GiB can be had: lower engines.count" in problem
 
 
 def test_engine_not_installed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.launch.plan.preflight.engine_package", lambda: None)
-    monkeypatch.setattr("streamrl.launch.plan.preflight.installed_version", lambda package: None)
+    monkeypatch.setattr("streamrl.prepare.preflight.engine_package", lambda: None)
+    monkeypatch.setattr("streamrl.prepare.preflight.installed_version", lambda package: None)
     found = problems(project)
     assert [problem.partition(" is not installed")[0] for problem in found] == ["vllm", "torch", "transformers"]
     found = problems(project, "lora.rank=8", "training.optimizer=adamw_8bit")[-2:]

@@ -10,8 +10,8 @@ import pytest
 
 from streamrl.cli.check import finding_lines
 from streamrl.cli.main import main
-from streamrl.launch.plan import machine_check
-from streamrl.launch.plan.machine_check import Finding, State, check_machine, port_problem
+from streamrl.prepare import machine_check
+from streamrl.prepare.machine_check import Finding, State, check_machine, port_problem
 
 
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
@@ -119,7 +119,7 @@ def test_the_page() -> None:
 
 def test_importing_it_needs_neither_torch_nor_vllm() -> None:
     script = (
-        "import sys, streamrl.launch.plan.machine_check\n"
+        "import sys, streamrl.prepare.machine_check\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'zmq')))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

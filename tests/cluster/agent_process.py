@@ -8,8 +8,8 @@ import sys
 import anyio
 import msgspec
 
-from streamrl.launch.launchers.agent import Agent
-from streamrl.launch.launchers.agent_messages import AgentRequest, AgentSetup
+from streamrl.processes.cluster.agent import Agent
+from streamrl.processes.cluster.agent_messages import AgentRequest, AgentSetup
 
 
 async def main() -> None:

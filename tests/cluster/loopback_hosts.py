@@ -15,9 +15,9 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from streamrl.launch.launchers.agent_messages import AgentSetup, HostFacts
-from streamrl.launch.launchers.cluster import HostOffer
-from streamrl.launch.launchers.remote import AgentGone, AgentLink
+from streamrl.processes.cluster.agent_messages import AgentSetup, HostFacts
+from streamrl.processes.cluster.cluster import HostOffer
+from streamrl.processes.cluster.remote import AgentGone, AgentLink
 
 STAND_IN = Path(__file__).parents[1] / "processes" / "stand_in.py"
 

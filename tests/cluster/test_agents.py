@@ -22,9 +22,9 @@ from loopback_hosts import STAND_IN, LoopbackHosts
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.run_events import StartEngine, StopEngine
-from streamrl.launch.launchers import cluster, remote
-from streamrl.launch.launchers.agent import Agent
-from streamrl.launch.launchers.agent_messages import (
+from streamrl.processes.cluster import cluster, remote
+from streamrl.processes.cluster.agent import Agent
+from streamrl.processes.cluster.agent_messages import (
     AgentOrder,
     AgentRequest,
     AgentSetup,
@@ -33,13 +33,13 @@ from streamrl.launch.launchers.agent_messages import (
     SignalProcess,
     StartProcess,
 )
-from streamrl.launch.launchers.cluster import ClusterLauncher, cluster_launcher
-from streamrl.launch.launchers.exit_files import read_reason
-from streamrl.launch.launchers.local import LocalLauncher
-from streamrl.launch.launchers.placement import GpuNeed
-from streamrl.launch.launchers.this_host import free_ports
-from streamrl.launch.supervise.engine_orders import EngineOrders
-from streamrl.launch.supervise.supervisor import Supervisor
+from streamrl.processes.cluster.cluster import ClusterLauncher, cluster_launcher
+from streamrl.processes.exit_files import read_reason
+from streamrl.processes.local import LocalLauncher
+from streamrl.processes.cluster.placement import GpuNeed
+from streamrl.processes.cluster.this_host import free_ports
+from streamrl.processes.engine_orders import EngineOrders
+from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import ProcessPlan, Role, plan_topology, read_topology
@@ -114,7 +114,7 @@ async def test_a_repeated_request_repeats_nothing(run: Path) -> None:
 async def test_a_lease_that_is_killed_is_replaced(run: Path) -> None:
     def leases() -> list[psutil.Process]:
         found = [one for one in own_children() if lives(one.pid)]
-        return [one for one in found if "streamrl.launch.launchers.lease" in one.cmdline()]
+        return [one for one in found if "streamrl.processes.cluster.lease" in one.cmdline()]
 
     async with agent_of(setup_of(run)) as agent:
         await agent.answer(asked(0))

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.launch.submit.ray_start import Work
-from streamrl.launch.submit.ssh import SshJob, run_over_ssh
+from streamrl.cli.submit.ray_start import Work
+from streamrl.cli.submit.ssh import SshJob, run_over_ssh
 
 RAY = f"""#!{sys.executable}
 import pathlib, socket, subprocess, sys, time
@@ -50,7 +50,7 @@ print("running", flush=True)
 time.sleep(600)
 """
 STAYS = DRAINS.replace('    print("draining", flush=True)\n', "").replace("1.5", "600")
-PROGRAM = """from streamrl.launch.submit import host
+PROGRAM = """from streamrl.cli.submit import host
 host.GONE_S = host.END_S = 3.0
 raise SystemExit(host.main(host.sys.argv[1:]))"""
 LINE = json.dumps({"token": "t", "head": "127.0.0.1"}) + "\n"

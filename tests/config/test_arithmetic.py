@@ -11,8 +11,8 @@ from builders import small_recipe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.launch.plan.memory import estimate_memory
-from streamrl.launch.plan.summary import (
+from streamrl.prepare.memory import estimate_memory
+from streamrl.prepare.summary import (
     arithmetic_lines,
     micro_batches,
     off_policy_text,

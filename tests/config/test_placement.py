@@ -10,7 +10,7 @@ import pytest
 from builders import small_recipe
 
 from streamrl.engines.vllm.gpus import Gpu
-from streamrl.launch.plan.placement import Demand, Placement, place
+from streamrl.prepare.placement import Demand, Placement, place
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import RewardLimits
 from streamrl.recipe.sections import Engines, EngineShape, LaunchedBy, Recipe, Training, Transport

@@ -17,9 +17,9 @@ import pytest
 from streamrl.base.errors import EpochLost, StoreError, StreamRLError, WeightError
 from streamrl.base.messages import announcement_of
 from streamrl.comm.object_store import ObjectStore, access_problem
-from streamrl.launch.copies.checkpoint_copies import CheckpointCopies
-from streamrl.launch.copies.epochs import Epoch, take_epoch
-from streamrl.launch.copies.fetched import fetch_checkpoint
+from streamrl.run.copies.checkpoint_copies import CheckpointCopies
+from streamrl.run.copies.epochs import Epoch, take_epoch
+from streamrl.run.copies.fetched import fetch_checkpoint
 from streamrl.learning.state.durable_files import flush_and_digest, verify, write_digests
 from streamrl.recipe.store_urls import url_problem
 from streamrl.recipe.toml_text import toml_value

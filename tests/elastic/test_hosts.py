@@ -20,7 +20,7 @@ from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.remote_engine import ENGINE_FAILURE
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.launch.supervise.exit_reason import failures
+from streamrl.processes.exit_reason import failures
 from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.sections import Engines
 

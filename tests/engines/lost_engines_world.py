@@ -23,8 +23,8 @@ from streamrl.engines.pool import EnginePool
 from streamrl.engines.push.weight_sync import WeightSync
 from streamrl.engines.simulated.engine import SimulationOptions
 from streamrl.engines.simulated.text import UniformText
-from streamrl.launch.supervise.engine_orders import EngineOrders
-from streamrl.launch.supervise.supervisor import Supervisor
+from streamrl.processes.engine_orders import EngineOrders
+from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.scheduling import InFlight
 from streamrl.recipe.sections import Engines
 from streamrl.recipe.topology import ProcessPlan, Role, Topology

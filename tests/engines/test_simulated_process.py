@@ -18,9 +18,9 @@ from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement, anno
 from streamrl.base.types import token_array
 from streamrl.engines.simulated.engine import SimulatedEngine
 from streamrl.engines.simulated.text import Sentences, sentences_of
-from streamrl.launch.plan.memory import estimate_memory
-from streamrl.launch.plan.preflight import preflight
-from streamrl.launch.plan.summary import arithmetic_lines
+from streamrl.prepare.memory import estimate_memory
+from streamrl.prepare.preflight import preflight
+from streamrl.prepare.summary import arithmetic_lines
 from streamrl.pretrained.model_facts import read_model_facts
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.rules.load import load_recipe
@@ -81,7 +81,7 @@ def test_what_is_known_before_a_start_knows_the_kind(monkeypatch: pytest.MonkeyP
     assert any("simulated" in line for line in arithmetic_lines(recipe, facts, 512))
     assert estimate_memory(recipe, facts, 512)["engine-0"] < 256 << 20
     assert not recipe.canary and not recipe.compares_logprobs
-    monkeypatch.setattr("streamrl.launch.plan.preflight.engine_package", lambda: None)
+    monkeypatch.setattr("streamrl.prepare.preflight.engine_package", lambda: None)
     preflight(recipe)
     with pytest.raises(RecipeError, match="vllm is not installed"):
         preflight(load_recipe(MODEL.parent / "recipe.toml", overrides[1:]))

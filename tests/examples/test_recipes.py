@@ -18,8 +18,8 @@ from streamrl.base.types import FinishReason
 from streamrl.cli.trial import trial_completions
 from streamrl.cli.trial.trial_scoring import score_groups
 from streamrl.engines.vllm.gpus import Gpu
-from streamrl.launch.plan import gpu_demand
-from streamrl.launch.plan.preflight import check_model
+from streamrl.prepare import gpu_demand
+from streamrl.prepare.preflight import check_model
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.learning_rate import learning_rate_notice
 from streamrl.recipe.rules.load import load_recipe

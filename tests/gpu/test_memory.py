@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from gpu_cases import HALF_B, ON_BOTH, ONE_AND_A_HALF_B, TINY, samples_of, shared_model  # noqa: E402
 from training_steps import train_steps  # noqa: E402
 
-from streamrl.launch.plan.memory import device_bytes  # noqa: E402
+from streamrl.prepare.memory import device_bytes  # noqa: E402
 from streamrl.pretrained.model_facts import read_model_facts  # noqa: E402
 from streamrl.recipe.sections import Lora, Model, OptimizerKind, Prompts, Recipe, Reward, Training  # noqa: E402
 

@@ -14,8 +14,8 @@ from local_hub import CONVERTED, TOKEN, LocalHub
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError
-from streamrl.launch.hub.resolution import hub_looked_up, with_hub_folders
-from streamrl.launch.launchers.local import LocalLauncher
+from streamrl.prepare.hub.resolution import hub_looked_up, with_hub_folders
+from streamrl.processes.local import LocalLauncher
 from streamrl.pretrained.weight_files import stored_tensors
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import Reward

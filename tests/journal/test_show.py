@@ -16,7 +16,7 @@ from scripted_parts import Killed, SimulatedRun
 import streamrl.cli.main
 from streamrl.buffers.rollout_buffer import RolloutBuffer
 from streamrl.control.settings import control_settings
-from streamrl.launch.supervise.crash_bundle import write_crash_bundle
+from streamrl.processes.crash_bundle import write_crash_bundle
 from streamrl.recipe.rules.load import dump_recipe, load_recipe
 
 DEMO = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"

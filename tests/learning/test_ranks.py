@@ -30,7 +30,7 @@ from streamrl.base.messages import StepReport, TrainingEvent, TrainingOrder  # n
 from streamrl.comm.guarded_sockets import KeyGuard  # noqa: E402
 from streamrl.comm.transport_keys import KeyRole  # noqa: E402
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender  # noqa: E402
-from streamrl.launch.plan.memory import rank_bytes  # noqa: E402
+from streamrl.prepare.memory import rank_bytes  # noqa: E402
 from streamrl.learning import process_group  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.learning.state import checkpoint, durable_files  # noqa: E402

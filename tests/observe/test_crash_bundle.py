@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.base.errors import StreamRLError
-from streamrl.launch.supervise.crash_bundle import SUMMARY, read_manifest, write_crash_bundle
+from streamrl.processes.crash_bundle import SUMMARY, read_manifest, write_crash_bundle
 
 CANARIES = {"HF_TOKEN": "canary-hub-0123", "WANDB_API_KEY": "canary-tracker-0123", "JUDGE": "canary-judge-0123"}
 SECRET_OPTION = "canary-option-0123"

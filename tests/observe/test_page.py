@@ -20,8 +20,8 @@ import msgspec
 import pytest
 
 from streamrl.base.line_file import read_lines
-from streamrl.launch.comparison.comparison import Comparison, comparison_page
-from streamrl.launch.comparison.measured_run import ComparedRun
+from streamrl.cli.compare.comparison import Comparison, comparison_page
+from streamrl.cli.compare.measured_run import ComparedRun
 from streamrl.observe.report.trajectory_trace import (
     EnginesLine,
     EventLine,

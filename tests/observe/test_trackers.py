@@ -28,10 +28,10 @@ from lint.metrics_page import METRICS
 from streamrl.base.atomic_files import remove_oldest
 from streamrl.base.errors import StreamRLError
 from streamrl.base.line_file import LineFile
-from streamrl.launch.supervise import followers as followers_module
-from streamrl.launch.supervise import restart_policy
-from streamrl.launch.supervise.followers import Followers
-from streamrl.launch.supervise.log_files import LogFiles
+from streamrl.processes import followers as followers_module
+from streamrl.processes import restart_policy
+from streamrl.processes.followers import Followers
+from streamrl.processes.log_files import LogFiles
 from streamrl.observe.follow.file_sizes import SHARES, most_bytes
 from streamrl.observe.trackers import follower
 from streamrl.observe.trackers.installed import make_tracker, tracker_problems

@@ -14,7 +14,7 @@ import anyio
 
 from streamrl.engines.vllm.options import EngineOptions
 from streamrl.launch import roles
-from streamrl.launch.supervise import child
+from streamrl.processes import child
 from streamrl.recipe.topology import Role
 from streamrl.rewards.environment import passed_environment
 

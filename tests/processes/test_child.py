@@ -17,9 +17,9 @@ from streamrl.base.errors import RecipeError
 from streamrl.base.run_process import PARENT_PID
 from streamrl.base.waits import start_phases
 from streamrl.launch.external import serve_external
-from streamrl.launch.launchers.exit_files import ExitKind, read_reason
+from streamrl.processes.exit_files import ExitKind, read_reason
 from streamrl.launch.roles import role_main
-from streamrl.launch.supervise.exit_reason import TERMINATED_CODE
+from streamrl.processes.exit_reason import TERMINATED_CODE
 from streamrl.recipe.rules.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import Transport, TransportKind
 from streamrl.recipe.topology import Role, plan_topology

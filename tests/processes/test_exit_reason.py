@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from streamrl.base.errors import DiskFull, EngineError, EpochLost, ModelRefused, RecipeError, StreamBroken
-from streamrl.launch.launchers.exit_files import ExitKind, ExitReason, read_reason, write_reason
-from streamrl.launch.supervise.exit_monitor import ExitMonitor
-from streamrl.launch.supervise.exit_reason import (
+from streamrl.processes.exit_files import ExitKind, ExitReason, read_reason, write_reason
+from streamrl.processes.exit_monitor import ExitMonitor
+from streamrl.processes.exit_reason import (
     DISK_FULL_EXIT_CODE,
     Death,
     exit_code_of,

@@ -14,7 +14,7 @@ from builders import small_recipe
 from streamrl.base.errors import RecipeError
 from streamrl.cli.main import main
 from streamrl.launch import external
-from streamrl.launch.supervise.child import ChildContext
+from streamrl.processes.child import ChildContext
 from streamrl.learning.state.durable_files import flush_and_digest, write_digests
 from streamrl.recipe.sections import Training, Transport, TransportKind
 from streamrl.recipe.topology import RENDEZVOUS, Role

@@ -18,10 +18,10 @@ from test_supervisor import STAND_IN, until
 
 import streamrl.launch.pipeline
 from streamrl.base.errors import ProcessDied
-from streamrl.launch.launchers import opened
+from streamrl.processes.cluster import opened
 from streamrl.launch.pipeline import Pipeline
-from streamrl.launch.supervise.crash_bundle import read_manifest
-from streamrl.launch.supervise.watchdog import ask_for_stacks
+from streamrl.processes.crash_bundle import read_manifest
+from streamrl.processes.watchdog import ask_for_stacks
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe

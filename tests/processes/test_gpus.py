@@ -21,10 +21,10 @@ from streamrl.engines.vllm.gpus import Gpu
 from streamrl.engines.vllm.options import installed_device
 from streamrl.launch import external
 from streamrl.launch.pipeline import Pipeline
-from streamrl.launch.plan.gpu_demand import gpu_placement
-from streamrl.launch.plan.preflight import preflight
-from streamrl.launch.supervise.child import ChildContext
-from streamrl.launch.supervise.supervisor import Supervisor
+from streamrl.prepare.gpu_demand import gpu_placement
+from streamrl.prepare.preflight import preflight
+from streamrl.processes.child import ChildContext
+from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.rules.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.topology import Role, plan_topology
@@ -67,7 +67,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
         nvmlDeviceGetMemoryInfo=memory,
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    for module in ("streamrl.engines.vllm.gpus", "streamrl.launch.plan.preflight"):
+    for module in ("streamrl.engines.vllm.gpus", "streamrl.prepare.preflight"):
         monkeypatch.setattr(f"{module}.installed_device", lambda: "cuda")
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
@@ -224,7 +224,7 @@ def test_a_cuda_build_without_a_gpu_is_refused_before_the_start(cuda: Any) -> No
 def test_shared_memory_that_is_too_small_for_several_gpus_is_refused(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, of_several: str
 ) -> None:
-    monkeypatch.setattr("streamrl.launch.plan.preflight.shared_memory", lambda: 64 << 20)
+    monkeypatch.setattr("streamrl.prepare.preflight.shared_memory", lambda: 64 << 20)
     with pytest.raises(RecipeError) as caught:
         preflight(recipe(of_several))
     (problem,) = [problem for problem in caught.value.problems if "/dev/shm" in problem]

@@ -16,13 +16,13 @@ from trials import NAMES, Trial, death_in, drain, lives, surviving, until, watch
 
 from streamrl.base.errors import CannotContinue, RecipeError, StreamRLError
 from streamrl.base.run_events import KillEngine, StartEngine, StopEngine
-from streamrl.launch.launchers.exit_files import ExitKind
-from streamrl.launch.launchers.local import LocalLauncher
-from streamrl.launch.supervise import engine_orders, restart_policy
-from streamrl.launch.supervise.engine_orders import EngineOrders
-from streamrl.launch.supervise.exit_reason import reason_of
-from streamrl.launch.supervise.restart_policy import RENEWED_AFTER_S, SETTLED_AFTER_S, Restarts
-from streamrl.launch.supervise.supervisor import Supervisor
+from streamrl.processes.exit_files import ExitKind
+from streamrl.processes.local import LocalLauncher
+from streamrl.processes import engine_orders, restart_policy
+from streamrl.processes.engine_orders import EngineOrders
+from streamrl.processes.exit_reason import reason_of
+from streamrl.processes.restart_policy import RENEWED_AFTER_S, SETTLED_AFTER_S, Restarts
+from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.topology import RENDEZVOUS_FILE, ProcessPlan, Role
 
 ENGINE_1 = ProcessPlan(role=Role.ENGINE, index=1)

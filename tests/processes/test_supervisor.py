@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from trials import NAMES, STAND_IN, Trial, death_in, drain, lives, surviving, until
 
-from streamrl.launch.supervise import supervisor as supervisor_module
-from streamrl.launch.supervise.clean_up import remove_killed_life
-from streamrl.launch.supervise.supervisor import Supervisor
+from streamrl.processes import supervisor as supervisor_module
+from streamrl.processes.clean_up import remove_killed_life
+from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.topology import ProcessPlan, Role
 
 

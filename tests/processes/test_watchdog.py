@@ -22,8 +22,8 @@ from streamrl.control.events import RunBegan
 from streamrl.control.machine import Control
 from streamrl.control.policies.round_policies import make_control
 from streamrl.control.settings import ControlSettings
-from streamrl.launch.supervise import watchdog
-from streamrl.launch.supervise.watchdog import (
+from streamrl.processes import watchdog
+from streamrl.processes.watchdog import (
     ABORT_AFTER_S,
     BEAT_S,
     REPORT_SIGNAL,

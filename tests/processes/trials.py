@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from streamrl.base.errors import ProcessDied
-from streamrl.launch.supervise.supervisor import Supervisor
+from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.topology import ProcessPlan, Role, Topology
 
 STAND_IN = Path(__file__).with_name("stand_in.py")

@@ -26,7 +26,7 @@ from streamrl.cli.main import main
 from streamrl.launch.attached_rewards import AttachedRewards
 from streamrl.launch.control_socket import serving_control
 from streamrl.launch.pipeline import carry_out
-from streamrl.launch.plan.preflight import preflight, with_checkpoint_rewards
+from streamrl.prepare.preflight import preflight, with_checkpoint_rewards
 from streamrl.launch.reward_workers import change_rewards, open_reward_stage
 from streamrl.recipe.rewards import AdaptiveTimeout, Reward
 from streamrl.recipe.sections import Recipe, ResumedRewards

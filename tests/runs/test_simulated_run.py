@@ -29,7 +29,7 @@ from streamrl.base.waits import start_phases
 from streamrl.cli.show import read_run
 from streamrl.launch.control_protocol import ControlAnswer, ControlOperation, ControlRefused
 from streamrl.launch.control_socket import ask_run
-from streamrl.launch.launchers.local import marker_of
+from streamrl.processes.local import marker_of
 from streamrl.launch.steering.steering_messages import ChangeSettings, ReadStatus, SteeringStatus, SteerRun
 from streamrl.observe.report.trajectory_trace import read_trace
 from streamrl.recipe.rules.load import load_recipe

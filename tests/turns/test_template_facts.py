@@ -8,7 +8,7 @@ import pytest
 from builders import small_recipe
 from turns.families import FAMILIES, TOOL
 
-from streamrl.launch.plan.summary import arithmetic_lines
+from streamrl.prepare.summary import arithmetic_lines
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.pretrained.turns.template_facts import Appending, template_facts, without_special_tokens
 from streamrl.recipe.environment import Environment

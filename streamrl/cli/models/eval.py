@@ -14,13 +14,13 @@ from rich.table import Table
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.command import Argument, Command, Overrides, print_json, recipe_file
-from streamrl.cli.trial.trial_scoring import run_for_report
-from streamrl.launch.hub.resolution import with_hub_folders
-from streamrl.launch.models.model_evaluation import EvaluatedPass, EvaluationPass, evaluate_model
-from streamrl.launch.models.saved_model import find_model
-from streamrl.launch.plan.preflight import check_model
-from streamrl.launch.plan.summary import SIMULATED_SENTENCE
+from streamrl.cli.models.model_evaluation import EvaluatedPass, EvaluationPass, evaluate_model
+from streamrl.cli.models.saved_model import find_model
+from streamrl.cli.run_for_report import run_for_report
 from streamrl.observe.terminal.stdout import StdoutReporter
+from streamrl.prepare.hub.resolution import with_hub_folders
+from streamrl.prepare.preflight import check_model
+from streamrl.prepare.summary import SIMULATED_SENTENCE
 from streamrl.pretrained.tokenizer import load_tokenizer
 from streamrl.recipe.rules.hub_names import HUB
 from streamrl.recipe.rules.load import load_recipe, resolve_spec

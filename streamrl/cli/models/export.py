@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 from streamrl.cli.command import Argument, Command, RunPath
-from streamrl.launch.models.export import export_model
-from streamrl.launch.models.saved_model import saved_model
-from streamrl.launch.models.upload import authenticated, upload
+from streamrl.cli.models.exported_model import export_model
+from streamrl.cli.models.saved_model import saved_model
+from streamrl.cli.models.upload import authenticated, upload
 
 Version = Annotated[str, Argument("a number, latest, or best (default: latest)", metavar="VERSION")]
 

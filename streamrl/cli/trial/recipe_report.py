@@ -11,8 +11,8 @@ from rich.text import Text
 
 from streamrl.base.printable import printable
 from streamrl.cli.trial.trial_report import Bin, RewardReport, ValueSpread, histogram_picture, problems_of, rich_report
-from streamrl.launch.plan.measured_step import MeasuredStep
 from streamrl.observe.terminal.step_line import duration
+from streamrl.prepare.measured_step import MeasuredStep
 from streamrl.recipe import learning_rate
 from streamrl.recipe.sections import Recipe
 

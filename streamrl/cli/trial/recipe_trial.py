@@ -14,16 +14,17 @@ from streamrl.base.atomic_files import write_durable
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import FinishReason, Prompt
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print_json, recipe_file
+from streamrl.cli.run_for_report import run_for_report
 from streamrl.cli.trial.recipe_report import RecipeTrial, advice_of, proposed_rate, report_page, rich_trial
 from streamrl.cli.trial.trial_completions import groups_from_engine
 from streamrl.cli.trial.trial_report import histogram, spread, summarize
-from streamrl.cli.trial.trial_scoring import run_for_report, say, score_groups
-from streamrl.launch.hub.resolution import with_hub_folders
-from streamrl.launch.plan.first_prompt import first_prompt_lines
-from streamrl.launch.plan.gpu_demand import gpu_placement
-from streamrl.launch.plan.measured_step import measure_step
-from streamrl.launch.plan.memory import estimate_memory, gib
-from streamrl.launch.plan.preflight import CheckedModel, check_model, preflight
+from streamrl.cli.trial.trial_scoring import say, score_groups
+from streamrl.prepare.first_prompt import first_prompt_lines
+from streamrl.prepare.gpu_demand import gpu_placement
+from streamrl.prepare.hub.resolution import with_hub_folders
+from streamrl.prepare.measured_step import measure_step
+from streamrl.prepare.memory import estimate_memory, gib
+from streamrl.prepare.preflight import CheckedModel, check_model, preflight
 from streamrl.pretrained.tokenizer import Tokenizer, chat_format, load_tokenizer
 from streamrl.recipe.rules.load import load_recipe
 from streamrl.recipe.sections import Recipe

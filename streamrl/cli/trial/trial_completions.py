@@ -24,7 +24,7 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.launch.models.model_evaluation import started_engine
+from streamrl.cli.models.model_evaluation import started_engine
 from streamrl.pretrained.tokenizer import Tokenizer
 from streamrl.recipe.sections import Recipe
 from streamrl.run.prompts.prompts import OpenPrompts

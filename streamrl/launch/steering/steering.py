@@ -25,7 +25,7 @@ from streamrl.launch.steering.steering_messages import (
     SteerRun,
     WaitingChange,
 )
-from streamrl.launch.supervise.watchdog import Watchdog
+from streamrl.processes.watchdog import Watchdog
 from streamrl.recipe.sections import Recipe
 from streamrl.run.journal.run_journal import RunJournal
 from streamrl.run.wait_reason import RunWaits

@@ -17,7 +17,7 @@ from streamrl.launch.steering.steering_messages import (
     SteeringStatus,
     SteeringTaken,
 )
-from streamrl.launch.supervise.supervisor import Supervisor
+from streamrl.processes.supervisor import Supervisor
 from streamrl.recipe.topology import Role, Topology
 
 STATUS_LIMIT_S = 3.0

@@ -1,5 +1,5 @@
 """Names of the Hugging Face Hub, and folders of its cache, whose paths say which commit of which repository they hold.
-Nothing here asks the Hub (``streamrl.launch.hub`` does)."""
+Nothing here asks the Hub (``streamrl.prepare.hub`` does)."""
 
 from __future__ import annotations
 

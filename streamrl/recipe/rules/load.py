@@ -230,7 +230,7 @@ def _is_path(function: str, option: str, value: Any) -> bool:
 
 def resolve_model(path: str, directory: Path) -> str:
     """Make the path of a model absolute. Where nothing is there and it may be a name of the Hub, it is marked as one;
-    ``streamrl.launch.hub`` puts a folder in its place."""
+    ``streamrl.prepare.hub`` puts a folder in its place."""
     if not path or path.startswith(HUB):
         return path
     absolute = _absolute(path, directory)

@@ -1,1 +1,0 @@
-"""Commands for runs on more than one machine."""

@@ -1,0 +1,130 @@
+"""``streamrl compare RECIPE``: a recipe under several systems, in turns, as one report."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import msgspec
+from msgspec import structs
+from rich.console import Console
+
+from streamrl.base.atomic_files import make_directory, write_durable
+from streamrl.base.errors import RecipeError, StreamRLError, leaves
+from streamrl.base.printable import log_to
+from streamrl.cli.command import Argument, Command, Overrides, RecipePath, print_json, recipe_file
+from streamrl.cli.compare.candidates import compared_recipes
+from streamrl.cli.compare.comparison import Comparison, comparison_page
+from streamrl.cli.compare.measured_run import measure_run, measured_recipe
+from streamrl.cli.simulate import results_table
+from streamrl.observe.terminal.stdout import StdoutReporter
+from streamrl.observe.terminal.step_line import duration
+from streamrl.prepare.hub.resolution import with_hub_folders
+from streamrl.prepare.preflight import preflight
+from streamrl.prepare.run_length import with_steps_of_epochs
+from streamrl.prepare.summary import SIMULATED_SENTENCE
+from streamrl.recipe.sections import EngineKind, Recipe
+
+FIGURES = "comparison.json"
+PAGE = "comparison.html"
+
+
+class Compare(Command, frozen=True, kw_only=True):
+    """Run a recipe under several systems, in turns and for as many trained samples each, and write one report: a step
+    of each beside the others, waits, time, lengths, accuracy."""
+
+    recipe: RecipePath
+    overrides: Overrides = ()
+    systems: Annotated[
+        str, Argument("systems or rounds, each with its settings: fastest:rollout.rounds=auto,sagc", metavar="NAME,...")
+    ] = "synchronous,rollpacker,sortedrl,sagc,fastest"
+    samples: Annotated[int, Argument("trained ones that are measured (default: those of run.steps)", metavar="N")] = 0
+    repeats: Annotated[int, Argument("runs of each system, with seeds of their own (default 2)", metavar="N")] = 2
+    out: Annotated[
+        Path | None, Argument("for runs and report (default: runs/compare-NAME-TIME)", metavar="DIRECTORY")
+    ] = None
+
+    def run(self) -> int:
+        """1 when a run broke; what is finished is reported all the same."""
+        if self.samples < 0 or self.repeats < 1:
+            raise RecipeError(f"--samples {self.samples} --repeats {self.repeats}: at least 0 and 1")
+        chosen = compared_recipes(recipe_file(self.recipe), self.overrides, self.systems, "--systems")
+        first = with_steps_of_epochs(chosen[0][1])[0]
+        stem = f"compare-{first.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        out = self.out or Path(first.run.directory) / stem
+        if (out / FIGURES).exists():
+            raise RecipeError(f"--out {out}: a comparison is there already: name another directory")
+        samples = self.samples or first.run.steps * first.batch_trajectories
+        plan = []
+        for repeat in range(1, self.repeats + 1):
+            for name, recipe in chosen if repeat % 2 else reversed(chosen):
+                of_run = measured_recipe(recipe, samples, repeat, name.partition(":")[0], out)
+                plan.append((name, repeat, with_hub_folders(of_run)))
+        check_all([(name, recipe) for name, repeat, recipe in plan if repeat == 1])
+        make_directory(out.absolute())
+        log_to(sys.stderr, logging.WARNING, "%(levelname)s %(message)s")
+        empty = Comparison(
+            recipe=first.run.name,
+            machine=f"{platform.node()}, {os.cpu_count()} cores, {first.engines.count} engines",
+            samples=samples,
+            repeats=self.repeats,
+            systems=tuple(name for name, _ in chosen),
+            notes=(f"engines are {SIMULATED_SENTENCE}",) if first.engines.kind is EngineKind.SIMULATED else (),
+        )
+        comparison = anyio.run(compare, plan, empty, out)
+        if self.json:
+            print_json(comparison)
+        else:
+            rows = (zip(comparison.table()[0], row, strict=True) for row in comparison.table()[1])
+            Console(width=None if sys.stdout.isatty() else 150).print(results_table("", rows))
+            print("\n".join([*comparison.notes, *([f"report: {out / PAGE}"] if comparison.runs else [])]))
+        return 1 if comparison.failures else 0
+
+
+def check_all(recipes: Sequence[tuple[str, Recipe]]) -> None:
+    """Raise ``RecipeError`` with the problems of every recipe that cannot run, before one is started."""
+    problems: list[str] = []
+    for name, recipe in recipes:
+        try:
+            preflight(recipe)
+        except RecipeError as error:
+            problems += [f"{name}: {line}" for line in error.problems]
+    if problems:
+        raise RecipeError(*problems)
+
+
+async def compare(plan: Sequence[tuple[str, int, Recipe]], comparison: Comparison, out: Path) -> Comparison:
+    """Run what is planned, one after the other, and write the report after each. ``plan``: name of the system, repeat,
+    recipe."""
+    begun = time.monotonic()
+    with StdoutReporter(sys.stderr) as screen:
+        for number, (system, repeat, recipe) in enumerate(plan):
+            title = f"{system} {repeat}, run {number + 1} of {len(plan)}"
+
+            def progress(share: float, number: int = number, title: str = title) -> None:
+                done = (number + 0.9 * share) / len(plan)  # the rest of a run: its start, its end, its evaluation
+                left = f", about {duration((time.monotonic() - begun) * (1 / done - 1))} left" if done else ""
+                screen.progress(f"{title}{left}", round(100 * share), 100)
+
+            progress(0.0)
+            try:
+                run = await measure_run(recipe, comparison.samples, system, repeat, progress)
+            except* StreamRLError as errors:
+                reason = next(str(one) for one in leaves(errors))
+                failures = (*comparison.failures, f"{system}, repeat {repeat}: {reason}")
+                comparison = structs.replace(comparison, failures=failures)
+                screen.line(failures[-1])
+            else:
+                comparison = structs.replace(comparison, runs=(*comparison.runs, run))
+                screen.line(f"{title}: {run.sample_ms:.1f} ms a sample, {len(run.measured)} steps")
+            write_durable(out / FIGURES, msgspec.json.format(msgspec.json.encode(comparison), indent=1))
+            if comparison.runs:
+                write_durable(out / PAGE, await anyio.to_thread.run_sync(comparison_page, comparison))
+    return comparison

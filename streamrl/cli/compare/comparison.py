@@ -1,0 +1,123 @@
+"""Figures of a whole comparison, and its report as one HTML page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+
+from streamrl.cli.compare.measured_run import ComparedRun
+from streamrl.cli.compare.run_figures import WARM_UP_STEPS, RunFigures, samples_of
+from streamrl.observe.dashboard.report_page import report_page
+from streamrl.observe.follow.run_files import RunFiles
+
+
+class Figure(NamedTuple):
+    """A figure of a run: its column, its value (NaN: not measured), the form of it, and its meaning."""
+
+    name: str
+    value: Callable[[ComparedRun], float]
+    form: str
+    text: str
+
+
+FIGURES = (
+    Figure("ms a sample", lambda run: run.sample_ms, ".1f", "wall time of the measured steps, a trained sample"),
+    Figure(
+        "rollout bubble",
+        lambda run: run.weighted("util/rollout_bubble_ratio"),
+        ".2f",
+        "share of free slots from a live version until the next batch is full",
+    ),
+    Figure("step bubble", lambda run: run.weighted("util/free_slot_ratio"), ".2f", "the same over whole steps"),
+    Figure("trained length", lambda run: run.length, ".0f", "mean tokens of a trained sample"),
+    Figure("accuracy", lambda run: run.accuracy, ".3f", "held-out score of the model after these samples"),
+    Figure(
+        "stragglers",
+        lambda run: run.stragglers,
+        ".2f",
+        "share of trained groups whose longest completion is twice their median, or was cut at the limit",
+    ),
+)
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """``systems``: names in the order in which they were asked for; ``runs``: those that are finished; ``failures``: a
+    line for each run that broke; ``notes``: for who reads the figures."""
+
+    recipe: str
+    machine: str
+    samples: int
+    repeats: int
+    systems: tuple[str, ...]
+    runs: tuple[ComparedRun, ...] = ()
+    failures: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def values(self, figure: Figure, system: str) -> list[float]:
+        """The figure of each finished run of ``system`` that has it."""
+        values = (figure.value(run) for run in self.runs if run.system == system)
+        return [value for value in values if not math.isnan(value)]
+
+    def speeds(self, system: str) -> list[float]:
+        """Ratios of the wall time a sample of the first system to that of ``system``, by repeat."""
+        times = {(run.system, run.repeat): run.sample_ms for run in self.runs}
+        pairs = ((times.get((self.systems[0], n)), times.get((system, n))) for n in range(1, self.repeats + 1))
+        return [base / own for base, own in pairs if base and own]
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Heads and rows, one row a system: means over repeats, with the least and the greatest."""
+        heads = ["system", "runs", "times as fast", *(figure.name for figure in FIGURES)]
+        rows = []
+        for system in self.systems:
+            count = sum(run.system == system for run in self.runs)
+            cells = [spread_text(self.values(figure, system), figure.form) for figure in FIGURES]
+            rows.append([system, str(count), spread_text(self.speeds(system), ".2f"), *cells])
+        return heads, rows
+
+
+def spread_text(values: Sequence[float], form: str) -> str:
+    """``1.52 (1.48 to 1.55)``: the mean, the least and the greatest; ``-`` of none."""
+    if not values:
+        return "-"
+    ends = f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
+    return f"{fmean(values):{form}}{ends}"
+
+
+def comparison_page(comparison: Comparison) -> bytes:
+    """The report as one HTML page that asks no other host: what ``streamrl report`` writes of the first finished run of
+    each system that is still there, with a panel above that has the figures of all."""
+    first = {run.system: run for run in reversed(comparison.runs) if RunFiles(Path(run.directory)).recipe()}
+    shown = [first[system] for system in comparison.systems if system in first]
+    places = [typical_step(run) for run in shown]
+    heads, rows = comparison.table()
+    meanings = {figure.name: figure.text for figure in FIGURES}
+    values = [[comparison.values(figure, system) for figure in FIGURES] for system in comparison.systems]
+    answer = {
+        "about": f"{comparison.recipe}: {comparison.samples:,} trained samples of each system after {WARM_UP_STEPS} "
+        f"steps of warm-up; repeats of each, in turns: {comparison.repeats}; {comparison.machine}.",
+        "heads": [{"name": head, "meaning": meanings.get(head, "")} for head in heads],
+        "rows": [
+            {"cells": row, "values": [[]] * (len(row) - len(FIGURES)) + found}
+            for row, found in zip(rows, values, strict=True)
+        ],
+        "notes": [*comparison.notes, *comparison.failures],
+        "warnings": [f"{run.system}, repeat {run.repeat}: {text}" for run in comparison.runs for text in run.warnings],
+        "stretches": [
+            {"title": f"{run.system}: {run.sample_ms:.1f} ms a sample; from its step {place + 1} on", "place": place}
+            for run, place in zip(shown, places, strict=True)
+        ],
+        "seconds": max((run.steps[at]["time/step_s"] for run, at in zip(shown, places, strict=True)), default=1.0),
+    }
+    return report_page([Path(run.directory) for run in shown], {"/api/comparison": answer})
+
+
+def typical_step(run: RunFigures) -> int:
+    """The place, among all steps of the run, of the measured one whose seconds a sample are the median."""
+    places = range(WARM_UP_STEPS, WARM_UP_STEPS + len(run.measured))
+    each = sorted(places, key=lambda at: run.steps[at]["time/step_s"] / samples_of(run.steps[at]))
+    return each[(len(each) - 1) // 2]

@@ -1,0 +1,248 @@
+"""``streamrl launch slurm | kubernetes | ssh RECIPE``: start Ray on the hosts of a cluster, and the run on them."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from shlex import join, quote
+from typing import Annotated
+
+import anyio
+import yaml
+
+from streamrl.base.errors import RecipeError
+from streamrl.cli.command import Argument, Command, Overrides, RecipePath, recipe_file
+from streamrl.cli.submit.kubernetes import KubernetesJob, job_set, ray_job
+from streamrl.cli.submit.ray_start import RAY_PORT, Work
+from streamrl.cli.submit.slurm import SlurmJob, slurm_script
+from streamrl.cli.submit.ssh import HERE, SshJob, local_setup, run_over_ssh, ssh_commands
+from streamrl.launch.pipeline import recipe_of_run
+from streamrl.recipe.rules.load import read_recipe
+from streamrl.recipe.rules.run_rules import LONGEST_RUN_NAME
+from streamrl.recipe.sections import Recipe
+
+_VARIABLE = r"[A-Za-z_]\w*"
+_LABEL = r"[a-z]([a-z0-9-]*[a-z0-9])?"
+_LONGEST_LABEL = 40
+
+PrintOnly = Annotated[bool, Argument("print it and start nothing", flag="--print")]
+Resume = Annotated[bool, Argument("RECIPE is the directory of a run: go on with it")]
+Variables = Annotated[tuple[str, ...], Argument("variable of every host; may be repeated", "NAME=VALUE", "--env")]
+Setup = Annotated[
+    str, Argument("shell line on each host before the rest (default: the programs of this one)", metavar="LINE")
+]
+Port = Annotated[int, Argument(f"of Ray's head ({RAY_PORT})", metavar="PORT")]
+Gpus = Annotated[int | None, Argument("of each host", metavar="N")]
+
+
+class _Launch(Command, frozen=True, kw_only=True):
+    recipe: RecipePath
+    overrides: Overrides = ()
+    print_only: PrintOnly = False
+    resume: Resume = False
+    env: Variables = ()
+
+    def read(self, hosts: int) -> Recipe:
+        """The recipe, checked as the run checks it. Raises ``RecipeError``."""
+        if hosts < 1:
+            raise RecipeError(f"{hosts} hosts: give 1 or more")
+        if self.resume:
+            recipe = recipe_of_run(self.recipe, self.overrides)
+        else:
+            recipe, _ = read_recipe(recipe_file(self.recipe), self.overrides)
+        if recipe.cluster.hosts > hosts:
+            raise RecipeError(f"cluster.hosts = {recipe.cluster.hosts}, and {hosts} are started: start as many or more")
+        refuse_control(self.recipe.absolute(), Path.cwd(), *self.overrides, *self.env)
+        return recipe
+
+    def variables(self) -> dict[str, str]:
+        """Those of ``--env``. Raises ``RecipeError``."""
+        return dict(pair(text, "--env", _VARIABLE) for text in self.env)
+
+    def work(self, name: str = "", runs: str = "") -> Work:
+        """The work of the first host, on the file system of this one."""
+        recipe = self.recipe if self.resume else recipe_file(self.recipe)
+        return Work(recipe=str(recipe.absolute()), overrides=self.overrides, name=name, runs=runs, resume=self.resume)
+
+
+class _OnHosts(_Launch, frozen=True, kw_only=True):
+    gpus_per_node: Gpus = None
+    setup: Setup = ""
+    port: Port = RAY_PORT
+
+    def lines(self) -> list[str]:
+        """Shell lines before everything else."""
+        exports = [f"export {name}={quote(value)}" for name, value in self.variables().items()]
+        return [*([self.setup] if self.setup else local_setup()), *exports]
+
+
+class Slurm(_OnHosts, frozen=True, kw_only=True):
+    """Submit a run to Slurm: Ray on the nodes of one job, and the run on its first. Two minutes before the end of its
+    time the run drains; `scancel --batch --signal=TERM JOB` drains it at any time."""
+
+    nodes: Annotated[int, Argument("of the job", metavar="N")]
+    time: Annotated[str, Argument("limit of the job, as Slurm writes it: 2-12:00:00")] = ""
+    partition: Annotated[str, Argument("of Slurm")] = ""
+    account: Annotated[str, Argument("of Slurm")] = ""
+    requeue: Annotated[bool, Argument("after a lost node, preemption or its time: go on with the run")] = False
+    sbatch: Annotated[tuple[str, ...], Argument("another option of sbatch; may be repeated", "KEY[=VALUE]")] = ()
+
+    def run(self) -> int:
+        """Print the number of the job."""
+        recipe = self.read(self.nodes)
+        named = {"time": self.time, "partition": self.partition, "account": self.account}
+        given = [pair(text, "--sbatch", r"[a-z][a-z-]*") for text in self.sbatch]
+        options = [*((key, value) for key, value in named.items() if value), *given]
+        refuse_control(*(value for _, value in options))
+        runs = self.recipe.absolute().parent if self.resume else Path(recipe.run.directory).absolute()
+        name = f"{recipe.run.name[: LONGEST_RUN_NAME - 20].rstrip('-._')}-slurm-@@SLURM_JOB_ID@@"
+        job = SlurmJob(
+            name=recipe.run.name,
+            work=self.work(name, str(runs)),
+            nodes=self.nodes,
+            folder=Path.cwd(),
+            runs=runs,
+            setup=self.lines(),
+            least=recipe.cluster.hosts or self.nodes,
+            port=self.port,
+            gpus_per_node=self.gpus_per_node,
+            interface=recipe.cluster.interface,
+            requeue=self.requeue,
+            options=options,
+        )
+        script = slurm_script(job)
+        if self.print_only:
+            return self.print({"script": script}, script.rstrip())
+        number = given_to(["sbatch", "--parsable"], script).partition(";")[0]
+        log = Path.cwd() / f"slurm-{number}.log"
+        return self.print({"job": number, "log": str(log)}, f"job {number}; what it prints: {log}")
+
+
+class Kubernetes(_Launch, frozen=True, kw_only=True):
+    """Submit a run to Kubernetes. The folder of RECIPE has to be in the volume already, and streamrl with Ray in the
+    image (for a RayJob: ray[default])."""
+
+    image: Annotated[str, Argument("of every pod")]
+    nodes: Annotated[int, Argument("pods; the first has Ray's head", metavar="N")]
+    gpus: Annotated[int, Argument("of each pod (0)", metavar="N")] = 0
+    pvc: Annotated[str, Argument("claim of a volume that all pods may write", metavar="CLAIM")]
+    mount: Annotated[str, Argument("its place in the pods (/runs)", metavar="PATH")] = "/runs"
+    folder: Annotated[str, Argument("of RECIPE there (default: of the same name, in the mount)", metavar="PATH")] = ""
+    limit: Annotated[tuple[str, ...], Argument("of a pod: cpu=16, memory=200Gi; may be repeated", "NAME=SIZE")] = ()
+    name: Annotated[str, Argument("of the job (default: run.name)")] = ""
+    namespace: Annotated[str, Argument("of the job (default)", metavar="NS")] = "default"
+    jobset: Annotated[bool, Argument("a JobSet in place of a RayJob")] = False
+
+    def run(self) -> int:
+        """Print what kubectl says."""
+        recipe = self.read(self.nodes)
+        name = self.name or re.sub(r"[^a-z0-9-]+", "-", recipe.run.name.lower()).strip("-")
+        for flag, label in (("--name", name), ("--namespace", self.namespace), ("--pvc", self.pvc)):
+            if not re.fullmatch(_LABEL, label) or len(label) > _LONGEST_LABEL:
+                text = f"small letters, digits and hyphens, from a letter, at most {_LONGEST_LABEL}"
+                raise RecipeError(f"{flag} {label!r}: Kubernetes takes {text}: give another")
+        folder = posixpath.normpath(posixpath.join(self.mount, self.folder or self.recipe.absolute().parent.name))
+        if not f"{folder}/".startswith(f"{self.mount.rstrip('/')}/"):
+            raise RecipeError(f"--folder {folder}: it is not below the mount {self.mount}: other pods would not see it")
+        place = posixpath.join(folder, self.recipe.name)
+        job = KubernetesJob(
+            name=name,
+            namespace=self.namespace,
+            image=self.image,
+            work=Work(recipe=place, overrides=self.overrides, name=name, resume=self.resume),
+            nodes=self.nodes,
+            gpus=self.gpus,
+            pvc=self.pvc,
+            mount=self.mount,
+            folder=folder,
+            runs=posixpath.join(folder, recipe.run.directory),
+            interface=recipe.cluster.interface,
+            limits=dict(pair(text, "--limit", r"[\w./-]+") for text in self.limit),
+            environment=self.variables(),
+        )
+        manifest = job_set(job) if self.jobset else ray_job(job)
+        text = yaml.safe_dump(manifest, sort_keys=False, width=1000)
+        if self.print_only:
+            return self.print(manifest, text.rstrip())
+        said = given_to(["kubectl", "apply", "-f", "-"], text)
+        return self.print({"manifest": manifest, "kubectl": said}, said)
+
+
+class Ssh(_OnHosts, frozen=True, kw_only=True):
+    """Run on hosts that ssh reaches without a password: Ray on each, the run on the first (localhost: this one). It
+    lasts as long as this command. Ctrl-C drains; twice ends."""
+
+    follows_a_run = True
+    hosts: Annotated[str, Argument("as ssh names them", metavar="A,B,C")] = ""
+    hostfile: Annotated[Path | None, Argument("one host a line", metavar="FILE")] = None
+
+    def run(self) -> int:
+        """The exit code of the run."""
+        hosts = self._hosts()
+        recipe = self.read(len(hosts))
+        job = SshJob(
+            work=self.work(),
+            hosts=hosts,
+            folder=Path.cwd(),
+            setup=self.lines(),
+            port=self.port,
+            gpus=self.gpus_per_node,
+            interface=recipe.cluster.interface,
+        )
+        if self.print_only:
+            commands = ssh_commands(job)
+            return self.print({"commands": commands}, *map(join, commands))
+        if set(hosts) - set(HERE):
+            program("ssh")
+        code = anyio.run(run_over_ssh, job)
+        return self.print({"code": code}) or code if self.json else code
+
+    def _hosts(self) -> list[str]:
+        if bool(self.hosts) == (self.hostfile is not None):
+            raise RecipeError("name the hosts by --hosts A,B,C or by --hostfile FILE")
+        text = self.hosts.replace(",", "\n") if self.hostfile is None else self.hostfile.read_text()
+        lines = (line.partition("#")[0].strip() for line in text.splitlines())
+        hosts = [line for line in lines if line]
+        for number, host in enumerate(hosts):
+            if not re.fullmatch(r"[A-Za-z0-9_][\w.@:%-]*", host):
+                raise RecipeError(f"{host!r} is no name of a host: write it as for ssh, such as user@gpu-3")
+            if host in hosts[:number] or (host in HERE and number):
+                raise RecipeError(f"{host} is named twice, or is this host and not the first: name each once")
+        if not hosts:
+            raise RecipeError(f"{self.hostfile or '--hosts'} names no host: write one a line")
+        return hosts
+
+
+def pair(text: str, flag: str, key: str) -> tuple[str, str]:
+    """Key and value of an option. Raises ``RecipeError`` where the key does not match."""
+    name, _, value = text.partition("=")
+    if not re.fullmatch(key, name):
+        raise RecipeError(f"{flag} {text}: write {flag} NAME=VALUE")
+    return name, value
+
+
+def refuse_control(*texts: object) -> None:
+    """Raise ``RecipeError`` for a text that would end a line of a script."""
+    for text in map(str, texts):
+        if not text.isprintable():
+            raise RecipeError(f"{text!r} has a line break or another control character: choose another name or value")
+
+
+def program(name: str) -> str:
+    """Path of a program. Raises ``RecipeError`` where it is not there."""
+    found = shutil.which(name)
+    if found is None:
+        raise RecipeError(f"{name} is not on the PATH: run this where it is, or add --print and submit it by hand")
+    return found
+
+
+def given_to(command: Sequence[str], text: str) -> str:
+    """Output of a program that reads ``text`` from stdin. Raises ``RecipeError`` with its complaint."""
+    done = subprocess.run([program(command[0]), *command[1:]], input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RecipeError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout.strip()

@@ -1,0 +1,59 @@
+"""Demand of a run on the GPUs of this host: the memory that its processes need, and their placement."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from streamrl.base.errors import RecipeError
+from streamrl.engines.vllm.gpus import Gpu, visible_gpus
+from streamrl.engines.vllm.options import max_model_len, model_config
+from streamrl.prepare.memory import device_bytes
+from streamrl.prepare.placement import Demand, Placement, place
+from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
+from streamrl.pretrained.weight_files import ModelDirectoryError
+from streamrl.recipe.sections import Recipe
+
+CONTEXT_BYTES = 1 << 30
+"""Of a process that is no engine, beside its tensors: CUDA's context, kernels, NCCL's buffers, the allocator's rest."""
+
+
+def gpu_placement(recipe: Recipe, *, by_hand: bool = False) -> Placement:
+    """GPUs of this host for the processes of ``recipe`` (see ``place``); of ``by_hand`` processes, hosts like this one
+    are taken to follow each other."""
+    gpus = visible_gpus()
+    hosts = recipe.engines.count * recipe.engines.tensor_parallel_size + recipe.training.ranks if by_hand else 1
+    everywhere = [Gpu(gpu.name, gpu.memory, host) for host in range(hosts) for gpu in gpus]
+    return place(recipe, everywhere, _demand(recipe) if gpus else Demand(), by_hand=by_hand)
+
+
+def _demand(recipe: Recipe) -> Demand:
+    """Return the memory that models need; empty for a model that cannot be read, which ``preflight`` names."""
+    model = facts_of(recipe.model.path)
+    context = recipe.engines.max_model_len
+    with contextlib.suppress(RecipeError):
+        context = max_model_len(recipe, model_config(recipe.model.path))
+    scorers = [
+        _bytes(facts, str(reward.options.get("dtype")))
+        for reward in recipe.rewards
+        if reward.function == "reward_model" and reward.options.get("device") != "cpu"
+        if (facts := facts_of(str(reward.options.get("path", ""))))
+    ]
+    return Demand(
+        engine=_bytes(model, recipe.engines.dtype, context) if model else 0,
+        rank=device_bytes(recipe, model, context) + CONTEXT_BYTES if model else 0,
+        rewards=sum(scorers) + CONTEXT_BYTES if scorers else None,
+    )
+
+
+def _bytes(facts: ModelFacts, dtype: str, context: int = 0) -> int:
+    """Weights and the cache of one request."""
+    return (facts.parameters + context * facts.key_value_bytes // 4) * (4 if dtype == "float32" else 2)
+
+
+def facts_of(path: str) -> ModelFacts | None:
+    """The model in a directory; None where there is none that can be read."""
+    try:
+        return read_model_facts(Path(path)) if path else None
+    except ModelDirectoryError:
+        return None

@@ -1,0 +1,116 @@
+"""One optimizer step on completions of a trial, measured in a process of its own:
+``python -m streamrl.prepare.measured_step ... FILE``."""
+
+from __future__ import annotations
+
+import resource
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from msgspec import structs
+
+from streamrl.base.errors import StreamRLError
+from streamrl.base.messages import CloseBatch
+from streamrl.base.types import (
+    ScoredTrajectory,
+    TrainingGroup,
+    Trajectory,
+    float_array,
+    to_training_sample,
+    token_array,
+)
+from streamrl.recipe.sections import Recipe
+from streamrl.recipe.throwaway_process import answer_parent, run_throwaway
+
+
+class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of one rank on ``trajectories`` of ``tokens`` (prompts among them). ``seconds``: forward, backward,
+    optimizer and publishing; ``host_bytes`` and ``device_bytes``: the peak of the process. ``problem``: why nothing was
+    measured; empty: it was."""
+
+    trajectories: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    host_bytes: int = 0
+    device_bytes: int = 0
+    problem: str = ""
+
+
+def measure_step(recipe: Recipe, groups: Sequence[Sequence[Trajectory]], timeout_s: float) -> MeasuredStep:
+    """Load the model as a trainer rank of ``recipe`` does, and train one batch of ``groups``. Blocking.
+
+    Rewards alternate within a group, so that each group is computed, as if all had a signal. Several ranks are measured
+    as one, which holds everything."""
+    recipe = structs.replace(recipe, training=structs.replace(recipe.training, ranks=1))
+    batch = [
+        TrainingGroup(
+            group_id=number,
+            batch_id=0,
+            samples=tuple(
+                to_training_sample(ScoredTrajectory(trajectory=one, reward=float(index % 2)))
+                for index, one in enumerate(group)
+            ),
+        )
+        for number, group in enumerate(groups)
+    ]
+    with tempfile.TemporaryDirectory(prefix="streamrl-") as directory:
+        path = Path(directory, "step")
+        path.write_bytes(msgspec.msgpack.encode((recipe, batch), enc_hook=list))
+        ran = run_throwaway("streamrl.prepare.measured_step", [str(path)], timeout_s)
+    if not ran.written or ran.failure:
+        return MeasuredStep(problem=f"none within {timeout_s:g} s" if ran.late else ran.failure or "no answer")
+    return msgspec.msgpack.decode(ran.written, type=MeasuredStep)
+
+
+def _measured(recipe: Recipe, groups: Sequence[TrainingGroup], directory: Path) -> MeasuredStep:
+    from streamrl.learning.options import trainer_options
+    from streamrl.learning.process_group import peak_device_bytes
+    from streamrl.learning.trainer import TorchTrainer
+    from streamrl.weights.publish.torch_tensors import start_publisher
+
+    trainer = TorchTrainer(trainer_options(recipe, 0, "trial", f"ipc://{directory}/weights"), start_publisher)
+    samples = [sample for group in groups for sample in group.samples]
+    try:
+        trainer.start()
+        began = time.perf_counter()
+        for group in groups:
+            trainer.train_group(group)
+        close = CloseBatch(
+            batch_id=0,
+            policy_version=trainer.policy_version + 1,
+            groups=len(groups),
+            samples=len(samples),
+            trained_tokens=sum(sample.trained_tokens for sample in samples),
+        )
+        trainer.close_batch(close)
+        return MeasuredStep(
+            trajectories=len(samples),
+            tokens=sum(len(sample.token_ids) for sample in samples),
+            seconds=time.perf_counter() - began,
+            host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            device_bytes=peak_device_bytes(),
+        )
+    finally:
+        trainer.close()
+
+
+def _array(_: type, values: Any) -> Any:
+    return float_array(values) if values and isinstance(values[0], float) else token_array(values)
+
+
+def _answer(answers: BinaryIO, arguments: Sequence[str]) -> None:
+    path = Path(arguments[0])
+    batch = msgspec.msgpack.decode(path.read_bytes(), type=tuple[Recipe, tuple[TrainingGroup, ...]], dec_hook=_array)
+    try:
+        measured = _measured(*batch, path.parent)
+    except (StreamRLError, MemoryError, RuntimeError) as error:  # torch's OutOfMemoryError is a RuntimeError
+        measured = MeasuredStep(problem=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.300}")
+    answers.write(msgspec.msgpack.encode(measured))
+
+
+if __name__ == "__main__":
+    answer_parent(_answer)

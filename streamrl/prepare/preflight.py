@@ -1,0 +1,372 @@
+"""Checks of everything that a recipe points at, before anything is started: model, data, rewards, ports, memory.
+
+All problems come at once, as one ``RecipeError``. Nothing is left behind: user code is imported in a process of
+its own that ends here, and ports are bound only to be let go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from streamrl.base.atomic_files import hold_lock, write_durable, write_link
+from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.types import Prompt
+from streamrl.comm.object_store import access_problem
+from streamrl.comm.transport_keys import transport_environment
+from streamrl.comm.zmq_sockets import has_ipc_listener
+from streamrl.engines.vllm.gpus import visible_gpus
+from streamrl.engines.vllm.options import device_problems, installed_device, max_model_len, model_config
+from streamrl.learning.routing_replay import why_not_replayed
+from streamrl.learning.state.durable_files import read_digests, refuse_faults, surviving
+from streamrl.observe.trackers.installed import tracker_problems
+from streamrl.prepare.gpu_demand import facts_of, gpu_placement
+from streamrl.prepare.machine_check import (
+    GIB,
+    LONGEST_SOCKET_PATH,
+    available_memory,
+    engine_package,
+    installed_version,
+    nearest_existing,
+    port_problem,
+    shared_memory,
+)
+from streamrl.prepare.memory import estimate_memory, gib
+from streamrl.prepare.probe import look_at_environment, problems_of_object
+from streamrl.pretrained.model_facts import ModelFacts, read_model_facts
+from streamrl.pretrained.tokenizer import Tokenizer, load_tokenizer
+from streamrl.pretrained.trainable_models import cut_problems, refuse_untrainable, split_problems, unknown_modules
+from streamrl.pretrained.weight_files import ModelDirectoryError, stored_tensors
+from streamrl.recipe.rules.rules import broken_rules
+from streamrl.recipe.sections import ClusterKind, EngineKind, LaunchedBy, OptimizerKind, Recipe, TransportKind
+from streamrl.recipe.store_urls import is_url, url_problem
+from streamrl.recipe.topology import RENDEZVOUS, Role, plan_topology, prepared_sets
+from streamrl.rewards.calls.inspect import inspect_in_subprocess
+from streamrl.rewards.calls.reward_set import combining_rewards
+from streamrl.rewards.judge.options import judge_problems
+from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file, resumed_rewards
+from streamrl.rewards.signature import needed_columns
+from streamrl.run.copies.fetched import whole_copy
+from streamrl.run.prompts.prompt_spec import prompt_sources
+from streamrl.run.prompts.prompts import check_prompts, missing_source
+
+USER_CODE_TIMEOUT_S = 60.0
+SeePrompt = Callable[[Tokenizer, Prompt], None]
+
+
+class CheckedModel(msgspec.Struct, frozen=True):
+    """A model directory that can be read. ``context``: tokens of the longest prompt and completion together."""
+
+    facts: ModelFacts
+    context: int
+
+
+def with_checkpoint_rewards(recipe: Recipe) -> tuple[Recipe, RewardsSnapshot | None]:
+    """``recipe`` with the rewards that the checkpoint keeps which it resumes from; None where it keeps none. Raises
+    ``RecipeError`` where it is unclear which ones are meant."""
+    if not recipe.checkpoint.resume_from or is_url(recipe.checkpoint.resume_from):  # a dry run fetches none
+        return recipe, None
+    checkpoint = surviving(Path(recipe.checkpoint.resume_from))
+    try:
+        kept = read_rewards_file(checkpoint)
+    except StreamRLError as error:
+        raise RecipeError(f"checkpoint.resume_from: {error}") from error
+    if kept is None:
+        return recipe, None
+    begins = resumed_rewards(recipe, kept, checkpoint)
+    return msgspec.structs.replace(recipe, rewards=begins.rewards), begins
+
+
+def recipe_of_resumed_run(recipe: Recipe, run_directory: Path) -> tuple[Recipe, RewardsSnapshot | None]:
+    """``recipe`` as the run in ``run_directory`` goes on with it: with the rewards that were attached, and, once it has
+    a checkpoint of its own, without the one that it began with. Raises ``StreamRLError`` for a file that cannot be
+    read."""
+    kept = read_rewards_file(run_directory)
+    if kept is not None:
+        recipe = msgspec.structs.replace(recipe, rewards=kept.rewards)
+    if any((run_directory / "checkpoints").glob("step-*")):
+        recipe = msgspec.structs.replace(recipe, checkpoint=msgspec.structs.replace(recipe.checkpoint, resume_from=""))
+    return recipe, kept
+
+
+def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None, see: SeePrompt | None = None) -> None:
+    """Check what ``recipe`` points at. Raises ``RecipeError`` with every problem. Takes about a second; blocking.
+    ``kept``: where its rewards come from, in a run that resumes another. ``see`` gets the prompt of the first row."""
+    problems = [f"{path}: {text}" for path, text in broken_rules(recipe)]
+    model: CheckedModel | None = None
+    try:
+        model = check_model(recipe)
+    except RecipeError as error:
+        problems += error.problems
+    of_rewards = list(_rewards_and_prompts(recipe, model, see))
+    problems += of_rewards + ([_live_rewards(recipe, kept)] if of_rewards and kept and kept.changed_live else [])
+    problems += _other_code(recipe)
+    problems += _devices(recipe)
+    problems += _installation(recipe)
+    problems += _ports(recipe)
+    problems += _keys(recipe)
+    problems += _memory(recipe, model)
+    if model is not None and recipe.engines.kind is EngineKind.VLLM:
+        problems += device_problems(recipe, model_config(recipe.model.path), device=installed_device())
+    if model is not None and recipe.training.routing_replay is True:
+        reason = why_not_replayed(recipe, model_config(recipe.model.path))
+        problems += [f"training.advanced.routing_replay: {reason}"] if reason else []
+    problems += judge_problems(recipe)
+    problems += _unusable("run.directory", recipe.run.directory) or _run_directory(Path(recipe.run.directory))
+    problems += _unusable("TMPDIR", tempfile.gettempdir())
+    problems += _checkpoint(recipe)
+    problems += _stores(recipe)
+    problems += _free_space(recipe)
+    problems += [f"metrics.report_to: {problem}" for problem in tracker_problems(recipe.metrics.report_to)]
+    if problems:
+        raise RecipeError(*dict.fromkeys(problems))
+
+
+def check_model(recipe: Recipe) -> CheckedModel:
+    """The model's sizes and its context. Raises ``RecipeError`` when the directory is not a whole model that can be
+    trained, or has no modules by the names of ``lora.targets``."""
+    directory = Path(recipe.model.path)
+    try:
+        facts = read_model_facts(directory)
+        refuse_untrainable(directory)
+        problems = split_problems(directory, recipe.training.tensor_parallel_size, recipe.training.expert_parallel_size)
+        problems += cut_problems(directory, recipe.training.context_parallel_size)
+        unknown = unknown_modules(directory, recipe.lora.named_targets if recipe.lora.rank else ())
+        stored = {one.dtype for one in stored_tensors(directory).values()} - {"BF16"} if recipe.lora.served else set()
+    except ModelDirectoryError as error:
+        raise RecipeError(f"model.path: {directory} {error}") from error
+    if problems:
+        raise RecipeError(*problems)
+    if unknown:
+        raise RecipeError(*(f'lora.targets: "{name}" {problem}' for name, problem in unknown.items()))
+    if stored:
+        raise RecipeError(
+            f'lora.sync: "adapter" leaves the base of the engines as it is stored, and {directory} has {min(stored)}: '
+            'save the model in bfloat16, which is trained, or set "merged"'
+        )
+    return CheckedModel(facts, max_model_len(recipe, model_config(recipe.model.path)))
+
+
+def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None, see: SeePrompt | None) -> Iterator[str]:
+    combining = combining_rewards(recipe.rewards, recipe.reward_limits)
+    inspections = inspect_in_subprocess([*recipe.rewards, *combining], USER_CODE_TIMEOUT_S)
+    for index, inspection in enumerate(inspections):
+        path = f"rewards.{index}.function" if index < len(recipe.rewards) else "reward_limits.combine"
+        yield from (f"{path}: {problem}" for problem in inspection.problems)
+    columns = needed_columns([found.signature for found in inspections if found.signature is not None])
+    tokenizer: Tokenizer | None = None
+    if Path(recipe.model.path).is_dir():
+        try:
+            tokenizer = load_tokenizer(recipe.model.path)
+        except RecipeError as error:
+            yield from (f"model.path: {problem}" for problem in error.problems)
+    if recipe.environment.given:
+        path = recipe.model.path if tokenizer else ""
+        problems, columns["environment"] = look_at_environment(recipe.environment, path, USER_CODE_TIMEOUT_S)
+        yield from problems
+    if recipe.environment.agent and tokenizer and not tokenizer.chat_templates:
+        yield "environment.agent: the model has no chat template, which requests of agents need: take one that has"
+    longest = model.context - recipe.sampling.max_tokens if model else None
+    for path, spec in prompt_sources(recipe).items():
+        show = partial(see, tokenizer) if see and tokenizer and path == "prompts.train" else None
+        reader = None if recipe.environment.given else tokenizer
+        problems = check_prompts(spec, reader, columns, longest, see=show) if tokenizer else missing_source(spec)
+        yield from (f"{path}: {problem}" for problem in problems)
+
+
+def _other_code(recipe: Recipe) -> Iterator[str]:
+    """The user's code that no sample is needed for."""
+    spec = recipe.rollout.policy
+    if ":" in spec:
+        yield from (f"rollout.policy: {problem}" for problem in problems_of_object(spec, USER_CODE_TIMEOUT_S))
+    for spec in recipe.run.observers:
+        problems = problems_of_object(spec, USER_CODE_TIMEOUT_S, kind="observer")
+        yield from (f"run.advanced.observers: {problem}" for problem in problems)
+
+
+def _devices(recipe: Recipe) -> Iterator[str]:
+    placement = gpu_placement(recipe)
+    yield from placement.problems
+    if placement.gpus:
+        yield from _shared_memory(recipe)
+        return
+    if recipe.starts_ranks_here and recipe.training.device.startswith("cuda"):
+        yield 'training.device: this host has no CUDA device: write "auto" or "cpu", or start the ranks elsewhere'
+    vllm = recipe.engines.kind is EngineKind.VLLM and engine_package() is not None
+    if vllm and recipe.starts_engines_here and installed_device() == "cuda":
+        yield "engines: vllm is a CUDA build and sees no GPU: nvidia-smi and CUDA_VISIBLE_DEVICES must show one"
+
+
+def _shared_memory(recipe: Recipe) -> Iterator[str]:
+    """NCCL and vLLM's workers need more than a container has by default (64 MiB)."""
+    free = shared_memory()
+    workers = max(one.workers for one in prepared_sets(recipe))
+    if free is None or free >= GIB or max(workers, recipe.training.ranks) == 1:
+        return
+    wanted = f"engines.tensor_parallel_size = {workers}" if workers > 1 else f"training.ranks = {recipe.training.ranks}"
+    yield (
+        f"{wanted}: processes on several GPUs exchange data in /dev/shm, which has {free / GIB:.2f} GiB, "
+        "and 1 GiB is needed: in a container use --shm-size=2g or --ipc=host"
+    )
+
+
+def _live_rewards(recipe: Recipe, kept: RewardsSnapshot) -> str:
+    names = ", ".join(kept.changed_live)
+    forked = recipe.checkpoint.resume_from
+    subject = f"checkpoint.resume_from: {forked}" if forked else "rewards: the run"
+    remedy = ', or start with the rewards of the recipe by checkpoint.advanced.rewards = "recipe"' if forked else ""
+    return f"{subject} was scored with {names}, attached while the run went on: put their code back{remedy}"
+
+
+def _installation(recipe: Recipe) -> Iterator[str]:
+    local_engines = recipe.starts_engines_here
+    local_training = recipe.starts_ranks_here
+    remedy = "run `make venv` (CPU) or `pip install 'streamrl[vllm]'` (CUDA); `streamrl check` tells more"
+    if local_engines and recipe.engines.kind is EngineKind.VLLM and engine_package() is None:
+        yield f"vllm is not installed, and this run would start {recipe.engines.count} engines: {remedy}"
+    for package in ("torch", "transformers"):
+        if (local_engines or local_training) and installed_version(package) is None:
+            yield f"{package} is not installed, and training needs it: {remedy}"
+    wanted = {
+        "peft": f"lora.rank = {recipe.lora.rank}" if recipe.lora.rank else "",
+        "bitsandbytes": 'training.optimizer = "adamw_8bit"'
+        if recipe.training.optimizer is OptimizerKind.ADAMW_8BIT
+        else "",
+    }
+    for package, setting in wanted.items():
+        if setting and local_training and installed_version(package) is None:
+            yield f"{package} is not installed, and {setting} needs it: run `pip install {package}`"
+
+
+def _ports(recipe: Recipe) -> Iterator[str]:
+    """Ports that this run would bind and cannot; those that an external rank binds are not this machine's."""
+    topology = plan_topology(recipe, Path("/tmp"))
+    on_cluster = recipe.cluster.kind is not ClusterKind.LOCAL  # each host says which ports are free there
+    external = recipe.transport.training is LaunchedBy.EXTERNAL
+    theirs = {name for name in topology.endpoints if external and (name.endswith(".weights") or name == RENDEZVOUS)}
+    wanted = {name: endpoint for name, endpoint in topology.endpoints.items() if name not in theirs and not on_cluster}
+    by_tcp = recipe.transport.kind is TransportKind.TCP and not on_cluster
+    if by_tcp and (problem := port_problem(recipe.transport.host, 0)):
+        yield f"transport.host: {problem}: set it to an address of this machine"
+        return
+    used: dict[str, str] = {}
+    for name, endpoint in {**wanted, "metrics": recipe.metrics.endpoint}.items():
+        path = "metrics.endpoint" if name == "metrics" else "transport.port"
+        if endpoint.startswith("tcp://"):
+            host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            problem = port_problem(host, int(port))
+            if endpoint in used:
+                problem = f"port {port} of {host} is already the one of {used[endpoint]}"
+            used[endpoint] = name
+            if problem:
+                yield f"{path}: {problem} ({name}): end what uses it, or set {path} to another"
+        elif name == "metrics" and endpoint:
+            yield from _ipc_problem(path, Path(endpoint.removeprefix("ipc://")))
+
+
+def _keys(recipe: Recipe) -> Iterator[str]:
+    """Keys that the processes of this run would read; an external one has its own copy."""
+    transport = recipe.transport
+    roles = [Role.CONTROLLER]
+    roles += [Role.ENGINE] if transport.engines is LaunchedBy.LOCAL else []
+    roles += [Role.TRAINER] if transport.training is LaunchedBy.LOCAL else []
+    for role in roles:
+        try:
+            transport_environment(recipe, role)
+        except StreamRLError as error:
+            yield f"transport.keys: {error}"
+
+
+def _ipc_problem(path: str, socket_path: Path) -> Iterator[str]:
+    if len(str(socket_path).encode()) > LONGEST_SOCKET_PATH:
+        yield f"{path}: {socket_path} is longer than {LONGEST_SOCKET_PATH} bytes: choose a shorter path"
+    elif not os.access(socket_path.parent, os.W_OK | os.X_OK):
+        yield f"{path}: nothing can be made in {socket_path.parent}: choose a directory that exists and can be written"
+    else:
+        try:
+            if has_ipc_listener(f"ipc://{socket_path}"):
+                yield f"{path}: another process listens at {socket_path}: end that process, or choose another path"
+        except StreamRLError as error:
+            yield f"{path}: {error}"
+
+
+def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
+    if model is None or visible_gpus():
+        return
+    here = {Role.ENGINE: recipe.starts_engines_here, Role.TRAINER: recipe.starts_ranks_here}
+    elsewhere = {one.name for one in plan_topology(recipe, Path("/tmp")).processes if not here.get(one.role, True)}
+    estimate = estimate_memory(recipe, model.facts, model.context, facts_of(recipe.judge.model))
+    needed = sum(size for name, size in estimate.items() if name not in elsewhere)
+    available = available_memory()
+    if needed > available:
+        yield (
+            f"memory: this run needs about {gib(needed)} and {gib(available)} can be had: lower engines.count, "
+            "engines.max_num_seqs, training.micro_batch_tokens or training.ranks, or take a smaller model"
+        )
+
+
+def _free_space(recipe: Recipe) -> Iterator[str]:
+    """Every checkpoint would be refused; how large one is is known when it is written."""
+    checkpoint = recipe.checkpoint
+    if not (checkpoint.every or checkpoint.at_end) or recipe.transport.training is not LaunchedBy.LOCAL:
+        return
+    directory = nearest_existing(Path(recipe.run.directory))
+    free_gib = shutil.disk_usage(directory).free / (1 << 30)
+    if free_gib < checkpoint.min_free_gib:
+        yield (
+            f"checkpoint.advanced.min_free_gib: {checkpoint.min_free_gib:g} GiB must stay free beside each "
+            f"checkpoint, and "
+            f"{directory} has {free_gib:.2f}: make room, set another run.directory, or allow less"
+        )
+
+
+def _unusable(name: str, path: str) -> list[str]:
+    """Return whether a path has no text that could stand in a file or a message of a run."""
+    try:
+        str(Path(path).absolute()).encode()
+    except UnicodeEncodeError:
+        return [f"{name}: {os.fsencode(Path(path).absolute())!r} is not UTF-8: choose another directory"]
+    return [f"{name}: {path!r} has a NUL: remove it"] if "\0" in path else []
+
+
+def _run_directory(directory: Path) -> Iterator[str]:
+    existing = nearest_existing(directory)
+    try:
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".streamrl-preflight-") as tried:
+            hold_lock(Path(tried, "lock"), StreamRLError).close()
+            write_link(Path(tried, "link"), "lock")
+            write_durable(Path(tried, "lock"), b"")
+    except OSError as error:
+        yield f"run.directory: nothing can be made in {existing} ({error.strerror}): set another directory"
+    except StreamRLError as error:
+        yield f"run.directory: {error}"
+
+
+def _checkpoint(recipe: Recipe) -> Iterator[str]:
+    """A checkpoint to start from must be there, with all of its files; the ranks compare them with their digests when
+    they read them. Ranks that are started by hand may see another file system than this process."""
+    resumed = recipe.checkpoint.resume_from
+    if resumed and recipe.transport.training is LaunchedBy.LOCAL:
+        try:
+            if is_url(resumed):
+                whole_copy(resumed, give_up_s=0)
+            else:
+                saved = surviving(Path(resumed))
+                absent = [f"{name} is missing" for name in read_digests(saved) if not (saved / name).is_file()]
+                refuse_faults(saved, absent)
+        except StreamRLError as error:
+            yield f"checkpoint.resume_from: {error}"
+
+
+def _stores(recipe: Recipe) -> Iterator[str]:
+    """Places in object stores can be written, once each."""
+    places = {"checkpoint.advanced.copy_to": recipe.checkpoint.copy_to}
+    places |= {"weights.advanced.transport": recipe.weights.transport}
+    for key, url in places.items():
+        if url and not url_problem(url) and (problem := access_problem(url)):  # the rules have said the other
+            yield f"{key}: {problem}"

@@ -1,0 +1,47 @@
+"""``python -m streamrl.processes.cluster.lease SECONDS SOCKETS AGENT``: ends the agent that started it, and all of its
+processes, where nothing comes through its stdin for so long, or the agent has ended.
+
+A process of its own, since an agent that was stopped (SIGSTOP) or hangs would not notice that its lease is over."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from streamrl.processes.local import end_marked_processes
+
+FIRST_S = 180.0
+"""How long the first renewal may take: meanwhile agents start on other hosts, and nothing runs on this one."""
+SWEEP_S = 5.0
+"""How long ended processes may take to be gone."""
+
+
+def main() -> None:
+    """Wait for renewals, then kill. Exits when everything is gone."""
+    lease_s = float(sys.argv[1])
+    sockets = Path(sys.argv[2])
+    agent = int(sys.argv[3])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    deadline = time.monotonic() + max(lease_s, FIRST_S)
+    while (left := deadline - time.monotonic()) > 0:
+        if select.select([0], [], [], left)[0]:
+            if not os.read(0, 65_536):
+                break  # the agent has ended
+            deadline = time.monotonic() + lease_s
+    else:
+        sys.stderr.write(f"the run did not reach this host for {lease_s:g} s: its processes end\n")
+        sys.stderr.flush()
+    if os.getppid() == agent:
+        with suppress(ProcessLookupError):
+            os.kill(agent, signal.SIGKILL)
+    # Children of the agent die with it; what they had started and did not tie to themselves has the run's marker.
+    end_marked_processes(sockets, SWEEP_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""A host of a cluster as the run's supervisor sees it: the processes there, through the host's agent."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import anyio
+import msgspec
+
+from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.processes.cluster.agent_messages import (
+    AgentAnswer,
+    AgentOrder,
+    AgentRequest,
+    HostFacts,
+    ProcessState,
+    SignalProcess,
+    StartProcess,
+)
+from streamrl.processes.exit_files import ExitKind, ExitReason, read_exit_reason, write_reason
+
+log = logging.getLogger(__name__)
+
+PING_S = 0.25
+ANSWER_S = 1.0
+"""How long one request may take before the next one is sent."""
+MARGIN_S = 2.0
+"""How long after the end of a lease the processes of a host are certainly gone."""
+
+
+class AgentGone(StreamRLError):
+    """The agent of a host has ended, or is of no use any more."""
+
+
+class AgentLink(Protocol):
+    """A connection to an agent."""
+
+    async def ask(self, request: bytes) -> bytes:
+        """Answer of the agent (``AgentAnswer``). May be cancelled. Raises ``AgentGone``, or ``OSError`` where the agent
+        does not answer now."""
+
+    async def release(self) -> None:
+        """End the agent with all that runs there, and give back what the run had on that host. Idempotent."""
+
+
+class RemoteProcess:
+    """A process on another host, as its agent last saw it: a ``ProcessHandle``."""
+
+    def __init__(self, host: RemoteHost, number: int) -> None:
+        self.host = host
+        self.number = number
+
+    @property
+    def pid(self) -> int:
+        """Its number on its host; 0 until that is known."""
+        return self.host.state(self.number).pid
+
+    def poll(self) -> int | None:
+        """Return its exit code; None while it runs; negative: the signal that ended it."""
+        return self.host.state(self.number).exit_code
+
+    def send_signal(self, number: int, /) -> None:
+        """Have the agent send a signal, unless the process is known to have ended."""
+        if self.poll() is None:
+            self.host.order(SignalProcess(self.number, number))
+
+    def terminate(self) -> None:
+        """Have the agent send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Have the agent send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class RemoteHost:
+    """Orders to the agent of a host, and the states of the processes there. ``run`` is a child of the nursery; it
+    returns when the host is lost: its agent has ended, or has not answered for its lease and a margin, after which its
+    processes are gone."""
+
+    def __init__(self, facts: HostFacts, link: AgentLink, run_directory: Path, *, epoch: int, lease_s: float) -> None:
+        self.facts = facts
+        self.link = link
+        self.lost = ""
+        """Why the host is lost; empty: it is not."""
+        self.survivors: tuple[int, ...] = ()
+        self._run_directory = run_directory
+        self._epoch = epoch
+        self._lease_s = lease_s
+        self._orders: list[AgentOrder] = []
+        self._first = 0
+        self._names: dict[int, str] = {}
+        self._states: dict[int, ProcessState] = {}
+        self._answered_s = time.monotonic()
+        self._is_late = False
+        self._changed = anyio.Event()
+        self._wake = anyio.Event()
+
+    @property
+    def name(self) -> str:
+        """Name of the host."""
+        return self.facts.name
+
+    def state(self, number: int) -> ProcessState:
+        """Return the last known state of the process that was started as ``number``."""
+        return self._states[number]
+
+    def order(self, order: AgentOrder) -> int:
+        """Give an order, which is sent at once. Returns its number, for ``carried_out``."""
+        if isinstance(order, StartProcess):
+            self._names[order.number] = order.plan.name
+            self._states[order.number] = ProcessState(pid=0)
+        if self.lost:
+            self._end_states()
+            return -1
+        self._orders.append(order)
+        self._wake.set()
+        return self._first + len(self._orders) - 1
+
+    async def carried_out(self, number: int) -> None:
+        """Wait until the agent has carried out an order, or the host is lost."""
+        while not self.lost and number >= self._first:
+            await self._changed.wait()
+
+    async def run(self) -> None:
+        """Ask the agent again and again, which renews its lease, until the host is lost."""
+        try:
+            while not self.lost:
+                await self._ask()
+                if time.monotonic() > self._answered_s + self._lease_s + MARGIN_S:
+                    self.lose(f"{self.name} has not answered for {self._lease_s + MARGIN_S:g} s")
+                with anyio.move_on_after(PING_S):
+                    await self._wake.wait()
+        finally:
+            self.lose("the run has ended")  # cancelled: who waits for an order to be carried out would wait for ever
+        await self.link.release()  # it may hear the run, which does not hear it
+
+    def lose(self, reason: str) -> None:
+        """Note that nothing runs there any more."""
+        if not self.lost:
+            self.lost = reason
+            self._end_states()
+            self._notify()
+
+    async def _ask(self) -> None:
+        asked_s = time.monotonic()
+        self._wake = anyio.Event()
+        request = AgentRequest(epoch=self._epoch, first=self._first, orders=tuple(self._orders))
+        try:
+            with anyio.fail_after(ANSWER_S):
+                encoded = await self.link.ask(msgspec.msgpack.encode(request))
+            answer = msgspec.msgpack.decode(encoded, type=AgentAnswer)
+        except AgentGone as error:
+            self.lose(f"the agent of {self.name} has ended: {error}")
+            return
+        except (OSError, *UNDECODABLE) as error:  # TimeoutError, too
+            if not self._is_late:
+                log.warning("%s does not answer (%s)", self.name, str(error) or type(error).__name__)
+            self._is_late = True
+            return
+        if answer.refusal:
+            self.lose(answer.refusal)
+            return
+        if self._is_late:
+            log.warning("%s answers again, after %.1f s", self.name, asked_s - self._answered_s)
+        self._is_late = False
+        self._answered_s = asked_s
+        self._take(answer)
+
+    def _take(self, answer: AgentAnswer) -> None:
+        done = answer.done - self._first
+        for number, state in answer.processes.items():
+            before = self._states.get(number)
+            if before is None or before.exit_code is not None:
+                continue
+            if state.exit_code is not None:
+                self._note_reason(self._names[number], state)
+            self._states[number] = state
+        if done > 0:
+            del self._orders[:done]
+            self._first = answer.done
+            self.survivors = answer.survivors
+        self._notify()
+
+    def _note_reason(self, name: str, state: ProcessState) -> None:
+        """Leave the reason of an end where the supervisor reads it, at the time of this host's clock."""
+        at_s = time.monotonic()
+        if state.failure:
+            self._write(name, ExitReason(kind=ExitKind.CAUSE, message=state.failure, monotonic_s=at_s))
+        elif state.reason and (found := read_exit_reason(state.reason)):
+            self._write(name, msgspec.structs.replace(found, monotonic_s=at_s - state.reason_age_s))
+
+    def _write(self, name: str, reason: ExitReason) -> None:
+        with suppress(OSError):  # of a full disk: the end itself is known
+            write_reason(self._run_directory, name, reason)
+
+    def _end_states(self) -> None:
+        for number, state in self._states.items():
+            if state.exit_code is None:
+                reason = ExitReason(kind=ExitKind.CAUSE, message=self.lost, monotonic_s=time.monotonic())
+                self._write(self._names[number], reason)
+                self._states[number] = msgspec.structs.replace(state, exit_code=-signal.SIGKILL)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()

@@ -1,0 +1,229 @@
+"""Processes of a run on this host: how they are started, and how all that they started is found and ended.
+
+The supervisor is a child subreaper: what a process of the run left behind becomes its child, so every process of the
+run is below it. Of those it is the run's when it is in the session of a process that the supervisor started (vLLM's
+processes stay in their engine host's session), carries the run's marker in its environment, or has such a parent; other
+children of a user's program are left alone. Shared memory is named after the run (``name_shared_memory``)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+
+import anyio.to_thread
+import psutil
+
+from streamrl.base.run_process import PARENT_PID, PR_SET_CHILD_SUBREAPER, RUN_MARKER, memory_prefix, set_process_option
+from streamrl.processes.launcher import ChildProcess
+from streamrl.recipe.topology import ProcessPlan, Topology
+
+ENTRY = ("-P", "-m", "streamrl.launch")
+"""Arguments of Python that start a process of a run, before those of its role."""
+SOCKET_PREFIX = "streamrl-"
+"""How the directories of sockets begin, in the directory for temporary files."""
+_SHARED_MEMORY = Path("/dev/shm")
+_POLL_S = 0.02
+_DEADLINE_S = 6.0
+_TRACKER_S = 2.0  # for Python's resource trackers to remove what the others left under other names, and to end
+
+
+def marker_of(socket_directory: Path) -> str:
+    """The text that marks the processes and the shared memory of the run with these sockets."""
+    return f"{SOCKET_PREFIX}{hashlib.sha256(os.fsencode(socket_directory)).hexdigest()[:12]}"
+
+
+_adopting = 0
+
+
+def adopt_orphans(runs: int) -> None:
+    """Have orphans below this process become its children while it holds a run (+1: one begins, -1: one has ended).
+    Linux only; elsewhere orphans are not found."""
+    global _adopting
+    _adopting += runs
+    if sys.platform == "linux":
+        set_process_option(PR_SET_CHILD_SUBREAPER, int(_adopting > 0))
+
+
+class LocalLauncher:
+    """Starts the processes of one run below this one: ``command`` and the arguments of the role, each the leader of a
+    session of its own, so that a terminal's Ctrl-C reaches the supervisor only. ``environment``: variables in addition
+    to those of this process. ``sessions``: pids of those leaders.
+
+    Start processes from the thread of the event loop only: they die with the thread that started them."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        run_directory: Path,
+        socket_directory: Path,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.marker = marker_of(socket_directory)
+        self.sessions: set[int] = set()
+        self.on_join: Callable[[], None] = lambda: None
+        self._command = command
+        self._environment = environment
+        self._run_directory = run_directory
+        self._socket_directory = socket_directory
+        self._starting = threading.Lock()  # one that was just started and is not in ``sessions`` yet is no orphan
+
+    def open(self) -> None:
+        """Adopt orphans of the run from now on."""
+        adopt_orphans(1)
+
+    def close(self) -> None:
+        """Adopt no orphans any more, unless another run here does."""
+        adopt_orphans(-1)
+
+    def start(self, plan: ProcessPlan, *, resumes: bool = False) -> ChildProcess:
+        """Start one role. Raises ``OSError`` where the system has no room for a process."""
+        arguments = [*self._command, plan.role.value, "--index", str(plan.index)]
+        arguments += ["--run-directory", str(self._run_directory)]
+        arguments += ["--socket-directory", str(self._socket_directory)] + (["--resume"] if resumes else [])
+        environment = os.environ | dict(self._environment)
+        environment |= {
+            PARENT_PID: str(os.getpid()),
+            RUN_MARKER: self.marker,
+            "TMPDIR": str(self._socket_directory),  # removed at the end, with what killed processes left in it
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves its stack in the log
+            # Models and data were resolved before. User code that asks the Hub itself wants HF_HUB_OFFLINE=0 set.
+            "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE") or "1",
+        }
+        log = self._run_directory / "logs" / f"{plan.name}.log"
+        with log.open("ab") as output, self._starting:
+            process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+            )
+            self.sessions.add(process.pid)
+            return ChildProcess(plan, process, log, output.tell())
+
+    async def place(self, topology: Topology) -> Topology:
+        """Return ``topology``: all is on this host."""
+        return topology
+
+    async def end_left_behind(self, child: ChildProcess) -> list[int]:
+        """Kill the session of ``child`` and every orphan of the run, remove the shared memory that the session made.
+        Returns pids that survived SIGKILL."""
+        return await anyio.to_thread.run_sync(self._end_left_behind, child.process.pid)
+
+    async def end_all(self) -> list[int]:
+        """Kill every process of the run and remove its shared memory. Returns pids that survived SIGKILL."""
+        return await anyio.to_thread.run_sync(self._end_all)
+
+    def _end_left_behind(self, session: int) -> list[int]:
+        own = os.getpid()
+
+        def left_behind(process: psutil.Process) -> bool:
+            with suppress(ProcessLookupError, psutil.Error):
+                is_orphan = process.ppid() == own and process.pid not in self.sessions
+                return is_orphan or os.getsid(process.pid) == session
+            return False
+
+        def find() -> list[psutil.Process]:
+            with self._starting:
+                return [process for process in self._living() if left_behind(process)]
+
+        left = self._kill(find)
+        remove_shared_memory(memory_prefix(self.marker, session))
+        if not left:
+            self.sessions.discard(session)
+        return left
+
+    def _end_all(self) -> list[int]:
+        left = self._kill(self._living)
+        remove_shared_memory(self.marker)
+        return left
+
+    def _living(self) -> list[psutil.Process]:
+        """All that live now, parents first; zombies are dead."""
+        found: dict[int, psutil.Process] = {}
+        for process in psutil.Process().children(recursive=True):  # parents come before their children
+            try:
+                if process.ppid() in found or self._is_ours(process):
+                    found[process.pid] = process
+            except (ProcessLookupError, psutil.Error):
+                continue  # it ended meanwhile, or belongs to another user
+        return [process for process in found.values() if _lives(process)]
+
+    def _kill(self, find: Callable[[], list[psutil.Process]]) -> list[int]:
+        began_s = time.monotonic()
+        deadline = began_s + _DEADLINE_S
+        seen: set[psutil.Process] = set()
+        # A process that is ending gives its environment back long before it is gone: remember who was seen.
+        while True:
+            seen.update(find())
+            seen = {process for process in seen if not self._has_ended(process)}
+            if not seen or time.monotonic() >= deadline:
+                return [process.pid for process in seen]
+            for process in seen:
+                with suppress(psutil.Error):
+                    if time.monotonic() > began_s + _TRACKER_S or not is_resource_tracker(process):
+                        process.kill()
+            time.sleep(_POLL_S)
+
+    def _has_ended(self, process: psutil.Process) -> bool:
+        if process.pid not in self.sessions:  # an orphan, which nobody else reaps; of others this is an error
+            with suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
+        return not _lives(process)
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        return os.getsid(process.pid) in self.sessions or process.environ().get(RUN_MARKER) == self.marker
+
+
+def remove_shared_memory(prefix: str) -> None:
+    """Remove this user's shared memory and semaphores whose names begin so."""
+    for pattern in (f"{prefix}*", f"sem.{prefix}*"):
+        for path in _SHARED_MEMORY.glob(pattern):
+            with suppress(OSError):
+                path.unlink()
+
+
+def end_marked_processes(sockets: Path, seconds: float) -> list[int]:
+    """Kill the processes of the run with these sockets, and remove its shared memory and its sockets: for a run whose
+    supervisor, or whose agent on this host, was killed. Blocking. Returns pids that survived SIGKILL for so long."""
+    marker = marker_of(sockets)
+    left = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(RUN_MARKER) == marker and not is_resource_tracker(process):  # which ends itself
+                process.kill()
+                left.append(process)
+    _, alive = psutil.wait_procs(left, timeout=seconds)
+    remove_shared_memory(marker)
+    with suppress(OSError):
+        status = sockets.lstat()
+        # Another user may put anything into a directory for temporary files.
+        if sockets.name.startswith(SOCKET_PREFIX) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+            shutil.rmtree(sockets, ignore_errors=True)
+    return [process.pid for process in alive]
+
+
+def is_resource_tracker(process: psutil.Process) -> bool:
+    """Return whether ``process`` is a resource tracker of Python's, which ends itself."""
+    return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Return whether a process lives, also if its first thread has ended: the others still hold its memory."""
+    try:
+        ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) and process.num_threads() <= 1
+        return bool(process.is_running() and not ended)
+    except psutil.Error:
+        return False
